@@ -94,7 +94,7 @@ def split_runs(
         if name.parent in kept and kept[name.parent][0].segment == name.segment:
             child.setdefault(name.parent, name.hash)
     heads = kept.keys() - set(child.values())
-    most = max(1, min(SEGMENT_BLOCKS, MAX_RUN_BYTES // block_bytes))
+    most = _most_blocks(block_bytes)
     runs: list[list[tuple[BlockName, memoryview]]] = []
     for head in (block_hash for block_hash in kept if block_hash in heads):
         run: list[tuple[BlockName, memoryview]] = []
@@ -107,6 +107,10 @@ def split_runs(
             at = child.get(at)
         runs.append(run)
     return runs
+
+
+def _most_blocks(block_bytes: int) -> int:
+    return max(1, min(SEGMENT_BLOCKS, MAX_RUN_BYTES // block_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,12 @@ class RunLayout:
     def path(self, run: RunName) -> str:
         """The path of a run's object."""
         return f"{self.folder(run.segment)}/{run}"
+
+    def size_bytes(self, run: RunName) -> int:
+        """The size of a run's object. Raises Corrupt for a name of more blocks than a run has."""
+        if len(run) > _most_blocks(self.block_bytes):
+            raise Corrupt(f"its name has {len(run)} blocks, and a run has at most {_most_blocks(self.block_bytes)}")
+        return HEADER_BYTES + len(run) * self.block_bytes
 
     def pack(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> bytearray:
         """The object of a run, whose blocks have ``block_bytes`` each."""

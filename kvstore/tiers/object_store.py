@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 from pillion.errors import ConfigError
+from pillion.kvstore.tiers.tiers import Corrupt
 
 FLAG = "--object-url"
 # A request with all its attempts ends by then, whatever the service does.
@@ -140,14 +141,19 @@ class ObjectStore:
         """Writes an object, whole or not at all. Raises ObjectStoreFailure."""
         await self._asked(self._obstore.put_async(self._store, path, data, use_multipart=False))
 
-    async def get(self, path: str) -> memoryview:
-        """Reads an object. Raises MissingObject, ObjectStoreFailure."""
+    async def get(self, path: str, size_bytes: int) -> memoryview:
+        """Reads an object of so many bytes. Raises MissingObject, ObjectStoreFailure, and Corrupt for an object of
+        another size, of which nothing is read: whoever may write to the bucket chooses what is there."""
 
         async def read() -> Any:
             try:
-                return await (await self._obstore.get_async(self._store, path)).bytes_async()
+                found = await self._obstore.get_async(self._store, path)
             except FileNotFoundError:
                 return None
+            said = found.meta["size"]
+            if said != size_bytes:
+                raise Corrupt(f"it has {said} bytes, not {size_bytes}")
+            return await found.bytes_async()
 
         found = await self._asked(read())
         if found is None:

@@ -306,7 +306,7 @@ class ObjectTier:
             async with self._gets:
                 if not self.answers():
                     return 0
-                data = await self._store.get(self._layout.path(run))
+                data = await self._store.get(self._layout.path(run), self._layout.size_bytes(run))
             sources = self._layout.unpack(data, run)
             count = await until_over(asyncio.to_thread(_copy, part, sources))
             if count < len(part) and part[count][0] in sources:

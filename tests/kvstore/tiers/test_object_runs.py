@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from pillion.kvstore.memory.memory import block_checksum
-from pillion.kvstore.tiers.object_runs import HEADER_BYTES, RunLayout, RunName, places_in, split_runs
+from pillion.kvstore.tiers.object_runs import HEADER_BYTES, MAX_RUN_BYTES, RunLayout, RunName, places_in, split_runs
 from pillion.kvstore.tiers.tiers import Corrupt
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, OTHER, Stored
 from tests.support.object_blocks import branched
@@ -49,6 +49,14 @@ def test_an_object_comes_back_as_it_was() -> None:
     assert len(data) == HEADER_BYTES + 5 * BLOCK_BYTES
     found = LAYOUT.unpack(memoryview(data), RunName.of([name for name, _ in run]))
     assert found == {name.hash: (name.checksum, payload) for name, payload in run}
+
+
+def test_a_name_tells_the_size_of_its_object_which_is_bounded() -> None:
+    """A name of more blocks than a run has is nobody's that wrote runs, and would be read whole."""
+    layout, first = RunLayout(bytes(32), MAX_RUN_BYTES // 4), bytes(32)
+    assert layout.size_bytes(RunName(first, first, (b"ab",) * 3)) == HEADER_BYTES + MAX_RUN_BYTES
+    with pytest.raises(Corrupt, match="its name has 5 blocks, and a run has at most 4"):
+        layout.size_bytes(RunName(first, first, (b"ab",) * 4))
 
 
 @given(st.data())

@@ -183,6 +183,25 @@ async def test_objects_that_were_removed_or_replaced_are_missing(service: S3Serv
         await until("the service to see that it is gone", missing)
 
 
+async def test_an_object_of_another_size_is_not_read(service: S3Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may write to the bucket may put an object of any size under a run's name."""
+    (chain,) = branched([3])
+    async with opened(service) as tier:
+        await written(tier, chain)
+    (path,) = service.objects()
+    with path.open("ab") as file:
+        file.truncate(2**28)
+    read: list[int] = []
+    before = object_store.memoryview if hasattr(object_store, "memoryview") else memoryview
+    monkeypatch.setattr(object_store, "memoryview", lambda data: read.append(len(data)) or before(data), raising=False)
+    async with opened(service) as tier:
+        assert await found(tier, chain) == 3
+        assert await loaded(tier, chain) == 0
+        assert (tier.counts.corrupt, tier.counts.failed) == (1, 0)
+        assert await tier.load([chain[0][0].hash], [memoryview(bytearray(BLOCK_BYTES))]) == 0, "it is forgotten"
+    assert read == []
+
+
 async def test_lost_credentials_pause_the_tier(service: S3Service, monkeypatch: pytest.MonkeyPatch) -> None:
     (blocks,) = branched([40])
     async with opened(service) as tier:
