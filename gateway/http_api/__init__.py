@@ -2,6 +2,7 @@
 
 http_server.py       the table of pages, bounds of connections, and the server
 http_call.py         one call: its body, its response, the client that goes away
+cross_origin.py      what foreign pages make a browser send
 http_errors.py       errors as OpenAI's and Anthropic's clients know them
 model_calls.py       calls that a model answers, at any of the doors; the pace of writes
 delta_reader.py      deltas of one call with one prompt or several

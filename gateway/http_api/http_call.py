@@ -36,7 +36,7 @@ MAX_HEADER_BYTES = 32 * 2**10
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
 # Answers to requests whose body may not have been read.
-_UNREAD = (401, 405, 408, 413, 415, 431)
+_UNREAD = (401, 403, 405, 408, 413, 415, 431)
 
 Headers = list[tuple[bytes, bytes]]
 

@@ -30,6 +30,7 @@ from pillion.gateway.http_api.adapters_api import AdaptersApi, LoadAdapterBody, 
 from pillion.gateway.http_api.anthropic_api import AnthropicApi
 from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
 from pillion.gateway.http_api.batches_api import BatchBody, BatchesApi
+from pillion.gateway.http_api.cross_origin import OwnPagesWrite
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods
 from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS, ApiError
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
@@ -205,12 +206,12 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
     ]
     routes += _ui_routes(gateway) if flags.ui else []
     pages.routes = routes
-    router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
     origins = listed_origins(flags.allowed_origins)
+    app = OwnPagesWrite(Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing)), origins)
     if not origins:
-        return router
+        return app
     return CORSMiddleware(
-        router,
+        app,
         allow_origins=origins,
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],

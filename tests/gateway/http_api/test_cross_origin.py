@@ -1,0 +1,86 @@
+"""No page of a foreign origin makes a browser change anything: what needs no preflight is refused, at every door."""
+
+from __future__ import annotations
+
+import pathlib
+
+import pytest
+
+from pillion.gateway.http_api.cross_origin import is_foreign_write
+from tests.support.fake_components import running_fake_cluster
+from tests.support.http import call
+
+FORM = "multipart/form-data; boundary=b"
+FILE = (
+    b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    b'--b\r\nContent-Disposition: form-data; name="file"; filename="x"\r\n\r\n{}\n\r\n--b--\r\n'
+)
+EVIL, FRIEND = "https://evil.example", "https://chat.example.org"
+
+
+@pytest.mark.parametrize(
+    ("method", "headers", "foreign"),
+    [
+        # No browser: nobody else leaves both away.
+        ("POST", {"content-type": FORM}, False),
+        ("POST", {}, False),
+        # A browser, for its user or for a page of this port.
+        ("POST", {"sec-fetch-site": "none"}, False),
+        ("POST", {"sec-fetch-site": "same-origin", "origin": "http://x:8000"}, False),
+        ("POST", {"origin": "http://x:8000", "host": "X:8000"}, False),
+        # A browser, for a foreign page.
+        ("POST", {"content-type": FORM, "sec-fetch-site": "cross-site", "origin": EVIL}, True),
+        ("POST", {"content-type": "text/plain; x=application/json", "origin": EVIL, "host": "x"}, True),
+        ("POST", {"sec-fetch-site": "same-site", "origin": "http://x:9000", "host": "x:8000"}, True),
+        ("POST", {"sec-fetch-site": "cross-site"}, True),
+        ("POST", {"origin": "null", "host": "x"}, True),
+        ("POST", {"origin": "http://x:9000", "host": "x:8000"}, True),
+        ("POST", {"origin": "http://[", "host": "x"}, True),
+        ("POST", {"origin": "", "host": "", "sec-fetch-site": "?"}, True),
+        # A page that may.
+        ("POST", {"content-type": FORM, "sec-fetch-site": "cross-site", "origin": FRIEND}, False),
+        # What a browser asks for first, and what changes nothing.
+        ("POST", {"content-type": "Application/JSON; charset=utf-8", "sec-fetch-site": "cross-site"}, False),
+        ("DELETE", {"sec-fetch-site": "cross-site", "origin": EVIL}, False),
+        ("GET", {"sec-fetch-site": "cross-site", "origin": EVIL}, False),
+    ],
+)
+def test_who_has_sent_a_call(method: str, headers: dict[str, str], foreign: bool) -> None:
+    raw = {name.encode(): value.encode() for name, value in headers.items()}
+    assert is_foreign_write(method, raw, {FRIEND}) is foreign
+    assert not is_foreign_write(method, raw, {"*"}) or "origin" not in headers
+
+
+def kept(path: pathlib.Path) -> list[pathlib.Path]:
+    return list(path.glob("files/*.json"))
+
+
+async def test_no_foreign_page_writes_at_any_door(tmp_path: pathlib.Path) -> None:
+    flags = {"batch_path": str(tmp_path), "allowed_origins": (FRIEND,), "ui": True}
+    async with running_fake_cluster(**flags) as fakes:
+        address = fakes.gateway.http_address
+        pages = (await call(address, "/openapi.json")).json["paths"]
+        posts = [path.replace("{id}", "batch_" + "0" * 24) for path, methods in pages.items() if "post" in methods]
+        assert {"/v1/files", "/v1/chat/completions", "/v1/load_lora_adapter"} <= set(posts)
+        for path in posts:
+            for kind in (FORM, "text/plain", "application/x-www-form-urlencoded"):
+                headers = {"Content-Type": kind, "Origin": EVIL}
+                reply = await call(address, path, FILE, headers)
+                assert (reply.status, reply.error["code"]) == (403, "cross_origin"), path
+                assert "--allowed-origins" in reply.error["message"]
+                assert reply.headers["connection"] == "close"
+            # Without a body there is no Content-Type either.
+            assert (await call(address, path, headers={"Sec-Fetch-Site": "cross-site"}, method="POST")).status == 403
+            # A preflight, which all else needs, is refused too.
+            asked = {"Origin": EVIL, "Access-Control-Request-Method": "POST"}
+            asked["Access-Control-Request-Headers"] = "content-type"
+            assert (
+                "access-control-allow-origin"
+                not in (await call(address, path, headers=asked, method="OPTIONS")).headers
+            )
+        assert kept(tmp_path) == []
+        for origin in (FRIEND, f"http://{address}"):
+            headers = {"Content-Type": FORM, "Origin": origin, "Host": address}
+            assert (await call(address, "/v1/files", FILE, headers)).status == 200
+        assert (await call(address, "/v1/files", FILE, {"Content-Type": FORM})).status == 200
+        assert len(kept(tmp_path)) == 3
