@@ -190,6 +190,8 @@ async def test_chat_is_rendered_by_the_models_own_template() -> None:
 async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
     async with running_fake_cluster("one two three four") as fakes:
         fakes.decode.per_delta = per_delta
+        # The worker has more to say than the stop needs, and stands there until it is told that nobody wants it.
+        fakes.decode.hold_behind = 12
         deltas = await read(fakes.client.generate(PROMPT, stop=[" th", "zz"]))
         assert text_of(deltas) == "one two"
         assert [delta.stop_string for delta in deltas] == [""] * (len(deltas) - 1) + [" th"]
