@@ -19,6 +19,8 @@ import pytest
 
 from tests.support.random_answers import allows, answer, exact, matcher_of
 
+pytestmark = pytest.mark.long
+
 SUITE = Path(__file__).parents[2] / "support" / "json_schema_suite"
 VALIDATORS = {"draft2020-12": jsonschema.Draft202012Validator, "draft7": jsonschema.Draft7Validator}
 # Schemas that are taken, at the least: what was followed once is followed.

@@ -14,7 +14,7 @@ from pillion.kernels.cpu.language.module import SCRATCH_BYTES
 from pillion.kernels.cpu.runtime import thread_pool_code
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
-from testbed.conditions import WITHIN_S
+from testbed.conditions import WITHIN_S, wait_for
 from tests.support.small_kernels import CONDITION, Halve, ProgramTable, Remember, Scale, Stray, WhoAmI, chain, step_with
 
 SPECS = [Scale(), Scale(3), WhoAmI(), Stray(), Stray(scratch=True), Remember(), Halve()]
@@ -126,9 +126,9 @@ def test_a_run_lasts_until_its_helpers_are_out(fast):
     run = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 4)(fast.address(thread_pool_code.RUN))
     thread = threading.Thread(target=run, args=(lines.ctypes.data, 0, 0, 0))
     thread.start()
-    thread.join(0.05)
+    gate, door = thread_pool_code.GATE // 8, (thread_pool_code.DOOR + thread_pool_code.OPEN) // 8
+    wait_for("the door to be closed behind the run", lambda: lines[gate] and not lines[door])
     assert thread.is_alive()
-    assert not lines[(thread_pool_code.DOOR + thread_pool_code.OPEN) // 8]
     lines[active] = 0
     thread.join(WITHIN_S)
     assert not thread.is_alive()
@@ -147,13 +147,17 @@ def test_scratch_is_shared_by_no_two_calls_at_a_time(kernels, pool_of):
     pool, out, where = pool_of(3), np.zeros(3, np.int64), np.zeros(3, np.int64)
     table = ProgramTable(kernels).add(Remember(), out=out, where=where, turns=20_000)
     seen = set()
-    for _ in range(100):
-        pool.run(table.program, step_with())
-        assert out.tolist() == [1, 2, 3]
-        seen.update(where.tolist())
+
+    def helped():
+        for _ in range(100):
+            pool.run(table.program, step_with())
+            assert out.tolist() == [1, 2, 3]
+            seen.update(where.tolist())
+        return len(seen) > 1
+
+    wait_for("a helper to take part", helped)
     assert all(address % 64 == 0 for address in seen)
     assert (np.diff(sorted(seen)) >= SCRATCH_BYTES).all()
-    assert len(seen) > 1, "the helpers never came"
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -218,7 +218,7 @@ async def test_another_node_gets_what_is_only_on_a_disk(
             await a.stop()
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 async def test_random_lives(
     short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, transport: str, seed: int
 ) -> None:
