@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 import pytest
 
 from pillion.kvstore.hashing import SEGMENT_BLOCKS
-from pillion.kvstore.tiers import object_store, tier_breaker
+from pillion.kvstore.tiers import object_store, object_tier, tier_breaker
 from pillion.kvstore.tiers.object_runs import RunLayout
 from pillion.kvstore.tiers.object_store import ObjectStore, parse_object_url
 from pillion.kvstore.tiers.object_tier import ObjectTier
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.s3_service import CREDENTIALS, S3Service
 from tests.support.disk import BLOCK_BYTES, NAMESPACE, OTHER, Stored
 from tests.support.object_blocks import branched
@@ -27,6 +27,7 @@ async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> As
     for name, value in CREDENTIALS.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(tier_breaker, "FIRST_PAUSE_S", 0.05)
+    monkeypatch.setattr(object_store, "CONNECT_TIMEOUT_MS", object_store.REQUEST_TIMEOUT_MS)
     async with S3Service(tmp_path / "s3").running() as found:
         yield found
 
@@ -213,7 +214,10 @@ async def test_lost_credentials_pause_the_tier(service: S3Service, monkeypatch: 
         assert len(await tier.store(blocks)) == 40
 
 
-async def test_many_who_ask_share_one_request_and_a_miss_is_remembered(service: S3Service) -> None:
+async def test_many_who_ask_share_one_request_and_a_miss_is_remembered(
+    service: S3Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(object_tier, "ABSENT_MS", 1000 * WITHIN_S)
     (blocks,) = branched([20])
     async with opened(service) as tier:
         assert await asyncio.gather(*(found(tier, blocks) for _ in range(10))) == [0] * 10
