@@ -58,6 +58,7 @@ def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
         fetch_timeout_ms=1000,
         disk_path=disk_path,
         disk_bytes=shape.disk_blocks * PAGE_BYTES,
+        keeper_socket=name if shape.kept else "",
     )
 
 

@@ -88,6 +88,8 @@ class FaultPlayer:
             self._loop.post(process, life.stop.set)
         elif fault.kind is FaultKind.STALL and life.costs is not None:
             life.costs.stalls.append(fault.for_s)
+            # It is over by itself; the cluster is not quiet before.
+            return lambda: None
         elif fault.kind is FaultKind.EVICT and life.runs and process is not None:
             self._loop.post(process, self._evict, life)
         return None

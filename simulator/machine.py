@@ -3,25 +3,31 @@
     worker: attach --hello--> node: AttachPoint --epoch, memory--> SimAttachment
     the worker's process ends  --> the node learns that its epoch is over (the proof of I4)
     the node's process ends    --> the worker's descriptor becomes readable
+    a keeper has the pool      --> the worker attaches again to the node's next life, when its last step has ended
 
-Both stand in for a Unix socket and a mapped segment, and for nothing else: who is admitted, and what an end means, the
-production classes decide.
+They stand in for Unix sockets, mapped segments and the locks of their places, and for nothing else: who is admitted,
+what an end means, and when a pool may be taken over, the production classes decide.
 """
 
 from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
+
+from msgspec.structs import replace
 
 from pillion.errors import ConfigError, PillionError, Unavailable
-from pillion.kvstore.client.attachment import CONNECT_RETRY_S
+from pillion.kvstore.client.attachment import CONNECT_RETRY_S, RENEW_PAUSE_S
 from pillion.kvstore.memory.domain import HostDomain
+from pillion.kvstore.memory.keeper import KeptDescriptors
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory
+from pillion.kvstore.memory.segment import Segment
 from pillion.kvstore.memory.shards import Shards
 from pillion.simulator.disks import SimDisk
 from pillion.simulator.sim_threads import SimThread, SimThreadPool
@@ -32,19 +38,72 @@ from pillion.wire.attach import AttachHello, AttachReply
 MAX_NOTICE_S = 0.005
 
 
-class SimSegment:
-    """Memory of a machine, named by a number."""
+class SimSegment(Segment):
+    """Memory of ``machine``, which is set while a world runs; it is named by a number.
 
-    def __init__(self, number: int, size_bytes: int) -> None:
+    Attributes:
+        places: the processes that have locked a place of it, as those do that use a pool.
+    """
+
+    machine: ClassVar[Machine]
+
+    def __init__(self, size_bytes: int) -> None:
         self.data = bytearray(size_bytes)
         self.size_bytes = size_bytes
-        self._number = number
+        self.places: dict[int, Process] = {}
+        self._owner: Process | None = None
+        self._fd = self.machine.descriptor()
+        self.machine.segments[self._fd] = self
 
-    def fileno(self) -> int:
-        return self._number
+    @classmethod
+    def kept(cls, descriptor: int) -> SimSegment:
+        return cls.machine.segments[descriptor]
+
+    def own(self) -> bool:
+        if self._owner is not None and self._owner.alive and self._owner is not PROCESS.get():
+            return False
+        self._owner = PROCESS.get()
+        return True
+
+    def users(self) -> set[int]:
+        return {place for place, process in self.places.items() if process.alive}
+
+    def words(self) -> memoryview:
+        """Stands for :func:`pillion.kvstore.memory.kept_pool.table_words`."""
+        return memoryview(self.data).cast("Q")
 
     def close(self) -> None:
         """Does nothing: who maps the memory keeps it."""
+
+
+class SimKeeper:
+    """Stands for :class:`pillion.kvstore.memory.keeper.PoolKeeper`, of a keeper that never dies. ``kept`` has the
+    segments of each node, by its name."""
+
+    def __init__(self, kept: dict[str, tuple[int, ...]]) -> None:
+        self._kept = kept
+        self._lost = True
+
+    def take(self, name: str) -> KeptDescriptors | None:
+        """What an earlier life of the node has given."""
+        found = self._kept.get(name)
+        return None if found is None else _KeptNumbers(list(found), [])
+
+    def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
+        """Keeps segments."""
+        self._kept[name], self._lost = tuple(memories), False
+
+    def lost(self) -> bool:
+        """Whether it has to be given the pool."""
+        return self._lost
+
+    def close(self) -> None:
+        """Does nothing: there is no connection."""
+
+
+class _KeptNumbers(KeptDescriptors):
+    def close(self) -> None:
+        """Does nothing: they are numbers, and no descriptors of this process."""
 
 
 class SimDomain(HostDomain):
@@ -55,7 +114,7 @@ class SimDomain(HostDomain):
         self._machine = machine
 
     def segment(self, size_bytes: int, shard: int = 0) -> Any:
-        return self._machine.segment(size_bytes)
+        return SimSegment(size_bytes)
 
     def memory(self, segments: Sequence[Any], num_slots: int, shards: Shards) -> PoolMemory:
         (segment,) = segments
@@ -70,6 +129,8 @@ class Machine:
         self.random = random
         self.points: dict[str, AttachPoint] = {}
         self.segments: dict[int, SimSegment] = {}
+        # By KV node: what the keeper has of its pool.
+        self.kept: dict[str, tuple[int, ...]] = {}
         # By KV node.
         self.disks: dict[str, SimDisk] = {}
         self.threads: list[SimThread] = []
@@ -86,12 +147,6 @@ class Machine:
         """Stands for ThreadPoolExecutor."""
         return SimThreadPool(self.loop, self.threads, workers)
 
-    def segment(self, size_bytes: int) -> SimSegment:
-        """Makes fresh memory."""
-        number = next(self._numbers)
-        made = self.segments[number] = SimSegment(number, size_bytes)
-        return made
-
     def descriptor(self) -> int:
         """A new number for something that may become readable."""
         return next(self._numbers)
@@ -103,26 +158,32 @@ class Machine:
     def attach(self, socket_path: str, **hello: Any) -> Coroutine[Any, Any, SimAttachment]:
         """Stands for :func:`pillion.kvstore.client.attachment.attach`; called on a thread, which waits."""
         timeout_s = hello.pop("timeout_s")
-        return self._attach(socket_path, AttachHello(**hello), timeout_s)
+        return self._attach(socket_path, AttachHello(**hello, takes_place=True), timeout_s)
 
     async def _attach(self, path: str, hello: AttachHello, timeout_s: float) -> SimAttachment:
+        reply, link, segment = await self.greeted(path, hello, timeout_s)
+        if reply.error or segment is None:
+            raise ConfigError(f"the KV node refused {hello.component_id}: {reply.error}")
+        return SimAttachment(self, hello, reply, link, segment)
+
+    async def greeted(
+        self, path: str, hello: AttachHello, timeout_s: float
+    ) -> tuple[AttachReply, Link, SimSegment | None]:
+        """Waits for the node, and for its answer. Raises Unavailable."""
         until_s = time.monotonic() + timeout_s
         while (point := self.points.get(path)) is None or not point.process.alive:
             if time.monotonic() >= until_s:
                 raise Unavailable(f"cannot attach to the KV node at --attach-socket {path}: no such file")
             await asyncio.sleep(CONNECT_RETRY_S)
         worker = PROCESS.get()
-        answer: asyncio.Future[tuple[AttachReply, Link, bytearray]] = self.loop.create_future()
+        answer: asyncio.Future[tuple[AttachReply, Link, SimSegment | None]] = self.loop.create_future()
         self.loop.post(point.process, point.greet, hello, worker, answer)
         point.on_end(answer)
         try:
             async with asyncio.timeout(timeout_s):
-                reply, link, memory = await answer
+                return await answer
         except TimeoutError:
             raise Unavailable(f"the KV node at {path} does not answer") from None
-        if reply.error:
-            raise ConfigError(f"the KV node refused {hello.component_id}: {reply.error}")
-        return SimAttachment(reply, link, memory, hello.block_bytes)
 
 
 @dataclass(slots=True, eq=False)
@@ -182,12 +243,12 @@ class AttachPoint:
 
     async def _greet(self, hello: AttachHello, worker: Process, answer: asyncio.Future[Any]) -> None:
         link = Link(self._machine.descriptor(), worker, self)
-        memory = bytearray()
+        segment: SimSegment | None = None
         try:
             reply = await self._admit(hello)
             link.epoch = reply.epoch
             (descriptor,) = self._memory_fds()
-            memory = self._machine.segments[descriptor].data
+            segment = self._machine.segments[descriptor]
         except PillionError as error:
             reply = AttachReply(error=error.message)
         if link.epoch:
@@ -197,7 +258,7 @@ class AttachPoint:
             else:
                 self.left(link)
         if not answer.done():
-            answer.set_result((reply, link, memory))
+            answer.set_result((reply, link, segment))
 
     def left(self, link: Link) -> None:
         """The worker maps nothing any more: the node hears of it a moment later."""
@@ -223,21 +284,59 @@ class SimAttachment:
     """The mapped pool, with what workers use of :class:`pillion.kvstore.client.attachment.Attachment`."""
 
     device_memory = None
-    pool_id = ""
-    node_gone = False
 
-    def __init__(self, reply: AttachReply, link: Link, memory: bytearray, block_bytes: int) -> None:
+    def __init__(
+        self, machine: Machine, hello: AttachHello, reply: AttachReply, link: Link, segment: SimSegment
+    ) -> None:
         self.epoch = reply.epoch
         self.node_id = reply.node_id
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
-        self.block_bytes = block_bytes
-        self.memory = self.pool = memoryview(memory)
+        self.block_bytes = hello.block_bytes
+        self.pool_id = reply.pool_id
+        self.memory = self.pool = memoryview(segment.data)
         self.link = link
+        self._machine, self._hello, self._segment = machine, hello, segment
+        self._place = reply.epoch if reply.pool_id else 0
+        if self._place:
+            segment.places[self._place] = PROCESS.get()
+
+    @property
+    def node_gone(self) -> bool:
+        """Whether the node has ended."""
+        return not self.link.point.process.alive
+
+    def renew(
+        self,
+        socket_path: str,
+        component_id: str,
+        role: str,
+        namespace: str,
+        timeout_s: float,
+        given_up: threading.Event,
+    ) -> Coroutine[Any, Any, None]:
+        """Stands for :meth:`pillion.kvstore.client.attachment.Attachment.renew`; called on a thread, which waits."""
+        return self._renew(socket_path, timeout_s, given_up)
+
+    async def _renew(self, path: str, timeout_s: float, given_up: threading.Event) -> None:
+        hello = replace(self._hello, pool_id=self.pool_id, place=self._place)
+        until_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                reply, link, _ = await self._machine.greeted(path, hello, until_s - time.monotonic())
+                break
+            except Unavailable:
+                if given_up.is_set() or time.monotonic() + RENEW_PAUSE_S >= until_s:
+                    raise
+            await asyncio.sleep(RENEW_PAUSE_S)
+        if reply.error or reply.pool_id != self.pool_id:
+            raise ConfigError(f"the KV node refused {hello.component_id}: {reply.error or 'its pool is another one'}")
+        self.link, self.epoch, self.node_address = link, reply.epoch, reply.node_address
 
     def fileno(self) -> int:
         return self.link.fd
 
     def close(self) -> None:
         """The worker uses the pool no more."""
+        self._segment.places.pop(self._place, None)
         self.link.point.left(self.link)

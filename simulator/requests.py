@@ -23,11 +23,10 @@ class WrongToken(Exception):  # noqa: N818  (a finding, which is noted)
     """The rest of an answer says nothing any more."""
 
 
-# Faults that may take so many workers, gateways or ways to them away that a request runs out of attempts. All others
-# cost time at most: a step that takes long, blocks that vanish, whatever becomes of Redis or of a disk.
+# Faults that may take so many ways to workers away that a request runs out of attempts. All others cost time at most:
+# what is killed is started again, and waited for, as is what stands still or takes long; so does whatever becomes of
+# blocks, of Redis or of a disk.
 EXCUSES = {
-    FaultKind.KILL,
-    FaultKind.PAUSE,
     FaultKind.DRAIN,
     FaultKind.RESET,
     FaultKind.CUT,

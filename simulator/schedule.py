@@ -14,8 +14,10 @@ from pillion.simulator.hash_model import VOCAB_SIZE
 
 BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 256
-# The time within which requests come and faults begin.
+# The time within which requests come and faults begin, but for the last kills of a chain.
 ACTIVE_S = 2.5
+# Of schedules that have a chain of faults beside the others.
+CHAIN_SHARE = 0.4
 
 
 class FaultKind(Enum):
@@ -110,6 +112,7 @@ class ClusterShape:
     eviction: str = "lru"
     disk_blocks: int = 0
     standbys: bool = False
+    kept: bool = False
 
     @property
     def repeats(self) -> bool:
@@ -170,12 +173,13 @@ def _shape(random: Random) -> ClusterShape:
         policy=random.choice(("auto", "colocated", "disaggregated", "disaggregated", "fraction:0.5")),
         runs_ahead=random.random() < 0.5,
         drafter=random.choice(("", "", "ngram", "suffix")),
-        step_s=random.choice((0.005, 0.02, 0.05)),
+        step_s=random.choice((0.005, 0.02, 0.05, 0.4)),
         heartbeat_ms=heartbeat_ms,
         timeout_ms=timeout_ms,
         eviction=random.choice(("lru", "lru", "lfu")),
         disk_blocks=disk_blocks,
         standbys=random.random() < 0.5,
+        kept=random.random() < 0.6,
     )
 
 
@@ -218,7 +222,21 @@ def _faults(random: Random, shape: ClusterShape) -> list[SimFault]:
     found: list[SimFault] = []
     for _ in range(random.choice((0, 1, 1, 2, 2, 3, 4, 8))):
         found.append(_fault(random, shape))
+    if random.random() < CHAIN_SHARE:
+        found += _chain(random, shape)
     return found
+
+
+def _chain(random: Random, shape: ClusterShape) -> list[SimFault]:
+    """A process, most often a KV node, is killed once or several times in succession, while a worker's step takes long,
+    or a worker or Redis stands still: so what needs it may be late in noticing, and in coming back."""
+    victim = random.choice((*shape.node_names() * 3, *shape.processes()))
+    at_s, apart_s = random.random() * ACTIVE_S, random.choice((0.2, 1.0, 3.0)) * (0.7 + 0.6 * random.random())
+    kills = [SimFault(at_s + n * apart_s, FaultKind.KILL, victim) for n in range(random.choice((1, 1, 2, 3)))]
+    kind = random.choice((FaultKind.STALL, FaultKind.STALL, FaultKind.PAUSE, FaultKind.REDIS_SILENT))
+    other = "redis" if kind is FaultKind.REDIS_SILENT else random.choice(shape.worker_names())
+    beside_s = max(0.0, at_s + (random.random() - 0.7) * 0.3)
+    return [*kills, SimFault(beside_s, kind, other, for_s=random.choice((1.0, 4.0, 8.0)) * (0.7 + 0.6 * random.random()))]
 
 
 def _fault(random: Random, shape: ClusterShape) -> SimFault:

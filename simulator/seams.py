@@ -3,7 +3,7 @@
     clocks               time.monotonic and time.time are the virtual clock
     chance               secrets and random are seeded
     calls                in-process addresses lead over the simulated network
-    memory, attach       the simulated machine's
+    memory, attach       the simulated machine's, its keeper of pools included
     disks                calls of ``os`` take time and fail
     threads              those of disks and of a gateway's texts are simulated, of which one at a time runs
     the step thread      a task (:mod:`pillion.simulator.step_driver`)
@@ -32,12 +32,12 @@ from pillion.gateway import gateway
 from pillion.gateway.request.runner import Generation
 from pillion.gateway.tokens import tokenizer
 from pillion.kvstore.index import redis_link
-from pillion.kvstore.memory import node_memory
+from pillion.kvstore.memory import kept_pool, node_memory
 from pillion.kvstore.node import kv_node
 from pillion.kvstore.tiers import disk, disk_files
 from pillion.net import in_process
 from pillion.simulator.disks import DiskCalls
-from pillion.simulator.machine import AttachPoint, Machine
+from pillion.simulator.machine import AttachPoint, Machine, SimKeeper, SimSegment
 from pillion.simulator.network import Network, SimChannel, SimServer, use_network
 from pillion.simulator.redis_model import BEGIN_US
 from pillion.simulator.step_driver import VirtualStepLoop
@@ -89,6 +89,12 @@ def installed(
         (in_process, "InProcessChannel", SimChannel),
         (in_process, "InProcessServer", SimServer),
         (node_memory, "open_domain", machine.open_domain),
+        (node_memory, "open_keeper", lambda path: SimKeeper(machine.kept)),
+        (node_memory, "Segment", SimSegment),
+        (kept_pool, "Segment", SimSegment),
+        (kept_pool, "table_words", SimSegment.words),
+        (kept_pool.KeptPool, "_name_owner", lambda self, *, needed: None),
+        (SimSegment, "machine", machine),
         (kv_node, "AttachServer", attach_server),
         (disk, "ThreadPoolExecutor", machine.thread_pool),
         (tokenizer, "ThreadPoolExecutor", machine.thread_pool),
@@ -103,7 +109,7 @@ def installed(
         (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number])),
         (GatewayConnection, "explained_async", explained),
     ]
-    before = [getattr(place, name) for place, name, _ in replaced]
+    before = [getattr(place, name, None) for place, name, _ in replaced]
     use_network(network)
     try:
         for place, name, stand_in in replaced:

@@ -156,7 +156,14 @@ class Supervision:
 
         standby = self._shape.standbys and level != GATEWAY_LEVEL
         return ProcessSpec(
-            component_id=name, level=level, argv=(name,), environ={}, probe=probe, needs=needs, standby=standby
+            component_id=name,
+            level=level,
+            argv=(name,),
+            environ={},
+            probe=probe,
+            needs=needs,
+            survives=self._shape.kept,
+            standby=standby,
         )
 
 

@@ -387,6 +387,11 @@ class Cluster:
             raise Unavailable(f"KV node {node_id} is gone")
         return link
 
+    def holds(self, hold: TicketHold) -> bool:
+        """Whether the session that a ticket was opened in lasts, as far as this gateway knows."""
+        link = self._links["kvnode"].get(hold.node_id)
+        return isinstance(link, NodeLink) and link.alive and link.epoch == hold.epoch
+
     def nodes(self) -> list[NodeLink]:
         """The links to all KV nodes."""
         return [link for link in self._links["kvnode"].values() if isinstance(link, NodeLink)]

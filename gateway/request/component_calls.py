@@ -28,7 +28,7 @@ from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.assigned_load import AssignedLoad
-from pillion.gateway.request.events import Action, Event
+from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
 from pillion.gateway.request.request_telemetry import BroughtTokens
@@ -50,6 +50,8 @@ MAX_TIMEOUT_MS = 2**32 - 1
 LONG_CHAIN_TOKENS = 2**15
 # Errors that another component or a new ticket may avoid.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
+# What a component says that is on its way back: it stops, takes a new epoch, or has lost what it held.
+_AWAY = (Unavailable, Conflict, Cancelled)
 
 # Work that outlives its request for a moment: asyncio itself keeps no strong reference to a task.
 _background: set[asyncio.Task[None]] = set()
@@ -83,6 +85,8 @@ class ComponentCalls:
         self._stream: tuple[str, int] | None = None
         self._adopted = False
         self._begun = False
+        # The ticket that the stream was submitted with.
+        self._hold: TicketHold | None = None
         # What the latest attempt brought of the prompt.
         self.brought_tokens = BroughtTokens()
 
@@ -145,6 +149,7 @@ class ComponentCalls:
         streams = (self, *followers)
         for stream in streams:
             stream._adopted = stream._begun = False
+            stream._hold = action.hold
         for follower in followers:
             follower.load.assign({worker: (1, 0)})
         # Beside a span under way, what the prefill worker has yet to compute stays assigned to it.
@@ -153,7 +158,7 @@ class ComponentCalls:
             keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
         except PillionError as error:
             self._failed_at(worker)
-            self._post(ev.DecodeLost(attempt, error, retryable=True))
+            self._post(ev.DecodeLost(attempt, error, True, self._patience_s(error, action.hold)))
         else:
             for stream, key in zip(streams, keys, strict=True):
                 stream._stream = (worker, key)
@@ -281,8 +286,9 @@ class ComponentCalls:
             late = Overloaded(f"no KV memory came free at {node_id} within {wait_s:.0f} s", retry_after_ms=1000)
             self._post(ev.TicketLost(action.attempt, late, retryable=False))
         except PillionError as error:
-            patience_s = self._cluster.return_wait_s(job.model, job.adapter_rank)
-            self._post(ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE), patience_s))
+            self._post(
+                ev.TicketLost(action.attempt, error, isinstance(error, _RETRYABLE), self._patience_s(error, None))
+            )
         else:
             self._post(ev.TicketGranted(action.attempt, hold, pinned))
 
@@ -324,7 +330,8 @@ class ComponentCalls:
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
                 self._cluster.view.refused(worker.component_id)
             self._failed_at(worker.component_id)
-            self._post(ev.SpanLost(action.attempt, error, isinstance(error, (*_RETRYABLE, Overloaded))))
+            retryable = isinstance(error, (*_RETRYABLE, Overloaded))
+            self._post(ev.SpanLost(action.attempt, error, retryable, self._patience_s(error, action.hold)))
         else:
             self._post(ev.SpanEnded(action.attempt, end_tokens))
 
@@ -351,9 +358,20 @@ class ComponentCalls:
                     self._failed_at(self._stream[0])
                     if isinstance(error, Unavailable):
                         self._cluster.view.refused(self._stream[0])
-                self._post(ev.DecodeLost(attempt, error, delta.error.retryable))
+                self._post(ev.DecodeLost(attempt, error, delta.error.retryable, self._patience_s(error, self._hold)))
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
             self._broken(error)
+
+    def _patience_s(self, error: PillionError, hold: TicketHold | None) -> float:
+        """How long the request waits for what ended a call with ``error``, because it is merely away; 0.0 where the
+        call counts as an attempt. ``hold``: the ticket that the call worked under; None: it asked for one."""
+        if hold is None:
+            # A session that is over, and a node without a pool yet, are both on their way back.
+            away = isinstance(error, (*_AWAY, NotFound))
+        else:
+            # With its node's last life everything that was under the ticket is gone.
+            away = isinstance(error, _AWAY) or not self._cluster.holds(hold)
+        return self._cluster.return_wait_s(self._job.model, self._job.adapter_rank) if away else 0.0
 
     def _failed_at(self, component_id: str) -> None:
         """What was sent to the worker does not show that it has the request's adapter: perhaps it cannot have it."""

@@ -38,10 +38,15 @@ class AttemptEvent(Event, frozen=True):
 
 
 class AttemptLoss(AttemptEvent, frozen=True):
-    """A call of an attempt failed. ``retryable``: another component or a new ticket may avoid the error."""
+    """A call of an attempt failed.
+
+    ``retryable``: another component or a new ticket may avoid the error. ``patience_s``: above 0 where what failed is
+    merely away and is being brought back; waiting for it is no attempt, and the request waits for so long in all.
+    """
 
     error: PillionError
     retryable: bool
+    patience_s: float = 0.0
 
 
 class PlanMade(AttemptEvent, frozen=True):
@@ -52,9 +57,7 @@ class PlanMade(AttemptEvent, frozen=True):
 
 class PlanFailed(AttemptLoss, frozen=True):
     """No plan could be made, for instance because no worker lives. ``retryable``: what it needs lived when planning
-    began. ``patience_s``: how long a request that was under way waits for what it needs to come back."""
-
-    patience_s: float = 0.0
+    began. A new request has waited before it is told so; one that was under way waits for ``patience_s``."""
 
 
 class TicketGranted(AttemptEvent, frozen=True):
@@ -65,9 +68,7 @@ class TicketGranted(AttemptEvent, frozen=True):
 
 
 class TicketLost(AttemptLoss, frozen=True):
-    """The node refused, or went away before it answered. ``patience_s``: see PlanFailed."""
-
-    patience_s: float = 0.0
+    """The node refused, or went away before it answered."""
 
 
 class BlocksFetched(AttemptEvent, frozen=True):

@@ -106,13 +106,16 @@ class RequestMachine:
         self._stop_ids = stop_token_ids
         self._max_attempts = max_attempts
         # Attempts since the last one that brought something: only these are bounded, for a stream that gets on, however
-        # often it has to move, is not to be given up.
+        # often it has to move, is not to be given up. What failed because a component was away is none of them.
         self._fruitless = 1
+        # Losses since the last attempt that brought something, those included.
+        self._losses = 0
         # Tickets refused in a row while the request waits for what it has lost.
         self._lost_tickets = 0
         self._avoid: frozenset[str] = frozenset()
-        # When a component of this request was lost; None: none was.
-        self._lost_s: float | None = None
+        # Since when the request looks for what it has lost, and how long it has looked before that since it got
+        # something: this time is bounded, whatever is lost how often.
+        self._looking_s, self._looked_s = 0.0, 0.0
         # Whether a span, and the decode worker's stream, of this attempt are under way.
         self._span_open = False
         self._stream_open = False
@@ -160,15 +163,7 @@ class RequestMachine:
             case ev.PlanMade() | ev.PlanFailed() if self.state is RequestState.PLANNING:
                 return self._planned(event, now)
             case ev.TicketLost() if self.state is RequestState.PINNING:
-                self._avoid |= {self._plan().node_id}
-                if self._awaits_return(event, now):
-                    self.state = RequestState.PLANNING
-                    # A node that refuses is asked ever more seldom, by all the requests that it has lost.
-                    self._lost_tickets += 1
-                    return [
-                        self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))
-                    ]
-                return self._retry_or_fail(event.error, event.retryable, now)
+                return self._ticket_lost(event, now)
             case ev.BlocksFetched() if self.state is RequestState.FETCHING:
                 return self._go_on(event.blocks, now)
             case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self._span_open:
@@ -225,18 +220,28 @@ class RequestMachine:
 
     def _planned(self, event: ev.PlanMade | ev.PlanFailed, now: float) -> list[Action]:
         if isinstance(event, ev.PlanFailed):
-            if self._awaits_return(event, now):
+            if self.attempt > 1 and now - self._looking_s + self._looked_s < event.patience_s:
                 return [self._look_up(COMPONENT_POLL_MS)]
-            return self._retry_or_fail(event.error, event.retryable, now)
+            return self._retry_or_fail(event, now)
         self.plan = event.plan
         self.state = RequestState.PINNING
+        if self.attempt > 1:
+            self._looked_s += now - self._looking_s
         return [ev.OpenTicket(self.attempt, event.plan)]
 
-    def _awaits_return(self, event: ev.PlanFailed | ev.TicketLost, now: float) -> bool:
-        """Whether a supervisor may be bringing back what was lost: waiting for that is no attempt. A node that is back
-        gives no ticket before its workers are."""
-        under_way = self._lost_s is not None and now < self._lost_s + event.patience_s
-        return isinstance(event.error, Unavailable) and under_way
+    def _ticket_lost(self, event: ev.TicketLost, now: float) -> list[Action]:
+        """A node that is back gives no ticket before one of its workers is, which may take as long as a step does."""
+        self._avoid |= {self._plan().node_id}
+        if self.attempt == 1 or not self._waits_for(event):
+            return self._retry_or_fail(event, now)
+        self.state, self._looking_s = RequestState.PLANNING, now
+        # A node that refuses is asked ever more seldom, by all the requests that it has lost.
+        self._lost_tickets += 1
+        return [self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))]
+
+    def _waits_for(self, loss: ev.AttemptLoss) -> bool:
+        """Whether what failed may still come back in the time that the request waits for components."""
+        return loss.retryable and self._looked_s < loss.patience_s
 
     def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
         if event.attempt != self.attempt or self.state is not RequestState.PINNING:
@@ -281,11 +286,11 @@ class RequestMachine:
             return []
         if isinstance(event, ev.SpanEnded) and self._stream_open and event.end_tokens < plan.split_tokens:
             # The decode worker waits for blocks that nobody computes any more.
-            event = ev.SpanLost(event.attempt, Unavailable("the span ended early"), retryable=True)
+            event = ev.SpanLost(event.attempt, Unavailable("the span ended early"), True)
         if isinstance(event, ev.SpanEnded):
             self._timeline.reach(min(event.end_tokens, limit))
             if self._lost is not None:
-                return self._retry_or_fail(self._lost.error, True, now)
+                return self._retry_or_fail(self._lost, now)
             self.state = RequestState.DECODING
             if self._stream_open:
                 return []
@@ -293,7 +298,7 @@ class RequestMachine:
             return [self._submit()]
         if plan.prefill is not None:
             self._avoid |= {plan.prefill.component_id}
-        return self._retry_or_fail(event.error, event.retryable, now)
+        return self._retry_or_fail(event, now)
 
     def _lost_beside_span(self, event: ev.DecodeLost, now: float) -> list[Action]:
         """The stream is lost while its span is computed, which goes on: the next attempt needs the same blocks."""
@@ -311,39 +316,45 @@ class RequestMachine:
             if not ids:
                 return []
             self.emitted.extend(ids)
-            self._fruitless = 0
+            self._got_on()
             if self._timeline.first_token is None:
                 self._timeline.first_token = now
             return [ev.Emit(ids, event.logprobs[:left])]
         if isinstance(event, ev.DecodeFinished):
             self._timeline.decode = event.timings or self._timeline.decode
             return self._end(ev.Finish(event.reason), now, stream_over=True)
-        return self._stream_lost(event.error, event.retryable, now, stream_over=True)
+        return self._stream_lost(event, now, stream_over=True)
 
     def _scored(self, event: ev.PromptScored) -> list[Action]:
         logprobs = event.logprobs[: len(self.prompt) - 1 - self.scored_tokens]
         self.scored_tokens += len(logprobs)
         if logprobs:
-            self._fruitless = 0
+            self._got_on()
         return [ev.EmitScores(logprobs)] if logprobs else []
 
-    def _stream_lost(self, error: PillionError, retryable: bool, now: float, stream_over: bool) -> list[Action]:
+    def _got_on(self) -> None:
+        """The client is given something: what was lost before does not count any more."""
+        self._fruitless = self._losses = 0
+        self._looked_s = 0.0
+
+    def _stream_lost(self, loss: ev.DecodeLost, now: float, stream_over: bool) -> list[Action]:
         # The last token may have arrived before its worker was lost.
         whole = self._whole()
         if whole is not None:
             return self._end(ev.Finish(whole), now, stream_over)
         self._avoid |= {self._plan().decode.component_id}
-        return self._retry_or_fail(error, retryable, now, stream_over)
+        return self._retry_or_fail(loss, now, stream_over)
 
     def _silent(self, now: float) -> list[Action]:
         if self.state is RequestState.FOLLOWING:
             return []
         error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
+        loss = ev.DecodeLost(self.attempt, error, retryable=True)
         if self.state is RequestState.DECODING:
-            return self._stream_lost(error, True, now, stream_over=False)
+            return self._stream_lost(loss, now, stream_over=False)
         if self.state is RequestState.PREFILLING and (worker := self._plan().prefill) is not None:
             self._avoid |= {worker.component_id}
-        return self._retry_or_fail(error, True, now)
+        return self._retry_or_fail(loss, now)
 
     # ---- moves --------------------------------------------------------------------------------------------------
 
@@ -376,24 +387,28 @@ class RequestMachine:
         unscored_from = self.scored_tokens if self.scored_tokens < len(self.prompt) - 1 else None
         return ev.LookUp(self.attempt, self.tokens(), self._avoid, after_ms, unscored_from)
 
-    def _retry_or_fail(
-        self, error: PillionError, retryable: bool, now: float, stream_over: bool = False
-    ) -> list[Action]:
-        if not retryable:
-            return self._end(ev.Fail(error), now, stream_over)
-        if self._fruitless >= self._max_attempts:
-            text = f"given up after {self._fruitless} attempts; the last one: {error.message}"
-            last = Overloaded(text, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(text)
-            return self._end(ev.Fail(last), now, stream_over)
+    def _retry_or_fail(self, loss: ev.AttemptLoss, now: float, stream_over: bool = False) -> list[Action]:
+        if not loss.retryable:
+            return self._end(ev.Fail(loss.error), now, stream_over)
+        waits = self._waits_for(loss)
+        if not waits and (loss.patience_s or self._fruitless >= self._max_attempts):
+            return self._end(ev.Fail(self._given_up(loss)), now, stream_over)
         leaving = self._leave(stream_over)
-        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** max(0, self._fruitless - 1))
+        delay_ms = min(MAX_RETRY_DELAY_MS, FIRST_RETRY_DELAY_MS * 4 ** min(self._losses, 8))
         self.attempt += 1
-        self._fruitless += 1
+        self._losses += 1
+        self._fruitless += not waits
         self._timeline.retry()
         self._lost = None
-        self.state = RequestState.PLANNING
-        self._lost_s = now
+        self.state, self._looking_s = RequestState.PLANNING, now
         return [*leaving, self._look_up(delay_ms)]
+
+    def _given_up(self, loss: ev.AttemptLoss) -> PillionError:
+        error, how = loss.error, f"after {self._fruitless} attempts; the last one"
+        if loss.patience_s:
+            how = f"after {self._looked_s:.0f} s without the components that it needs; the last loss"
+        text = f"given up {how}: {error.message}"
+        return Overloaded(text, error.retry_after_ms) if isinstance(error, Overloaded) else Unavailable(text)
 
     def _end(self, terminal: ev.Finish | ev.Fail, now: float, stream_over: bool = False) -> list[Action]:
         leaving = self._leave(stream_over, finished=stream_over and isinstance(terminal, ev.Finish))

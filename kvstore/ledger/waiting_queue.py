@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass
 from math import inf
 
-from pillion.errors import Conflict, InvalidRequest, Overloaded
+from pillion.errors import InvalidRequest, Overloaded, Unavailable
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.priority import rank
 
@@ -79,8 +79,8 @@ class WaitingQueue:
     def ask(self, waiter: Waiter) -> Grant | None:
         """Admits the waiter at once, or queues it and returns None.
 
-        Raises Overloaded if it can never fit or the queue is full, Conflict if the pool has no shape yet or the epoch
-        is fenced, NotFound for a void epoch, InvalidRequest for a demand that makes no sense.
+        Raises Overloaded if it can never fit or the queue is full, Unavailable as long as the pool has no shape,
+        Conflict if the epoch is fenced, NotFound for a void epoch, InvalidRequest for a demand that makes no sense.
         """
         self._judge(waiter)
         is_first = not self._queue or waiter.place < self._queue[0].place
@@ -137,7 +137,7 @@ class WaitingQueue:
         ledger = self._ledger
         ledger.active(waiter.epoch)
         if not ledger.num_slots:
-            raise Conflict("no worker has attached to the KV node yet, so its pool has no shape")
+            raise Unavailable("no worker has attached to the KV node yet, so its pool has no shape")
         if waiter.total_blocks <= len(waiter.hashes):
             raise InvalidRequest("total_blocks must leave room for at least one block that is not hashed yet")
         if waiter.key in self._by_key or waiter.key in ledger.by_opener:

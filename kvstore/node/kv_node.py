@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError, Conflict, PillionError
+from pillion.errors import ConfigError, Conflict, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.advertise import advertised
 from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
@@ -343,7 +343,7 @@ class KVNode:
 
     def _source(self) -> Storage:
         if self._storage is None:
-            raise Conflict("no worker has attached to the KV node yet, so its pool has no shape")
+            raise Unavailable("no worker has attached to the KV node yet, so its pool has no shape")
         return self._storage
 
     def _announce(self, events: list[IndexEvent]) -> None:

@@ -55,11 +55,11 @@ class Retaining:
         self._written_s = float("-inf")
 
     def retain(self, request: RetainChainRequest) -> RetentionReply:
-        """Retains a chain. Raises InvalidRequest, Overloaded beyond a quota, Conflict before the pool has its shape and
-        for a fenced epoch."""
+        """Retains a chain. Raises InvalidRequest, Overloaded beyond a quota, Unavailable before the pool has its shape,
+        and Conflict for a fenced epoch."""
         now = self._active(request.epoch)
         if not self._ledger.num_slots:
-            raise Conflict("no worker has attached to the KV node yet, so its pool has no shape")
+            raise Unavailable("no worker has attached to the KV node yet, so its pool has no shape")
         hashes = split_hashes(request.block_hashes)
         if not hashes or max(map(len, (request.owner, request.name, request.model))) > MAX_NAME_CHARS:
             raise InvalidRequest(f"a pin needs a block, and names of at most {MAX_NAME_CHARS} characters")

@@ -44,7 +44,7 @@ class SourcePool(Protocol):
 
 
 class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
-    """Serves kvplane.proto. ``source`` returns the pool, or raises Conflict as long as it has no shape."""
+    """Serves kvplane.proto. ``source`` returns the pool, or raises Unavailable as long as it has no shape."""
 
     def __init__(self, source: Callable[[], SourcePool]) -> None:
         self._source = source

@@ -159,7 +159,7 @@ class KVNodeServicer(object):
         oldest first, while memory is short, until the call's deadline.
 
         RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
-        FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
+        UNAVAILABLE         no worker has attached yet, so the pool has no shape.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -50,7 +50,7 @@ class KVNodeStub:
     oldest first, while memory is short, until the call's deadline.
 
     RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
-    FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
+    UNAVAILABLE         no worker has attached yet, so the pool has no shape.
     """
     ReleaseTicket: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ReleaseTicketRequest, _kvnode_pb2.ReleaseTicketReply]
     """Drops the caller's hold on a ticket. Idempotent."""
@@ -133,7 +133,7 @@ class KVNodeAsyncStub(KVNodeStub):
     oldest first, while memory is short, until the call's deadline.
 
     RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
-    FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
+    UNAVAILABLE         no worker has attached yet, so the pool has no shape.
     """
     ReleaseTicket: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ReleaseTicketRequest, _kvnode_pb2.ReleaseTicketReply]  # type: ignore[assignment]
     """Drops the caller's hold on a ticket. Idempotent."""
@@ -225,7 +225,7 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         oldest first, while memory is short, until the call's deadline.
 
         RESOURCE_EXHAUSTED  the prompt can never fit, or the queue is full.
-        FAILED_PRECONDITION no worker has attached yet, so the pool has no shape.
+        UNAVAILABLE         no worker has attached yet, so the pool has no shape.
         """
 
     @_abc_1.abstractmethod

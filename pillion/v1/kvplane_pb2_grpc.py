@@ -58,7 +58,7 @@ class KVPlaneServicer(object):
 
     def Meet(self, request, context):
         """Describes this node's pool to a reader before its first read.
-        FAILED_PRECONDITION: no worker has attached here yet, or the pools do not fit each other.
+        UNAVAILABLE: no worker has attached here yet. FAILED_PRECONDITION: the pools do not fit each other.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

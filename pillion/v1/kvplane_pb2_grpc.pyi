@@ -38,7 +38,7 @@ class KVPlaneStub:
     def __new__(cls, channel: _aio.Channel) -> KVPlaneAsyncStub: ...
     Meet: _grpc.UnaryUnaryMultiCallable[_kvplane_pb2.MeetRequest, _kvplane_pb2.MeetReply]
     """Describes this node's pool to a reader before its first read.
-    FAILED_PRECONDITION: no worker has attached here yet, or the pools do not fit each other.
+    UNAVAILABLE: no worker has attached here yet. FAILED_PRECONDITION: the pools do not fit each other.
     """
     PinBlocks: _grpc.UnaryUnaryMultiCallable[_kvplane_pb2.PinBlocksRequest, _kvplane_pb2.PinBlocksReply]
     """Pins the longest prefix of a chain that this node has, its lower tiers included."""
@@ -54,7 +54,7 @@ class KVPlaneAsyncStub(KVPlaneStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Meet: _aio.UnaryUnaryMultiCallable[_kvplane_pb2.MeetRequest, _kvplane_pb2.MeetReply]  # type: ignore[assignment]
     """Describes this node's pool to a reader before its first read.
-    FAILED_PRECONDITION: no worker has attached here yet, or the pools do not fit each other.
+    UNAVAILABLE: no worker has attached here yet. FAILED_PRECONDITION: the pools do not fit each other.
     """
     PinBlocks: _aio.UnaryUnaryMultiCallable[_kvplane_pb2.PinBlocksRequest, _kvplane_pb2.PinBlocksReply]  # type: ignore[assignment]
     """Pins the longest prefix of a chain that this node has, its lower tiers included."""
@@ -73,7 +73,7 @@ class KVPlaneServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvplane_pb2.MeetReply, _abc.Awaitable[_kvplane_pb2.MeetReply]]:
         """Describes this node's pool to a reader before its first read.
-        FAILED_PRECONDITION: no worker has attached here yet, or the pools do not fit each other.
+        UNAVAILABLE: no worker has attached here yet. FAILED_PRECONDITION: the pools do not fit each other.
         """
 
     @_abc_1.abstractmethod

@@ -142,6 +142,22 @@ def test_workers_end_with_their_node() -> None:
     }
 
 
+@pytest.mark.parametrize("kills", [1, 3])
+def test_requests_wait_for_the_workers_of_a_node_that_is_back(kills: int) -> None:
+    """The node is back at once, and its pool has no shape before a worker has attached, whose step takes long."""
+    shape = ClusterShape(decodes=1, prefills=0, policy="colocated", step_s=0.05, kept=True)
+    requests = tuple(
+        SimRequest(number, at_s, tuple(range(number, number + 20)), 30, seed=5, greedy=True, stop_ids=())
+        for number, at_s in enumerate((0.0, 0.1, 1.0))
+    )
+    faults = [SimFault(0.5, FaultKind.STALL, "decode-0", for_s=6.0)]
+    faults += [SimFault(0.6 + 2.5 * number, FaultKind.KILL, "kvnode-0") for number in range(kills)]
+    result = run_schedule(SimSchedule(3, shape, requests, tuple(faults)), told=True)
+    assert result.findings == []
+    assert result.endings == ["whole"] * 3
+    assert any("decode-0 serves again under a new epoch" in line for line in result.history)
+
+
 @pytest.mark.parametrize("kind", [FaultKind.DISK_STALL, FaultKind.DISK_FULL, FaultKind.DISK_FLIP])
 def test_a_bad_disk_costs_no_request(kind: FaultKind) -> None:
     """Prompts fill a small pool and come back, so that blocks leave for the disk and are wanted from it."""

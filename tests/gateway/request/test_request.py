@@ -328,8 +328,45 @@ def test_waiting_for_the_workers_of_a_node_that_is_back_is_no_attempt() -> None:
     m = machine(attempts=2)
     to_decoding(m)
     m.handle(ev.DecodeLost(1, GONE, True), 10.0)
-    m.handle(planned(2, len(m.tokens())), 20.0)
-    assert isinstance(m.handle(ev.TicketLost(2, GONE, True, PATIENCE_S), 10.0 + PATIENCE_S)[-1], ev.Fail)
+    m.handle(planned(2, len(m.tokens())), 10.0 + PATIENCE_S)
+    *_, last = m.handle(ev.TicketLost(2, GONE, True, PATIENCE_S), 10.0 + PATIENCE_S)
+    assert isinstance(last, ev.Fail)
+    assert last.error.message == "given up after 40 s without the components that it needs; the last loss: gone"
+
+
+def test_a_new_request_waits_for_the_workers_of_a_node_that_is_back() -> None:
+    m = machine(attempts=1)
+    m.start()
+    m.handle(planned(1, 21), 30.0)
+    *_, again = m.handle(ev.TicketLost(1, GONE, True, PATIENCE_S), 30.0)
+    assert again == ev.LookUp(2, m.prompt, frozenset({"kv-0"}), module.FIRST_RETRY_DELAY_MS)
+    assert to_decoding(m, 2).attempt == 2
+
+
+@pytest.mark.parametrize("lost", [ev.DecodeLost, ev.SpanLost])
+def test_a_worker_on_its_way_back_costs_time_and_no_attempt(lost: type[ev.AttemptLoss]) -> None:
+    """Only the time in which the request looks for components counts: what was computed between took its own."""
+    m, now = machine(attempts=2), 0.0
+
+    def lose() -> ev.Action:
+        m.handle(planned(m.attempt, 21, 99 if lost is ev.DecodeLost else 0), now)
+        m.handle(ev.TicketGranted(m.attempt, hold(m.attempt), 99 if lost is ev.DecodeLost else 0), now)
+        return m.handle(lost(m.attempt, GONE, True, PATIENCE_S), now + 100.0)[-1]
+
+    for _ in range(4):
+        assert isinstance(lose(), ev.LookUp)
+        now += 110.0
+    last = lose()
+    assert isinstance(last, ev.Fail)
+    assert last.error.message.startswith("given up after 40 s without the components that it needs")
+
+
+def test_a_stream_that_gets_on_may_wait_again() -> None:
+    m = machine(attempts=1, max_tokens=99)
+    for attempt in range(1, 7):
+        to_decoding(m, attempt, 30.0 * attempt)
+        m.handle(ev.TokensSampled(attempt, (50,)), 30.0 * attempt)
+        assert isinstance(m.handle(ev.DecodeLost(attempt, GONE, True, PATIENCE_S), 30.0 * attempt)[-1], ev.LookUp)
 
 
 def test_silence_counts_as_loss() -> None:

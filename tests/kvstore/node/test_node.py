@@ -362,7 +362,7 @@ async def test_a_node_that_slept_judges_nobody(cluster: NodeHarness, monkeypatch
 
 async def test_bad_calls(cluster: NodeHarness, attachments: list[Attachment]) -> None:
     client, epoch = cluster.client, cluster.session.epoch
-    with pytest.raises(Conflict, match="no worker has attached"):
+    with pytest.raises(Unavailable, match="no worker has attached"):
         await client.open_ticket(epoch, b"", 1)
     attachments.append(await cluster.worker())
     with pytest.raises(Overloaded, match="21 KV blocks, the pool has 20"):
