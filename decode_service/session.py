@@ -94,6 +94,9 @@ class _DecodeStream:
         told, self.told_guesses = self.told_guesses, self.progress.guessed_tokens
         return told < self.told_guesses or self.generated == new_tokens
 
+    def on_begun(self) -> None:
+        self.session.tell_begun(self.key)
+
     def on_update(self, update: Update) -> None:
         self.generated += len(update.token_ids)
         self.progress = update.progress or self.progress
@@ -226,6 +229,10 @@ class DecodeSession:
                 log.error("a request failed: %s", ending.error)
         if update.progress is not None:
             delta.timings.CopyFrom(_timings_of(update.progress))
+
+    def tell_begun(self, key: int) -> None:
+        """Says that the prompt of a stream is being computed: place 0 of the line."""
+        self._pending_delta(key).queued.CopyFrom(Queued())
 
     async def tell_queued(self) -> None:
         """Adds a sign of life for every stream that waits for its turn or its prompt, if steps go on."""

@@ -38,7 +38,7 @@ class SpanRun:
         self._seq_id = worker.next_id()
         self._before_s = 0.0
         self._end_tokens = span.start_tokens
-        # At most one entry per chunk and the end.
+        # At most one entry per chunk, the beginning and the end.
         self._results: asyncio.Queue[ChunkAck | PillionError | None] = asyncio.Queue()
         self._over = False
 
@@ -105,6 +105,10 @@ class SpanRun:
                 return
             self._before_s = sequence.progress.arrived_s
             epoch.add(sequence, self)
+
+    def on_begun(self) -> None:
+        # Place 0 of the line: it is being computed.
+        self._results.put_nowait(ChunkAck(end_tokens=self._end_tokens, queued=Queued()))
 
     def on_update(self, update: Update) -> None:
         if update.ending is not None:

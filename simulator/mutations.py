@@ -122,7 +122,7 @@ def _cancel_frees_nothing(_: Any) -> Any:
 
 
 def _lost_silently(_: Any) -> Any:
-    def mutant(self: Any, reason: str) -> None:
+    def mutant(self: Any, reason: str, broke: bool) -> None:
         self._commands, self._sinks = None, {}
 
     return mutant

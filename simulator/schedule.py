@@ -236,7 +236,8 @@ def _chain(random: Random, shape: ClusterShape) -> list[SimFault]:
     kind = random.choice((FaultKind.STALL, FaultKind.STALL, FaultKind.PAUSE, FaultKind.REDIS_SILENT))
     other = "redis" if kind is FaultKind.REDIS_SILENT else random.choice(shape.worker_names())
     beside_s = max(0.0, at_s + (random.random() - 0.7) * 0.3)
-    return [*kills, SimFault(beside_s, kind, other, for_s=random.choice((1.0, 4.0, 8.0)) * (0.7 + 0.6 * random.random()))]
+    for_s = random.choice((1.0, 4.0, 8.0)) * (0.7 + 0.6 * random.random())
+    return [*kills, SimFault(beside_s, kind, other, for_s=for_s)]
 
 
 def _fault(random: Random, shape: ClusterShape) -> SimFault:

@@ -62,6 +62,9 @@ class SequenceListener(Protocol):
 
     trace: Context
 
+    def on_begun(self) -> None:
+        """A step begins that computes the first tokens of its prompt."""
+
     def on_update(self, update: Update) -> None: ...
     def on_chunk(self, chunk: ChunkDone) -> None: ...
 
@@ -319,11 +322,23 @@ class WorkerEpoch:
 
     def _launch(self, plan: StepPlan) -> InFlightStep:
         backend = self._model.backend
+        sequences = (piece.sequence for piece in plan.pieces)
+        begun = [one.seq_id for one in sequences if one.progress.tail_steps == 1 and not one.progress.first_token_s]
+        if begun:
+            # Before the step: a request that ends this process in it is known by that (I8).
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._tell_begun, begun)
         for place, packed in plan.placements:
             backend.place_adapter(place, packed)
         batch = build_batch(plan, self._block_size)
         rows = None if plan.awaits_tokens else build_sampling(plan)
         return backend.launch(batch, plan.copies, rows)
+
+    def _tell_begun(self, seq_ids: list[int]) -> None:
+        for seq_id in seq_ids:
+            listener = self.listeners.get(seq_id)
+            if listener is not None:
+                listener.on_begun()
 
     def _choose(self, plan: StepPlan, step: InFlightStep) -> None:
         step.choose(build_sampling(plan))

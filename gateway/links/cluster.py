@@ -392,6 +392,11 @@ class Cluster:
         link = self._links["kvnode"].get(hold.node_id)
         return isinstance(link, NodeLink) and link.alive and link.epoch == hold.epoch
 
+    def node_lives(self, node_id: str) -> bool:
+        """Whether there is a session at a KV node."""
+        link = self._links["kvnode"].get(node_id)
+        return link is not None and link.alive
+
     def nodes(self) -> list[NodeLink]:
         """The links to all KV nodes."""
         return [link for link in self._links["kvnode"].values() if isinstance(link, NodeLink)]

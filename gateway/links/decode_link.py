@@ -95,23 +95,23 @@ class DecodeLink:
 
     async def _keep_connected(self) -> None:
         while True:
-            reason = "it closed the connection"
+            reason, broke = "it closed the connection", False
             try:
                 await self._serve()
             except TimeoutError:
                 reason = f"no connection within {CONNECT_TIMEOUT_S:g} s"
             except grpc.aio.AioRpcError as error:
-                reason = error.details() or str(error.code())
+                reason, broke = error.details() or str(error.code()), True
             except asyncio.InvalidStateError:
                 # It closed the connection in good order before our hello was written: a worker that is stopping.
                 reason = "it closed the connection at once"
             except PillionError as error:
-                reason = error.message
+                reason, broke = error.message, True
             except Exception as error:  # noqa: BLE001  (without this task the worker gets no request any more)
                 reason = f"a defect of this gateway: {error!r}"
                 self._defects.note(error)
             finally:
-                self._lose(reason)
+                self._lose(reason, broke)
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _serve(self) -> None:
@@ -143,7 +143,8 @@ class DecodeLink:
         if sink is not None:
             sink(delta)
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, broke: bool) -> None:
+        """Tells all sinks. ``broke``: the worker said no good-bye, and this gateway did not end the connection."""
         self._commands = None
         sinks, self._sinks = self._sinks, {}
         if sinks:
@@ -151,7 +152,7 @@ class DecodeLink:
         for key, sink in sinks.items():
             message = f"decode worker {self.component_id} was lost: {reason}"
             error = DecodeError(code=Unavailable.code, message=message, retryable=True)
-            sink(DecodeDelta(key=key, error=error))
+            sink(DecodeDelta(key=key, error=error, broken=len(sinks) if broke else 0))
 
 
 async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand], defects: Defects) -> None:

@@ -13,17 +13,23 @@ from typing import Any
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from pillion.errors import Unavailable
 from pillion.net import rpc
 from pillion.observability import telemetry
 from pillion.v1 import prefill_pb2_grpc
 from pillion.v1.prefill_pb2 import DESCRIPTOR, ChunkAck, RunSpanRequest
 from pillion.wire.common import hello_to_pb
+from pillion.wire.errors import said_by_server
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
 RECONNECT_DELAY_S = 0.05
 SERVICE_NAME = DESCRIPTOR.services_by_name["Prefill"].full_name
+
+
+class SpanBroken(Unavailable):
+    """The connection to a prefill worker broke while it had a span: the worker has said nothing."""
 
 
 class PrefillLink:
@@ -48,7 +54,8 @@ class PrefillLink:
         self, request: RunSpanRequest, timeout_s: float | None, on_queued: Callable[[int], None]
     ) -> AsyncIterator[ChunkAck]:
         """Yields the acknowledgements in order; adds the hello to the request. Leaving the iteration cancels the call.
-        ``on_queued`` is called with the span's place in line when the worker says that it waits. Raises PillionError.
+        ``on_queued`` is called with the span's place in line when the worker says that it waits, and with 0 when it
+        begins. Raises PillionError, SpanBroken where the connection is lost.
         """
         request.hello.CopyFrom(hello_to_pb(self._gateway_id))
         call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
@@ -60,7 +67,9 @@ class PrefillLink:
                 else:
                     yield message
         except grpc.aio.AioRpcError as error:
-            raise rpc.from_rpc_error(error) from None
+            raised = rpc.from_rpc_error(error)
+            broke = isinstance(raised, Unavailable) and not said_by_server(error)
+            raise SpanBroken(raised.message) if broke else raised from None
         except asyncio.CancelledError as error:
             raise rpc.closed_under(error) from None
         finally:

@@ -24,6 +24,7 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.links.cluster import Cluster, Served
+from pillion.gateway.links.prefill_link import SpanBroken
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.request import events as ev
@@ -85,6 +86,8 @@ class ComponentCalls:
         self._stream: tuple[str, int] | None = None
         self._adopted = False
         self._begun = False
+        # Whether the worker has told that a step computes the stream's prompt.
+        self._in_step = False
         # The ticket that the stream was submitted with.
         self._hold: TicketHold | None = None
         # What the latest attempt brought of the prompt.
@@ -148,7 +151,7 @@ class ComponentCalls:
         )
         streams = (self, *followers)
         for stream in streams:
-            stream._adopted = stream._begun = False
+            stream._adopted = stream._begun = stream._in_step = False
             stream._hold = action.hold
         for follower in followers:
             follower.load.assign({worker: (1, 0)})
@@ -307,12 +310,20 @@ class ComponentCalls:
         job, worker = self._job, action.plan.prefill
         assert worker is not None
 
+        in_step = False
+
         def acked(ack: ChunkAck) -> None:
+            nonlocal in_step
+            in_step = True
             if not self._begun:
                 self.load.assign_plan(action.plan, ack.end_tokens)
             self._post(ev.ChunkAcked(action.attempt, ack))
 
-        queued = partial(self._still_queued, action.attempt)
+        def queued(position: int) -> None:
+            nonlocal in_step
+            in_step = in_step or not position
+            self._still_queued(action.attempt, position)
+
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
@@ -330,8 +341,10 @@ class ComponentCalls:
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
                 self._cluster.view.refused(worker.component_id)
             self._failed_at(worker.component_id)
-            retryable = isinstance(error, (*_RETRYABLE, Overloaded))
-            self._post(ev.SpanLost(action.attempt, error, retryable, self._patience_s(error, action.hold)))
+            retryable, broke = isinstance(error, (*_RETRYABLE, Overloaded)), isinstance(error, SpanBroken)
+            killed = worker.component_id if broke and in_step and self._cluster.node_lives(worker.node_id) else ""
+            patience_s = self._patience_s(error, action.hold, broke)
+            self._post(ev.SpanLost(action.attempt, error, retryable, patience_s, killed))
         else:
             self._post(ev.SpanEnded(action.attempt, end_tokens))
 
@@ -351,6 +364,7 @@ class ComponentCalls:
             if delta.finish_reason is not None:
                 self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
             elif delta.queued is not None:
+                self._in_step = self._in_step or not delta.queued
                 self._still_queued(attempt, delta.queued)
             elif delta.error is not None:
                 error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
@@ -358,19 +372,30 @@ class ComponentCalls:
                     self._failed_at(self._stream[0])
                     if isinstance(error, Unavailable):
                         self._cluster.view.refused(self._stream[0])
-                self._post(ev.DecodeLost(attempt, error, delta.error.retryable, self._patience_s(error, self._hold)))
+                patience_s = self._patience_s(error, self._hold, bool(delta.broken))
+                self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, self._killed(delta)))
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
             self._broken(error)
 
-    def _patience_s(self, error: PillionError, hold: TicketHold | None) -> float:
+    def _killed(self, delta: DecodeDelta) -> str:
+        """The stream's worker, if it died in a step with the stream. A stream that had tokens of this attempt was in
+        many steps before, so that another one's prompt is rather to blame, where there was another one."""
+        suspect = delta.broken == 1 if self._begun else self._in_step
+        if self._stream is None or self._hold is None or not (delta.broken and suspect):
+            return ""
+        # Without its node a worker may end by itself.
+        return self._stream[0] if self._cluster.holds(self._hold) else ""
+
+    def _patience_s(self, error: PillionError, hold: TicketHold | None, broke: bool = False) -> float:
         """How long the request waits for what ended a call with ``error``, because it is merely away; 0.0 where the
-        call counts as an attempt. ``hold``: the ticket that the call worked under; None: it asked for one."""
+        call counts as an attempt, as one does that ``broke`` in the middle. ``hold``: the ticket that the call worked
+        under; None: it asked for one."""
         if hold is None:
             # A session that is over, and a node without a pool yet, are both on their way back.
             away = isinstance(error, (*_AWAY, NotFound))
         else:
             # With its node's last life everything that was under the ticket is gone.
-            away = isinstance(error, _AWAY) or not self._cluster.holds(hold)
+            away = (isinstance(error, _AWAY) and not broke) or not self._cluster.holds(hold)
         return self._cluster.return_wait_s(self._job.model, self._job.adapter_rank) if away else 0.0
 
     def _failed_at(self, component_id: str) -> None:

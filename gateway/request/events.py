@@ -42,11 +42,13 @@ class AttemptLoss(AttemptEvent, frozen=True):
 
     ``retryable``: another component or a new ticket may avoid the error. ``patience_s``: above 0 where what failed is
     merely away and is being brought back; waiting for it is no attempt, and the request waits for so long in all.
+    ``killed``: the worker that died in a step with this request, and maybe because of it; empty where that is not so.
     """
 
     error: PillionError
     retryable: bool
     patience_s: float = 0.0
+    killed: str = ""
 
 
 class PlanMade(AttemptEvent, frozen=True):

@@ -56,6 +56,8 @@ FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
 # How often a request that was under way looks for components that it has lost.
 COMPONENT_POLL_MS = 100
+# So many workers that die in a step with a request, without anything between them that the client got, end the request.
+MAX_WORKERS_KILLED = 2
 # How long the call of a span may outlive its answer, where the answer ended before the span's last acknowledgement.
 LAST_ACK_WAIT_MS = 1000
 
@@ -113,6 +115,8 @@ class RequestMachine:
         # Tickets refused in a row while the request waits for what it has lost.
         self._lost_tickets = 0
         self._avoid: frozenset[str] = frozenset()
+        # Workers that died in a step with this request, since it got something.
+        self._killed: tuple[str, ...] = ()
         # Since when the request looks for what it has lost, and how long it has looked before that since it got
         # something: this time is bounded, whatever is lost how often.
         self._looking_s, self._looked_s = 0.0, 0.0
@@ -335,7 +339,7 @@ class RequestMachine:
     def _got_on(self) -> None:
         """The client is given something: what was lost before does not count any more."""
         self._fruitless = self._losses = 0
-        self._looked_s = 0.0
+        self._looked_s, self._killed = 0.0, ()
 
     def _stream_lost(self, loss: ev.DecodeLost, now: float, stream_over: bool) -> list[Action]:
         # The last token may have arrived before its worker was lost.
@@ -390,6 +394,12 @@ class RequestMachine:
     def _retry_or_fail(self, loss: ev.AttemptLoss, now: float, stream_over: bool = False) -> list[Action]:
         if not loss.retryable:
             return self._end(ev.Fail(loss.error), now, stream_over)
+        if loss.killed:
+            self._killed += (loss.killed,)
+        if len(self._killed) >= MAX_WORKERS_KILLED:
+            names = ", ".join(self._killed)
+            text = f"two workers were lost in a step with this request ({names}), so no other one gets it"
+            return self._end(ev.Fail(Internal(text)), now, stream_over)
         waits = self._waits_for(loss)
         if not waits and (loss.patience_s or self._fruitless >= self._max_attempts):
             return self._end(ev.Fail(self._given_up(loss)), now, stream_over)

@@ -19,7 +19,7 @@ import asyncio
 import logging
 import time
 
-from pillion.errors import Conflict, InvalidRequest, PillionError, Unavailable
+from pillion.errors import InvalidRequest, PillionError, Unavailable
 from pillion.kvstore.hashing import split_hashes
 from pillion.kvstore.index.retention_records import RetentionRecord, RetentionRecords
 from pillion.kvstore.ledger.ledger import Ledger

@@ -260,7 +260,9 @@ class DecodeDelta(_message.Message):
 
     @_builtins.property
     def queued(self) -> _common_pb2.Queued:
-        """Sent again and again, by itself, as long as the stream has not begun or is preempted."""
+        """Sent again and again, by itself, as long as the stream has not begun or is preempted; and, with position 0, when the
+        first step of its prompt begins.
+        """
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:

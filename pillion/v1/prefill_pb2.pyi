@@ -103,8 +103,8 @@ class ChunkAck(_message.Message):
     """Time of the chunk's steps."""
     @_builtins.property
     def queued(self) -> _common_pb2.Queued:
-        """Set in a message that acknowledges nothing, which is sent again and again while a chunk is not done. Its end_tokens
-        are those of the last acknowledgement.
+        """Set in a message that acknowledges nothing, which is sent again and again while a chunk is not done, and, with
+        position 0, when the span's first step begins. Its end_tokens are those of the last acknowledgement.
         """
 
     def __init__(

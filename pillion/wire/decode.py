@@ -26,6 +26,8 @@ class DecodeDelta(NamedTuple):
     # Set in a sign of life of a stream that waits: its place in line.
     queued: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    # Of an error that no worker has sent, because its connection broke: how many streams that one had.
+    broken: int = 0
 
 
 def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:

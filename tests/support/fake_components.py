@@ -12,7 +12,7 @@ import pathlib
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
@@ -144,10 +144,12 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per span.
 
-    ``hang_at``: the chunk that is never computed.
+    ``hang_at``: the chunk that is never computed. ``kills``: at so many more spans the connection breaks in the first
+    step.
     """
 
     def __init__(self) -> None:
+        self.kills = 0
         self.hang_at: int | None = None
         self.spans: list[RunSpanRequest] = []
         self.failures: list[tuple[int, PillionError]] = []
@@ -164,6 +166,10 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.spans.append(request)
         self.metadata.append(context.invocation_metadata())
         fail_at, error = self.failures.pop(0) if self.failures else (-1, Conflict(""))
+        if self.kills:
+            self.kills -= 1
+            yield ChunkAck(end_tokens=request.start_tokens, queued=Queued())
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "pulled the plug")
         end = request.start_tokens
         self.running += 1
         try:
@@ -188,8 +194,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
     until the connection breaks, once, or where it ``stays_broken`` before each token behind them. ``refusals``: errors
     for the next submits. ``gate``: closed, no stream moves; a stream closes it that has said ``hold_behind`` tokens, so
-    that nothing but the test ends it. ``silent``: keys of streams that say nothing any more.
-    ``pace_s``: seconds that a step of a stream takes.
+    that nothing but the test ends it. ``silent``: keys of streams that say nothing any more. ``pace_s``: seconds that a
+    step of a stream takes. ``is_killed_by``: whether the connection breaks in the first step of a submit.
     """
 
     def __init__(self, script: str) -> None:
@@ -200,6 +206,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         # Sent at the end, and where there are guesses with each delta.
         self.timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25)
         self.pace_s = 0.001
+        self.is_killed_by: Callable[[Submit], bool] = lambda submit: False
         # Whether a stream that the gate holds says every 50 ms that it waits; spans likewise.
         self.tells_queued = False
         self.submits: list[Submit] = []
@@ -278,6 +285,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             return
         if submit.awaited_blocks:
             await self.prefill.through[submit.ticket_id].wait()
+        if self.is_killed_by(submit):
+            out.put_nowait(DecodeDelta(key=submit.key, queued=Queued()))
+            out.put_nowait(None)
+            return
         # The worker holds the ticket: a delta that is empty but for the key.
         out.put_nowait(DecodeDelta(key=submit.key))
         while self.tells_queued and not self.gate.is_set():

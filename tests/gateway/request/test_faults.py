@@ -277,6 +277,75 @@ async def test_a_node_that_refuses_a_ticket_is_asked_again(error: PillionError) 
         await fakes.settled()
 
 
+@pytest.mark.parametrize("error", [Unavailable("no worker"), Conflict("fenced"), NotFound("epoch"), Cancelled("over")])
+async def test_a_node_on_its_way_back_is_waited_for(error: PillionError) -> None:
+    """Neither a new request nor one under way is given up while the node that is back gives no ticket."""
+    async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
+        fakes.node.failures = [error] * 5
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
+        fakes.decode.break_after = 20
+        reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
+        fakes.node.failures = [error] * 5
+        whole(fakes, await reading, replays=1)
+        assert not fakes.node.failures
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("code", [Unavailable.code, Conflict.code])
+async def test_a_worker_on_its_way_back_is_waited_for(code: int) -> None:
+    """It stops, or takes a new epoch: it says so, and no attempt counts."""
+    async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
+        fakes.decode.refusals = [(code, True)] * 5
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=5)
+        await fakes.settled()
+
+
+async def test_what_was_under_a_ticket_of_a_nodes_last_life_is_no_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
+        monkeypatch.setattr(fakes.gateway.cluster, "holds", lambda hold: False)
+        fakes.decode.refusals = [(NotFound.code, True)] * 5
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=5)
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("role", ["kvnode", "decode"])
+async def test_waiting_for_a_part_that_refuses_is_bounded(monkeypatch: pytest.MonkeyPatch, role: str) -> None:
+    monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.node.failures = [Unavailable("no worker has attached")] * 99 if role == "kvnode" else []
+        fakes.decode.refusals = [(Unavailable.code, True)] * 99 if role == "decode" else []
+        with pytest.raises(Unavailable, match=r"given up after . s without the components that it needs"):
+            await read(fakes.client.generate(PROMPT))
+        await fakes.settled()
+
+
+async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.prefill.kills = 1
+        fakes.decode.is_killed_by = lambda submit: len(fakes.decode.submits) in (2, 3)
+        lost = r"two workers were lost in a step with this request \(prefill-0, decode-0\)"
+        with pytest.raises(Internal, match=lost):
+            await read(fakes.client.generate(PROMPT))
+        assert (len(fakes.prefill.spans), len(fakes.decode.submits)) == (1, 2)
+        await until("the connection again", lambda: fakes.gateway.cluster.decode("decode-0").alive)
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
+        await fakes.settled()
+
+
+async def test_streams_beside_a_request_that_kills_workers_go_on() -> None:
+    """They had tokens of that worker, so it did not die of them."""
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.pace_s = 0.05
+        beside = asyncio.create_task(read(fakes.client.generate(PROMPT)))
+        await until("a stream at the decode worker", lambda: fakes.decode.streams)
+        fakes.decode.is_killed_by = lambda submit: submit.prompt_tokens < 10
+        with pytest.raises(Internal, match="two workers were lost in a step"):
+            await read(fakes.client.generate("Kill!"))
+        assert text_of(await beside) == line_text(fakes)
+        await fakes.settled()
+
+
 async def test_a_full_node_is_told() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.node.failures = [Overloaded("the prompt can never fit")]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
+from pillion.errors import Internal, InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
 from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
@@ -367,6 +367,31 @@ def test_a_stream_that_gets_on_may_wait_again() -> None:
         to_decoding(m, attempt, 30.0 * attempt)
         m.handle(ev.TokensSampled(attempt, (50,)), 30.0 * attempt)
         assert isinstance(m.handle(ev.DecodeLost(attempt, GONE, True, PATIENCE_S), 30.0 * attempt)[-1], ev.LookUp)
+
+
+def lose_worker(m: RequestMachine, name: str) -> ev.Action:
+    to_decoding(m, m.attempt)
+    return m.handle(ev.DecodeLost(m.attempt, GONE, True, killed=name), 2.0)[-1]
+
+
+def test_a_request_that_two_workers_died_of_ends() -> None:
+    m = machine()
+    assert isinstance(lose_worker(m, "decode-0"), ev.LookUp)
+    # A loss that shows nothing changes nothing.
+    assert isinstance(lose_worker(m, ""), ev.LookUp)
+    last = lose_worker(m, "decode-1")
+    assert isinstance(last, ev.Fail)
+    assert isinstance(last.error, Internal)
+    assert "(decode-0, decode-1)" in last.error.message
+
+
+def test_a_stream_that_gets_on_between_deaths_goes_on() -> None:
+    m = machine(max_tokens=99)
+    for _ in range(6):
+        assert isinstance(lose_worker(m, "decode-0"), ev.LookUp)
+        to_decoding(m, m.attempt)
+        m.handle(ev.TokensSampled(m.attempt, (50,)), 3.0)
+        m.handle(ev.DecodeLost(m.attempt, GONE, True), 3.0)
 
 
 def test_silence_counts_as_loss() -> None:
