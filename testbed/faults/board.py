@@ -21,7 +21,7 @@ BOARD_VARIABLE = "TESTBED_FAULT_BOARD"
 # Faults that can be armed at once.
 SLOTS = 2
 # 64-bit words of a slot.
-_POINT, _LEFT, _SIGNAL, _VICTIM, _FIRED_PID, _FIRED_NS, _WORDS = range(7)
+_POINT, _LEFT, _SIGNAL, _VICTIM, _FIRED_PID, _FIRED_NS, _HELD_MS, _WORDS = range(8)
 # Behind the slots each point has a word with the number of its passings.
 MAX_POINTS = 255
 _COUNTS = SLOTS * _WORDS
@@ -52,11 +52,21 @@ class FaultBoard:
 
     # The test's side.
 
-    def arm(self, slot: int, point: FaultPoint, passing: int, number: signal.Signals, victim: int = 0) -> None:
+    def arm(
+        self,
+        slot: int,
+        point: FaultPoint,
+        passing: int,
+        number: signal.Signals | None,
+        victim: int = 0,
+        held_s: float = 0.0,
+    ) -> None:
         """Has the ``passing``-th passing of a point, from now on and over all processes of its role, send a signal to
-        the process that passes, or to ``victim``."""
+        the process that passes, or to ``victim``. Without a signal, the thread that passes is held for ``held_s``: what
+        happens there takes so long, and the process goes on."""
         base = slot * _WORDS
-        values = {_LEFT: passing, _SIGNAL: int(number), _VICTIM: victim, _FIRED_PID: 0, _FIRED_NS: 0}
+        values = {_LEFT: passing, _SIGNAL: number or 0, _VICTIM: victim, _FIRED_PID: 0, _FIRED_NS: 0}
+        values[_HELD_MS] = round(held_s * 1000)
         for word, value in values.items():
             self._words[base + word] = value
         self._words[base + _POINT] = point.number
@@ -107,6 +117,10 @@ class FaultBoard:
             words[base + _FIRED_NS] = time.monotonic_ns()
             words[base + _FIRED_PID] = os.getpid()
             victim, sent = words[base + _VICTIM] or os.getpid(), words[base + _SIGNAL]
+            held_s = words[base + _HELD_MS] / 1000
+        if not sent:
+            time.sleep(held_s)
+            return
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, sent)
 

@@ -32,9 +32,9 @@ class Deaths:
 
     def rest(self, record: FaultRecord) -> None:
         """Called after each run. A process that only slept may have been killed for that."""
-        for fault, fired in zip(record.plan.faults, record.fired, strict=True):
+        for role, fired in zip(record.plan.struck, record.fired, strict=True):
             if fired:
-                self._at_s.setdefault(fault.victim or fault.point.role, []).append(time.monotonic())
+                self._at_s.setdefault(role, []).append(time.monotonic())
         for at_s in self._at_s.values():
             if len(at_s) >= MOST_DEATHS:
                 time.sleep(max(0.0, at_s[-MOST_DEATHS] + DEATHS_WINDOW_S - time.monotonic()))
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace, commit: str) -> Iterator[FaultRecord]:
 
 def _strikes(args: argparse.Namespace, seed: int) -> bool:
     """Whether a fault of a seed goes to a process of the role that was asked for."""
-    faults = draw(seed, args.shape, one_fault=args.one_fault).faults
-    return any((fault.victim or fault.point.role) == args.role for fault in faults)
+    return args.role in draw(seed, args.shape, one_fault=args.one_fault).struck
 
 
 def _keep_log(folder: pathlib.Path | None, name: str, place: FaultPlace) -> None:
@@ -107,7 +106,7 @@ def main() -> int:
     wrong = 0
     with contextlib.closing(run(args, commit.stdout.strip())) as records:
         for record in records:
-            faults = "; ".join(fault.words for fault in record.plan.faults)
+            faults = "; ".join(record.plan.words)
             times = f"pause {record.pause_s:.2f} s, {record.seconds:.1f} s in all"
             print(f"{record.plan.seed}: {faults}: {record.outcome}, {times}", flush=True)
             wrong += bool(record.wrong)

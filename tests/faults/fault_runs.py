@@ -1,5 +1,8 @@
 """One run: a seed draws faults and requests, the requests run while the faults happen, the checker looks at all of it.
 
+Of some runs the faults are a chain: a step takes long, or a worker or Redis stands still, and meanwhile a process, most
+often the KV node, is killed once or several times. What needs it notices late, or comes back late.
+
     drawn --armed--> requests under way --faults--> all ended --> whole again --> idle, integrity proved --> a row
 
 The seed decides which faults are armed and what is asked. When exactly a process comes to its n-th passing is the
@@ -37,45 +40,79 @@ STOP_SHARE = 0.25
 STOPS_S = (0.3, 3.0, 11.0)
 SALTED_SHARE = 0.75
 OTHER_VICTIM_SHARE = 0.25
+# Of the runs, those whose faults are a chain; how long what begins it lasts, shorter and longer than the time for which
+# a node waits for workers of its earlier life; how long behind that the first kill comes; and how far apart others are.
+CHAIN_SHARE = 0.4
+CHAIN_LASTS_S, CHAIN_BEGINS_S, CHAIN_APART_S = (2.0, 4.0, 8.0), (0.05, 0.3), (0.3, 1.5, 4.0)
+# Where a worker's step begins, on the thread of its steps.
+LONG_STEPS = ("decode, before a launch", "prefill, before a launch")
+# What a request may say that was in a step of two workers when they were killed.
+KILLED_TWO = "two workers were lost in a step with this request"
 
 
 @dataclass(frozen=True, slots=True)
 class DrawnFault:
     """A fault: at the ``passing``-th passing of a point the signal goes to the process that passes it, or to a process
-    of ``victim``."""
+    of ``victim``. Without a signal, what happens there takes ``stop_s``, and the process goes on."""
 
     point: FaultPoint
     passing: int
-    number: signal.Signals
+    number: signal.Signals | None
     victim: str
     stop_s: float
 
     @property
     def words(self) -> str:
         """The fault for ledgers and people."""
+        if self.number is None:
+            return f"{self.stop_s:g} s at passing {self.passing} of {self.point.name}"
         whom = f" to {self.victim}" if self.victim else ""
         stop = f" for {self.stop_s:g} s" if self.number is signal.SIGSTOP else ""
         return f"{self.number.name}{whom}{stop} at passing {self.passing} of {self.point.name}"
 
 
 @dataclass(frozen=True, slots=True)
+class ChainedKill:
+    """A further fault of a chain: SIGKILL to a process of ``victim``, so long behind the first fault."""
+
+    victim: str
+    after_s: float
+
+    @property
+    def words(self) -> str:
+        """The fault for ledgers and people."""
+        return f"SIGKILL to {self.victim} {self.after_s:.2f} s later"
+
+
+@dataclass(frozen=True, slots=True)
 class FaultPlan:
     """What a seed draws: faults, questions by name, and for each whether its prompt is new to the cluster (a salt of
-    the run's own) or was computed before."""
+    the run's own) or was computed before. ``chain`` follows the first fault, in time."""
 
     seed: int
     faults: tuple[DrawnFault, ...]
     questions: tuple[str, ...]
     salted: tuple[bool, ...]
+    chain: tuple[ChainedKill, ...] = ()
+
+    @property
+    def struck(self) -> tuple[str, ...]:
+        """The role of the process that each fault strikes, in the order of :attr:`FaultRecord.fired`."""
+        return (*(fault.victim or fault.point.role for fault in self.faults), *(kill.victim for kill in self.chain))
+
+    @property
+    def words(self) -> list[str]:
+        """All faults for ledgers and people, in the same order."""
+        return [fault.words for fault in (*self.faults, *self.chain)]
 
     def undisturbed(self) -> FaultPlan:
         """The same without a fault."""
-        return replace(self, faults=())
+        return replace(self, faults=(), chain=())
 
 
 @dataclass(slots=True)
 class FaultRecord:
-    """What came of a run. ``fired`` says which faults happened."""
+    """What came of a run. ``fired`` says which faults happened, those of the chain behind the others."""
 
     plan: FaultPlan
     fired: list[bool] = field(default_factory=list)
@@ -98,7 +135,10 @@ def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
     points = [point for point in POINTS if point.passed_in(shape)]
     victims = roles_in(shape)
     faults = [_fault(chance, [point for point in points if point.passed != AT_START], victims)]
-    if not one_fault and chance.random() < SECOND_FAULT_SHARE:
+    chain: tuple[ChainedKill, ...] = ()
+    if not one_fault and chance.random() < CHAIN_SHARE:
+        faults, chain = [_begin_of_chain(chance, points)], _chain(chance, victims)
+    elif not one_fault and chance.random() < SECOND_FAULT_SHARE:
         faults.append(_fault(chance, [point for point in points if _may_follow(point, faults[0])], victims))
     asked = [(chance.choice(tuple(QUESTIONS)), chance.random() < SALTED_SHARE) for _ in range(STREAMS)]
     # What is certain to pass some points: a long prompt that is new, and a stop string.
@@ -107,7 +147,22 @@ def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
     if any(fault.point.what == "a cancel" for fault in faults):
         asked[1] = "stop strings", True
     questions, salted = zip(*asked, strict=True)
-    return FaultPlan(seed, tuple(faults), questions, salted)
+    return FaultPlan(seed, tuple(faults), questions, salted, chain)
+
+
+def _begin_of_chain(chance: random.Random, points: list[FaultPoint]) -> DrawnFault:
+    """A long step of a worker, or a worker or Redis that stands still."""
+    point = chance.choice([point for point in points if point.name in LONG_STEPS])
+    number = chance.choice((None, None, signal.SIGSTOP))
+    victim = chance.choice(("", "redis-server")) if number is not None else ""
+    passing = chance.randint(1, MOST_PASSINGS[point.passed])
+    return DrawnFault(point, passing, number, victim, chance.choice(CHAIN_LASTS_S))
+
+
+def _chain(chance: random.Random, victims: Sequence[str]) -> tuple[ChainedKill, ...]:
+    victim = chance.choice((*("kvnode",) * 3, *(role for role in victims if role not in ("keeper", "redis-server"))))
+    first_s, apart_s = chance.choice(CHAIN_BEGINS_S), chance.choice(CHAIN_APART_S)
+    return tuple(ChainedKill(victim, first_s + n * apart_s) for n in range(chance.choice((1, 2, 3))))
 
 
 def _may_follow(point: FaultPoint, first: DrawnFault) -> bool:
@@ -146,13 +201,16 @@ class FaultRunner:
         """Runs one plan, and leaves the cluster whole."""
         place, record, began_s = self.place, FaultRecord(plan), time.monotonic()
         stopped = threading.Event()
+        struck = [False] * len(plan.chain)
         waking = [threading.Thread(target=self._wake, args=(*armed, stopped)) for armed in self._arm(plan)]
+        waking.append(threading.Thread(target=self._strike, args=(plan.chain, struck, stopped)))
         for thread in waking:
             thread.start()
         try:
             salts = [f"{plan.seed} {began_s}" if salted else UNDISTURBED for salted in plan.salted]
             for question, history in zip(plan.questions, self._ask(plan.questions, salts), strict=True):
-                record.wrong += [f"{question}: {what}" for what in complaints(self.expected[question], history)]
+                if KILLED_TWO not in history.error or self._killed_workers(plan, struck) < 2:
+                    record.wrong += [f"{question}: {what}" for what in complaints(self.expected[question], history)]
                 record.pause_s = max(record.pause_s, history.pause_s)
                 record.replays = max(record.replays, history.replays)
             self._await_starts(plan)
@@ -162,6 +220,7 @@ class FaultRunner:
             stopped.set()
             for thread in waking:
                 thread.join()
+            record.fired += struck
         record.wrong += place.complaints()
         record.seconds = time.monotonic() - began_s
         return record
@@ -173,7 +232,7 @@ class FaultRunner:
         for slot, fault in enumerate(plan.faults):
             pids = self.place.pids(fault.victim) if fault.victim else [0]
             if pids:
-                self.place.board.arm(slot, fault.point, fault.passing, fault.number, pids[0])
+                self.place.board.arm(slot, fault.point, fault.passing, fault.number, pids[0], fault.stop_s)
                 armed.append((slot, fault, pids[0]))
         return armed
 
@@ -184,6 +243,27 @@ class FaultRunner:
             follows = slot > 0 and fault.point.passed == AT_START and self.place.board.fired(0) is not None
             while follows and self.place.board.fired(slot) is None and time.monotonic() < until_s:
                 time.sleep(LOOK_EVERY_S)
+
+    def _killed_workers(self, plan: FaultPlan, struck: Sequence[bool]) -> int:
+        """How many workers were killed until now."""
+        fired = [self.place.board.fired(slot) is not None for slot in range(len(plan.faults))]
+        kills = [fault.number is signal.SIGKILL for fault in plan.faults] + [True] * len(plan.chain)
+        happened = zip(plan.struck, kills, (*fired, *struck), strict=True)
+        return sum(role in ("prefill", "decode") and kill and came for role, kill, came in happened)
+
+    def _strike(self, chain: Sequence[ChainedKill], struck: list[bool], over: threading.Event) -> None:
+        """Kills what the chain names, behind its first fault; notes in ``struck`` what has been killed."""
+        while chain and (fired := self.place.board.fired(0)) is None:
+            if over.wait(0.02):
+                return
+        for place, kill in enumerate(chain):
+            assert fired is not None
+            if over.wait(max(0.0, fired.at_s + kill.after_s - time.monotonic())):
+                return
+            for pid in self.place.pids(kill.victim)[:1]:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                    struck[place] = True
 
     def _wake(self, slot: int, fault: DrawnFault, victim: int, over: threading.Event) -> None:
         """Lets a stopped process go on after its time."""

@@ -24,7 +24,7 @@ def row(shape: str, record: FaultRecord, commit: str) -> dict[str, Any]:
     return {
         "shape": shape,
         "seed": record.plan.seed,
-        "faults": [fault.words for fault in record.plan.faults],
+        "faults": record.plan.words,
         "fired": record.fired,
         "questions": record.plan.questions,
         "outcome": record.outcome[:MAX_OUTCOME_CHARS],

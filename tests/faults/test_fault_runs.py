@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import importlib
+import signal
 from collections.abc import Iterator
 
 import pytest
 
 from testbed.cluster import READY_TIMEOUT_S
-from testbed.faults.points import POINTS
-from tests.faults.fault_runs import REQUESTS_WITHIN_S, START_WITHIN_S, FaultRunner, draw
+from testbed.faults.points import BY_NAME, POINTS
+from tests.faults.fault_runs import (
+    REQUESTS_WITHIN_S,
+    START_WITHIN_S,
+    ChainedKill,
+    DrawnFault,
+    FaultPlan,
+    FaultRunner,
+    draw,
+)
 from tests.faults.places import ROLES, WHOLE_WITHIN_S, fault_place
 
 # A prefill worker and a KV node that are killed, a decode worker that only slept, and one that is killed.
@@ -33,6 +42,32 @@ def test_a_fault_costs_a_pause(runner: FaultRunner, seed: int) -> None:
         if all(record.fired):
             return
     pytest.fail(f"no process came to its point in {MAX_RUNS} runs")
+
+
+@pytest.mark.cluster
+def test_requests_wait_for_the_workers_of_a_node_that_is_back(runner: FaultRunner) -> None:
+    """The node is killed again and again amid a step that takes long, and gives no ticket before that has ended."""
+    step = DrawnFault(BY_NAME["decode, before a launch"], 20, None, "", 6.0)
+    kills = tuple(ChainedKill("kvnode", after_s) for after_s in (0.3, 2.0))
+    plan = FaultPlan(0, (step,), ("greedy", "long prompt", "n", "logprobs", "chat"), (True,) * 5, kills)
+    for _ in range(MAX_RUNS):
+        record = runner.run(plan)
+        assert record.wrong == []
+        if all(record.fired):
+            return
+    pytest.fail(f"the faults did not happen in {MAX_RUNS} runs")
+
+
+def test_seeds_draw_chains() -> None:
+    """Long steps, workers and Redis that stand still, and kills in succession: each is drawn again and again."""
+    plans = [draw(seed, "wide") for seed in range(200)]
+    chains = [plan for plan in plans if plan.chain]
+    assert len(chains) > 50
+    assert {len(plan.chain) for plan in chains} == {1, 2, 3}
+    assert {plan.faults[0].number for plan in chains} == {None, signal.SIGSTOP}
+    assert {"kvnode", "decode", "prefill", "gateway", "redis-server"} <= {
+        role for plan in chains for role in plan.struck
+    }
 
 
 @pytest.mark.cluster
