@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pillion.client.async_client import AsyncClient
-from pillion.errors import DeadlineExceeded, Overloaded, PillionError, Unavailable
+from pillion.errors import DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
 from pillion.gateway.request.validation import answer_seed
 from pillion.simulator.hash_model import reference, reference_reports
 from pillion.simulator.schedule import FaultKind, SimRequest
@@ -53,6 +53,7 @@ class RequestRun:
         self._find = find
         self._calm = not faults
         self._excused = bool(faults & EXCUSES)
+        self._workers_lost = bool(faults & {FaultKind.KILL, *EXCUSES})
         stop_ids = frozenset(request.stop_ids)
         self._wanted = [
             reference(
@@ -179,6 +180,8 @@ class RequestRun:
             return
         if isinstance(error, Overloaded) and timeout_s is not None:
             # What waits for longer than its time is refused.
+            return
+        if isinstance(error, Internal) and "two workers were lost in a step" in error.message and self._workers_lost:
             return
         if not self._excused or not isinstance(error, Unavailable):
             self._find(f"request {number}: {type(error).__name__}: {error.message}")

@@ -74,11 +74,12 @@ def test_a_killed_decode_worker_costs_no_token() -> None:
         "a replay begins with the prompt alone",
         "a cancelled sequence stays",
         "a replay scores its prompt anew",
+        "what comes back is offered a request, and not waited for",
     ],
 )
 def test_a_defect_made_by_hand_is_found(name: str) -> None:
     """The others: ``python -m pillion.simulator --mutate``."""
-    count, finding = seeds_to_find(MUTATIONS[name], 30)
+    count, finding = seeds_to_find(MUTATIONS[name], 60)
     assert count, name
     assert finding
 
