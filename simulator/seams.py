@@ -89,12 +89,7 @@ def installed(
         (in_process, "InProcessChannel", SimChannel),
         (in_process, "InProcessServer", SimServer),
         (node_memory, "open_domain", machine.open_domain),
-        (node_memory, "open_keeper", lambda path: SimKeeper(machine.kept)),
-        (node_memory, "Segment", SimSegment),
-        (kept_pool, "Segment", SimSegment),
-        (kept_pool, "table_words", SimSegment.words),
-        (kept_pool.KeptPool, "_name_owner", lambda self, *, needed: None),
-        (SimSegment, "machine", machine),
+        *_kept_memory(machine),
         (kv_node, "AttachServer", attach_server),
         (disk, "ThreadPoolExecutor", machine.thread_pool),
         (tokenizer, "ThreadPoolExecutor", machine.thread_pool),
@@ -119,6 +114,16 @@ def installed(
         for (place, name, _), own in zip(replaced, before, strict=True):
             setattr(place, name, own)
         use_network(None)
+
+
+def _kept_memory(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
+    """What stands for the keeper, and for the files of pools that outlive their nodes."""
+    yield node_memory, "open_keeper", lambda path: SimKeeper(machine.kept)
+    yield node_memory, "Segment", SimSegment
+    yield kept_pool, "Segment", SimSegment
+    yield kept_pool, "table_words", SimSegment.words
+    yield kept_pool.KeptPool, "_name_owner", lambda self, *, needed: None
+    yield SimSegment, "machine", machine
 
 
 def _tells(told: Callable[[int], None]) -> Callable[[WorkerEpoch, Outcome], None]:

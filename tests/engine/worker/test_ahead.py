@@ -72,7 +72,7 @@ async def test_a_prompt_is_prefilled_and_answered_while_the_host_does_not_know_t
         tokens = prompt(1, 45)
         ticket = await workers.ticket(tokens)
         span = workers.span(ticket, tokens, (16, 28))
-        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S)]
+        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S) if not one.HasField("queued")]
         assert [ack.end_tokens for ack in acks] == [16, 44]
         answer = await connection.submit(submit_of(1, ticket, tokens, 60))
         await over(answer)
