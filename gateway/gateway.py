@@ -54,6 +54,7 @@ from pillion.gateway.request.request_telemetry import (
     begin_span,
     count_refused,
     describe_span,
+    down_readings,
     end_refused_span,
     forecast_readings,
     readings,
@@ -82,7 +83,7 @@ from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TOKENIZER_THREADS, Mode
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
-from pillion.wire.registry import ComponentRecord
+from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
 
@@ -161,6 +162,7 @@ class Gateway:
             lambda: readings(admission.requests, admission.waiting, index.available, not registry.refusal)
         )
         self.meters.watch(lambda: forecast_readings(cluster.forecaster.forecasts))
+        self.meters.watch(lambda: down_readings(cluster.view.of(DOWN)))
         # Running requests by the name of their adapter.
         self._running_adapters: Counter[str] = Counter()
         if adapters is not None:

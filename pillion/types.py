@@ -398,7 +398,7 @@ class ComponentStatus:
     ``fenced_components``: workers that a node has fenced. ``adapters``: digests of those that are ready on a worker.
     ``steps``, ``steps_ms``, ``step_*_tokens``: a worker's steps since its process started, the time that they took,
     and what filled their token budgets. ``pinned_blocks``: those of a node's ``committed_blocks`` that are pinned;
-    ``disk_blocks``: blocks in its disk tier.
+    ``disk_blocks``: blocks in its disk tier. ``trouble``: why a component whose role is "down" does not run.
     """
 
     component_id: str
@@ -431,6 +431,7 @@ class ComponentStatus:
     step_idle_tokens: int = 0
     pinned_blocks: int = 0
     disk_blocks: int = 0
+    trouble: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

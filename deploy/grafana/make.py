@@ -517,6 +517,12 @@ def _kv() -> Dashboard:
             maximum=1,
         ),
         Panel(
+            "Components that are down",
+            "short",
+            (Query("max by (component) (pillion_component_down)", "{{component}}"),),
+            "They die again and again, and their supervisor starts them ever more rarely.",
+        ),
+        Panel(
             "Fenced components",
             "short",
             (Query(by_component("pillion_kv_fenced_components"), "{{component}}"),),

@@ -6,7 +6,7 @@ begin_span ... describe_span         the request's trace span; a Generation ends
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from opentelemetry import trace
@@ -19,6 +19,7 @@ from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Reading
 from pillion.types import GenerateRequest, Timings, Usage
+from pillion.wire.registry import ComponentRecord
 
 CHAT, TEXT = "chat", "text_completion"
 CANCELLED = "cancelled"
@@ -138,6 +139,12 @@ def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Rea
     for name, requests in running.items():
         if requests:
             yield names.ADAPTER_REQUESTS, (name,), requests
+
+
+def down_readings(records: Iterable[ComponentRecord]) -> Iterator[Reading]:
+    """The gauge of components that are down."""
+    for record in records:
+        yield names.COMPONENTS_DOWN, (record.component_id,), 1
 
 
 def forecast_readings(forecasts: Mapping[str, ModelForecast]) -> Iterator[Reading]:

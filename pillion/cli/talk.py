@@ -120,7 +120,7 @@ def status_table(status: ClusterStatus) -> Table:
             component.node_id if component.node_id != component.component_id else "",
             *(["", ""] if component.role == "kvnode" else [str(component.running_requests), waiting]),
             f"{component.heartbeat_age_ms} ms ago",
-            pool_use(component, block_sizes.get(component.node_id or component.component_id, 0)),
+            component.trouble or pool_use(component, block_sizes.get(component.node_id or component.component_id, 0)),
         )
     return table
 

@@ -95,6 +95,12 @@ REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a com
 REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 REGISTRY_WRITABLE = _gauge("pillion.registry_writable", "", "1 while Redis takes the gateway's heartbeats.")
+COMPONENTS_DOWN = _gauge(
+    "pillion.component.down",
+    "",
+    "1 for a component that dies again and again and waits for its next start.",
+    "component",
+)
 BATCH_LINES = _counter(
     "pillion.batch.lines", "{line}", "Lines of batches: completed, failed, or retried for now.", "outcome"
 )

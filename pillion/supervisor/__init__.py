@@ -5,7 +5,8 @@
     gateway_processes.py    several gateways behind the same two ports
     supervisor.py           starts processes level by level, restarts dead ones, stops them all
     standby.py              a process that is started ahead and takes over when its component dies
-    restarts.py             when a dead process is started again, and when the cluster gives up
+    restarts.py             when a dead process is started again
+    down_records.py         tells the registry which components are down for a while
     fence_watch.py          kills workers that stay fenced
     fork_server.py          a process that has imported everything, of which components are forks: the supervisor's side
     fork_server_main.py     its program

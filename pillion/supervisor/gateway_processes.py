@@ -29,6 +29,7 @@ from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import child_environ, component_argv
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
+from pillion.supervisor.down_records import tell_down
 from pillion.supervisor.preflight import bind_port, check_files
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
@@ -83,7 +84,7 @@ def gateway_specs(
         page = flags.metrics_port and flags.metrics_port + number
         mine = {"component_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}
         own = subset(GatewayFlags, flags, gateway_workers=1, **mine)
-        spec = component_spec("gateway", name, own, address, level=level, environ=environ)
+        spec = component_spec("gateway", name, own, address, level=level, environ=environ, kind="gateway")
         alive = partial(probes.answers, address)
         specs.append(replace(spec, drain_s=flags.drain_timeout_s, alive=alive, probe=alive if alone else spec.probe))
     return specs
@@ -118,6 +119,9 @@ async def _run(flags: GatewayFlags) -> int:
         stack.push_async_callback(supervisor.stop)
         if not await run_unless(stop.wait(), supervisor.start()):
             return 0
+        telling = asyncio.create_task(tell_down(supervisor.down, flags.redis_url, flags), name="what is down")
+        stack.push_async_callback(lambda: asyncio.gather(telling, return_exceptions=True))
+        stack.callback(telling.cancel)
         notices.say("all gateways listen", "bold green")
         failed = await run_unless(stop.wait(), supervisor.failed())
         if failed:

@@ -29,6 +29,7 @@ from pillion.supervisor import embedded_redis as redis
 from pillion.supervisor import probes
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.component_process import PREPARED, STOP_GRACE_S, preloaded_modules, require_server_packages
+from pillion.supervisor.down_records import tell_down
 from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.fork_server import ForkServer
 from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs
@@ -112,6 +113,7 @@ class LocalCluster:
         if board is not None:
             self._ending.callback(board.close)
         specs = process_specs(self.flags, self.runtime.path, self._redis_binary, board)
+        redis_url = redis_url_of(self.flags, self.runtime.path)
         launch = self._fork_server.launch if self._fork_server is not None else None
         self.supervisor = Supervisor(specs, self.notices, launch=launch)
         self._ending.push_async_callback(self.supervisor.stop)
@@ -119,8 +121,10 @@ class LocalCluster:
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
         watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
         fences = asyncio.create_task(watching, name="fences")
-        self._ending.push_async_callback(lambda: asyncio.gather(fences, return_exceptions=True))
+        telling = asyncio.create_task(tell_down(self.supervisor.down, redis_url, self.flags), name="what is down")
+        self._ending.push_async_callback(lambda: asyncio.gather(fences, telling, return_exceptions=True))
         self._ending.callback(fences.cancel)
+        self._ending.callback(telling.cancel)
         return self.supervisor
 
     async def stop(self) -> None:
@@ -152,8 +156,7 @@ def process_specs(
     """Every process of the cluster, for settled flags. ``redis_binary`` is None where they name a running Redis."""
     from pillion.engine.backends.devices import pool_device
 
-    redis_url = flags.redis_url or f"unix://{folder}/redis.sock"
-    environ = child_environ(os.environ, redis_url)
+    environ = child_environ(os.environ, redis_url_of(flags, folder))
     threads = threads_of(flags)
     bound = cores_by_worker(flags, parse_cores(flags.cpu_affinity), threads)
     firsts = first_cores(flags, threads)
@@ -171,6 +174,7 @@ def process_specs(
                 probe=partial(redis.answers, path),
                 # Redis greets with warnings about persistence, which it does not have here.
                 quiet=flags.log_level != "debug",
+                spare=True,
             )
         )
     # Pages of metrics: the gateways' first, then one port after the other.
@@ -184,7 +188,7 @@ def process_specs(
         place["keeper_socket"] = str(keeper)
         argv = (sys.executable, "-m", "pillion", "keeper", str(keeper))
         probe = partial(probes.accepts, keeper)
-        specs.append(ProcessSpec(component_id="keeper", level=0, argv=argv, environ=environ, probe=probe))
+        specs.append(ProcessSpec(component_id="keeper", level=0, argv=argv, environ=environ, probe=probe, spare=True))
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
     standby = {"standby": flags.standby}
     specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, environ=environ, **standby))
@@ -203,9 +207,15 @@ def process_specs(
             needs = (node.node_id,)
             # Those of several ranks end with their node in any case.
             survives = kept and ranks_of(flags)[role] == 1
-            more = {"environ": compute, "needs": needs, "survives": survives, **standby}
-            specs.append(component_spec(role, component_id, worker, listen, level=2, **more))
+            # Decode workers compute prompts where there is no prefill worker.
+            more = {"environ": compute, "needs": needs, "survives": survives, "spare": role == "prefill", **standby}
+            specs.append(component_spec(role, component_id, worker, listen, level=2, kind=role, **more))
     return specs + gateway_specs(flags, folder, environ, level=3)
+
+
+def redis_url_of(flags: ServeFlags, folder: Path) -> str:
+    """Where the components find Redis: a running one, or the cluster's own in ``folder``."""
+    return flags.redis_url or f"unix://{folder}/redis.sock"
 
 
 def compute_environ(threads: int) -> dict[str, str]:

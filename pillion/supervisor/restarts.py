@@ -1,11 +1,14 @@
-"""When a dead component is started again, and when its cluster gives up.
+"""When a dead component is started again.
 
 Sans-IO (I9): deaths and a clock in, decisions out.
 
 died ---- calm_s after its last death, or later ------> Restart at once: a client may be waiting
      ---- sooner: it may never get on ----------------> Restart after a delay that doubles with each such death in a row
-     ---- the max_deaths-th within the window --------> GiveUp
-     ---- exit status 2: its flags cannot work -------> GiveUp at once
+     ---- the max_deaths-th within the window --------> Restart, flapping: after a longer one, which doubles as well,
+     ---- exit status 2: its flags cannot work -------> the same, with other words
+                                until it has lived for a window's time
+
+Whether a cluster goes on while a component flaps is its supervisor's decision.
 """
 
 from __future__ import annotations
@@ -14,33 +17,40 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-# The exit status of a component whose configuration is wrong; starting it again cannot help.
+# The exit status of a component whose configuration is wrong; starting it again at once cannot help.
 EXIT_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the component again after ``delay_s`` seconds."""
+    """Start the component again after ``delay_s`` seconds. ``flapping`` is why that is a long time, for people; empty
+    where it is not."""
 
     delay_s: float
+    flapping: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class GiveUp:
-    """Stop the cluster; ``reason`` is for people."""
+@dataclass(slots=True)
+class _Past:
+    """One component's deaths within the window; ``flaps`` counts those since it flaps, ``begins_s`` is when it was to
+    be started after the last one."""
 
-    reason: str
+    deaths: deque[float]
+    flaps: int = 0
+    begins_s: float = float("-inf")
 
 
 @dataclass
 class RestartPolicy:
-    """Exponential backoff per component whose deaths come close together, and a bound on deaths within a sliding
-    window.
+    """Exponential backoff per component whose deaths come close together.
 
     Args:
-        max_deaths: number of deaths of one component within ``window_s`` seconds at which the cluster gives up.
+        max_deaths: number of deaths of one component within ``window_s`` seconds from which on it flaps, until it has
+            lived for ``window_s``.
         first_delay_ms: wait after a death that came less than ``calm_s`` after the one before; doubles with each
             further one, up to ``max_delay_ms``.
+        flap_delay_s: wait after the first death as one that flaps; doubles with each further one, up to
+            ``max_flap_delay_s``.
     """
 
     max_deaths: int = 6
@@ -48,22 +58,36 @@ class RestartPolicy:
     first_delay_ms: int = 200
     max_delay_ms: int = 5000
     calm_s: float = 5.0
-    _deaths: dict[str, deque[float]] = field(default_factory=dict)
+    flap_delay_s: float = 10.0
+    max_flap_delay_s: float = 120.0
+    _pasts: dict[str, _Past] = field(default_factory=dict)
 
-    def died(self, component_id: str, exit_code: int, now: float) -> Restart | GiveUp:
+    def died(self, component_id: str, exit_code: int, now: float) -> Restart:
         """What to do about a death at ``now``, in monotonic seconds."""
-        if exit_code == EXIT_CONFIG:
-            return GiveUp(f"{component_id} cannot work as configured")
-        deaths = self._deaths.setdefault(component_id, deque(maxlen=self.max_deaths))
+        past = self._pasts.setdefault(component_id, _Past(deque(maxlen=self.max_deaths)))
+        deaths = past.deaths
+        if now - past.begins_s >= self.window_s:
+            past.flaps = 0
         while deaths and now - deaths[0] > self.window_s:
             deaths.popleft()
         deaths.append(now)
-        if len(deaths) >= self.max_deaths:
-            return GiveUp(f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
+        if exit_code == EXIT_CONFIG:
+            restart = self._flaps(past, f"{component_id} cannot work as configured")
+        elif past.flaps:
+            restart = self._flaps(past, f"{component_id} keeps on dying")
+        elif len(deaths) >= self.max_deaths:
+            restart = self._flaps(past, f"{component_id} died {len(deaths)} times within {self.window_s:g} s")
+        else:
+            restart = Restart(self._delay_s(deaths))
+        past.begins_s = now + restart.delay_s
+        return restart
+
+    def _flaps(self, past: _Past, why: str) -> Restart:
+        past.flaps += 1
+        return Restart(min(self.flap_delay_s * 2 ** min(past.flaps - 1, 32), self.max_flap_delay_s), why)
+
+    def _delay_s(self, deaths: deque[float]) -> float:
         in_a_row = 0
         for earlier, later in zip(deaths, islice(deaths, 1, None), strict=False):
             in_a_row = in_a_row + 1 if later - earlier < self.calm_s else 0
-        if not in_a_row:
-            return Restart(0.0)
-        delay_ms = min(self.first_delay_ms * 2 ** (in_a_row - 1), self.max_delay_ms)
-        return Restart(delay_ms / 1000)
+        return min(self.first_delay_ms * 2 ** (in_a_row - 1), self.max_delay_ms) / 1000 if in_a_row else 0.0

@@ -4,19 +4,21 @@ Life of a component, tended by a task of its own:
 
     waiting ----------> starting ---------> ready ---------> dead ---> waiting (after a delay, for what it needs)
      lower levels        spawned, probed      the probe passed; |
-     are not ready       until it is ready    killed when it    +----> the whole cluster stops (RestartPolicy gave up)
-                                              does not answer for long
+     are not ready       until it is ready    killed when it    '----> the whole cluster stops: it flaps, and so does
+                                              does not answer for long   everything that would serve in its place
 
 A component with a standby has its next process ready (:mod:`pillion.supervisor.standby`): one at a time they are
 started when the cluster is ready, so that they take no core from a start that somebody waits for.
 
-Before the cluster was ready once, a death is final: what cannot start will not start better the third time.
+Before the cluster was ready once, a death is final: what cannot start will not start better the third time. From then
+on the cluster goes on with what lives as long as that serves, and tries what flaps again and again, ever more rarely.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import signal
 import time
 from collections import deque
@@ -27,7 +29,7 @@ from typing import Any
 from pillion.cli.console import Notices
 from pillion.errors import Unavailable
 from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
-from pillion.supervisor.restarts import GiveUp, RestartPolicy
+from pillion.supervisor.restarts import RestartPolicy
 from pillion.supervisor.standby import Successor
 
 # Loading a large model is most of it.
@@ -40,6 +42,9 @@ MAX_SILENCES = 10
 # How long a component has been ready when its standby is started: requests that waited for it come first. This is also
 # how often the supervisor looks whether there is one.
 STANDBY_DELAY_S = 2.0
+# A component that ends so soon after one that it needs has died ends behind that: what it lost with it may take a while
+# to tell.
+BEHIND_S = 30.0
 # Begins the one line with which a command of ours ends that failed.
 FAILED = "pillion: "
 # The last lines of a quiet component's output.
@@ -61,6 +66,8 @@ class ProcessSpec:
         drain_s: time to stop beside the usual grace, for the requests that are under way.
         alive: whether the component answers at all, asked while it runs; None: it is not asked. Must not raise.
         standby: whether its next process is started ahead. The program must know of that.
+        kind: components of one kind serve in each other's place; empty for the only one of its kind.
+        spare: whether requests are served without any of its kind.
     """
 
     component_id: str
@@ -74,21 +81,36 @@ class ProcessSpec:
     drain_s: float = 0.0
     alive: Callable[[], Awaitable[bool]] | None = None
     standby: bool = False
+    kind: str = ""
+    spare: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Down:
+    """A component that flaps and is not started now: why, and for how many seconds still."""
+
+    component_id: str
+    why: str
+    left_s: float
 
 
 @dataclass(slots=True)
 class _SupervisedProcess:
     """``child`` is None before the first start and between a death and the next start; ``successor`` is the standby,
-    None while there is none. ``failed`` is why it could not start, in its own words; ``ended_behind`` is the component
-    behind whose death its process was killed; ``unaided`` is why no standby could be started the last time."""
+    None while there is none. ``failed`` is why it could not start, in its own words; ``lost`` is the component that it
+    needs and that died while its process lived, and until when its end counts as that one's; ``unaided`` is why no
+    standby could be started the last time; ``flapping`` is empty unless it flapped when it died last, and ``begins_s``
+    is when it is started again."""
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: ChildProcess | None = None
     successor: Successor | None = None
     failed: str = ""
-    ended_behind: str = ""
+    lost: tuple[str, float] = ("", 0.0)
     unaided: str = ""
+    flapping: str = ""
+    begins_s: float = 0.0
 
 
 class Supervisor:
@@ -182,6 +204,12 @@ class Supervisor:
         child = self._child_of(component_id)
         return child.pid if child else None
 
+    def down(self) -> list[Down]:
+        """The components that flap and wait for their next start."""
+        now = time.monotonic()
+        waiting = (one for one in self._components if one.child is None and one.flapping)
+        return [Down(one.spec.component_id, one.flapping, max(0.0, one.begins_s - now)) for one in waiting]
+
     def _child_of(self, component_id: str) -> ChildProcess | None:
         return next((one.child for one in self._components if one.spec.component_id == component_id), None)
 
@@ -192,37 +220,49 @@ class Supervisor:
             await self._ready(lambda other: other.component_id in component.spec.needs)
             try:
                 code = await self._run_once(component)
+                ended = f"{name} {describe_exit(code)}"
             except OSError as error:
-                return self._fail(f"{name} cannot be started: {error}")
+                code, ended = 1, f"{name} cannot be started: {error}"
+                if not self._was_ready:
+                    return self._fail(ended)
             if not self._was_ready:
-                ended = f"{name} {describe_exit(code)} before it was ready"
-                return self._fail(f"{name} cannot start: {component.failed}" if component.failed else ended)
+                why = f"{name} cannot start: {component.failed}"
+                return self._fail(why if component.failed else f"{ended} before it was ready")
             self._end_dependents(name)
-            lost, component.ended_behind = component.ended_behind or self._lost_need(component.spec), ""
-            if lost:
+            if lost := self._lost_need(component):
                 # It could not go on, so nothing speaks against it.
-                self._notices.say(f"{name} {describe_exit(code)}; starting it again behind {lost}", "bold yellow")
+                self._notices.say(f"{ended}; starting it again behind {lost}", "bold yellow")
                 continue
             decision = self._policy.died(name, code, time.monotonic())
-            if isinstance(decision, GiveUp):
-                return self._fail(decision.reason)
+            component.flapping, component.begins_s = decision.flapping, time.monotonic() + decision.delay_s
+            if decision.flapping and self._ends_service(component.spec):
+                return self._fail(decision.flapping)
             when = f"in {decision.delay_s:g} s" if decision.delay_s else "at once"
-            self._notices.say(f"{name} {describe_exit(code)}; starting it again {when}", "bold yellow")
+            self._notices.say(f"{decision.flapping or ended}; starting it again {when}", "bold yellow")
             await asyncio.sleep(decision.delay_s)
         return None
+
+    def _ends_service(self, spec: ProcessSpec) -> bool:
+        """Whether nothing serves, nor is about to, in the place of a component that flaps."""
+        others = [one for one in self._components if spec.kind and one.spec.kind == spec.kind and one.spec is not spec]
+        return not spec.spare and all(one.flapping and not one.ready.is_set() for one in others)
 
     def _end_dependents(self, name: str) -> None:
         """Kills what needs a component that has just died: it would end by itself, but later, and its next process can
         only begin then."""
         for other in self._components:
-            if name in other.spec.needs and other.child is not None and not other.spec.survives:
+            if name in other.spec.needs and other.child is not None:
                 # Its end may be noticed only when the other one is ready again.
-                other.ended_behind = name
-                other.child.kill()
+                other.lost = name, time.monotonic() + BEHIND_S if other.spec.survives else math.inf
+                if not other.spec.survives:
+                    other.child.kill()
 
-    def _lost_need(self, spec: ProcessSpec) -> str:
-        """A component that this one needs and that is not ready; empty where there is none."""
-        needed = (one for one in self._components if one.spec.component_id in spec.needs)
+    def _lost_need(self, component: _SupervisedProcess) -> str:
+        """The component behind whose death this one's process has ended; empty where there is none."""
+        (name, until_s), component.lost = component.lost, ("", 0.0)
+        if name and time.monotonic() < until_s:
+            return name
+        needed = (one for one in self._components if one.spec.component_id in component.spec.needs)
         return next((one.spec.component_id for one in needed if not one.ready.is_set()), "")
 
     async def _run_once(self, component: _SupervisedProcess) -> int:

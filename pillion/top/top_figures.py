@@ -143,8 +143,10 @@ def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
     return (*status.components, *gone)
 
 
-def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok", "late", "fenced"]:
+def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok", "late", "fenced", "down"]:
     """A component's state, given the ids of all that are fenced."""
+    if component.trouble:
+        return "down"
     if component.component_id in fenced:
         return "fenced"
     return "late" if component.heartbeat_age_ms >= LATE_MS else "ok"

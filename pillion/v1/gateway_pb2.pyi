@@ -856,9 +856,12 @@ class ComponentStatus(_message.Message):
     STEP_IDLE_TOKENS_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
+    TROUBLE_FIELD_NUMBER: _builtins.int
     component_id: _builtins.str
     role: _builtins.str
-    """"gateway", "prefill", "decode" or "kvnode"."""
+    """"gateway", "prefill", "decode" or "kvnode"; "down" for a component that dies again and again and waits for its next
+    start.
+    """
     model: _builtins.str
     node_id: _builtins.str
     running_requests: _builtins.int
@@ -896,6 +899,8 @@ class ComponentStatus(_message.Message):
     pinned_blocks: _builtins.int
     """KV nodes only: those of committed_blocks that are pinned, and blocks in the disk tier."""
     disk_blocks: _builtins.int
+    trouble: _builtins.str
+    """Why a component is down, for people."""
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """KV nodes only: workers that the node has fenced and that have not drained."""
@@ -937,10 +942,11 @@ class ComponentStatus(_message.Message):
         step_idle_tokens: _builtins.int = ...,
         pinned_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
+        trouble: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "trouble", b"trouble", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

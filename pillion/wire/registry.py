@@ -12,6 +12,8 @@ from pillion.types import ComponentStatus
 
 Number = TypeVar("Number", int, float)
 
+# The role of a component that does not run: its supervisor says so.
+DOWN = "down"
 # Numbers in ``step_cost_s``.
 STEP_COSTS = 5
 # No component counts more of anything.
@@ -35,7 +37,9 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """One component of the cluster.
 
     Attributes:
-        role: "prefill", "decode", "kvnode" or "gateway".
+        role: "prefill", "decode", "kvnode" or "gateway"; "down" for one that does not run, because it dies again and
+            again and waits for its next start.
+        trouble: why it is down, for people.
         address: where its gRPC service is reached.
         model, fingerprint, namespace: what a worker serves; ``namespace`` is the base digest in hexadecimal, over which
             a request's root hash is made (I2).
@@ -125,6 +129,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     step_idle_tokens: Count = 0
     pinned_blocks: Count = 0
     disk_blocks: Count = 0
+    trouble: str = ""
     heartbeat_age_ms: Count = 0
 
     def to_json(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.supervisor.restarts import EXIT_CONFIG, GiveUp, Restart, RestartPolicy
+from pillion.supervisor.restarts import EXIT_CONFIG, Restart, RestartPolicy
 
 
 def test_delays_double_up_to_a_bound() -> None:
@@ -21,12 +21,16 @@ def test_deaths_with_time_between_them_are_each_followed_at_once() -> None:
     assert delays == [Restart(s) for s in (0.0, 0.0, 0.0, 0.2, 0.0)]
 
 
-def test_too_many_deaths_within_the_window_end_it() -> None:
-    policy = RestartPolicy(max_deaths=3, window_s=10)
-    assert isinstance(policy.died("a", 1, 0.0), Restart)
-    assert isinstance(policy.died("a", -9, 1.0), Restart)
-    answer = policy.died("a", 1, 2.0)
-    assert answer == GiveUp("a died 3 times within 10 s")
+def test_too_many_deaths_within_the_window_are_flapping() -> None:
+    """Each is then followed later than the one before, until the component has lived for the window's time."""
+    policy = RestartPolicy(max_deaths=3, window_s=10, flap_delay_s=8.0, max_flap_delay_s=20.0)
+    assert policy.died("a", 1, 0.0) == Restart(0.0)
+    assert policy.died("a", -9, 1.0).flapping == ""
+    assert policy.died("a", 1, 2.0) == Restart(8.0, "a died 3 times within 10 s")
+    # However long it waits, that is no time in which it lived.
+    assert policy.died("a", 1, 19.0) == Restart(16.0, "a keeps on dying")
+    assert policy.died("a", 1, 44.9) == Restart(20.0, "a keeps on dying")
+    assert policy.died("a", 1, 75.0) == Restart(0.0)
 
 
 def test_old_deaths_are_forgotten() -> None:
@@ -34,34 +38,39 @@ def test_old_deaths_are_forgotten() -> None:
     assert policy.died("a", 1, 0.0) == Restart(0.0)
     assert policy.died("a", 1, 9.5) == Restart(0.0)
     assert policy.died("a", 1, 10.5) == Restart(0.1)
-    assert isinstance(policy.died("a", 1, 11.0), GiveUp)
+    assert policy.died("a", 1, 11.0).flapping
 
 
 def test_parts_are_counted_apart() -> None:
     policy = RestartPolicy(max_deaths=2)
-    assert isinstance(policy.died("a", 1, 0.0), Restart)
-    assert isinstance(policy.died("b", 1, 0.0), Restart)
+    assert policy.died("a", 1, 0.0) == Restart(0.0)
+    assert policy.died("b", 1, 0.0) == Restart(0.0)
 
 
-def test_a_wrong_configuration_is_not_tried_again() -> None:
-    answer = RestartPolicy().died("decode-0", EXIT_CONFIG, 0.0)
-    assert answer == GiveUp("decode-0 cannot work as configured")
+def test_a_wrong_configuration_is_not_tried_again_at_once() -> None:
+    answer = RestartPolicy(flap_delay_s=8.0).died("decode-0", EXIT_CONFIG, 0.0)
+    assert answer == Restart(8.0, "decode-0 cannot work as configured")
 
 
 @given(st.lists(st.floats(0, 30), max_size=60), st.integers(1, 8), st.floats(0.1, 60), st.integers(1, 500))
-def test_never_more_restarts_in_a_window_than_allowed(
+def test_never_more_quick_restarts_in_a_window_than_allowed(
     pauses: list[float], max_deaths: int, window_s: float, first_delay_ms: int
 ) -> None:
     policy = RestartPolicy(max_deaths, window_s, first_delay_ms, max_delay_ms=1000)
-    now = 0.0
-    restarted: list[float] = []
+    now, flap_delay_s = 0.0, 0.0
+    quick: list[float] = []
     for pause in pauses:
         now += pause
+        flap_delay_s = flap_delay_s if pause < window_s else 0.0
         answer = policy.died("a", 1, now)
-        recent = [then for then in restarted if now - then <= window_s]
-        if isinstance(answer, GiveUp):
-            assert len(recent) == max_deaths - 1
-            return
-        assert len(recent) < max_deaths - 1
-        assert answer.delay_s <= max(1.0, first_delay_ms / 1000)
-        restarted.append(now)
+        recent = [then for then in quick if now - then <= window_s]
+        if answer.flapping:
+            assert 10.0 <= answer.delay_s <= 120.0
+            assert answer.delay_s >= flap_delay_s
+            flap_delay_s = answer.delay_s
+        else:
+            assert len(recent) < max_deaths - 1
+            assert answer.delay_s <= max(1.0, first_delay_ms / 1000)
+            quick.append(now)
+            flap_delay_s = 0.0
+        now += answer.delay_s

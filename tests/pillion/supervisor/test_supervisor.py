@@ -269,6 +269,100 @@ async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path)
     assert supervisor.living() == []
 
 
+def flapping() -> RestartPolicy:
+    """A policy by which a component flaps from its second death on, and then waits for longer than a test."""
+    return RestartPolicy(max_deaths=2, window_s=600.0, flap_delay_s=3600.0, max_flap_delay_s=3600.0)
+
+
+async def die_twice(folder: pathlib.Path, supervisor: Supervisor, name: str) -> None:
+    """Kills a component, and kills it once more when it is back."""
+    for count in (1, 2):
+        await until("another start", lambda count=count: log_of(folder).count(f"start {name}") == count)
+        os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
+
+
+async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder: pathlib.Path) -> None:
+    """It says which one is down, and gives up when nothing of its kind serves."""
+    notices = RecordedNotices()
+    specs = [dataclasses.replace(spec(folder, name), kind="decode") for name in ("a", "b")]
+    supervisor = Supervisor([*specs, spec(folder, "c")], notices, flapping())
+    await supervisor.start()
+    failed = asyncio.create_task(supervisor.failed())
+    try:
+        await die_twice(folder, supervisor, "a")
+        [down] = await until("a to be down", supervisor.down)
+        assert (down.component_id, down.why) == ("a", "a died 2 times within 600 s")
+        assert down.left_s > 0
+        assert f"pillion: {down.why}; starting it again in 3600 s" in notices.lines
+        # A single death of the other one is as any other.
+        os.kill(supervisor.pid_of("b") or 0, signal.SIGKILL)
+        await until("b to be back", lambda: log_of(folder).count("start b") == 2)
+        assert not failed.done()
+        assert [one.component_id for one in supervisor.down()] == ["a"]
+        os.kill(supervisor.pid_of("b") or 0, signal.SIGKILL)
+        assert await asyncio.wait_for(failed, WITHIN_S) == "b died 2 times within 600 s"
+    finally:
+        await supervisor.stop()
+
+
+async def test_what_requests_can_do_without_ends_nothing(folder: pathlib.Path) -> None:
+    spare = dataclasses.replace(spec(folder, "a"), spare=True)
+    supervisor = Supervisor([spare, spec(folder, "b")], RecordedNotices(), flapping())
+    await supervisor.start()
+    try:
+        await die_twice(folder, supervisor, "a")
+        await until("a to be down", supervisor.down)
+        assert not supervisor._failure.done()
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_program_that_cannot_be_started_any_more_ends_nothing_while_another_one_serves(
+    folder: pathlib.Path,
+) -> None:
+    program = folder / "program"
+    program.symlink_to(sys.executable)
+    gone = spec(folder, "a")
+    gone = dataclasses.replace(gone, argv=(str(program), *gone.argv[1:]), kind="decode")
+    other = dataclasses.replace(spec(folder, "b"), kind="decode")
+    notices = RecordedNotices()
+    supervisor = Supervisor([gone, other], notices, flapping())
+    await supervisor.start()
+    try:
+        program.unlink()
+        os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+        await until("a to be down", supervisor.down)
+        assert not supervisor._failure.done()
+    finally:
+        await supervisor.stop()
+
+
+async def test_the_end_of_one_that_survives_what_it_needs_is_no_death_of_its_own(folder: pathlib.Path) -> None:
+    """Such a worker finds out only later that it cannot go on, when its KV node is back already."""
+    notices = RecordedNotices()
+    needy = dataclasses.replace(spec(folder, "b", 1), needs=("a",), survives=True)
+
+    class ForgivesTheFirst(RestartPolicy):
+        def died(self, component_id: str, exit_code: int, now: float) -> Restart:
+            assert component_id == "a"
+            return Restart(0.01)
+
+    supervisor = Supervisor([spec(folder, "a"), needy], notices, ForgivesTheFirst())
+    await supervisor.start()
+    try:
+        for starts in (2, 3):
+            (folder / "a").unlink()
+            os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+            await until("a to be back", lambda starts=starts: log_of(folder).count("start a") == starts)
+            await until("it to be ready", supervisor._components[0].ready.is_set)
+            assert log_of(folder).count("start b") == starts - 1
+            os.kill(supervisor.pid_of("b") or 0, signal.SIGKILL)
+            await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
+        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again behind a") == 2
+    finally:
+        await supervisor.stop()
+
+
 async def test_a_start_that_fails_half_way_leaves_nothing(folder: pathlib.Path) -> None:
     broken = spec(folder, "b", 1, "import sys; print('the reason', flush=True); sys.exit(3)")
     notices = RecordedNotices()
