@@ -9,7 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import psutil
 
@@ -20,23 +20,48 @@ from pillion.supervisor.fork_server_main import STANDBY_VARIABLE
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.process_title import WAITING_NAME, WAITING_TITLE
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.conditions import wait_for
+from testbed.conditions import WITHIN_S, wait_for
+from testbed.faults.board import FaultBoard, hook_environment
+from testbed.faults.points import BY_NAME
 from testbed.ports import free_port
 
 READY_TIMEOUT_S = 200.0
 # The longest drain, and time for all processes to end.
 STOP_TIMEOUT_S = 120.0
+# With this nobody is taken for lost because the machine is busy, or because a test holds a process.
+PATIENT_MS = int(2 * WITHIN_S * 1000)
+# A point that a decode worker passes once a step, before the new tokens of all its streams leave it: unless tokens are
+# guessed, a stream has at most one in each of these batches. What happens there happens amid an answer.
+AMID_ANSWERS = "decode, before a batch of deltas"
+# How long a worker is held for the sake of streams that may begin meanwhile, before it goes on for a while.
+BEGUN_WITHIN_S = 2.0
 
 
 class ServedCluster:
     """A running `pillion serve`, with its temporary files under ``folder``."""
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: pathlib.Path, port: int, log: pathlib.Path) -> None:
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        folder: pathlib.Path,
+        port: int,
+        log: pathlib.Path,
+        board: FaultBoard | None = None,
+    ) -> None:
+        """``board`` is that of its processes, where they have hooks for faults."""
         self.process = process
         self.folder = folder
         self.target = f"127.0.0.1:{port}"
         self.log = log
         self.ever_seen: dict[int, psutil.Process] = {}
+        self._faults = board
+        self._armed = ""
+
+    @property
+    def board(self) -> FaultBoard:
+        """Where its processes' faults are armed."""
+        assert self._faults is not None, "served() was not told to have faults"
+        return self._faults
 
     def processes(self) -> list[psutil.Process]:
         """Return all living processes of the cluster, the supervisor included."""
@@ -76,6 +101,49 @@ class ServedCluster:
         assert process is not None, f"no {role} lives"
         process.send_signal(number)
         return process.pid
+
+    def arm(self, passing: int, number: signal.Signals, *, point: str = AMID_ANSWERS, victim: str = "") -> None:
+        """Has a signal sent at the ``passing``-th passing of a named point from now on, over all processes of its role:
+        to the process that passes it, or to that of the role ``victim``. It takes the place of what was armed before.
+        """
+        process = self.component(victim) if victim else None
+        assert process is not None or not victim, f"no {victim} lives"
+        self.board.clear()
+        self.board.arm(0, BY_NAME[point], passing, number, process.pid if process else 0)
+        self._armed = point
+
+    def struck(self) -> int:
+        """Wait until the signal that is armed has been sent; returns the process that passed the point."""
+
+        def passings() -> str:
+            return f"{self.board.passings(BY_NAME[self._armed])} passings"
+
+        what = f"the fault at {self._armed!r}"
+        return int(wait_for(what, lambda: self.board.fired(0), saw=passings).pid)
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[psutil.Process]:
+        """Wait until the process has passed the point that :meth:`arm` has it stop at; it goes on when the block ends,
+        if it still lives. What it was amid of is not over before that."""
+        process = psutil.Process(self.struck())
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    @contextlib.contextmanager
+    def holding_all(self, what: str, begun: Callable[[], bool], batches: int) -> Iterator[psutil.Process]:
+        """As :meth:`holding`, once ``begun`` says that all streams have: the only decode worker, which was armed to
+        stop amid the first of them, is let go on for some more ``batches`` until then."""
+        while True:
+            with self.holding() as process:
+                with contextlib.suppress(AssertionError):
+                    wait_for(what, begun, BEGUN_WITHIN_S)
+                if begun():
+                    yield process
+                    return
+                self.arm(batches, signal.SIGSTOP)
 
     def node_status(self) -> NodeStatus:
         """The KV node's status, after it proved its integrity. Raises AssertionError while it does not answer,
@@ -168,6 +236,7 @@ def served(
     *flags: str,
     split_policy: str = "disaggregated",
     environ: Mapping[str, str] | None = None,
+    faults: bool = False,
 ) -> Iterator[ServedCluster]:
     """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
 
@@ -175,7 +244,8 @@ def served(
 
     Without --split-policy among the flags, ``split_policy`` holds, with which a prefill worker computes every prompt;
     "" leaves it to the default of `pillion serve`. Without --standby no process stands by: starting those takes as long
-    as starting the cluster. ``environ`` is added to the environment.
+    as starting the cluster. ``environ`` is added to the environment. With ``faults`` its processes have hooks at their
+    fault points, and nobody is taken for lost by silence alone, unless flags say when.
     """
     port = free_port()
     temporary = folder / "t"
@@ -184,10 +254,14 @@ def served(
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
     policy = {"PILLION_SPLIT_POLICY": split_policy} if split_policy else {}
     environment = policy | {"PILLION_LOG_LEVEL": "info", "PILLION_STANDBY": "false", **os.environ, **(environ or {})}
+    board = None
+    if faults:
+        environment |= {"PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS), **hook_environment(folder / "board")}
+        board = FaultBoard(folder / "board")
     environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", PARENT_PID_VARIABLE: str(os.getpid())}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-    cluster = ServedCluster(process, temporary, port, log)
+    cluster = ServedCluster(process, temporary, port, log, board)
     try:
 
         def ready() -> bool:

@@ -32,9 +32,8 @@ from pillion.errors import InvalidRequest, NotFound, PillionError
 from pillion.supervisor.component_process import STOP_GRACE_S
 from pillion.types import TokenLogprob
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import ServedCluster, alive, served, words_of
+from testbed.cluster import AMID_ANSWERS, STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
 from testbed.conditions import WITHIN_S, wait_for
-from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
@@ -44,7 +43,7 @@ pytestmark = pytest.mark.cluster
 # Rounds in which all streams may be on one worker. A supervisor gives up where a component dies too often.
 MAX_MOVES = 4
 # Which batch of deltas is held, of both workers together: each stream has 500 tokens, and at most one in each of them.
-HELD_AT, HELD_AT_BATCH = BY_NAME["decode, before a batch of deltas"], 40
+HELD_AT, HELD_AT_BATCH = BY_NAME[AMID_ANSWERS], 40
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 
 
@@ -55,7 +54,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def cluster(model: str) -> Iterator[ServedCluster]:
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *FLAGS) as running:
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), model, *FLAGS, faults=True) as running,
+    ):
         yield running
 
 
@@ -68,6 +70,10 @@ def end(cluster: ServedCluster, number: signal.Signals) -> None:
     """Ends a cluster by a signal to its supervisor alone. Nothing of it is left behind, whatever it went through."""
     assert len(cluster.processes()) >= 6
     cluster.stop(number)
+    check_end(cluster, number)
+
+
+def check_end(cluster: ServedCluster, number: signal.Signals) -> None:
     wait_for("all processes to end", lambda: not any(alive(p) for p in cluster.ever_seen.values()))
     if number != signal.SIGKILL:
         assert cluster.left_behind() == []
@@ -188,7 +194,10 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
     flags = (*FLAGS, "--kv-pool-bytes", str(160 * 8192), "--log-format", "json")
     flags += ("--max-model-len", "1920", "--drain-timeout-s", "0")
     prompts = [byte_prompt(100 + seed, 200) for seed in range(8)]
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as small:
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), model, *flags, faults=True) as small,
+    ):
         with Client(small.target) as client:
 
             def crowded(ids: list[int]) -> tuple[tuple[int, ...], int]:
@@ -211,24 +220,26 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
 
 
 def check_no_time_to_drain(running: ServedCluster) -> None:
+    """Streams that cannot end by themselves meanwhile, as their worker is held, are ended by the gateway."""
     begun = threading.Semaphore(0)
 
     def read() -> None:
         with Client(running.target, resume_timeout_s=0) as client:
-            stream = client.generate("x", max_tokens=1900, ignore_eos=True)
-            next(stream)
-            begun.release()
-            for _ in stream:
-                pass
+            for number, _ in enumerate(client.generate("x", max_tokens=1900, ignore_eos=True)):
+                if not number:
+                    begun.release()
 
+    running.arm(1, signal.SIGSTOP)
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         reading = [pool.submit(read) for _ in range(4)]
-        for _ in reading:
-            assert begun.acquire(timeout=WITHIN_S)
-        end(running, signal.SIGTERM)
-        for work in reading:
-            with pytest.raises(PillionError):
-                work.result(WITHIN_S)
+        with running.holding_all("four streams", lambda: begun._value == len(reading), 50):
+            assert len(running.processes()) >= 6
+            running.process.send_signal(signal.SIGTERM)
+            for work in reading:
+                with pytest.raises(PillionError):
+                    work.result(WITHIN_S)
+    running.process.wait(STOP_TIMEOUT_S)
+    check_end(running, signal.SIGTERM)
     assert running.process.returncode == 0
 
 
@@ -236,12 +247,13 @@ def test_a_killed_prefill_worker_costs_a_pause(cluster: ServedCluster) -> None:
     """Decode workers and KV nodes are killed amid answers in the next two tests."""
     ids = byte_prompt(5, 400)
     with Client(cluster.target) as client:
-        # The prompt is long enough that a small model is still busy when the signal arrives.
         expected = answer(client, ids, 600, "before")
-        stream = client.generate(ids, temperature=0.0, max_tokens=600, ignore_eos=True, cache_salt="after")
-        dead = cluster.kill("prefill")
-        got = tuple(token for delta in stream for token in delta.token_ids)
-        assert got == expected
+        cluster.arm(2, signal.SIGKILL, point="prefill, before a launch")
+        deltas = list(client.generate(ids, temperature=0.0, max_tokens=600, ignore_eos=True, cache_salt="after"))
+        dead = cluster.struck()
+        assert tuple(token for delta in deltas for token in delta.token_ids) == expected
+        assert deltas[-1].timings is not None
+        assert deltas[-1].timings.replays > 0
         wait_for("the component to return", lambda: (p := cluster.component("prefill")) is not None and p.pid != dead)
         wait_for("prefill to serve again", lambda: answered_by_prefill(client))
     wait_for("all slots back", cluster.idle)
@@ -251,21 +263,14 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
     """First under eight streams, of which none is lost, and then with nothing under way: what was committed is hit, and
     no worker has to be started again."""
     prompts, salt, most = [byte_prompt(400 + seed, 300) for seed in range(8)], "kept", 700
-    begun = threading.Semaphore(0)
 
     def read(client: Client, ids: list[int]) -> tuple[tuple[int, ...], int]:
-        got: list[int] = []
-        for delta in client.generate(ids, temperature=0.0, max_tokens=most, ignore_eos=True, cache_salt=salt):
-            if not got:
-                begun.release()
-            got += delta.token_ids
-        assert delta.timings is not None
-        return tuple(got), delta.timings.replays
+        deltas = list(client.generate(ids, temperature=0.0, max_tokens=most, ignore_eos=True, cache_salt=salt))
+        assert deltas[-1].timings is not None
+        return tuple(token for delta in deltas for token in delta.token_ids), deltas[-1].timings.replays
 
-    def killed() -> None:
-        """Its next life has all that was committed."""
-        before = cluster.node_status()
-        cluster.kill("kvnode")
+    def returned(before: NodeStatus) -> None:
+        """The next life of a node that was killed has all that was committed."""
 
         def back() -> NodeStatus | None:
             with contextlib.suppress(AssertionError):
@@ -283,15 +288,19 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
         expected = list(threads.map(lambda ids: answer(client, ids, most, "before"), prompts))
         wait_for("all slots back", cluster.idle)
         workers = {process.pid for role in ("decode", "prefill") for process in cluster.components(role)}
+        before = cluster.node_status()
+        # A stream has 700 tokens, and at most one in each batch.
+        cluster.arm(300, signal.SIGKILL, victim="kvnode")
         streams = [threads.submit(read, client, ids) for ids in prompts]
-        for _ in prompts:
-            assert begun.acquire(timeout=WITHIN_S)
-        killed()
+        cluster.struck()
+        returned(before)
         got, replays = zip(*(stream.result(WITHIN_S) for stream in streams), strict=True)
         assert list(got) == expected
         assert sum(replays) > 0
         wait_for("all slots back", cluster.idle)
-        killed()
+        before = cluster.node_status()
+        cluster.kill("kvnode")
+        returned(before)
         hits = 0
         for ids, tokens in zip(prompts, expected, strict=True):
             *_, last = client.generate([*ids, *tokens], temperature=0.0, max_tokens=1, cache_salt=salt)
@@ -314,24 +323,28 @@ def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(mo
     ids = byte_prompt(8, 300)
     asked = {"n": 3, "seed": 5, "temperature": 0.9, "max_tokens": 150, "ignore_eos": True, "frequency_penalty": 0.2}
 
-    def read(client: Client, salt: str, victim: str) -> dict[int, list[int]]:
+    def read(client: Client, salt: str) -> tuple[dict[int, list[int]], int]:
         found: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        killed = False
         for delta in client.generate(ids, cache_salt=salt, **asked):
             found[delta.index] += delta.token_ids
-            if victim and not killed and min(map(len, found.values())) >= 20:
-                running.kill(victim)
-                killed = True
-        assert killed == bool(victim)
-        return found
+        assert delta.timings is not None
+        return found, delta.timings.replays
 
-    flags = (*FLAGS, "--kv-cache-dtype", "fp8")
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as running:
+    flags = (*FLAGS, "--kv-cache-dtype", "fp8", "--max-num-batched-tokens", "64")
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), model, *flags, faults=True) as running,
+    ):
         with Client(running.target) as client:
             check_against_one_process(running, client, model, ids)
-            expected = read(client, "before", "")
+            expected, replays = read(client, "before")
+            assert replays == 0
             for role in ("decode", "kvnode"):
-                assert read(client, f"after {role}", role) == expected
+                running.arm(20, signal.SIGKILL, victim=role)
+                found, replays = read(client, f"after {role}")
+                running.struck()
+                assert found == expected
+                assert replays > 0
                 wait_for("prefill to serve again", lambda: answered_by_prefill(client))
             score_over_a_kill(running, client)
         assert all(len(tokens) == 150 for tokens in expected.values())
@@ -366,10 +379,10 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
         return tokens, [one for delta in deltas for one in delta.prompt_logprobs]
 
     wanted_tokens, wanted = gathered(list(client.generate(ids, **asked)))
-    stream = client.generate(ids, **asked)
-    deltas = [next(stream)]
-    running.kill("decode")
-    deltas += stream
+    # The prompt takes 13 steps, whose scores come in a batch each.
+    running.arm(3, signal.SIGKILL)
+    deltas = list(client.generate(ids, **asked))
+    running.struck()
     tokens, scores = gathered(deltas)
     assert deltas[-1].timings is not None
     assert deltas[-1].timings.replays >= 1
@@ -383,25 +396,21 @@ def test_streams_move_to_another_worker(model: str) -> None:
     """Streams of a worker that dies, and of one that is told to stop and has no time left for them, as when a fleet
     becomes smaller. In the end the supervisor is killed, and all others end with it."""
     flags = (*FLAGS, "--prefill-workers", "2", "--decode-workers", "2", "--drain-timeout-s", "0")
-    # Nobody is taken for lost because the machine is busy, or because it was held.
-    flags += ("--heartbeat-timeout-ms", str(int(2 * WITHIN_S * 1000)))
     prompts = [byte_prompt(40 + seed, 80) for seed in range(6)]
-    with tempfile.TemporaryDirectory(prefix="pil-") as name:
-        folder = pathlib.Path(name)
-        (folder / "run").mkdir()
-        environ, board = hook_environment(folder / "board"), FaultBoard(folder / "board")
-        with served(folder / "run", model, *flags, environ=environ) as cluster:
-            with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-                expected = list(pool.map(lambda ids: answer(client, ids, 500, "before"), prompts))
-                for number in (signal.SIGKILL, signal.SIGTERM):
-                    check_streams_move(cluster, board, client, pool, prompts, expected, number)
-            wait_for("all slots back", cluster.idle)
-            end(cluster, signal.SIGKILL)
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), model, *flags, faults=True) as cluster,
+    ):
+        with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
+            expected = list(pool.map(lambda ids: answer(client, ids, 500, "before"), prompts))
+            for number in (signal.SIGKILL, signal.SIGTERM):
+                check_streams_move(cluster, client, pool, prompts, expected, number)
+        wait_for("all slots back", cluster.idle)
+        end(cluster, signal.SIGKILL)
 
 
 def check_streams_move(
     cluster: ServedCluster,
-    board: FaultBoard,
     client: Client,
     pool: concurrent.futures.Executor,
     prompts: list[list[int]],
@@ -427,15 +436,14 @@ def check_streams_move(
 
     for attempt in range(MAX_MOVES):
         wait_for("all workers", whole)
-        board.clear()
-        board.arm(0, HELD_AT, HELD_AT_BATCH, signal.SIGSTOP)
+        cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
         streams = [pool.submit(moved, ids, f"{number.name} {attempt}") for ids in prompts]
-        held = wait_for("a worker to be held", lambda: board.fired(0)).pid
+        held = cluster.struck()
         ended = [held]
         if number == signal.SIGKILL:
             os.kill(held, number)
         else:
-            stop_without_time(cluster, board, held)
+            stop_without_time(cluster, held)
             # What comes now finds one prefill worker that does not take it.
             ended.append(cluster.kill("prefill", number))
             assert answer(client, prompts[0], 20, f"late {attempt}") == expected[0][:20]
@@ -449,16 +457,16 @@ def check_streams_move(
     raise AssertionError(f"{number.name}: no round had streams on the other worker")
 
 
-def stop_without_time(cluster: ServedCluster, board: FaultBoard, held: int) -> None:
+def stop_without_time(cluster: ServedCluster, held: int) -> None:
     """Tells a worker that is held to stop, and holds it again amid the same streams until the time that it gives them
     is over."""
     (other,) = (process for process in cluster.components("decode") if process.pid != held)
     # So that all batches are those of the first one.
     other.suspend()
-    board.arm(1, HELD_AT, HELD_AT_BATCH, signal.SIGSTOP)
+    cluster.board.arm(1, HELD_AT, HELD_AT_BATCH, signal.SIGSTOP)
     os.kill(held, signal.SIGTERM)
     os.kill(held, signal.SIGCONT)
-    again = wait_for("the worker to be held again", lambda: board.fired(1))
+    again = wait_for("the worker to be held again", lambda: cluster.board.fired(1))
     other.resume()
     wait_for("its time to be over", lambda: time.monotonic() > again.at_s + STOP_GRACE_S)
     os.kill(held, signal.SIGCONT)
