@@ -34,7 +34,7 @@ PATIENT_MS = int(2 * WITHIN_S * 1000)
 # guessed, a stream has at most one in each of these batches. What happens there happens amid an answer.
 AMID_ANSWERS = "decode, before a batch of deltas"
 # How long a worker is held for the sake of streams that may begin meanwhile, before it goes on for a while.
-BEGUN_WITHIN_S = 2.0
+BEGUN_WITHIN_S = 0.5
 
 
 class ServedCluster:

@@ -16,7 +16,7 @@ from pillion.errors import PillionError
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import READY_TIMEOUT_S, proven_status
+from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
 from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
@@ -40,7 +40,7 @@ class Hosts:
         self.caches: dict[str, pathlib.Path] = {}
         self.environ: dict[str, str] = {}
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
-        self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", "10000")
+        self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", str(PATIENT_MS))
         self._model = model
 
     def node(self, node_id: str, *flags: str) -> None:

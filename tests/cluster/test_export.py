@@ -3,10 +3,7 @@ show their metrics to Prometheus."""
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
-import random
-import socket
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -20,6 +17,7 @@ from pillion.observability import telemetry
 from testbed.cluster import served
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.otlp import Receiver, collecting
+from testbed.ports import free_ports
 from testbed.tiny_model import save_model
 
 pytestmark = pytest.mark.cluster
@@ -45,10 +43,13 @@ WANTED = {
 
 
 def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Path) -> None:
-    model, page = str(save_model(tmp_path / "tiny")), _four_ports()
+    model, page = str(save_model(tmp_path / "tiny")), free_ports(4)
     flags = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB", "--chunk-size", "32")
     flags += ("--split-policy", "disaggregated", "--metrics-port", str(page))
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as cluster:
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), model, *flags, faults=True) as cluster,
+    ):
         with Client(cluster.target) as client:
             list(client.generate(list(range(2, 102)), temperature=0.0, max_tokens=3, ignore_eos=True))
         wait_for("one trace with the spans of all services", lambda: any(_whole(t) for t in receiver.traces().values()))
@@ -74,16 +75,6 @@ def test_processes_export_what_they_do(receiver: Receiver, tmp_path: pathlib.Pat
 
 OPERATION = ("gen_ai_operation_name", "text_completion")
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-
-
-def _four_ports() -> int:
-    """Return the first of four free ports in a row, below the ports that the system gives to connections."""
-    while True:
-        first = random.randrange(10_000, 30_000)
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-            for port in range(first, first + 4):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
 
 
 def _scrape(port: int) -> Samples:

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.cluster
 # Small prefill steps make a long prompt last.
 FLAGS = ("--dtype", "float32", "--max-model-len", "8192", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 FLAGS += ("--max-num-batched-prefill-tokens", "16", "--prefill-workers", "2", "--decode-workers", "2")
-FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "2000")
+# Nobody falls silent for so long because the machine is busy.
+FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "8000")
 RANKS = ("--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1") if ISA else ()
 PATIENT, HASTY = ("--fence-kill-after-s", "600", *RANKS), ("--fence-kill-after-s", "4")
 WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
@@ -42,7 +43,10 @@ LONG_PROMPT = 7000
 def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServedCluster]:
     model = str(save_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=8192))
     flags = (*FLAGS, *request.param)
-    with tempfile.TemporaryDirectory(prefix="pil-") as folder, served(pathlib.Path(folder), model, *flags) as running:
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), model, *flags, faults=True) as running,
+    ):
         yield running
 
 
@@ -72,15 +76,6 @@ def processes(cluster: ServedCluster) -> dict[str, psutil.Process]:
     return found
 
 
-def busy(client: Client, role: str) -> set[str]:
-    """Return the workers that report running requests."""
-    return {
-        component.component_id
-        for component in client.status().components
-        if component.role == role and component.running_requests
-    }
-
-
 def at_rest(cluster: ServedCluster) -> bool:
     """Return whether nothing is held and no worker is fenced, after proving integrity."""
     status = cluster.node_status()
@@ -89,8 +84,9 @@ def at_rest(cluster: ServedCluster) -> bool:
 
 
 def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:
-    """Return whether a worker serves one of two concurrent requests; idle workers get one each."""
-    streams = [stream_of(client, byte_prompt(7, 100), 40, next(salts)) for _ in range(2)]
+    """Return whether a worker serves one of two concurrent requests; idle workers get one each. The second one comes
+    while the first is under way, as it has so many tokens."""
+    streams = [stream_of(client, byte_prompt(7, 800), 800, next(salts)) for _ in range(2)]
     for stream in streams:
         next(stream)
     timings = [list(stream)[-1].timings for stream in streams]
@@ -105,13 +101,14 @@ def salts(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def paused(process: psutil.Process) -> Iterator[None]:
-    """Stop a worker with all its ranks (SIGSTOP) while the block runs."""
-    every = [process, *process.children()]
+def paused(cluster: ServedCluster) -> Iterator[str]:
+    """Stop the worker that is held with all its ranks (SIGSTOP) while the block runs; yields its name."""
+    held = psutil.Process(cluster.struck())
+    every = [held, *held.children()]
     for one in every:
         one.send_signal(signal.SIGSTOP)
     try:
-        yield
+        yield next(name for name, process in processes(cluster).items() if process == held)
     finally:
         for one in every:
             # A failed test may have left the process paused until it was killed.
@@ -139,17 +136,16 @@ def test_a_paused_decode_worker_costs_a_pause_and_comes_back(
 ) -> None:
     ids, before = byte_prompt(1, 100), processes(cluster)
     expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
-    wait_for("the registry to know that it is over", lambda: not busy(client, "decode"))
+    wait_for("all slots back", lambda: at_rest(cluster))
+    cluster.arm(40, signal.SIGSTOP)
     stream = stream_of(client, ids, LONG_ANSWER, next(salts))
     got = list(next(stream).token_ids)
-    [victim] = wait_for("a worker to run it", lambda: busy(client, "decode"))
-    with paused(before[victim]):
+    with paused(cluster) as victim:
         wait_for("the fence", lambda: fenced(cluster, victim))
         # Its blocks stay held, since it may still be reading them.
         assert cluster.node_status().tickets > 0
-        wait_for("the other one to go on", lambda: busy(client, "decode") - {victim})
-    for last in stream:
-        got += last.token_ids
+        for last in stream:
+            got += last.token_ids
     assert got == expected
     assert last.timings is not None
     assert (last.timings.replays, last.timings.decode_worker == victim) == (1, False)
@@ -162,14 +158,13 @@ def test_a_paused_prefill_worker_loses_its_span_to_others_and_comes_back(
 ) -> None:
     ids, before = byte_prompt(2, LONG_PROMPT), processes(cluster)
     expected = tokens_of(stream_of(client, ids, 20, next(salts)))
-    wait_for("the registry to know that it is over", lambda: not busy(client, "prefill"))
+    wait_for("all slots back", lambda: at_rest(cluster))
+    cluster.arm(30, signal.SIGSTOP, point="prefill, before a launch")
     deltas: list[Delta] = []
-    salt, full = next(salts), cluster.node_status().committed_blocks_ever
+    salt = next(salts)
     reading = threading.Thread(target=lambda: deltas.extend(stream_of(client, ids, 20, salt)))
     reading.start()
-    wait_for("some chunks of it", lambda: cluster.node_status().committed_blocks_ever > full + 20)
-    [victim] = wait_for("a worker to run it", lambda: busy(client, "prefill"))
-    with paused(before[victim]):
+    with paused(cluster) as victim:
         wait_for("the fence", lambda: fenced(cluster, victim))
         wait_for("the answer by way of the other one", lambda: not reading.is_alive())
     assert tokens_of(iter(deltas)) == expected
@@ -188,14 +183,15 @@ def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
 ) -> None:
     ids, before = byte_prompt(3 + rank, 100), processes(cluster)
     expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
-    wait_for("the registry to know that it is over", lambda: not busy(client, "decode"))
+    wait_for("all slots back", lambda: at_rest(cluster))
+    cluster.arm(40, signal.SIGSTOP)
     stream = stream_of(client, ids, LONG_ANSWER, next(salts))
     got = list(next(stream).token_ids)
-    [victim] = wait_for("a worker to run it", lambda: busy(client, "decode"))
-    every = [before[victim], *(one for one in before[victim].children() if "rank_main" in " ".join(one.cmdline()))]
-    assert len(every) == 2
-    assert next(one for one in client.status().components if one.component_id == victim).tensor_parallel_size == 2
-    every[rank].kill()
+    with paused(cluster) as victim:
+        every = [before[victim], *(one for one in before[victim].children() if "rank_main" in " ".join(one.cmdline()))]
+        assert len(every) == 2
+        assert next(one for one in client.status().components if one.component_id == victim).tensor_parallel_size == 2
+        every[rank].kill()
     for last in stream:
         got += last.token_ids
     assert got == expected

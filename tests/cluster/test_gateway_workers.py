@@ -47,7 +47,10 @@ FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64
 FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
 STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 2000
-LINES = 150
+# Every other line of a batch has an answer that takes so many steps that it is held amid of it.
+LINES, STEPS, HELD_AT_BATCH = 60, {0: 40, 1: 250}, 100
+# How often the decode worker goes on for a while, at most, until all of its streams have begun.
+BATCHES_BETWEEN_LOOKS = 50
 # An answer of some 1,700 tokens, which are bytes.
 WORDS = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{80}$"}, "minItems": 20, "maxItems": 20}
 LONG = {"type": "object", "properties": {"w": WORDS}, "required": ["w"], "additionalProperties": False}
@@ -89,7 +92,7 @@ def cluster(
     flags = (*FLAGS, "--api-keys", str(keys_file), "--http-port", str(HTTP_PORT), "--batch-path", str(batches))
     with pytest.MonkeyPatch.context() as environ, tempfile.TemporaryDirectory(prefix="pil-") as folder:
         environ.setenv("PILLION_API_KEY", KEYS["free"])
-        with served(pathlib.Path(folder), model, *flags) as running:
+        with served(pathlib.Path(folder), model, *flags, faults=True) as running:
             wait_for("both gateways to listen", lambda: both_listen(running))
             yield running
 
@@ -189,7 +192,7 @@ def test_a_quota_holds_over_both(cluster: ServedCluster) -> None:
     replies = [ask(cluster, {"prompt": "x"}, KEYS["bound"]) for _ in range(40)]
     allowed = [pid for pid, reply in replies if reply.status == 200]
     assert 12 <= len(allowed) <= 14 + (time.monotonic() - begun_s) / 5
-    assert len(set(allowed)) == 2
+    assert len({pid for pid, _ in replies}) == 2
     refused = next(reply for _, reply in replies if reply.status == 429)
     assert refused.error["message"] == "requests_per_minute of tenant 'bound' (12) is used up"
     assert 0 < int(refused.headers["retry-after-ms"]) <= 5000
@@ -344,15 +347,15 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
         wanted = [pool.submit(read, client, n, "undisturbed", begun) for n in range(STREAMS)]
         wanted = [replace(work.result(300), timings=None) for work in wanted]
         begun = threading.Semaphore(0)
+        cluster.arm(1, signal.SIGSTOP)
         reading = [pool.submit(read, client, n, "disturbed", begun) for n in range(STREAMS)]
-        for _ in range(STREAMS):
-            assert begun.acquire(timeout=200)
-        wait_for("the gateway to tell the other one what it has under way", lambda: told_loads(cluster))
-        connections = psutil.Process().net_connections("tcp")
-        own = {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
-        killed = [process for process in gateways(cluster).values() if own & peers(process)]
-        for process in killed:
-            process.send_signal(signal.SIGKILL)
+        with cluster.holding_all("all streams", lambda: begun._value == STREAMS, BATCHES_BETWEEN_LOOKS):
+            wait_for("the gateway to tell the other one what it has under way", lambda: told_loads(cluster))
+            connections = psutil.Process().net_connections("tcp")
+            own = {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
+            killed = [process for process in gateways(cluster).values() if own & peers(process)]
+            for process in killed:
+                process.send_signal(signal.SIGKILL)
         found = [work.result(300) for work in reading]
     assert killed
     assert [replace(output, timings=None) for output in found] == wanted
@@ -377,7 +380,7 @@ def test_one_that_is_killed_costs_its_own_connections_only(cluster: ServedCluste
 def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batches: pathlib.Path) -> None:
     """All gateways are killed twice in the middle of it; the journal says what need not run again."""
     bodies = {
-        f"c{n}": {"model": "tiny", "prompt": f"Once {n}", "seed": n, "max_tokens": 40, "ignore_eos": True}
+        f"c{n}": {"model": "tiny", "prompt": f"Once {n}", "seed": n, "max_tokens": STEPS[n % 2], "ignore_eos": True}
         for n in range(LINES)
     }
     requests = (
@@ -385,22 +388,28 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
     )
     content = b"".join(json.dumps(one).encode() + b"\n" for one in requests)
     url = f"http://127.0.0.1:{HTTP_PORT}/v1"
-    with openai.OpenAI(base_url=url, api_key=KEYS["free"], max_retries=10, timeout=60) as client:
+    with openai.OpenAI(base_url=url, api_key=KEYS["free"], max_retries=10, timeout=WITHIN_S) as client:
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
+        cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         folder = BatchFolder(batches, max_bytes=1, file_bytes=1, keep_s=1)
 
         def done() -> int:
             return folder.batch("free", batch.id).completed
 
-        for _ in range(2):
+        for left in (1, 0):
             before = done()
-            wait_for("some lines to be done", lambda before=before: done() > before)
-            for process in gateways(cluster).values():
-                process.send_signal(signal.SIGKILL)
-            assert done() < LINES, "the batch was too short for this test"
-            folder.check_integrity()
-        wait_for("the batch to end", lambda: folder.batch("free", batch.id).over, 100)
+            with cluster.holding():
+                wait_for("some lines to be done", lambda before=before: done() > before)
+                killed = gateways(cluster).values()
+                for process in killed:
+                    process.send_signal(signal.SIGKILL)
+                wait_for("their ends", lambda killed=killed: not any(map(alive, killed)))
+                assert done() < LINES
+                folder.check_integrity()
+                if left:
+                    cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
+        wait_for("the batch to end", lambda: folder.batch("free", batch.id).over, STOP_TIMEOUT_S)
         wait_for("both gateways to return", lambda: both_listen(cluster))
         batch = client.batches.retrieve(batch.id)
         assert (batch.status, batch.error_file_id) == ("completed", None)
@@ -444,11 +453,12 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             connections.append(stack.enter_context(socket.create_connection(address, timeout=300)))
             pids.add(owner(cluster, connections[-1]))
         pool = stack.enter_context(ThreadPoolExecutor(len(connections) + GRPC_STREAMS))
+        cluster.arm(1, signal.SIGSTOP)
         reading = [pool.submit(read, connection) for connection in connections]
         reading_grpc = [pool.submit(read_grpc) for _ in range(GRPC_STREAMS)]
-        for _ in (*reading, *reading_grpc):
-            assert begun.acquire(timeout=200)
-        cluster.process.send_signal(signal.SIGTERM)
+        count = len(reading) + len(reading_grpc)
+        with cluster.holding_all("all streams", lambda: begun._value == count, BATCHES_BETWEEN_LOOKS):
+            cluster.process.send_signal(signal.SIGTERM)
         for work in reading:
             reply = work.result(300)
             assert reply.status == 200

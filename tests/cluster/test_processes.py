@@ -205,8 +205,12 @@ def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
                 assert deltas[-1].timings is not None
                 return sum((delta.token_ids for delta in deltas), ()), deltas[-1].timings.preemptions
 
+            small.arm(1, signal.SIGSTOP)
             with concurrent.futures.ThreadPoolExecutor(8) as pool:
-                together, preemptions = zip(*pool.map(crowded, prompts), strict=True)
+                streams = [pool.submit(crowded, ids) for ids in prompts]
+                with small.holding_all("eight tickets", lambda: small.node_status().tickets == 8, 1):
+                    pass
+                together, preemptions = zip(*(stream.result() for stream in streams), strict=True)
             assert small.node_status().total_blocks == 160
             assert sum(preemptions) > 0
             alone = [answer(client, ids, 500, "alone") for ids in prompts]

@@ -35,6 +35,7 @@ from pillion.offline.offline_cluster import EmptyIndex
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import Delta, GenerateRequest, SamplingParams
 from pillion.wire.registry import ComponentRecord
+from testbed.cluster import PATIENT_MS
 from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
@@ -47,6 +48,8 @@ PAIRS = list(itertools.product(SIZES, SIZES))
 EPSILON = 2e-3
 BLOCK = 16
 PROMPT = tuple(2 + (position * 104729) % 256 for position in range(85))
+# The worker of which a rank is stopped in the end.
+HANGS = "decode-2"
 WHOLE_BLOCKS = len(PROMPT) // BLOCK * BLOCK
 
 
@@ -111,7 +114,7 @@ async def answer(gateway: Gateway, salt: str) -> tuple[list[int], Delta]:
 @contextlib.asynccontextmanager
 async def running(folder: pathlib.Path, model: pathlib.Path) -> AsyncIterator[RankedCluster]:
     async with contextlib.AsyncExitStack() as stack:
-        common = {"heartbeat_ms": 100, "heartbeat_timeout_ms": 30_000, "attach_socket": str(folder / "a.sock")}
+        common = {"heartbeat_ms": 100, "heartbeat_timeout_ms": PATIENT_MS, "attach_socket": str(folder / "a.sock")}
         shape: dict[str, Any] = {"model": str(model), "dtype": "float32", "block_size": BLOCK, "max_model_len": 512}
         node = await start_kvnode(KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", kv_pool_bytes=2**23))
         stack.push_async_callback(node.stop)
@@ -119,9 +122,13 @@ async def running(folder: pathlib.Path, model: pathlib.Path) -> AsyncIterator[Ra
         roles = (("prefill", PrefillFlags, start_prefill), ("decode", DecodeFlags, start_decode))
         for (role, flags, start), size in itertools.product(roles, SIZES):
             own = {"component_id": f"{role}-{size}", "listen": f"unix:{folder}/{role}{size}.sock"}
-            worker = await start(
-                flags(**common, **shape, **own, cpu_threads=max(1, size // 2), tensor_parallel_size=size)
-            )
+            with pytest.MonkeyPatch.context() as patch:
+                if f"{role}-{size}" == HANGS:
+                    # Its ranks wait for each other by the value of the start.
+                    patch.setattr(rank_processes, "STEP_SILENCE_MS", 8_000)
+                worker = await start(
+                    flags(**common, **shape, **own, cpu_threads=max(1, size // 2), tensor_parallel_size=size)
+                )
             stack.push_async_callback(worker.stop, 0.0)
             workers[f"{role}-{size}"] = worker
         prepared = prepare(GatewayFlags(**shape))
@@ -147,12 +154,12 @@ async def check_pairs(cluster: RankedCluster, expected: Any) -> None:
 
 async def check_stopped_rank(cluster: RankedCluster, expected: Any) -> None:
     """A rank that hangs ends its worker with all its ranks, and its stream goes on at a worker of another size."""
-    hanging = cluster.workers["decode-2"]
+    hanging = cluster.workers[HANGS]
     ranks = hanging.worker.model.ranks
     assert ranks is not None
     tokens: list[int] = []
     last: Delta | None = None
-    async with cluster.gateway("decode-2") as (gateway, registry):
+    async with cluster.gateway(HANGS) as (gateway, registry):
         async for last in stream(gateway, "a rank hangs", len(expected.tokens)):
             if not tokens:
                 os.kill(ranks.pids()[0], signal.SIGSTOP)
@@ -187,10 +194,7 @@ async def at_rest(node: KVNode) -> None:
     await client.aclose()
 
 
-async def test_every_size_feeds_every_size(
-    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rank_processes, "STEP_SILENCE_MS", 2_000)
+async def test_every_size_feeds_every_size(tmp_path_factory: pytest.TempPathFactory) -> None:
     model = save_model(tmp_path_factory.mktemp("model") / "m", num_attention_heads=8, num_key_value_heads=4)
     oracle = Oracle(AutoModelForCausalLM.from_pretrained(model))
     expected, longer = oracle.greedy(PROMPT, 12), oracle.greedy(PROMPT, 200)

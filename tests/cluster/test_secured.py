@@ -22,7 +22,7 @@ from pillion.cli.keys import add_key
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.net import rpc
 from pillion.net.tls import INTERNAL_NAME, Identity, TlsFiles
-from testbed.cluster import READY_TIMEOUT_S, ServedCluster
+from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, ServedCluster
 from testbed.conditions import WITHIN_S, until, wait_for
 from testbed.ports import free_port
 from testbed.redis import running_redis
@@ -62,7 +62,7 @@ async def parts_on_tcp(folder: pathlib.Path, model: dict[str, Any], edge: dict[s
 
     async with contextlib.AsyncExitStack() as stack:
         url = stack.enter_context(running_redis()).url
-        common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": 5000}
+        common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": PATIENT_MS}
         attach = {"attach_socket": str(folder / "a.sock")}
         node = await start_kvnode(KVNodeFlags(**common, **attach, node_listen="127.0.0.1:0"))
         stack.push_async_callback(node.stop)
@@ -181,7 +181,11 @@ def test_serve_with_keys_and_certificates(certs: pathlib.Path, tmp_path: pathlib
         ]
         reach = [f"--ca={certs}/ca.pem", f"--cert={certs}/client.pem", f"--key={certs}/client.key"]
         done = subprocess.run(
-            [*cli, *reach], capture_output=True, text=True, env={**os.environ, "PILLION_API_KEY": key}, timeout=60
+            [*cli, *reach],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PILLION_API_KEY": key},
+            timeout=READY_TIMEOUT_S,
         )
         assert done.returncode == 0, done.stderr
         assert cluster.stop() == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import pathlib
 import tempfile
 from collections.abc import Iterator
@@ -31,13 +30,11 @@ NODES = {"alpha": "kv-a", "beta": "kv-b"}
 PROMPT = [2 + (position * 104729) % 256 for position in range(70)]
 BLOCKS_OF_PROMPT = 64
 TOKENS = 16
-# Connections after which a gateway of two has been met, but for one chance in 256.
-PROBES = 8
 
 
 @dataclass(frozen=True)
 class TwoModels:
-    """The running cluster, both models' folders, and the addresses of the gateways."""
+    """The running cluster, both models' folders, and the addresses of the gateway."""
 
     running: Hosts
     folders: dict[str, str]
@@ -51,15 +48,6 @@ class TwoModels:
     def ask(self, path: str, body: object = None) -> Reply:
         return asyncio.run(call(self.http, path, body))
 
-    def prefills(self, salts: Iterator[str]) -> bool:
-        """Return whether prefill workers compute prompts of both models. A connection reaches any of the gateways."""
-        for name in list(self.folders) * PROBES:
-            with Client(self.target) as client:
-                *_, last = client.generate(PROMPT, model=name, temperature=0.0, max_tokens=1, cache_salt=next(salts))
-            if last.timings is None or not last.timings.prefill_worker:
-                return False
-        return True
-
     def listed(self) -> list[str]:
         return [model["id"] for model in self.ask("/v1/models").json["data"]]
 
@@ -72,7 +60,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder, hosts(pathlib.Path(folder)) as running:
         also = ("--also-model", f"beta={folders['beta']},max-model-len=1024")
         first = ("--model", folders["alpha"], "--served-model-name", "alpha", "--max-model-len", "1024")
-        flags = (*first, *also, "--dtype", "float32", "--split-policy", "disaggregated", "--gateway-workers", "2")
+        flags = (*first, *also, "--dtype", "float32", "--split-policy", "disaggregated")
         target = running.gateway(*flags, "--http-port", str(port))
         cluster = TwoModels(running, folders, target, f"127.0.0.1:{port}")
         for name, node in NODES.items():
@@ -81,8 +69,6 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoModels]:
             cluster.worker("decode", name)
         running.sees(target, *(f"{role}-{node}" for role in ("prefill", "decode") for node in NODES.values()))
         wait_for("both models", lambda: cluster.listed() == ["alpha", "beta"], READY_TIMEOUT_S)
-        salts = map("probe {}".format, itertools.count())
-        wait_for("the prefill workers at every gateway", lambda: cluster.prefills(salts), READY_TIMEOUT_S)
         yield cluster
 
 

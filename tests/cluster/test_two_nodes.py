@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib.util
 import pathlib
 import shutil
+import signal
 import tempfile
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +14,8 @@ import pytest
 from pillion import Client, Delta
 from pillion.adapter_folders import ADAPTERS
 from testbed.conditions import wait_for
+from testbed.faults.board import FaultBoard, hook_environment
+from testbed.faults.points import BY_NAME
 from testbed.hosts import Hosts, hosts
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import adapted_model, make_adapter
@@ -61,6 +63,7 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
     # What a fetch does not bring in its time is computed, and here every block is counted.
     flags = ("--kv-transport", transport, "--kv-pool-bytes", "512MiB", "--fetch-timeout-ms", "60000")
     with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "4096") as cluster:
+        cluster.environ.update(hook_environment(folder / "board"))
         cluster.node("kv-a", *flags)
         cluster.node("kv-b", *flags)
         decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "64")
@@ -100,22 +103,19 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
         decode = cluster.worker("decode", "kv-b")
         cluster.stop(second)
         cluster.sees(target, prefill, decode)
-        check_a_node_killed_in_mid_transfer(cluster, target)
+        check_a_node_killed_in_mid_transfer(cluster, target, FaultBoard(folder / "board"))
 
 
-def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str) -> None:
+def check_a_node_killed_in_mid_transfer(cluster: Hosts, target: str, board: FaultBoard) -> None:
     """kv-a dies while the prefill worker's blocks come over to kv-b, which serves on alone."""
     ids = byte_prompt(0, 2000)
     expected, last = read(target, ids)
     assert last.timings.prefilled_tokens == 1984
-    before = cluster.node_status("kv-b").fetched_blocks
-    found: list[tuple[tuple[int, ...], Delta]] = []
-    asking = threading.Thread(target=lambda: found.append(read(target, ids, "killed")))
-    asking.start()
-    wait_for("the first blocks", lambda: cluster.node_status("kv-b").fetched_blocks > before)
+    # The first blocks have come when kv-b begins to fetch the next ones.
+    board.arm(0, BY_NAME["kvnode, before a fetch"], 2, signal.SIGKILL, cluster.processes["kv-a"].pid)
+    got, last = read(target, ids, "killed")
+    assert board.fired(0) is not None
     cluster.stop("kv-a", kill=True)
-    asking.join(300)
-    ((got, last),) = found
     assert got == expected
     assert 0 < last.timings.prefilled_tokens < 1984, "some of it came over, some did not"
     assert cluster.node_status("kv-b").corrupt_blocks == 0

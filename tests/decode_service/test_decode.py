@@ -98,12 +98,15 @@ async def test_many_streams_over_two_connections_share_steps() -> None:
     flags = {"max_num_seqs": 8, "max_num_batched_tokens": 32}
     async with running_workers(slots=600, decode=flags) as workers:
         async with connected(workers) as one, connected(workers) as two:
+            workers.decode_backend.gate.clear()
             ids = [prompt(seed, 3 + 5 * seed) for seed in range(24)]
             tickets = [await workers.ticket(tokens) for tokens in ids]
             answers = [
                 await (one, two)[key % 2].submit(submit_of(key, ticket, tokens, 5 + key))
                 for key, (ticket, tokens) in enumerate(zip(tickets, ids, strict=True))
             ]
+            await until("all streams", lambda: len(workers.decode.worker.epoch.listeners) == 24)
+            workers.decode_backend.gate.set()
             await asyncio.gather(*map(over, answers))
             await workers.release(*tickets)
             for key, answer in enumerate(answers):
@@ -125,7 +128,11 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
             await over(answer)
             return answer
 
-        answers = await asyncio.gather(*(one(key) for key in range(6)))
+        workers.decode_backend.gate.clear()
+        asked = [asyncio.create_task(one(key)) for key in range(6)]
+        await until("all six", lambda: len(workers.decode.worker.epoch.listeners) == 6)
+        workers.decode_backend.gate.set()
+        answers = await asyncio.gather(*asked)
         for key, answer in enumerate(answers):
             assert answer.last is not None
             assert answer.last.error is None
@@ -276,16 +283,18 @@ async def test_time_out_and_too_many() -> None:
     flags = {"max_num_seqs": 1, "max_waiting_seqs": 1}
     async with running_workers(decode=flags) as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()
-        tickets = [await workers.ticket(prompt(key, 9)) for key in range(3)]
-        one = await connection.submit(submit_of(0, tickets[0], prompt(0, 9), timeout_ms=50))
-        two = await connection.submit(submit_of(1, tickets[1], prompt(1, 9)))
+        tickets = [await workers.ticket(prompt(key, 9)) for key in range(4)]
+        two = [await connection.submit(submit_of(key, tickets[key], prompt(key, 9))) for key in range(2)]
         assert await refusal(connection, 2, tickets[2], prompt(2, 9)) == EXHAUSTED
-        await over(one)
-        assert one.last is not None
-        assert one.last.error is not None
-        assert one.last.error.code == DEADLINE
         workers.decode_backend.gate.set()
-        await over(two)
+        await asyncio.gather(*map(over, two))
+        workers.decode_backend.gate.clear()
+        timed = await connection.submit(submit_of(3, tickets[3], prompt(3, 9), timeout_ms=50))
+        await over(timed)
+        assert timed.last is not None
+        assert timed.last.error is not None
+        assert timed.last.error.code == DEADLINE
+        workers.decode_backend.gate.set()
         await workers.release(*tickets)
         await workers.quiet()
 
@@ -332,9 +341,9 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
         backend, prompts = workers.decode_backend, [prompt(seed, 9) for seed in range(3)]
         # Steps are short beside the time for an answer, and take long altogether until the signs are there.
         told = threading.Event()
-        monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.025))
+        monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.05))
         tickets = [await workers.ticket(one) for one in prompts]
-        first = await connection.submit(submit_of(1, tickets[0], prompts[0], 400))
+        first = await connection.submit(submit_of(1, tickets[0], prompts[0], 900))
         await until("the first stream to decode", lambda: first.token_ids)
         others = [await connection.submit(submit_of(n, tickets[n - 1], prompts[n - 1], 2)) for n in (2, 3)]
         await until("signs of life", lambda: all(one.queued for one in others))
@@ -362,6 +371,6 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
         backend.gate.set()
         for answer in (first, *others):
             await asyncio.wait_for(answer.over.wait(), WITHIN_S)
-        assert [len(answer.token_ids) for answer in (first, *others)] == [400, 2, 2]
+        assert [len(answer.token_ids) for answer in (first, *others)] == [900, 2, 2]
         await workers.release(*tickets)
         await workers.quiet()

@@ -258,7 +258,7 @@ async def test_a_span_in_line_says_so_while_steps_go_on(monkeypatch: pytest.Monk
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 4}) as workers:
         backend, long, short = workers.prefill_backend, prompt(1, 801), prompt(2, 9)
         # Steps are short beside the time for an answer, and take long altogether until the long span has had one.
-        monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.02))
+        monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.05))
         tickets = [await workers.ticket(tokens) for tokens in (long, short)]
         spans = [workers.span(tickets[0], long, (800,)), workers.span(tickets[1], short, (4, 4))]
         found = await asyncio.gather(*(read(span) for span in spans))

@@ -10,6 +10,7 @@ from typing import Any
 
 from pillion import AsyncClient
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
+from testbed.cluster import PATIENT_MS
 from testbed.conditions import until
 from testbed.redis import running_redis
 from tests.support.redis_nodes import patient
@@ -87,7 +88,7 @@ async def running_components(
 
     async with contextlib.AsyncExitStack() as stack:
         url = stack.enter_context(running_redis()).url
-        common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": 30_000}
+        common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": PATIENT_MS}
         socket = str(folder / "a.sock")
         kvnode = await start_kvnode(
             KVNodeFlags(**common, node_listen=f"unix:{folder}/k.sock", attach_socket=socket, **(node or {}))

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.load_test import complaints, idle_complaints, load_test
 from pillion._version import VERSION
-from testbed.cluster import served
+from testbed.cluster import READY_TIMEOUT_S, served
 from testbed.ports import free_port
 from testbed.tiny_model import save_model
 
@@ -30,7 +30,7 @@ def bench(*argv, **environ):
         env=clean | {"COLUMNS": "200"} | environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=READY_TIMEOUT_S,
         check=False,
         cwd=ROOT,
     )
@@ -41,7 +41,10 @@ def cluster(tmp_path_factory):
     folder = tmp_path_factory.mktemp("bench")
     model, port = str(save_model(folder / "tiny")), free_port()
     flags = (f"--http-port={port}", "--dtype=float32", "--max-model-len=4096", "--kv-pool-bytes=16MiB")
-    with tempfile.TemporaryDirectory(prefix="pil-") as name, served(pathlib.Path(name), model, *flags) as running:
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as name,
+        served(pathlib.Path(name), model, *flags, faults=True) as running,
+    ):
         yield running, f"http://127.0.0.1:{port}"
 
 

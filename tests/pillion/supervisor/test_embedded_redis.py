@@ -50,7 +50,7 @@ async def test_it_dies_with_its_parent_however_that_dies(folder: pathlib.Path) -
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         await until("Redis to answer", lambda: redis.answers(socket))
-    gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], 10)
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, [child], WITHIN_S)
     assert gone == [child]
 
 

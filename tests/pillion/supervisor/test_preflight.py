@@ -14,6 +14,7 @@ from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster, preflight
 from pillion.supervisor.preflight import ask_redis, wait_for_redis
 from testbed.conditions import until
+from testbed.ports import free_port
 from testbed.redis import running_redis
 from testbed.tiny_model import save_tokenizer
 from tests.support.notices import RecordedNotices
@@ -82,12 +83,10 @@ def test_the_variable_or_the_line_that_said_it(
     assert refusal("serve", model).startswith("--block-size 0 is less than 1 (--block-size is set by PILLION_BLOCK_S")
 
 
-async def test_a_dead_redis_gets_a_word_and_a_bounded_wait(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_dead_redis_gets_a_word_and_a_bounded_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "REDIS_WAIT_MS", 300)
     monkeypatch.setattr(preflight, "REDIS_POLL_MS", 10)
-    notices, url = RecordedNotices(), f"redis://:secret@127.0.0.1:{unused_tcp_port}"
+    notices, url = RecordedNotices(), f"redis://:secret@127.0.0.1:{free_port()}"
     with pytest.raises(ConfigError, match=r"no Redis serves us there .*; start it, or leave --redis-url out") as caught:
         await wait_for_redis(url, notices)
     [line] = notices.lines

@@ -22,7 +22,7 @@ from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.standby import Successor
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
 from testbed.cluster import alive
-from testbed.conditions import WITHIN_S, until, wait_for
+from testbed.conditions import WITHIN_S, loop_turns, until, wait_for
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY, NewChildren, started
 
@@ -45,23 +45,17 @@ DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IG
 )
 
 
-class SlowFor(RestartPolicy):
-    """Starts one component again later than the others."""
-
-    def __init__(self, component_id: str) -> None:
-        super().__init__()
-        self.component_id = component_id
-
-    def died(self, component_id: str, exit_code: int, now: float) -> Restart:
-        return Restart(1.0 if component_id == self.component_id else 0.01)
-
-
 def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = COMPONENT) -> ProcessSpec:
     async def probe() -> bool:
         return (folder / name).exists()
 
     argv = (sys.executable, "-c", program, str(folder), name)
     return ProcessSpec(component_id=name, level=level, argv=argv, environ=dict(os.environ), probe=probe)
+
+
+def until_there(path: pathlib.Path) -> str:
+    """Python that waits for a file."""
+    return f"import pathlib, time\nwhile not pathlib.Path({str(path)!r}).exists(): time.sleep(0.01)"
 
 
 def log_of(folder: pathlib.Path) -> list[str]:
@@ -148,7 +142,7 @@ async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path
 
 async def test_a_standby_whose_turn_comes_before_it_is_ready_begins_all_the_same(folder: pathlib.Path) -> None:
     gate = folder / "gate"
-    slow = f"import pathlib, time\nwhile not pathlib.Path({str(gate)!r}).exists(): time.sleep(0.01)\n{STANDING_BY}"
+    slow = f"{until_there(gate)}\n{STANDING_BY}"
     waits = spec(folder, "a", program=slow)
     lines: list[str] = []
     child = (await Successor.start(waits.argv, waits.environ)).begin(lines.append)
@@ -219,13 +213,19 @@ async def test_a_standby_that_has_ended_gets_no_signal(folder: pathlib.Path, mon
 
 
 async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
+    gate = folder / "gate"
+    gate.touch()
+    gated = spec(folder, "a", program=f"{until_there(gate)}\n{COMPONENT}")
     needy, free = dataclasses.replace(spec(folder, "b", 1), needs=("a",)), spec(folder, "c", 1)
-    supervisor = Supervisor([spec(folder, "a"), needy, free], RecordedNotices(), SlowFor("a"))
+    supervisor = Supervisor([gated, needy, free], RecordedNotices(), RestartPolicy(first_delay_ms=10))
     await supervisor.start()
     try:
+        gate.unlink()
         for name in ("a", "b", "c"):
             (folder / name).unlink()
             os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
+        await until("c to run again", lambda: log_of(folder).count("start c") == 2)
+        gate.touch()
         await until("b to run again", lambda: log_of(folder).count("start b") == 2)
         assert log_of(folder)[3:] == ["start c", "start a", "start b"]
     finally:
@@ -429,7 +429,7 @@ async def test_grandchildren_go_too(folder: pathlib.Path) -> None:
     await until("a grandchild", lambda: parent.children())
     grandchildren = parent.children()
     await supervisor.stop()
-    gone, _ = await asyncio.to_thread(psutil.wait_procs, grandchildren, 5)
+    gone, _ = await asyncio.to_thread(psutil.wait_procs, grandchildren, WITHIN_S)
     assert gone == grandchildren
 
 
@@ -455,7 +455,7 @@ def test_a_component_dies_with_a_killed_supervisor(folder: pathlib.Path) -> None
     with started([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
-    gone, _ = psutil.wait_procs([child], 10)
+    gone, _ = psutil.wait_procs([child], WITHIN_S)
     assert gone == [child]
 
 
@@ -478,7 +478,7 @@ def test_where_the_kernel_does_not_help_a_watcher_does(folder: pathlib.Path) -> 
         assert parent.stdout is not None
         watching = psutil.Process(int(parent.stdout.readline()))
         children = wait_for("the watched program", watching.children)
-    gone, _ = psutil.wait_procs([watching, *children], 10)
+    gone, _ = psutil.wait_procs([watching, *children], WITHIN_S)
     assert len(gone) == 2
 
 
@@ -503,28 +503,24 @@ def test_runtime_directories_are_private_and_swept_once_their_owner_is_dead(fold
 
 
 async def test_a_component_that_hangs_is_killed_and_started_again(folder: pathlib.Path) -> None:
-    notices, asked, silent = RecordedNotices(), [], []
+    notices = RecordedNotices()
+    # Silences with an answer between them are no hang, however many they are.
+    answers = [True] * MAX_SILENCES + 3 * ([False] * (MAX_SILENCES - 1) + [True])
+    hung: list[bool] = []
 
     async def alive() -> bool:
-        asked.append(len(silent))
-        return not silent
+        return answers.pop(0) if answers else not hung
 
     watched = dataclasses.replace(spec(folder, "a"), alive=alive)
     supervisor = Supervisor([watched], notices, RestartPolicy(first_delay_ms=10), alive_interval_s=0.01)
     await supervisor.start()
     try:
         first = supervisor.pid_of("a")
-        await until("answers", lambda: len(asked) > 2 * MAX_SILENCES)
-        assert supervisor.pid_of("a") == first, "it answers"
-        # Silences with an answer between them are no hang, however many they are.
-        for _ in range(3):
-            asked.clear()
-            silent.append(1)
-            await until("silences", lambda: asked.count(1) >= MAX_SILENCES // 2)
-            silent.clear()
-            await until("an answer", lambda: asked[-1] == 0)
+        await until("all answers", lambda: not answers)
+        await loop_turns()
         assert supervisor.pid_of("a") == first
-        silent.extend([1, 1])
+        assert not notices.lines[1:], notices.lines
+        hung.append(True)
         await until("another process", lambda: supervisor.pid_of("a") not in (None, first))
         assert f"pillion: a hangs: no answer to {MAX_SILENCES} probes" in notices.lines
     finally:

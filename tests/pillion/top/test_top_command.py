@@ -31,6 +31,7 @@ from pillion.types import ClusterStatus, ComponentStatus
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import status_to_pb
 from testbed.conditions import WITHIN_S
+from testbed.ports import free_port
 from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -92,7 +93,7 @@ def good_page() -> bytes:
     return generate_latest(metrics_export.MetricsPage(meters.collect, vllm_names=True).registry())
 
 
-def test_pages_that_cannot_be_read_are_named(unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = {
         "/good": (200, good_page()),
         "/moved": (302, b""),
@@ -101,7 +102,7 @@ def test_pages_that_cannot_be_read_are_named(unused_tcp_port: int, monkeypatch: 
         "/other": (200, b"up 1\n"),
     }
     with serving_pages(bodies) as (port, keys):
-        urls = [f"http://127.0.0.1:{port}{path}" for path in bodies] + [f"http://127.0.0.1:{unused_tcp_port}/x"]
+        urls = [f"http://127.0.0.1:{port}{path}" for path in bodies] + [f"http://127.0.0.1:{free_port()}/x"]
         pages, troubles = PageReader(urls, "secret", "elsewhere", ssl.create_default_context()).read()
         assert list(pages) == ["gateway-0"]
         wanted = ["HTTP 302", "an operator's key", "html: ", "not a page of Pillion's", "Connection refused"]
@@ -135,14 +136,14 @@ def command(*argv: str) -> list[str]:
     return [sys.executable, "-m", "pillion", "top", "--interval", "0.2", *argv]
 
 
-def test_one_frame_for_scripts(target: str, unused_tcp_port: int) -> None:
+def test_one_frame_for_scripts(target: str) -> None:
     with serving_pages({"/metrics": (200, good_page())}) as (port, _):
         argv = command("--once", "--target", target, "--pages", f"127.0.0.1:{port}")
         done = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout
     assert "tokens/s generated 0, prompts 0" in done.stdout
-    argv = command("--once", "--target", f"127.0.0.1:{unused_tcp_port}")
+    argv = command("--once", "--target", f"127.0.0.1:{free_port()}")
     silent = subprocess.run(argv, capture_output=True, text=True, cwd=ROOT, timeout=200)
     assert (silent.returncode, silent.stdout, len(silent.stderr.splitlines())) == (1, "", 1)
 
@@ -162,10 +163,10 @@ def test_without_a_terminal_frames_follow_each_other(target: str) -> None:
 
 def read_until_closed(terminal: int, seen: Callable[[bytes], None]) -> bytes:
     """All that comes out of ``terminal``; ``seen`` hears of it each time."""
-    out, deadline_s = b"", time.monotonic() + 60
+    out, deadline_s = b"", time.monotonic() + 2 * WITHIN_S
     # Linux says EIO where the other side is closed.
     with contextlib.suppress(OSError):
-        while select.select([terminal], [], [], 30)[0] and (got := os.read(terminal, 65536)):
+        while select.select([terminal], [], [], WITHIN_S)[0] and (got := os.read(terminal, 65536)):
             assert time.monotonic() < deadline_s, "it does not stop"
             out += got
             seen(out)
