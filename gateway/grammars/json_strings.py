@@ -2,21 +2,59 @@
 
 A pattern of JSON Schema is one of ECMA-262. llguidance reads Rust's notation, in which some marks of ECMA-262 are valid
 too and mean something else. It knows formats, but for the calendar: its 29 February is in every year.
+
+llguidance 1.9 spells what a pattern matches as JSON, one set of characters after the other, and gives each set that has
+all control characters both of ``\\"`` and ``\\\\``, whether they are in it or not (``quote_all_ctrl`` of its library
+derivre). So a set that has not both of them must not have all control characters: it goes without some, which a model
+hardly ever writes. That holds for every set that llguidance may make of such sets, because unions and intersections of
+sets that keep to it keep to it.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 
+# What patterns cannot match where their strings may have any escape of JSON.
+NUL = "\0"
+# Characters that JSON can spell as \\u00.. alone.
+LONG_CONTROLS = "".join(map(chr, [*range(8), 0x0B, *range(0x0E, 0x20), 0x7F]))
+
+Range = tuple[int, int]
+
+_LAST = 0x10FFFF
+_DIGITS = ((0x30, 0x39),)
+_WORDS = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
 # ECMA-262's white space and ends of lines.
-_BLANKS = r"\t\n\x0b\x0c\r \u00a0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
-_OUTSIDE = {".": r"[^\n\r\u2028\u2029]", r"\s": f"[{_BLANKS}]", r"\S": f"[^{_BLANKS}]"}
-# Within a class, Rust has classes in classes, and what joins and subtracts them.
-_INSIDE = {r"\s": f"[{_BLANKS}]", r"\S": f"[^{_BLANKS}]", "[": r"\[", "&": r"\&", "~": r"\~"}
+_LINE_ENDS = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+_BLANKS = (
+    *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
+    *((0x202F, 0x202F), (0x205F, 0x205F), (0x3000, 0x3000), (0xFEFF, 0xFEFF)),
+)
+
+
+def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
+    """All characters but these, which rise."""
+    found, begin = [], 0
+    for low, high in ranges:
+        if begin < low:
+            found.append((begin, low - 1))
+        begin = high + 1
+    return (*found, (begin, _LAST))
+
+
+_NOTHING = r"[^\s\S]"
+_SETS = {"d": _DIGITS, "w": _WORDS, "s": _BLANKS}
+_SETS |= {name.upper(): _others(ranges) for name, ranges in _SETS.items()}
+_SETS["."] = _others(_LINE_ENDS)
+_LETTERS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0, "a": 7}
 # What clients wrote is read in one pass: nothing is tried twice, and nothing looks for its end far ahead.
 _ESCAPE = r"\\(?>u\{[0-9a-fA-F]{1,6}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^{}]{1,64}\}|c[a-zA-Z]|.)"
 _CLASS = rf"\[(\^?)((?>{_ESCAPE}|[^\]\\])*+)(\]?)"
-_PART = re.compile(rf"{_CLASS}|{_ESCAPE}|.", re.DOTALL)
+# A group with a name, which llguidance would give a meaning, and one with flags.
+_GROUP = r"\(\?(?>P?<[A-Za-z_$][\w$]{0,63}>|([a-zA-Z-]{1,16})[:)])"
+_PART = re.compile(rf"{_CLASS}|{_GROUP}|({_ESCAPE})|.", re.DOTALL)
+_FLAGS = re.compile(r"[ims]*(-[ims]+)?[:)]?")
 # One character of a class, or a range of them.
 _MEMBER = re.compile(rf"({_ESCAPE}|.)(?:(-)({_ESCAPE}|.))?", re.DOTALL)
 
@@ -36,25 +74,106 @@ def format_pattern(name: str) -> str | None:
     return _FORMATS.get(name)
 
 
-def rust_pattern(pattern: str) -> str:
-    """A pattern of ECMA-262 in Rust's notation. What is in neither stays, to be refused by its reader."""
-    return _PART.sub(_part, pattern)
+def rust_pattern(pattern: str, lost: str = NUL) -> str:
+    """A pattern of ECMA-262 in Rust's notation. It matches no string with a character of ``lost``, some control
+    characters, unless what matches that character has both the quote and the backslash too.
+
+    What is in neither notation stays, to be refused by its reader. Raises ValueError for what is in both and means
+    something else.
+    """
+    return _PART.sub(lambda found: _part(found, lost), pattern)
 
 
-def _part(found: re.Match[str]) -> str:
-    inner = found[2]
-    if inner is None:
-        return _OUTSIDE.get(found[0], found[0])
-    if not found[3]:
-        return found[0]
-    if not inner:
+def _part(found: re.Match[str], lost: str) -> str:
+    negated, inner, closed, flags, escape = found.groups()
+    text = found[0]
+    if inner is not None:
+        return _class_of(bool(negated), inner, lost) if closed else text
+    if text[0] == "(" and len(text) > 1:
+        if flags is None:
+            return "(?:"
+        if not _FLAGS.fullmatch(text, 2):
+            raise ValueError(f"{text} is not known in a pattern")
+        return text
+    if escape is None:
+        if text == ".":
+            return _class(False, _SETS["."], (), lost)
+        return _NOTHING if text in lost else text
+    if escape[1] in "dDwWsS":
+        return _class(False, _SETS[escape[1]], (), lost)
+    if escape[1] in "pP":
+        return _class(False, (), (_property(escape),), lost)
+    if escape[1] in "bBAzk123456789" or len(escape) == 1:
+        # Assertions and references, which the reader knows or refuses.
+        return text
+    code = _code(escape)
+    return _NOTHING if chr(code) in lost else _written(code)
+
+
+def _class_of(negated: bool, inner: str, lost: str) -> str:
+    ranges: list[Range] = []
+    properties: list[str] = []
+    for first, dash, last in _MEMBER.findall(inner):
+        for one in (first, last) if dash else (first,):
+            if one[0] == "\\" and one[1:2] in (*"dDwWsSpP",):
+                if dash:
+                    raise ValueError(f"{first}-{last} is no range of characters")
+                if one[1] in "pP":
+                    properties.append(_property(one))
+                else:
+                    ranges += _SETS[one[1]]
+                break
+        else:
+            low = _code(first)
+            ranges.append((low, _code(last) if dash else low))
+            if ranges[-1][1] < low:
+                raise ValueError(f"{first}-{last} is no range of characters")
+    return _class(negated, ranges, properties, lost)
+
+
+def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lost: str) -> str:
+    """A class in Rust's notation; of ``properties``, such as ``\\p{L}``, nobody here knows what is in them."""
+    if not ranges and not properties:
         # ECMA-262 has a class of nothing, and one of everything.
-        return r"[\s\S]" if found[1] else r"[^\s\S]"
-    return f"[{found[1]}{_MEMBER.sub(_member, inner)}]"
+        return r"[\s\S]" if negated else _NOTHING
+
+    def has(one: str) -> bool:
+        return any(low <= ord(one) <= high for low, high in ranges) is not negated
+
+    inner = "".join(_written(low) if low == high else f"{_written(low)}-{_written(high)}" for low, high in ranges)
+    text = f"[{'^' * negated}{inner}{''.join(properties)}]"
+    if not properties and ((has('"') and has("\\")) or not any(map(has, lost))):
+        return text
+    return f"[{text}--[{''.join(_written(ord(one)) for one in lost)}]]"
 
 
-def _member(found: re.Match[str]) -> str:
-    first, dash, last = (_INSIDE.get(one, one) for one in found.groups(""))
-    # A dash that is a character is escaped, lest it stand for a range or, twice, for a difference.
-    first, last = (r"\-" if one == "-" else one for one in (first, last))
-    return first + dash + last
+def _written(code: int) -> str:
+    """A character as nothing else than itself, in a class and outside."""
+    one = chr(code)
+    plain = one.isalnum() if code < 0x80 else not 0xD800 <= code < 0xE000
+    return one if plain else f"\\x{{{code:x}}}"
+
+
+def _property(escape: str) -> str:
+    if len(escape) < 3:
+        raise ValueError(f"{escape} is followed by a name in braces")
+    return escape
+
+
+def _code(one: str) -> int:
+    """The character that stands in a class, or an escape of one. Raises ValueError."""
+    if one[0] != "\\" or len(one) == 1:
+        return ord(one[0])
+    kind = one[1]
+    if len(one) > 2:
+        code = ord(one[2]) % 32 if kind == "c" else int(one[2:].strip("{}"), 16)
+        if code > _LAST:
+            raise ValueError(f"{one} is no character")
+        return code
+    if kind == "b":
+        return 8
+    if kind in _LETTERS:
+        return _LETTERS[kind]
+    if kind.isalnum():
+        raise ValueError(f"{one} is no escape of ECMA-262")
+    return ord(kind)

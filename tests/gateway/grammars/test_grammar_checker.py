@@ -76,6 +76,21 @@ PLACES: dict[str, tuple[Any, str]] = {
     "a keyword that is unknown": ({"properties": {"a/b": {"uniqueItems": True}}}, "/properties/a~1b/uniqueItems"),
     "a large integer": ({"enum": [1, {"a": [2**60]}]}, "/enum"),
     "names that may repeat": ({"type": "object", "minProperties": 3, "required": ["a"]}, "/minProperties"),
+    "a reference to itself": ({"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "/$ref"),
+    "a reference that needs itself": (
+        {"properties": {"x": {"type": "object", "properties": {"y": {"$ref": "#/properties/x"}}, "required": ["y"]}}},
+        "/properties/x/properties/y/$ref",
+    ),
+    "a list of itself": ({"type": "array", "items": {"allOf": [{"$ref": "#"}]}, "minItems": 1}, "/items/allOf/0/$ref"),
+    "a reference to what is no schema": ({"x": {"pattern": "a"}, "allOf": [{"$ref": "#/x"}]}, "/allOf/0/$ref"),
+    "an escape of Rust's": ({"items": {"pattern": r"\pC"}}, "/items/pattern"),
+    "a flag of Rust's": ({"items": {"pattern": "(?x)a b"}}, "/items/pattern"),
+    "a range without order": ({"patternProperties": {"[z-a]": True}}, "/patternProperties"),
+    "a text beside patterns of names": (
+        {"properties": {"a": {"enum": [["\x1b"]]}}, "patternProperties": {"b": True}},
+        "/properties/a/enum",
+    ),
+    "a name beside patterns of names": ({"items": {"required": ["\x00"], "patternProperties": {"b": True}}}, "/items"),
     "how it is written": ({"x-guidance": {"lenient": True}}, "/x-guidance"),
 }
 
@@ -153,7 +168,8 @@ HARMLESS: dict[str, dict[str, Any]] = {
     "many choices": {"choice": tuple(f"choice number {n}" for n in range(4096))},
     "many items": {"json": json.dumps({"type": "array", "items": {"type": "integer"}, "minItems": 10**9})},
     "a tree": {"json": json.dumps({"type": "object", "properties": {"child": {"$ref": "#"}, "n": {"type": "null"}}})},
-    "unicode": {"json": json.dumps({"properties": {"größe\u2028🙂\x7f": {"const": "\x00\ud83d\ude00"}}})},
+    "unicode": {"json": json.dumps({"properties": {"größe\u2028🙂": {"const": "\x00\ud83d\ude00"}}})},
+    "a name with a control character": {"json": json.dumps({"properties": {"\x7f": {"const": "\n\ud83d\ude00"}}})},
 }
 
 
