@@ -4,6 +4,7 @@ answer_grammar.py    joins the pieces of an answer into one text of llguidance's
 shapes.py            the pieces that clients ask for: a JSON schema, a regular expression, choices... (no I/O)
 tool_pieces.py       the pieces of reasoning and of calls of tools (no I/O)
 json_schema.py       what of JSON Schema an answer can be held to (no I/O)
+schema_places.py     where schemas stand within a schema, and where its references lead (no I/O)
 json_strings.py      which strings its patterns and formats mean (no I/O)
 structural_tags.py   structural tags: shapes amid free text (no I/O)
 grammar_checker.py   compiles grammars before a worker gets them, in a process that can be killed

@@ -41,7 +41,10 @@ _WHERE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
 # What an expression's error says behind a picture of the place.
 _CAUSE = re.compile(r"^error: (.*)", re.MULTILINE)
 # Messages of llguidance's that name what a client cannot change.
-_SAID = {"oneOf constraints are not supported": "more than one of these may hold at once; anyOf allows that"}
+_SAID = {
+    "oneOf constraints are not supported": "more than one of these may hold at once; anyOf allows that",
+    "NoExtensionBias": "no text fits it",
+}
 
 Path = tuple[str | int, ...]
 

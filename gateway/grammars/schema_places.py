@@ -1,0 +1,144 @@
+"""Where schemas stand within a schema, and where its references lead (I9)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import unquote
+
+# Keywords whose values have schemas: under names, in a list, or alone.
+NAMED = ("properties", "patternProperties", "$defs", "definitions")
+LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
+ALONE = ("items", "additionalItems", "additionalProperties")
+# Schemas that are looked at for finding references without an end; a schema that needs more is left to its compiler.
+MAX_REFERENCE_STEPS = 50_000
+
+
+def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """The schemas that are objects: a schema, then those within it."""
+    waiting = [schema]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            yield one
+            waiting += [inner for _, inner in inner_schemas(one)]
+
+
+def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    """The schemas that stand in a schema, and where."""
+    for key, value in schema.items():
+        if key in NAMED and isinstance(value, dict):
+            yield from (((key, name), inner) for name, inner in value.items())
+        elif key in LISTED and isinstance(value, list):
+            yield from (((key, n), inner) for n, inner in enumerate(value))
+        elif key in ALONE:
+            yield (key,), value
+
+
+def names_in(schema: Mapping[str, Any]) -> Iterator[str]:
+    """The names of properties in a schema's own keywords."""
+    properties, required = schema.get("properties"), schema.get("required")
+    yield from properties if isinstance(properties, dict) else ()
+    yield from (name for name in required if isinstance(name, str)) if isinstance(required, list) else ()
+
+
+def leads_to_a_schema(reference: str) -> bool:
+    """Whether what a reference names would be followed as a schema: a keyword's name and what stands under it."""
+    _, _, fragment = reference.partition("#")
+    if not fragment.startswith("/"):
+        return True
+    parts = [part.replace("~1", "/").replace("~0", "~") for part in unquote(fragment).split("/")[1:]]
+    while parts:
+        key = parts.pop(0)
+        if key in NAMED or (key in LISTED and parts and parts[0].isdigit()):
+            if not parts:
+                return False
+            del parts[0]
+        elif key not in ALONE:
+            return False
+    return True
+
+
+def endless_references(root: Any) -> frozenset[str]:
+    """The references of a schema that no value fits which ends, such as those that lead back to themselves."""
+    schemas = list(schemas_in(root))
+    if any("$id" in one for one in schemas[1:]):
+        # It has several roots.
+        return frozenset()
+    targets: dict[str, Any] = {}
+    for one in schemas:
+        reference = one.get("$ref")
+        if isinstance(reference, str) and (reference == "#" or reference.startswith("#/")):
+            targets[reference] = None
+    for reference in targets:
+        node = root
+        for part in reference.split("/")[1:]:
+            node = _child(node, part)
+        targets[reference] = node
+    return _Endings(targets).endless()
+
+
+def _child(node: Any, part: str) -> Any:
+    """What stands in a JSON value under a part of a pointer; None where nothing does."""
+    part = unquote(part).replace("~1", "/").replace("~0", "~")
+    if isinstance(node, dict):
+        return node.get(part)
+    listed = isinstance(node, list) and part.isdecimal() and len(part) < 9
+    return node[int(part)] if listed and int(part) < len(node) else None
+
+
+class _Endings:
+    """Finds which references have a value that ends: at first none is known to, and each that does may show others."""
+
+    def __init__(self, targets: Mapping[str, Any]) -> None:
+        self._targets = targets
+        self._endless = {one for one, target in targets.items() if isinstance(target, dict)}
+        self._steps_left = MAX_REFERENCE_STEPS
+
+    def endless(self) -> frozenset[str]:
+        """Empty where it takes too many steps."""
+        order, before = list(self._targets), -1
+        while before != len(self._endless) and self._steps_left > 0:
+            before = len(self._endless)
+            for one in order:
+                if one in self._endless and self._ends(self._targets[one]):
+                    self._endless.discard(one)
+            # A chain of references is followed in one pass in one of both directions.
+            order.reverse()
+        return frozenset(self._endless if self._steps_left > 0 else ())
+
+    def _ends(self, schema: Any) -> bool:
+        """Whether a value that fits a schema ends, as far as its own keywords tell."""
+        self._steps_left -= 1
+        if not isinstance(schema, dict) or self._steps_left < 0:
+            return True
+        reference = schema.get("$ref")
+        if isinstance(reference, str) and reference in self._endless:
+            return False
+        if not (
+            all(self._each(schema, "allOf")) and any(self._each(schema, "anyOf")) and any(self._each(schema, "oneOf"))
+        ):
+            return False
+        kinds = schema.get("type")
+        kinds = kinds if isinstance(kinds, list) else [kinds]
+        if not {"object", "array"}.issuperset(map(str, kinds)) or "enum" in schema or "const" in schema:
+            return True
+        return ("object" in kinds and self._object_ends(schema)) or ("array" in kinds and self._array_ends(schema))
+
+    def _each(self, schema: Mapping[str, Any], key: str) -> Iterator[bool]:
+        options = schema.get(key)
+        return map(self._ends, options) if isinstance(options, list) and options else iter((True,))
+
+    def _object_ends(self, schema: Mapping[str, Any]) -> bool:
+        properties, needed = schema.get("properties"), schema.get("required")
+        if not isinstance(properties, dict) or not isinstance(needed, list):
+            return True
+        return all(self._ends(properties.get(name)) for name in needed if isinstance(name, str))
+
+    def _array_ends(self, schema: Mapping[str, Any]) -> bool:
+        least, items = schema.get("minItems"), schema.get("items")
+        first = items if isinstance(items, list) else schema.get("prefixItems")
+        first = first if isinstance(first, list) else []
+        if not isinstance(least, int):
+            return True
+        return all(map(self._ends, first[: max(least, 0)])) and (least <= len(first) or self._ends(items))
