@@ -247,7 +247,9 @@ class Gateway:
             scores = check_scores(request.sampling, len(prompt))
             grammar = await self._grammar(request, model, form, tenant)
             self.admission.weigh(permit, len(prompt), scores)
-            job = replace(self._job(request, model, prompt, longest, tenant, arrived, deadline), grammar=grammar)
+            job = self._job(request, model, prompt, longest, tenant, arrived, deadline)
+            if grammar is not None:
+                job = replace(job, grammar=grammar.text, grammar_fields=tuple(grammar.sources))
             answers = await self._answers(request, model, job, form, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, model.limits.name, request.priority, arrived, deadline)
@@ -507,12 +509,12 @@ class Gateway:
 
     async def _grammar(
         self, request: GenerateRequest, model: ModelEntry, form: AnswerForm | None, tenant: Tenant
-    ) -> str:
-        """The grammar that every answer follows; "" where it is free. Raises InvalidRequest, Overloaded and
+    ) -> JoinedGrammar | None:
+        """The grammar that every answer follows; None where it is free. Raises InvalidRequest, Overloaded and
         Unavailable."""
         shape, tools = request.sampling.structured_outputs, request.tools
         if shape is None and (form is None or form.tools is None):
-            return ""
+            return None
         if shape is not None:
             async with self._texts.of(tenant):
                 shape = await model.grammars.lark(shape)
@@ -532,7 +534,7 @@ class Gateway:
                 if loose or not optional:
                     raise
             else:
-                return grammar.text
+                return grammar
         raise AssertionError("the last grammar is good, or is refused")
 
     async def _turn(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
+# How a worker's refusals begin that concern a request's grammar; the gateway names the client's fields.
+GRAMMAR_FAULT = "the answer's grammar"
 # Most text of a grammar that one submit may carry.
 MAX_GRAMMAR_BYTES = 2**20
 # The arguments of llguidance's LLParserLimits. With its own defaults an ambiguous grammar can hold one mask up for

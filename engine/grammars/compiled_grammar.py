@@ -47,7 +47,8 @@ class CompiledGrammar:
 
     Attributes:
         start: copied for each answer, and never moved.
-        spent: whether its matchers have met a limit, which they share with its lexer: it is of no use for new answers.
+        spent: whether one of its matchers has met an error, such as a limit of the lexer that they share: it is of no
+            use for new answers.
         slow: whether its last mask took so long that steps do not wait for the next one.
         vocab_words: words of a mask, ceil(vocabulary / 32).
         takes_guesses: whether its matchers can move back.

@@ -16,10 +16,11 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import InvalidRequest
-from pillion.grammar_limits import PARSER_LIMITS
+from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -42,6 +43,8 @@ COMPILE_THREADS = 2
 MAX_FORCED_BYTES = 2048
 # Tokens that reach into so many bytes before the cut are left for the next time: further text could change them.
 _CUT_BYTES = 64
+# Compilations that single answers have for themselves, because a limit was met in one that they shared.
+MAX_OWN_GRAMMARS = 8
 # A special token in forced bytes.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
@@ -83,6 +86,7 @@ class GrammarCompiler:
         self._end_ids = tuple(end_ids)
         self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", give_way)
         self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._own: WeakSet[CompiledGrammar] = WeakSet()
         self._lock = Lock()
 
     @classmethod
@@ -104,23 +108,38 @@ class GrammarCompiler:
 
     def _start(self, text: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> GrammarState:
         ends = tuple(end for end in self._end_ids if end not in stop_token_ids)
-        compiled = self._compile(text)
-        state = GrammarState(compiled, self.mask_threads, ends)
+        state = self._at(text, self._compile(text), answer, ends)
+        if state.broken:
+            # A limit may have been met by other answers.
+            state = self._at(text, self._compile(text, own=True), answer, ends)
+        if state.broken:
+            raise InvalidRequest(f"{GRAMMAR_FAULT} cannot be followed: {state.broken}")
+        return state
+
+    def _at(self, text: str, compiled: CompiledGrammar, answer: Seq[int], ends: tuple[int, ...]) -> GrammarState:
+        """The state of an answer that has these tokens already."""
+        state = GrammarState(compiled, self.mask_threads, ends, partial(self._renew, text, ends))
         state.take(answer)
         compiled.lock()
         try:
             state.move()
         finally:
             compiled.unlock()
-        if state.failure is not None:
-            raise state.failure
         return state
 
-    def _compile(self, text: str) -> CompiledGrammar:
+    def _renew(self, text: str, ends: tuple[int, ...], answer: Seq[int]) -> Future[GrammarState] | None:
+        """Begins to follow an answer in a compilation of its own. None where too many have one."""
+        with suppress(RuntimeError):  # It is closed.
+            if len(self._own) < MAX_OWN_GRAMMARS:
+                return self._executor.submit(lambda: self._at(text, self._compile(text, own=True), answer, ends))
+        return None
+
+    def _compile(self, text: str, *, own: bool = False) -> CompiledGrammar:
+        """A grammar as all answers share it, or as one alone has it."""
         key = hashlib.sha256(text.encode()).digest()
         with self._lock:
             found = self._compiled.get(key)
-            if found is not None and not found.spent:
+            if found is not None and not found.spent and not own:
                 self._compiled.move_to_end(key)
                 return found
         from llguidance import LLMatcher, LLParserLimits
@@ -128,12 +147,15 @@ class GrammarCompiler:
         began_s = time.monotonic()
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
         if matcher.is_error():
-            raise InvalidRequest(f"the answer's grammar does not compile: {_first_line(matcher.get_error())}")
+            raise InvalidRequest(f"{GRAMMAR_FAULT} does not compile: {_first_line(matcher.get_error())}")
         seconds = time.monotonic() - began_s
         start = _LibraryMatcher(matcher, self._tokenizer)
         compiled = CompiledGrammar(start, self._vocab_size, takes_guesses=self._can_go_back(start.copy()))
         with self._lock:
             self.on_compiled(seconds)
+            if own:
+                self._own.add(compiled)
+                return compiled
             found = self._compiled.get(key)
             if found is not None and not found.spent:
                 return found

@@ -13,11 +13,18 @@ because they are followed from the answer's begin.
 The matcher stands behind the forced run, so that the mask of the place there can be computed while the run itself is.
 
 A matcher is used by one thread at a time: by a mask job that is not over, else by the step thread, which never waits.
+
+A matcher that meets an error is of no use any more, and mostly that is a limit of what it shares with the matchers of
+other answers. So the answer is followed anew from its begin, in a compilation of its own, and fails only where its own
+tokens meet the limit again. No mask of a matcher with an error is ever used.
 """
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 
 import numpy as np
 
@@ -26,6 +33,10 @@ from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, LateMasks, MaskJob, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import InvalidRequest, PillionError
+from pillion.grammar_limits import GRAMMAR_FAULT
+
+# An answer is followed anew when it meets an error again only where it has come further by so many tokens.
+MIN_RENEWED_TOKENS = 256
 
 
 class GrammarState:
@@ -35,12 +46,28 @@ class GrammarState:
         grammar: what the answer follows.
         threads: compute the masks.
         passing_ends: end tokens that do not end this stream; they are chosen only where nothing else can be.
+        renew: begins to follow an answer of these tokens from its begin, in a compilation that no other answer has;
+            None where that cannot be.
+
+    ``broken`` says why its matcher is of no use any more; it is "" while it is.
     """
 
-    def __init__(self, grammar: CompiledGrammar, threads: MaskThreads, passing_ends: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        grammar: CompiledGrammar,
+        threads: MaskThreads,
+        passing_ends: tuple[int, ...] = (),
+        renew: Callable[[Seq[int]], Future[GrammarState] | None] = lambda answer: None,
+    ) -> None:
         self._grammar = grammar
         self._threads = threads
         self._passing_ends = passing_ends
+        self._renew = renew
+        # The answer so far; who follows it anew, and at which token it was last begun with that.
+        self._answer = array("i")
+        self._renewal: Future[GrammarState] | None = None
+        self._renewed_at = -MIN_RENEWED_TOKENS
+        self.broken = ""
         self._matcher = grammar.start.copy()
         self._unfollowed: list[int] = []
         # The masks that were asked for last, here, and for which drafts and how many places.
@@ -57,19 +84,20 @@ class GrammarState:
     @property
     def may_run_ahead(self) -> bool:
         # A forced run of two tokens holds nothing up: the launched step chooses its first, the next step its second.
-        return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure)
+        return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure or self._renewal)
 
     def fork(self) -> GrammarState:
-        return GrammarState(self._grammar, self._threads, self._passing_ends)
+        return GrammarState(self._grammar, self._threads, self._passing_ends, self._renew)
 
     def take(self, tokens: Seq[int]) -> None:
         self.num_tokens += len(tokens)
         self._unfollowed += tokens
+        self._answer.extend(tokens)
         if tokens:
             self._followed = False
 
     def follow(self) -> bool:
-        if not self._job_is_over():
+        if not (self._job_is_over() and self._is_whole()):
             return False
         if not self._followed and self.failure is None:
             if not self._grammar.try_lock(self._threads.wake):
@@ -78,6 +106,8 @@ class GrammarState:
                 self.move()
             finally:
                 self._grammar.unlock()
+            if not self._is_whole():
+                return False
         if self._grammar.slow and self._job is None and not (self.completes or self.failure or self.forced):
             # A step would wait for this mask: the stream runs when it is there.
             self._start_job((), 1)
@@ -85,7 +115,7 @@ class GrammarState:
         return True
 
     def count_fitting(self, guesses: Seq[int]) -> int:
-        if self.forced or not self._grammar.takes_guesses or not self._grammar.try_lock():
+        if self.forced or self.broken or not self._grammar.takes_guesses or not self._grammar.try_lock():
             return 0
         matcher, consumed, fitting = self._matcher, 0, 0
         try:
@@ -130,7 +160,7 @@ class GrammarState:
                 matcher.rollback(len(self.forced))
                 self.forced = ()
             if not matcher.consume(token):
-                self._fail(f"token {place} of the answer, {token}, does not follow it: {matcher.error()}")
+                self._break(f"token {place} of the answer, {token}, does not follow it: {matcher.error()}")
                 return
             self._asked = False
         self._unfollowed.clear()
@@ -138,7 +168,7 @@ class GrammarState:
         self._followed = True
         self.completes = matcher.stopped()
         if matcher.error():
-            self._fail_all(matcher.error())
+            self._break(matcher.error())
 
     def _find_forced(self) -> None:
         """Ask for a run of forced tokens, unless there is one; the matcher goes behind it."""
@@ -173,18 +203,49 @@ class GrammarState:
         """Whether no job has to be waited for. What the last one met, or that it is overdue, becomes the failure."""
         job = self._job
         if job is None or job.is_over(self._threads):
-            if job is not None and job.error:
-                self._fail_all(job.error)
+            if job is not None and job.error and not self.broken:
+                self._break(job.error)
             return True
         if job.is_slow(MASK_LIMIT_MS):
             self._fail(f"its choice of the next token took longer than {MASK_LIMIT_MS} ms")
             return True
         return False
 
-    def _fail_all(self, reason: str) -> None:
-        """A limit was met that all answers of the compiled grammar share; those to come have it compiled anew."""
+    def _break(self, reason: str) -> None:
+        """The matcher has met an error; answers to come have the grammar compiled anew."""
         self._grammar.spent = True
-        self._fail(reason)
+        self.broken = reason
+        self._job, self._followed = None, False
+        self.forced, self.completes = (), False
+
+    def _is_whole(self) -> bool:
+        """Whether the matcher is of use, or the request has failed; if not, it is followed anew meanwhile."""
+        if not self.broken or self.failure is not None:
+            return True
+        if self._renewal is None:
+            further = self.num_tokens - self._renewed_at
+            self._renewal = self._renew(self._answer[:]) if further >= MIN_RENEWED_TOKENS else None
+            if self._renewal is None:
+                self._fail(self.broken)
+                return True
+            self._renewed_at = self.num_tokens
+            # These the new one has.
+            self._unfollowed.clear()
+            self._renewal.add_done_callback(lambda _: self._threads.wake())
+        if not self._renewal.done():
+            return False
+        renewal, self._renewal = self._renewal, None
+        try:
+            new = renewal.result()
+        except Exception as error:  # noqa: BLE001  (fails this request and no step)
+            self._fail(str(error) or repr(error))
+            return True
+        self._grammar, self._matcher, self.broken = new._grammar, new._matcher, new.broken
+        self.forced, self.completes, self._asked = new.forced, new.completes, new._asked
+        self._followed = not (self._unfollowed or self.broken)
+        if self.broken:
+            self._fail(self.broken)
+        return True
 
     def _fail(self, reason: str) -> None:
-        self.failure = InvalidRequest(f"the answer's grammar cannot be followed: {reason}")
+        self.failure = InvalidRequest(f"{GRAMMAR_FAULT} cannot be followed: {reason}")

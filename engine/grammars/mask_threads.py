@@ -85,7 +85,8 @@ class MaskJob:
             wake()
 
     def wait(self, seconds: float) -> bool:
-        return self._over.wait(seconds)
+        # The masks of a matcher with an error allow the end, whatever the grammar is.
+        return self._over.wait(seconds) and not self.error
 
     def is_over(self, threads: MaskThreads) -> bool:
         """Whether the masks are there; if not, the step loop is woken when they are, and when they are overdue."""

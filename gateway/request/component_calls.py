@@ -17,7 +17,9 @@ from pillion.errors import (
     Cancelled,
     Conflict,
     DeadlineExceeded,
+    FieldViolation,
     Internal,
+    InvalidRequest,
     NotFound,
     Overloaded,
     PillionError,
@@ -34,9 +36,10 @@ from pillion.gateway.request.job import BlockHashChain, Job
 from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
 from pillion.gateway.request.request_telemetry import BroughtTokens
 from pillion.gateway.scaling.worker_needs import PlannedPrompt
+from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.observability import telemetry
-from pillion.v1.decode_pb2 import Fork, Submit
+from pillion.v1.decode_pb2 import DecodeError, Fork, Submit
 from pillion.v1.prefill_pb2 import ChunkAck
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
@@ -49,6 +52,8 @@ MAX_ADMISSION_WAIT_S = 120.0
 MAX_TIMEOUT_MS = 2**32 - 1
 # The hashes of a longer prompt are made on a thread: they take more than 2 ms.
 LONG_CHAIN_TOKENS = 2**15
+# Fields that an error of a grammar names, where it cannot be said which of them is at fault.
+MAX_NAMED_FIELDS = 8
 # Errors that another component or a new ticket may avoid.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
 # What a component says that is on its way back: it stops, takes a new epoch, or has lost what it held.
@@ -367,7 +372,7 @@ class ComponentCalls:
                 self._in_step = self._in_step or not delta.queued
                 self._still_queued(attempt, delta.queued)
             elif delta.error is not None:
-                error = BY_CODE.get(delta.error.code, Internal)(delta.error.message)
+                error = self._error_of(delta.error)
                 if self._stream is not None:
                     self._failed_at(self._stream[0])
                     if isinstance(error, Unavailable):
@@ -397,6 +402,13 @@ class ComponentCalls:
             # With its node's last life everything that was under the ticket is gone.
             away = (isinstance(error, _AWAY) and not broke) or not self._cluster.holds(hold)
         return self._cluster.return_wait_s(self._job.model, self._job.adapter_rank) if away else 0.0
+
+    def _error_of(self, error: DecodeError) -> PillionError:
+        """A worker's error as the client gets it, which knows its own fields alone."""
+        fields, text = self._job.grammar_fields, error.message
+        if fields and error.code == InvalidRequest.code and text.startswith(GRAMMAR_FAULT):
+            return InvalidRequest.of(*(FieldViolation(field, text) for field in fields[:MAX_NAMED_FIELDS]))
+        return BY_CODE.get(error.code, Internal)(text)
 
     def _failed_at(self, component_id: str) -> None:
         """What was sent to the worker does not show that it has the request's adapter: perhaps it cannot have it."""

@@ -32,7 +32,8 @@ class Job:
 
     ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching,
     ``cache_salt`` is one that no other request has. ``resume`` says what another gateway has given already. ``grammar``
-    is what every answer follows from its first token on: a text of llguidance's, or "". ``adapter`` is the digest of
+    is what every answer follows from its first token on: a text of llguidance's, or "", and ``grammar_fields`` are the
+    client's fields that it was made of. ``adapter`` is the digest of
     the adapter that answers are computed with; "" for the model alone. ``adapter_rank`` is its largest rank. Nobody
     waits for one in the ``background``, a batch's."""
 
@@ -51,6 +52,7 @@ class Job:
     show_logprobs: bool = False
     resume: Resume | None = None
     grammar: str = ""
+    grammar_fields: tuple[str, ...] = ()
     original_tokens: int = 0
     adapter: str = ""
     adapter_rank: int = 0

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2
 from testbed.conditions import WITHIN_S
@@ -143,6 +144,27 @@ async def test_tokens_that_the_grammar_refuses_fail_their_request(folder: str) -
         assert answer.last.error is not None
         assert answer.last.error.code == INVALID
         assert "token 0 of the answer" in answer.last.error.message
+        await workers.quiet()
+
+
+async def test_a_limit_that_is_met_in_an_answer_fails_it(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never ends as if it were complete, nor does a later answer."""
+    text = "start: %json " + json.dumps({"type": "string", "minLength": 900, "maxLength": 1000})
+    monkeypatch.setitem(PARSER_LIMITS, "max_lexer_states", 400)
+    async with running_workers(tokenizer=folder) as workers, connected(workers) as connection:
+        for key in range(1, 4):
+            answer = await begin(workers, connection, key, prompt(key, 9), 1100, grammar=text)
+            assert answer.last is not None
+            assert answer.last.finish_reason is None
+            assert answer.last.error is not None
+            assert answer.last.error.code == INVALID
+            assert not answer.last.error.retryable
+            assert answer.last.error.message.startswith(GRAMMAR_FAULT)
+            assert "too many states" in answer.last.error.message
+            assert EOS not in answer.token_ids
+        other = await begin(workers, connection, 9, prompt(1, 9), 200)
+        assert other.last is not None
+        assert other.last.finish_reason is FinishReason.STOP
         await workers.quiet()
 
 

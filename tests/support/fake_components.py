@@ -193,9 +193,10 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
     until the connection breaks, once, or where it ``stays_broken`` before each token behind them. ``refusals``: errors
-    for the next submits. ``gate``: closed, no stream moves; a stream closes it that has said ``hold_behind`` tokens, so
-    that nothing but the test ends it. ``silent``: keys of streams that say nothing any more. ``pace_s``: seconds that a
-    step of a stream takes. ``is_killed_by``: whether the connection breaks in the first step of a submit.
+    for the next submits, whose message is ``refusal``. ``gate``: closed, no stream moves; a stream closes it that has
+    said ``hold_behind`` tokens, so that nothing but the test ends it. ``silent``: keys of streams that say nothing any
+    more. ``pace_s``: seconds that a step of a stream takes. ``is_killed_by``: whether the connection breaks in the
+    first step of a submit.
     """
 
     def __init__(self, script: str) -> None:
@@ -218,6 +219,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.breaks_amid_scores = 0
         self.scores_per_delta = 8
         self.refusals: list[tuple[int, bool]] = []
+        self.refusal = "refused by the script"
         self.silent: set[int] = set()
         self.hold_behind: int | None = None
         self.gate = asyncio.Event()
@@ -278,9 +280,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         if self.refusals:
             code, retryable = self.refusals.pop(0)
             out.put_nowait(
-                DecodeDelta(
-                    key=submit.key, error=DecodeError(code=code, message="refused by the script", retryable=retryable)
-                )
+                DecodeDelta(key=submit.key, error=DecodeError(code=code, message=self.refusal, retryable=retryable))
             )
             return
         if submit.awaited_blocks:

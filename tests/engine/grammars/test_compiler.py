@@ -16,7 +16,7 @@ from pillion.engine.grammars import compiler as compiler_module
 from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler, read_ahead, read_tokenizer
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
-from testbed.conditions import WITHIN_S
+from testbed.conditions import WITHIN_S, wait_for
 from tests.support.fake_backend import EOS, VOCAB_SIZE
 from tests.support.grammars import text_of, write_tokenizer
 
@@ -153,28 +153,98 @@ def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -
     assert allowed(started(compiler, 'start: ""', (), frozenset())) == [EOS]
 
 
-def test_a_limit_that_answers_share_is_not_met_by_later_ones(
+def mask_of(state: GrammarState) -> list[int] | None:
+    """The tokens that may follow, when they are known; None where the request has failed."""
+    while True:
+        wait_for("the answer is followed", state.follow)
+        if state.failure is not None:
+            return None
+        masks = state.place_masks((), 1)
+        if masks.wait(WITHIN_S):
+            return np.flatnonzero(np.unpackbits(masks.bits[0].view(np.uint8), bitorder="little")).tolist()
+
+
+GROWING = "start: /(.*a.{14}b)|(.*b.{15}c)/"
+LETTERS = [ord(letter) - 32 for letter in "abc"]
+
+
+def test_a_limit_that_answers_share_is_met_by_none(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llguidance's lexer belongs to all answers of a compiled grammar, and what it has met stays in it."""
+    whole, other = started(compiler, GROWING), started(compiler, GROWING)
+    expected = []
+    draws = random.Random(1)
+    for _ in range(40):
+        expected.append(mask_of(whole))
+        whole.take([draws.choice(LETTERS)])
+    compiler._compiled.clear()
+    monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 400)
+    first, other = started(compiler, GROWING), started(compiler, GROWING)
+    shared = first._grammar
+    draws = random.Random(2)
+    while not shared.spent:
+        mask_of(first)
+        first.take([draws.choice(LETTERS)])
+    draws = random.Random(1)
+    for mask in expected:
+        assert mask_of(other) == mask
+        other.take([draws.choice(LETTERS)])
+    assert other._grammar is not shared
+    assert mask_of(first.fork()) == expected[0]
+    assert mask_of(started(compiler, GROWING)) == expected[0]
+
+
+LONG = 'start: "\'" /[a-z]{1500,2000}/ "\'"'
+
+
+def test_a_long_answer_is_followed_anew_as_often_as_that_helps(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """llguidance's lexer belongs to all answers of a compiled grammar, and what it has met stays in it."""
+    # A mask looks at six places behind every other letter, of which an answer takes one.
+    text = 'start: "-" /(a[a-z]|b[a-y]|c[a-x]|d[a-w]|e[a-v]|f[a-u]){700,900}/ "-"'
+    monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 2600)
+    state, first = started(compiler, text), None
+    grammars = set()
+    letters = [ord(letter) - 32 for letter in "abcdefghijklmnopqrstuvwxyz"]
+    for length in range(1300):
+        state.take([ord("-") - 32] if length == 0 else letters[:1])
+        assert mask_of(state) == (letters if length % 2 else letters[:6]), length
+        first = first or state._grammar
+        grammars.add(state._grammar)
+    assert len(grammars) > 1
+    assert first is not None
+    assert first.spent
+
+
+def test_an_error_of_the_library_fails_and_never_ends_an_answer(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """llguidance's mask of a matcher with an error allows the end alone."""
     monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 400)
-    text = "start: /(.*a.{14}b)|(.*b.{15}c)/"
-    draws, state = random.Random(1), started(compiler, text)
-    while state.failure is None:
-        state.take([draws.choice([ord(letter) - 32 for letter in "abc"])])
-        assert state.follow()
-        if state.failure is None:
-            state.place_masks((), 1).wait(WITHIN_S)
-    sibling = state.fork()
-    sibling.follow()
-    if sibling.failure is None:
-        sibling.place_masks((), 1).wait(WITHIN_S)
-        sibling.follow()
-    assert sibling.failure is not None, "the limit is the grammar's own"
-    again = started(compiler, text)
-    assert allowed(again)
-    again.take([ord("a") - 32])
-    assert allowed(again)
+    for _ in range(3):
+        state, length = started(compiler, LONG), 0
+        state.take([ord("'") - 32])
+        while (mask := mask_of(state)) is not None:
+            assert EOS not in mask
+            assert len(mask) == 26
+            state.take(LETTERS[:1])
+            length += 1
+        assert length > 100
+        assert isinstance(state.failure, InvalidRequest)
+        assert "too many states" in state.failure.message
+
+
+def test_few_answers_have_a_compilation_of_their_own(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiler_module, "MAX_OWN_GRAMMARS", 2)
+    monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 400)
+    states = [started(compiler, GROWING) for _ in range(4)]
+    shared = states[0]._grammar
+    draws = random.Random(1)
+    while not shared.spent:
+        mask_of(states[0])
+        states[0].take([draws.choice(LETTERS)])
+    assert [mask_of(state) is not None for state in states] == [True, True, False, False]
 
 
 def test_limits_fail_a_grammar_when_it_is_compiled(compiler: GrammarCompiler) -> None:

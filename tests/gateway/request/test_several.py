@@ -14,6 +14,7 @@ from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overl
 from pillion.errors import NotFound
 from pillion.gateway.request import runner
 from pillion.gateway.request.runner import Generation
+from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.types import GenerateRequest, SamplingParams, StructuredOutputs
 from testbed.conditions import until
 from testbed.toy_tokenizer import byte_tokenizer
@@ -163,6 +164,19 @@ async def test_every_submit_carries_the_grammar(after: int) -> None:
         # The worker learns nothing else of the shape.
         assert not any(submit.sampling.HasField("structured_outputs") for submit in fakes.decode.submits)
         assert len({submit.root_hash for submit in fakes.decode.submits}) == 1
+        await fakes.settled()
+
+
+async def test_what_a_worker_says_of_the_grammar_names_the_clients_field() -> None:
+    async with running_fake_cluster() as fakes:
+        tell(fakes, *TEXTS)
+        fakes.decode.refusals = [(InvalidRequest.code, False)]
+        fakes.decode.refusal = f"{GRAMMAR_FAULT} cannot be followed: too many states"
+        with pytest.raises(InvalidRequest) as caught:
+            await read(ask(fakes, structured_outputs=StructuredOutputs(choice=TEXTS)))
+        (violation,) = caught.value.violations
+        assert violation.field == "sampling.structured_outputs.choice"
+        assert violation.description == fakes.decode.refusal
         await fakes.settled()
 
 
