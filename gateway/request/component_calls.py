@@ -416,7 +416,8 @@ class ComponentCalls:
             self._cluster.sent_adapters.forget(self._job.adapter, component_id)
 
     def _still_queued(self, attempt: int, position: int) -> None:
-        self._span.add_event("queued", {"pillion.attempt": attempt, "pillion.position": position})
+        if position:
+            self._span.add_event("queued", {"pillion.attempt": attempt, "pillion.position": position})
         self._post(ev.StillQueued(attempt, position))
 
     # ---- small things ---------------------------------------------------------------------------------------------
