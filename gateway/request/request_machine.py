@@ -32,6 +32,10 @@ acknowledgement has arrived, which shows that all chunks are there. A span of an
 for its blocks may fall short. Where the decode worker is lost meanwhile, the span goes on to its end, and the next
 attempt finds its blocks: whoever decodes needs them.
 
+Attempts that bring nothing are bounded in number, but for those that fail because a component is away and on its way
+back: there it is the time in PLANNING that is bounded, from the last token on. A request that was in a step of two
+workers when they were lost, and got nothing between, fails (``MAX_WORKERS_KILLED``).
+
 A plan without chunks skips PREFILLING. An attempt is named by its number, and events of an older attempt are dropped
 (I6), except a ticket: one that arrives and is not wanted any more is released. The ticket is released when the decode
 worker reports that it holds it itself, or when the attempt ends before that. Leaving an attempt stops its work and

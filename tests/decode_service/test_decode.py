@@ -334,6 +334,21 @@ async def test_a_key_in_use_ends_the_connection() -> None:
         await workers.quiet()
 
 
+async def test_a_stream_that_begins_says_so_before_its_step_has_ended() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        tokens = prompt(1, 20)
+        ticket = await workers.ticket(tokens)
+        workers.decode_backend.gate.clear()
+        answer = await connection.submit(submit_of(1, ticket, tokens, 3))
+        await until("the beginning", lambda: answer.queued)
+        assert answer.queued == [0]
+        workers.decode_backend.gate.set()
+        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        assert (answer.queued, answer.token_ids) == ([0], greedy(tokens, 3))
+        await workers.release(ticket)
+        await workers.quiet()
+
+
 async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that waits says its place; one that decodes says nothing, and nor does any while the step hangs."""
     monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 100)

@@ -242,6 +242,21 @@ async def test_two_spans_of_one_prompt_commit_the_same_blocks() -> None:
         await workers.quiet()
 
 
+async def test_a_span_that_begins_says_so_before_its_step_has_ended() -> None:
+    async with running_workers() as workers:
+        tokens = prompt(1, 50)
+        ticket = await workers.ticket(tokens)
+        workers.prefill_backend.gate.clear()
+        call = call_of(workers, workers.span(ticket, tokens, (16, 24)))
+        first = await call.read()
+        assert first.HasField("queued")
+        assert first.queued.position == 0
+        workers.prefill_backend.gate.set()
+        assert [(await next_ack(call)).end_tokens for _ in range(2)] == [16, 40]
+        await workers.release(ticket)
+        await workers.quiet()
+
+
 async def test_a_span_in_line_says_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 100)
     told = threading.Event()
