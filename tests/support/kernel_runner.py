@@ -27,6 +27,16 @@ _BOTH = set(BY_NAME[ISAS[0]].needs) <= host_features()
 MODES = [(name, checked) for name in ISAS for checked in (False, True) if checked or name == ISAS[0] or not _BOTH]
 
 
+def kernel_mode(mode: tuple[str, bool]) -> Any:
+    """A parameter for a mode.
+
+    A mode that is not among MODES is long. So are the checks of the widest instruction set where those of the other one
+    run, because checks are written alike for all.
+    """
+    long = mode not in MODES or (_BOTH and mode == (ISAS[0], True))
+    return pytest.param(mode, marks=pytest.mark.long if long else (), id=f"{mode[0]}{'-checked' * mode[1]}")
+
+
 def isa_or_skip(name: str) -> Isa:
     """The instruction set ``name``; skips the test where this processor does not have it."""
     try:
@@ -59,18 +69,9 @@ class Runner:
 
 
 def runner_of(specs: Sequence[KernelSpec]) -> Any:
-    """A fixture ``runner`` for a module: runs its kernels in each of MODES.
+    """A fixture ``runner`` for a module: runs its kernels in each of MODES."""
 
-    Checks are written alike for all instruction sets; those of the widest one run in the long tests alone.
-    """
-
-    @pytest.fixture(
-        scope="module",
-        params=[
-            pytest.param(mode, marks=pytest.mark.long if mode == (ISAS[0], True) and _BOTH else ()) for mode in MODES
-        ],
-        ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}",
-    )
+    @pytest.fixture(scope="module", params=[kernel_mode(mode) for mode in MODES])
     def runner(request: Any) -> Iterator[Runner]:
         name, checked = request.param
         found = Runner(specs, isa_or_skip(name), checked)

@@ -23,7 +23,7 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
 from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
 from tests.support.examples import examples
-from tests.support.kernel_runner import Runner, isa_or_skip
+from tests.support.kernel_runner import Runner, isa_or_skip, kernel_mode
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
 SMALL, WIDE = AttentionShape(64, 3, 16, True), AttentionShape(64, 3, 32, False)
@@ -53,7 +53,7 @@ MODES = [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx
 MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030, 2)]
 
 
-@pytest.fixture(scope="module", params=MODES, ids=lambda mode: f"{mode[0]}{'-checked' * mode[1]}")
+@pytest.fixture(scope="module", params=[kernel_mode(mode) for mode in MODES])
 def runner(request):
     name, checked = request.param
     found = Runner(SPECS, isa_or_skip(name), checked)
