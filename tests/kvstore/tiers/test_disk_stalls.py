@@ -169,12 +169,16 @@ async def test_waiting_for_a_thread_is_not_the_disks_fault(tmp_path: Path, monke
     async with opened(tmp_path) as tier:
         await tier.store(blocks)
         reads = SlowReads(monkeypatch, allowed=24)
+        began_s = reads.now_s
         others = [asyncio.create_task(loaded(tier, blocks)) for _ in range(10)]
         await loop_turns()
-        last, began_s = asyncio.create_task(loaded(tier, blocks)), reads.now_s
-        # The threads have read 24 of 80 blocks of others.
-        await until("so many blocks", lambda: reads.now_s - began_s > 2 * LATE_S)
+        last = asyncio.create_task(loaded(tier, blocks))
+        await loop_turns()
+        # 24 of the 80 blocks before those of the last read.
+        await until("some blocks to be read", lambda: reads.now_s - began_s > 2 * LATE_S)
         last.cancel()
+        # It is given up while the threads stand still: they have begun with none of its blocks.
+        await loop_turns()
         reads.allowed.release(200)
         await asyncio.wait([*others, last])
         assert last.cancelled()
