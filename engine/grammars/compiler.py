@@ -37,6 +37,12 @@ if TYPE_CHECKING:
 
 # Compiled grammars that are kept, those that were used last.
 MAX_COMPILED_GRAMMARS = 64
+# About how much memory they may take.
+MAX_COMPILED_BYTES = 256 * 2**20
+# Memory of a lexer for each unit of the fuel that llguidance counts for what it adds to one: 3 to 23 bytes.
+BYTES_OF_FUEL = 24
+# After how many masks of a grammar the next one's fuel is read: more, where its lexer has not grown.
+MIN_UNREAD_MASKS, MAX_UNREAD_MASKS = 16, 1024
 # Grammars that are compiled at once.
 COMPILE_THREADS = 2
 # Forced text that is turned into tokens at once, with the interpreter's lock held; longer text is cut.
@@ -45,6 +51,12 @@ MAX_FORCED_BYTES = 2048
 _CUT_BYTES = 64
 # Compilations that single answers have for themselves, because a limit was met in one that they shared.
 MAX_OWN_GRAMMARS = 8
+# Tokens of an answer so far that are followed at once. Then others get the grammar and the interpreter's lock, which a
+# thread that waits for it gets only from one that sleeps, or after 5 ms.
+REPLAYED_TOKENS = 32
+REPLAY_PAUSE_S = 1e-4
+# What an error of llguidance's says of the fuel that a matcher has spent, and a token that is none, for an error.
+_FUEL, _NO_TOKEN = re.compile(r'"lexer_cost": (\d+)'), 2**31 - 1
 # A special token in forced bytes.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
@@ -85,7 +97,7 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._end_ids = tuple(end_ids)
         self._executor = ThreadPoolExecutor(COMPILE_THREADS, "pillion-grammar", give_way)
-        self._compiled: OrderedDict[bytes, CompiledGrammar] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[CompiledGrammar, _SharedLexer]] = OrderedDict()
         self._own: WeakSet[CompiledGrammar] = WeakSet()
         self._lock = Lock()
 
@@ -120,11 +132,15 @@ class GrammarCompiler:
         """The state of an answer that has these tokens already."""
         state = GrammarState(compiled, self.mask_threads, ends, partial(self._renew, text, ends))
         state.take(answer)
-        compiled.lock()
-        try:
-            state.move()
-        finally:
-            compiled.unlock()
+        moved = False
+        while not moved:
+            compiled.lock()
+            try:
+                moved = state.move(REPLAYED_TOKENS)
+            finally:
+                compiled.unlock()
+            if not moved:
+                time.sleep(REPLAY_PAUSE_S)
         return state
 
     def _renew(self, text: str, ends: tuple[int, ...], answer: Seq[int]) -> Future[GrammarState] | None:
@@ -137,33 +153,54 @@ class GrammarCompiler:
     def _compile(self, text: str, *, own: bool = False) -> CompiledGrammar:
         """A grammar as all answers share it, or as one alone has it."""
         key = hashlib.sha256(text.encode()).digest()
-        with self._lock:
-            found = self._compiled.get(key)
-            if found is not None and not found.spent and not own:
-                self._compiled.move_to_end(key)
-                return found
+        if not own:
+            with self._lock:
+                found = self._kept(key)
+                if found is not None:
+                    self._trim()
+                    return found
         from llguidance import LLMatcher, LLParserLimits
 
         began_s = time.monotonic()
-        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
+        # What an error then says has the fuel that was spent.
+        limits = LLParserLimits(**{**PARSER_LIMITS, "verbose_errors": True})
+        matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
             raise InvalidRequest(f"{GRAMMAR_FAULT} does not compile: {_first_line(matcher.get_error())}")
         seconds = time.monotonic() - began_s
-        start = _LibraryMatcher(matcher, self._tokenizer)
+        lexer = _SharedLexer()
+        start = _LibraryMatcher(matcher, self._tokenizer, lexer)
+        lexer.num_bytes = len(text) + BYTES_OF_FUEL * start.fuel()
         compiled = CompiledGrammar(start, self._vocab_size, takes_guesses=self._can_go_back(start.copy()))
         with self._lock:
             self.on_compiled(seconds)
             if own:
                 self._own.add(compiled)
                 return compiled
-            found = self._compiled.get(key)
-            if found is not None and not found.spent:
+            found = self._kept(key)
+            if found is not None:
                 return found
-            self._compiled[key] = compiled
+            self._compiled[key] = compiled, lexer
             self._compiled.move_to_end(key)
-            while len(self._compiled) > MAX_COMPILED_GRAMMARS:
-                self._compiled.popitem(last=False)
+            self._trim()
         return compiled
+
+    def _kept(self, key: bytes) -> CompiledGrammar | None:
+        """A grammar that is kept and of use, now as the one that was used last."""
+        compiled, _ = self._compiled.get(key, (None, None))
+        if compiled is None or compiled.spent:
+            return None
+        self._compiled.move_to_end(key)
+        return compiled
+
+    def _trim(self) -> None:
+        """Let go of those that were used longest ago, down to the bounds; but not of the last one."""
+        left_bytes = sum(lexer.num_bytes for _, lexer in self._compiled.values())
+        while len(self._compiled) > 1 and (
+            len(self._compiled) > MAX_COMPILED_GRAMMARS or left_bytes > MAX_COMPILED_BYTES
+        ):
+            _, (_, lexer) = self._compiled.popitem(last=False)
+            left_bytes -= lexer.num_bytes
 
     def _can_go_back(self, matcher: _LibraryMatcher) -> bool:
         """Whether a matcher at the grammar's begin can move over a token and back, which rules with "stop" and
@@ -176,15 +213,53 @@ class GrammarCompiler:
         return not matcher.error()
 
 
+class _SharedLexer:
+    """What the matchers of one compilation share, and which grows with what they look at. llguidance does not tell its
+    size; of some masks the fuel is read that their matcher has spent, for the others' too. Belongs to whoever holds the
+    grammar's lock, but for reading ``num_bytes``, about how much memory it takes."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._unread = 0
+        self._next = MIN_UNREAD_MASKS
+
+    def looked(self, matcher: _LibraryMatcher) -> None:
+        """A matcher has computed a mask."""
+        self._unread += 1
+        if self._unread < self._next:
+            return
+        grown = matcher.fuel_since() * self._unread
+        self.num_bytes += BYTES_OF_FUEL * grown
+        self._unread, self._next = 0, MIN_UNREAD_MASKS if grown else min(2 * self._next, MAX_UNREAD_MASKS)
+
+
 class _LibraryMatcher:
     """Implements :class:`pillion.engine.grammars.compiled_grammar.TokenMatcher` over an LLMatcher."""
 
-    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer) -> None:
+    def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, lexer: _SharedLexer, known_fuel: int = 0) -> None:
         self._matcher = matcher
         self._tokenizer = tokenizer
+        self._lexer = lexer
+        self._known_fuel = known_fuel
+        # Masks since its fuel was read.
+        self._masks = 0
 
     def copy(self) -> _LibraryMatcher:
-        return _LibraryMatcher(self._matcher.deep_copy(), self._tokenizer)
+        return _LibraryMatcher(self._matcher.deep_copy(), self._tokenizer, self._lexer, self._known_fuel)
+
+    def fuel(self) -> int:
+        """What it has spent so far, on the lexer that it shares; 0 where the library does not tell."""
+        probe = self._matcher.deep_copy()
+        probe.consume_token(_NO_TOKEN)
+        found = _FUEL.search(probe.get_error())
+        self._known_fuel = int(found[1]) if found else 0
+        return self._known_fuel
+
+    def fuel_since(self) -> int:
+        """What it has spent on each mask since this was asked last, rounded up."""
+        known, masks = self._known_fuel, self._masks
+        self._masks = 0
+        return -(-(self.fuel() - known) // max(masks, 1))
 
     def consume(self, token: int) -> bool:
         return self._matcher.consume_token(token)
@@ -228,6 +303,8 @@ class _LibraryMatcher:
             masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*guesses])
         else:
             self._matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits[0].nbytes)
+        self._masks += 1
+        self._lexer.looked(self)
 
 
 def _first_line(error: str) -> str:

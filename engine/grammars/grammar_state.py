@@ -145,11 +145,12 @@ class GrammarState:
             return self._job
         return self._start_job(drafts, places)
 
-    def move(self) -> None:
-        """Go behind all taken tokens. The caller holds the grammar's lock."""
+    def move(self, most: int | None = None) -> bool:
+        """Go behind ``most`` taken tokens, or all. The caller holds the grammar's lock. False: some are left."""
         self._job = None
         matcher = self._matcher
-        for place, token in enumerate(self._unfollowed, self.num_tokens - len(self._unfollowed)):
+        count = len(self._unfollowed) if most is None else min(most, len(self._unfollowed))
+        for place, token in enumerate(self._unfollowed[:count], self.num_tokens - len(self._unfollowed)):
             self._find_forced()
             if self.forced:
                 if token == self.forced[0]:
@@ -161,14 +162,17 @@ class GrammarState:
                 self.forced = ()
             if not matcher.consume(token):
                 self._break(f"token {place} of the answer, {token}, does not follow it: {matcher.error()}")
-                return
+                return True
             self._asked = False
-        self._unfollowed.clear()
+        del self._unfollowed[:count]
+        if self._unfollowed:
+            return False
         self._find_forced()
         self._followed = True
         self.completes = matcher.stopped()
         if matcher.error():
             self._break(matcher.error())
+        return True
 
     def _find_forced(self) -> None:
         """Ask for a run of forced tokens, unless there is one; the matcher goes behind it."""

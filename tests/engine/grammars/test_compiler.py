@@ -7,6 +7,8 @@ import os
 import pathlib
 import random
 import sys
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -245,6 +247,65 @@ def test_few_answers_have_a_compilation_of_their_own(
         mask_of(states[0])
         states[0].take([draws.choice(LETTERS)])
     assert [mask_of(state) is not None for state in states] == [True, True, False, False]
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 5])
+def test_an_answer_so_far_is_followed_in_pieces(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch, pieces: int
+) -> None:
+    """Between them, others have the grammar, and the interpreter's lock."""
+    answer = walk(started(compiler, PERSON), 1)
+    going = started(compiler, PERSON)
+    free = []
+
+    def pause(seconds: float) -> None:
+        free.append(going._grammar.try_lock())
+        going._grammar.unlock()
+
+    monkeypatch.setattr(compiler_module, "REPLAYED_TOKENS", pieces)
+    monkeypatch.setattr(compiler_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=pause))
+    for end in range(len(answer)):
+        free.clear()
+        again = started(compiler, PERSON, tuple(answer[:end]))
+        assert free == [True] * max(0, -(-end // pieces) - 1)
+        assert (again.forced, again.completes) == (going.forced, going.completes)
+        assert allowed(again) == allowed(going)
+        going.take(answer[end : end + 1])
+        assert going.follow()
+
+
+def test_what_is_kept_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lexer grows with what its answers look at; where one does not grow, its fuel is hardly ever read."""
+    reads = 0
+    fuel = compiler_module._LibraryMatcher.fuel
+
+    def counted(matcher: compiler_module._LibraryMatcher) -> int:
+        nonlocal reads
+        reads += 1
+        return fuel(matcher)
+
+    monkeypatch.setattr(compiler_module._LibraryMatcher, "fuel", counted)
+    small = "start: /[a-c]+/"
+    draws, state = random.Random(1), started(compiler, small)
+    for _ in range(3000):
+        mask_of(state)
+        state.take([draws.choice(LETTERS)])
+    assert reads < 20
+    monkeypatch.setattr(compiler_module, "MAX_COMPILED_BYTES", 16 * 2**20)
+    sizes = []
+    for number in range(6):
+        text = GROWING.replace("14", str(10 + number))
+        states = [started(compiler, text) for _ in range(3)]
+        for _ in range(200):
+            for state in states:
+                mask_of(state)
+                state.take([draws.choice(LETTERS)])
+        sizes.append(compiler._compiled[next(reversed(compiler._compiled))][1].num_bytes)
+        started(compiler, small)
+        kept = [lexer.num_bytes for _, lexer in compiler._compiled.values()]
+        assert sum(kept) <= 16 * 2**20
+    assert min(sizes) > 2**20, "about 2 MB"
+    assert 1 < len(compiler._compiled) < 7
 
 
 def test_limits_fail_a_grammar_when_it_is_compiled(compiler: GrammarCompiler) -> None:
