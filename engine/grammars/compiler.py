@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # Compiled grammars that are kept, those that were used last.
 MAX_COMPILED_GRAMMARS = 64
 # About how much memory they may take.
-MAX_COMPILED_BYTES = 256 * 2**20
+MAX_COMPILED_BYTES = 64 * 2**20
 # Memory of a lexer for each unit of the fuel that llguidance counts for what it adds to one: 3 to 23 bytes.
 BYTES_OF_FUEL = 24
 # After how many masks of a grammar the next one's fuel is read: more, where its lexer has not grown.

@@ -42,6 +42,8 @@ _OPTIONS = "x-guidance"
 _SHORT_ESCAPES = 'nrbtf\\"'
 # What further properties are held to where that is nothing, or where there are none.
 _FREE: tuple[Any, ...] = (None, True, False, {})
+# All names but those with control characters. With its ends: one that any text may surround makes masks slow.
+_FURTHER = r"^[^\x00-\x1f\x7f]*$"
 _CONTROLS = frozenset(map(chr, [*range(0x20), 0x7F]))
 _APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
 _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "const", "enum")
@@ -116,7 +118,7 @@ def _followed(schema: Any, whole: _Whole) -> Any:
     if whole.lost == NUL and any(names_in(schema)) and schema.get("additionalProperties") is not False:
         # Before what applies other schemas here, because llguidance overlooks it behind that.
         made.pop("additionalProperties", None)
-        return {"patternProperties": {"": True}, "additionalProperties": False, **made}
+        return {"patternProperties": {_FURTHER: True}, "additionalProperties": False, **made}
     return made
 
 
