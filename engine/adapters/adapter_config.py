@@ -38,7 +38,7 @@ def _words(text: str) -> frozenset[str]:
 _BOOKKEEPING = _words(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout
-    fan_in_fan_out megatron_core megatron_config eva_config corda_config lora_ga_config loftq_config runtime_config
+    megatron_core megatron_config eva_config corda_config lora_ga_config loftq_config runtime_config
     qalora_group_size ensure_weight_tying velora_config
     """
 )
@@ -57,6 +57,7 @@ _REASONS = {
     "target_parameters": "experts and other parameters that are no linear layers have no adapters here",
     "trainable_token_indices": "embeddings have no adapters here",
     "lora_bias": "adapters add no biases here",
+    "fan_in_fan_out": "it says that weights lie as [inputs, outputs], as no model's here do; PEFT reads it as false",
 }
 
 

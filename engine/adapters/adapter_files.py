@@ -12,12 +12,13 @@ import hashlib
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from pillion.adapter_folders import MAX_HEADER_BYTES
@@ -38,6 +39,9 @@ _TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
+# The largest number of a matrix A, of a matrix B times its scale, and of their product. A change of a weight by more
+# leaves nothing of a model's answers, and one by far more makes infinities of them.
+MAX_CHANGE = 1e6
 _KINDS = {"float32": "F32", "bfloat16": "BF16"}
 _PEFT_PREFIX = "base_model.model."
 # The decoder's name in models of text, and in transformers 5 and 4 in models of text and images.
@@ -136,6 +140,14 @@ def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Project
     }
 
 
+def _widened(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
+    """Numbers of a type of tensors as new float32."""
+    if kind == "BF16":
+        # A bfloat16 is the upper half of a float32.
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16 if kind == "F16" else np.float32).astype(np.float32)
+
+
 class AdapterFiles:
     """An adapter's folder, whose config and headers are read when it is made.
 
@@ -150,6 +162,8 @@ class AdapterFiles:
         self.config: AdapterConfig = load_adapter_config(folder, self._called)
         self.path = folder / TENSORS_NAME
         self._tensors = self._headers()
+        # The bits of each tensor's largest absolute number, as far as it was checked.
+        self._largest: dict[str, int] = defaultdict(int)
 
     @property
     def size_bytes(self) -> int:
@@ -209,12 +223,24 @@ class AdapterFiles:
     def check_numbers(self, name: str, part: Bytes) -> None:
         """Raises ConfigError for NaN or infinities in a piece of a tensor."""
         kind, ones = _TYPES[self._tensors[name].kind]
-        if ((part.view(kind) & ones) == ones).any():
+        # Without their signs, numbers and their bits have one order.
+        largest = int((part.view(kind) & (np.iinfo(kind).max >> 1)).max(initial=0))
+        if largest >= ones:
             raise self._error(f"{name} holds NaN or infinite numbers")
+        self._largest[name] = max(self._largest[name], largest)
 
-    def checked_numbers(self, digest: str) -> dict[str, Bytes]:
-        """The bytes of all tensors, by name. Raises ConfigError for NaN or infinities, and for another content than
-        that of ``digest``."""
+    def check_changes(self, pairs: Iterable[AdapterPair]) -> None:
+        """Raises ConfigError for pairs that change a weight by more than MAX_CHANGE, or might: it is their largest
+        numbers that count. All numbers must have been checked."""
+        for pair in pairs:
+            a, b = self._largest_of(pair.a), self._largest_of(pair.b) * pair.scale
+            if max(a, b, a * b * pair.rank) > MAX_CHANGE:
+                text = f"{pair.a} has numbers up to {a:.3g}, and {pair.b} times its scale up to {b:.3g}"
+                raise self._error(f"{text}: they may change weights by more than {MAX_CHANGE:.0f}")
+
+    def checked_numbers(self, digest: str, pairs: Iterable[AdapterPair]) -> dict[str, Bytes]:
+        """The bytes of all tensors, by name. Raises ConfigError for NaN or infinities, for ``pairs`` that change too
+        much, and for another content than that of ``digest``."""
         found: dict[str, list[Bytes]] = defaultdict(list)
 
         def keep(name: str, part: Bytes) -> None:
@@ -223,6 +249,7 @@ class AdapterFiles:
 
         if self.digest(keep) != digest:
             raise self._error(f"it does not hold the adapter {digest}")
+        self.check_changes(pairs)
         return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in found.items()}
 
     def bits(self, name: str, data: Bytes, dtype: str, scale: float = 1.0) -> Bits:
@@ -236,13 +263,8 @@ class AdapterFiles:
         found = data.view(_TYPES[tensor.kind][0]).reshape(tensor.shape)
         if scale == 1.0 and tensor.kind == _KINDS[dtype]:
             return found
-        if tensor.kind == "BF16":
-            # A bfloat16 is the upper half of a float32.
-            wide = (found.astype(np.uint32) << 16).view(np.float32)
-        else:
-            wide = found.view(np.float16 if tensor.kind == "F16" else np.float32).astype(np.float32)
-        with np.errstate(over="ignore"):
-            wide *= np.float32(scale)
+        # No number overflows: their sizes have been checked.
+        wide = _widened(found, tensor.kind) * np.float32(scale)
         rounded = wide.view(np.uint32)
         if dtype == "float32":
             return rounded
@@ -251,6 +273,10 @@ class AdapterFiles:
         rounded += odd + np.uint32(0x7FFF)
         rounded >>= 16
         return rounded.astype(np.uint16)
+
+    def _largest_of(self, name: str) -> float:
+        kind = self._tensors[name].kind
+        return float(_widened(np.array([self._largest[name]], _TYPES[kind][0]), kind)[0])
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._called}: {message}")

@@ -54,7 +54,7 @@ def read_pairs(
     """Reads an adapter's matrices; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
     pairs = files.pairs(model, max_rank)
-    numbers = files.checked_numbers(digest)
+    numbers = files.checked_numbers(digest, pairs)
     order = None if qkv_order is None else np.array(qkv_order)
     layers: dict[str, list[PairBits]] = defaultdict(list)
     for pair in pairs:

@@ -119,10 +119,11 @@ class AdapterStore:
                 _copy(place, draft / name)
             # The folder may have been overwritten meanwhile: what was copied is what counts.
             copied = AdapterFiles(draft, called=source)
-            rank = max(pair.rank for pair in copied.pairs(model, max_rank))
+            pairs = copied.pairs(model, max_rank)
             digest = copied.digest(copied.check_numbers)
+            copied.check_changes(pairs)
             folder = self._keep(draft, digest)
-        return StoredAdapter(digest, folder, rank, copied.size_bytes)
+        return StoredAdapter(digest, folder, max(pair.rank for pair in pairs), copied.size_bytes)
 
     def find(self, digest: str) -> Path:
         """The folder of an adapter, which counts as used now. Raises NotFound where there is none."""

@@ -43,6 +43,8 @@ _CLASSES = {
     "Embedding": ".*embed_tokens$",
 }
 _WHERE = "compressed-tensors"
+# Values of actorder with which a tensor says the group of each input. Since 2026 none of them is written.
+_ORDERED = (True, "group", "dynamic")
 
 
 def parse_compressed_tensors(raw: Raw) -> Quantization:
@@ -96,7 +98,8 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     if type(bits) is not int or not (floats or (kind == "int" and bits in (4, 8))):
         raise unsupported(f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, and 8 of float are")
     rows, size = _shares(weights)
-    activations, row_codes = _activations(group.get("input_activations"))
+    inputs = group.get("input_activations")
+    activations, row_codes = _activations(inputs)
     return MatrixScheme(
         layout=layout,
         kind="fp8" if floats else "int",
@@ -104,8 +107,10 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
         rows=rows,
         group=size,
         symmetric=bool(weights.get("symmetric", True)),
+        ordered=size > 0 and rows == 1 and weights.get("actorder") in _ORDERED,
         activations=activations,
         row_codes=row_codes,
+        row_zeros=row_codes == "static" and not inputs.get("symmetric", True),
     )
 
 

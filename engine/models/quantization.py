@@ -35,10 +35,12 @@ class MatrixScheme:
         group: inputs that share a scale; 0 for all inputs.
         rows: outputs that share a scale; 0 for all outputs.
         symmetric: whether there are no zero points.
+        ordered: whether inputs of a group do not follow each other (act-order), so that a tensor says their groups.
         activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8") where no product here
             does, or "".
         row_codes: how products here round a layer's inputs to int8, one of
             :data:`pillion.kernels.torch.quantized_matrix.ROW_SCHEMES`, or "" where they do not.
+        row_zeros: whether static row codes have a zero point, which a tensor of its own says.
     """
 
     layout: str
@@ -47,8 +49,10 @@ class MatrixScheme:
     group: int = 0
     rows: int = 1
     symmetric: bool = True
+    ordered: bool = False
     activations: str = ""
     row_codes: str = ""
+    row_zeros: bool = False
 
     @property
     def words(self) -> str:

@@ -107,7 +107,11 @@ def _gptq(raw: Raw) -> Quantization:
 def _gptq_scheme(raw: Raw, layout: str) -> MatrixScheme:
     if type(raw.get("bits")) is not int or raw["bits"] not in (4, 8):
         raise unsupported(f"gptq, {raw.get('bits')} bits", "only 4 and 8 bits are")
-    return MatrixScheme(layout=layout, bits=raw["bits"], group=_group(raw), symmetric=raw.get("sym") is True)
+    group = _group(raw)
+    # One group of all inputs has no order.
+    ordered = bool(raw.get("desc_act")) and group > 0
+    symmetric = raw.get("sym") is True
+    return MatrixScheme(layout=layout, bits=raw["bits"], group=group, symmetric=symmetric, ordered=ordered)
 
 
 def _fp8(raw: Raw) -> Quantization:

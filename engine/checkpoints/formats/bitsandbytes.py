@@ -29,7 +29,8 @@ class Nf4Layout:
     """
 
     def marks(self, name: str, headers: Headers) -> bool:
-        return _state(name) in headers
+        # Without its statistics it is such a matrix too, which cannot be read.
+        return _state(name) in headers or (name in headers and headers[name].dtype == "U8")
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         count = math.prod(one_matrix(name, shape))
@@ -108,7 +109,8 @@ class Int8Layout:
     """``weight`` int8 [N, K] and ``SCB`` float32 [N], the largest absolute value of each row."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        return f"{stem(name)}.SCB" in headers
+        # Without its scales it is such a matrix too, which cannot be read.
+        return f"{stem(name)}.SCB" in headers or (name in headers and headers[name].dtype == "I8")
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         return (

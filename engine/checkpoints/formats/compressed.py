@@ -26,6 +26,7 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 # The types in which codes of one byte are stored, by MatrixScheme.kind.
 _CODES = {"int": ("I8",), "fp8": ("F8_E4M3",)}
+_ONE_BYTE = ("I8", "F8_E4M3")
 
 
 class PackedLayout:
@@ -46,7 +47,7 @@ class PackedLayout:
             Part(f"{name}_packed", ("I32",), [(*experts, rows, -(-columns * bits // 32))]),
             Part(f"{name}_scale", FLOATS, _scale_shapes(name, shape, scheme)),
             Part(f"{name}_shape", ("I64", "I32"), [(2,), (*experts, 2), (len(shape),)], optional=True),
-            Part(f"{name}_g_idx", ("I32", "I64"), [(*experts, columns)], optional=True),
+            Part(f"{name}_g_idx", ("I32", "I64"), [(*experts, columns)], optional=not scheme.ordered),
         ]
         # Symmetric files may have zero points that are all 0.
         return [*parts, Part(f"{name}_zero_point", ("I32", "I8"), zeros, optional=scheme.symmetric)]
@@ -82,9 +83,10 @@ class CodesLayout:
     ``weight_scale_inv``: a number, [N, 1], [N, G], or [N / rows, G] for blocks, which may be cut at both ends."""
 
     def marks(self, name: str, headers: Headers) -> bool:
-        found = headers.get(name)
+        # Without its scale it is such a matrix too, which cannot be read.
         scaled = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
-        return found is not None and scaled and found.dtype not in FLOATS
+        found = headers.get(name)
+        return found is not None and found.dtype not in FLOATS and (scaled or found.dtype in _ONE_BYTE)
 
     def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
         scales = _scale_shapes(name, shape, scheme)
@@ -92,7 +94,7 @@ class CodesLayout:
         return (
             Part(name, _CODES[scheme.kind], [shape]),
             Part(f"{name}_scale_inv", SCALES, scales, optional=True),
-            Part(f"{name}_scale", SCALES, scales, optional=True),
+            Part(f"{name}_scale", SCALES, scales, instead=f"{name}_scale_inv"),
             zeros,
         )
 

@@ -80,7 +80,7 @@ class GptqLayout:
             Part(f"{module}.qweight", ("I32",), [(words, rows)]),
             Part(f"{module}.qzeros", ("I32",), [(groups, whole_words(name, "outputs", rows, bits))]),
             Part(f"{module}.scales", FLOATS, [(groups, rows)]),
-            Part(f"{module}.g_idx", ("I32", "I64"), [(columns,)], optional=True),
+            Part(f"{module}.g_idx", ("I32", "I64"), [(columns,)], optional=not scheme.ordered),
         )
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:

@@ -23,13 +23,14 @@ Get = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One of the tensors of a matrix: the types and shapes that it may have, and whether it may be missing. Without
-    ``shapes`` only reading the tensor can tell."""
+    """One of the tensors of a matrix: the types and shapes that it may have, and whether it may be missing, always or
+    where the tensor ``instead`` is there. Without ``shapes`` only reading the tensor can tell."""
 
     name: str
     dtypes: Sequence[str]
     shapes: Sequence[tuple[int, ...]]
     optional: bool = False
+    instead: str = ""
 
 
 class Layout(Protocol):

@@ -68,6 +68,8 @@ class ConfiguredFormat:
         names = [part.name for part in parts] + [_of_rows(name, noted) for noted in _OF_ROWS]
         if scheme.row_codes == "static" and _of_rows(name, "input_scale") not in headers:
             raise ConfigError(f"{_of_rows(name, 'input_scale')} is missing, which inputs of int8 without dynamic need")
+        if scheme.row_zeros and (missing := _of_rows(name, "input_zero_point")) not in headers:
+            raise ConfigError(f"{missing} is missing, which inputs of int8 without dynamic and symmetric need")
         return tuple(part for part in names if part in headers)
 
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
@@ -113,7 +115,7 @@ def _static(name: str, get: Get) -> RowCodes:
 def _check(part: Part, headers: Headers, words: str) -> None:
     header = headers.get(part.name)
     if header is None:
-        if not part.optional:
+        if not part.optional and part.instead not in headers:
             raise ConfigError(f"{part.name} is missing, which a matrix of {words} needs")
         return
     if header.dtype not in part.dtypes:

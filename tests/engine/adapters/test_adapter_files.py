@@ -40,6 +40,7 @@ def check(adapter, model_folder, max_rank=0):
     files = AdapterFiles(adapter)
     pairs = files.pairs(load_config(model_folder), max_rank)
     files.digest(files.check_numbers)
+    files.check_changes(pairs)
     return pairs
 
 
@@ -71,6 +72,10 @@ def test_a_good_one(adapter, model_folder):
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"use_qalora": True}, "use_qalora"),
+        (
+            {"fan_in_fan_out": True},
+            "fan_in_fan_out = True is not supported: it says that weights lie as [inputs, outputs]",
+        ),
         ({"alora_invocation_tokens": [3]}, "alora_invocation_tokens"),
         ({"a_key_of_next_year": 3}, "a_key_of_next_year = 3 is not supported: nobody here obeys it"),
         ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights = 'pissa_niter_16' is not supported"),
@@ -140,6 +145,15 @@ def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
         (lambda t: t | {Q_A: t[Q_A] * float("inf")}, "q_proj.lora_A.weight holds NaN or infinite numbers"),
         (lambda t: t | {Q_A: (t[Q_A] * float("inf")).bfloat16()}, "holds NaN or infinite numbers"),
         (lambda t: t | {Q_A: (t[Q_A] * float("inf")).half()}, "holds NaN or infinite numbers"),
+        # The scale is 2, and the rank 4.
+        (
+            lambda t: t | {Q_B: torch.full_like(t[Q_B], 1e30)},
+            "q_proj.lora_B.weight times its scale up to 2e+30: they may",
+        ),
+        (lambda t: t | {Q_A: torch.full_like(t[Q_A], -1e30)}, "q_proj.lora_A.weight has numbers up to 1e+30"),
+        (lambda t: t | {Q_A: torch.full_like(t[Q_A], 1e30), Q_B: t[Q_B] * 0}, "numbers up to 1e+30"),
+        (lambda t: t | {Q_A: torch.full_like(t[Q_A], 3e38).bfloat16()}, "numbers up to 3e+38"),
+        (lambda t: t | {Q_A: t[Q_A] * 0 + 400, Q_B: t[Q_B] * 0 - 400}, "may change weights by more than 1000000"),
         (lambda t: t | {Q_A: t[Q_A].double()}, "q_proj.lora_A.weight is F64; only F32, F16, BF16 are read"),
         (lambda t: t | {"other.weight": t[Q_A]}, "it has a tensor other.weight: no adapter has such a one"),
         (lambda t: t | {Q_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q_A]}, "DoRA is not served"),
@@ -196,10 +210,16 @@ def test_damaged_files(adapter, model_folder):
     refused(adapter, model_folder, "is longer than 1048576 bytes")
 
 
+def test_large_changes_that_leave_room_are_served(adapter, model_folder):
+    """What counts is the change of a weight and no single number: large numbers that make small changes are served."""
+    edit_tensors(adapter, lambda t: t | {Q_A: torch.full_like(t[Q_A], 1e5), Q_B: torch.full_like(t[Q_B], 1e-5)})
+    assert len(check(adapter, model_folder)) == 4
+
+
 def test_harmless_keys(adapter, model_folder):
-    """What trained the adapter changes nothing, and neither does the transposition of layers that are none of GPT-2."""
+    """What trained the adapter changes nothing."""
     before = AdapterFiles(adapter).digest()
-    changes = {"lora_dropout": 0.3, "fan_in_fan_out": True, "init_lora_weights": "eva", "eva_config": {"rho": 2}}
+    changes = {"lora_dropout": 0.3, "fan_in_fan_out": False, "init_lora_weights": "eva", "eva_config": {"rho": 2}}
     edit_config(adapter, **changes, base_model_name_or_path="elsewhere", a_key_of_next_year=None)
     assert len(check(adapter, model_folder)) == 4
     assert AdapterFiles(adapter).digest() == before

@@ -102,7 +102,15 @@ def state(**changes):
         ("w4a8-codes", fill(f"{Q}.weight", 8), "q_proj.weight holds numbers outside of -8 to 7"),
         ("w8a8", replace(f"{Q}.weight", lambda tensor: tensor.view(torch.uint8)), "q_proj.weight is U8, not I8"),
         ("w8a8", replace(f"{Q}.weight_scale", lambda tensor: tensor[:5]), r"q_proj.weight_scale is \[5, 1\], not"),
-        ("w8a8", drop(f"{Q}.weight_scale"), "q_proj.weight is I8; only"),
+        ("w8a8", drop(f"{Q}.weight_scale"), "q_proj.weight_scale is missing, which a matrix of compressed-tensors"),
+        ("deepseek-fp8", drop(f"{Q}.weight_scale_inv"), "q_proj.weight_scale is missing, which a matrix of fp8"),
+        # What changes the numbers, and that the config says is there.
+        ("gptq-act-order", drop(f"{Q}.g_idx"), "q_proj.g_idx is missing, which a matrix of gptq"),
+        ("w4a16-act-order", drop(f"{Q}.weight_g_idx"), "q_proj.weight_g_idx is missing"),
+        ("w8a8-static-asymmetric", drop(f"{Q}.input_zero_point"), "q_proj.input_zero_point is missing, which inputs"),
+        ("nf4", drop(f"{Q}.weight.quant_state.bitsandbytes__nf4"), "quant_state.bitsandbytes__nf4 is missing"),
+        ("nf4", drop(f"{Q}.weight.absmax"), "q_proj.weight.absmax is missing"),
+        ("bnb-int8", drop(f"{Q}.SCB"), "q_proj.SCB is missing, which a matrix of bitsandbytes, 8 bits needs"),
         ("fp8-channel", fill(f"{Q}.weight", float("nan")), "q_proj.weight holds NaN"),
         (
             "fp8-channel",
