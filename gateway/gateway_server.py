@@ -275,6 +275,7 @@ def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:
         max_bytes=flags.batch_bytes,
         file_bytes=flags.batch_file_bytes,
         keep_s=flags.batch_keep_days * DAY_S,
+        tenant_percent=flags.batch_tenant_percent,
     )
     lines = LineCalls(ModelCalls(gateway))
     return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)

@@ -532,6 +532,9 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
     batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
     batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
+    batch_tenant_percent: int = flag(
+        25, "Share of that folder's bytes, files and batches for one tenant of --api-keys.", least=1, most=100
+    )
     max_batch_requests: int = flag(32, "Most requests of batches in a gateway at once.", least=1)
     drain_timeout_s: float = other_default(RequestServerFlags, "drain_timeout_s", 30.0)
     gateway_workers: int = flag(1, "Gateway processes behind the same two public ports.", least=1, most=MAX_WORKERS)

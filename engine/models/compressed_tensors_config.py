@@ -110,7 +110,7 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
         ordered=size > 0 and rows == 1 and weights.get("actorder") in _ORDERED,
         activations=activations,
         row_codes=row_codes,
-        row_zeros=row_codes == "static" and not inputs.get("symmetric", True),
+        row_zeros=row_codes == "static" and not (inputs or {}).get("symmetric", True),
     )
 
 

@@ -20,8 +20,11 @@ import os
 import re
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from io import FileIO
 from pathlib import Path
 from typing import TypeVar
@@ -36,6 +39,10 @@ INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
 # Records of all tenants; looking through them is what a list costs.
 MAX_FILES = 8192
 MAX_BATCHES = 4096
+# Where a bound is met, inputs that no open batch reads and batches that have ended make room once they are so old.
+IDLE_KEEP_S = 3600
+# Bytes that a file of unknown length takes ahead of what has come of it.
+RESERVED_AHEAD_BYTES = 8 * 2**20
 # Batches of one tenant that have not come to their end.
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
@@ -73,23 +80,67 @@ def told_if_full() -> Iterator[None]:
         raise FolderFull(f"the disk of --batch-path is full: {error.strerror}", FULL_RETRY_MS) from None
 
 
+@dataclass(frozen=True, slots=True)
+class FolderUse:
+    """Bytes, files and batches: those of a tenant, or a bound."""
+
+    bytes: int = 0
+    files: int = 0
+    batches: int = 0
+
+    def plus(self, other: FolderUse) -> FolderUse:
+        """The sum of both."""
+        return FolderUse(self.bytes + other.bytes, self.files + other.files, self.batches + other.batches)
+
+    def beyond(self, most: FolderUse, used: FolderUse) -> FolderUse | None:
+        """By how much it is too much where so much is used already; None where it fits. What it has nothing of counts
+        for nothing."""
+        total = self.plus(used)
+        over = FolderUse(
+            max(0, total.bytes - most.bytes) if self.bytes else 0,
+            max(0, total.files - most.files) if self.files else 0,
+            max(0, total.batches - most.batches) if self.batches else 0,
+        )
+        return over if over != FolderUse() else None
+
+    def weight(self, most: FolderUse) -> float:
+        """The largest of its shares of ``most``."""
+        return max(self.bytes / most.bytes, self.files / most.files, self.batches / most.batches)
+
+    def words(self, most: FolderUse) -> str:
+        """What of ``most``, a bound, it is beyond."""
+        if self.bytes:
+            return f"about {most.bytes} bytes (--batch-bytes)"
+        return f"{most.files} files" if self.files else f"{most.batches} batches"
+
+
 class Upload:
-    """A file that is being written. It is there for its tenant once it is whole, or never."""
+    """A file that is being written. It is there for its tenant once it is whole, or never.
+
+    The part file is made as long as the file may become, so that every gateway counts what is reserved.
+    """
 
     def __init__(self, folder: BatchFolder, tenant: str) -> None:
         self._folder = folder
-        self._tenant = tenant
-        self._id = f"file-{secrets.token_hex(12)}"
-        self._path = folder.content(self._id).with_suffix(".part")
-        self.size = 0
+        self.tenant = tenant
+        self.id = f"file-{secrets.token_hex(12)}"
+        self._path = folder.content(self.id).with_suffix(".part")
+        self.size = self.reserved_bytes = 0
         self._file = open_new(self._path)
 
-    def write(self, data: bytes) -> None:
-        """Adds to the file. Raises FileTooLarge."""
+    def reserve(self, size_bytes: int) -> None:
+        """Makes the part so long."""
+        with told_if_full():
+            os.ftruncate(self._file, size_bytes)
+        self.reserved_bytes = size_bytes
+
+    def write(self, data: bytes | bytearray) -> None:
+        """Adds to the file. Raises FileTooLarge, and FolderFull."""
         self.size += len(data)
         if self.size > self._folder.file_bytes:
-            text = f"larger than {self._folder.file_bytes} bytes (--batch-file-bytes)"
-            raise FileTooLarge.of(FieldViolation("file", text))
+            raise self._folder.too_large()
+        if self.size > self.reserved_bytes:
+            self._folder.reserve(self, self.size)
         with told_if_full():
             write_all(self._file, data)
 
@@ -97,10 +148,12 @@ class Upload:
         """Ends the file; from now on it is its tenant's. Raises InvalidRequest for an empty one."""
         if not self.size:
             raise InvalidRequest.of(FieldViolation("file", "it is empty"))
-        return self._folder.keep_file(self._file, self._path, self._id, self._tenant, filename, purpose)
+        self.reserve(self.size)
+        return self._folder.keep_file(self._file, self._path, self.id, self.tenant, filename, purpose)
 
     def close(self) -> None:
         """Ends writing. What was not kept is removed."""
+        self._folder.uploads.pop(self.id, None)
         os.close(self._file)
         self._path.unlink(missing_ok=True)
 
@@ -112,10 +165,27 @@ class BatchFolder:
         max_bytes: most bytes in it before uploads are refused and batches stand still.
         file_bytes: the largest file that clients may bring.
         keep_s: age at which files, and batches that have ended, are removed.
+        tenant_percent: share of all bounds that a tenant with a name may have.
+
+    Attributes:
+        uploads: files that this process is writing, by their ids.
     """
 
-    def __init__(self, path: str | os.PathLike[str], *, max_bytes: int, file_bytes: int, keep_s: int) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        max_bytes: int,
+        file_bytes: int,
+        keep_s: int,
+        tenant_percent: int = 100,
+    ) -> None:
         self.path = Path(path)
+        self.tenant_percent = tenant_percent
+        self.uploads: dict[str, Upload] = {}
+        # The tenants of files and batches, which never change, and what keeps two threads from taking one room.
+        self._tenants: dict[str, str] = {}
+        self._lock = threading.RLock()
         self.max_bytes, self.file_bytes, self.keep_s = max_bytes, file_bytes, keep_s
         self._files, self._batches = self.path / "files", self.path / "batches"
         try:
@@ -130,15 +200,54 @@ class BatchFolder:
     # Files.
 
     def upload(self, tenant: str, size_bytes: int = 0) -> Upload:
-        """Begins a file of about so many bytes. Raises FolderFull, and FileTooLarge."""
-        if size_bytes > self.file_bytes + 2**20:
-            raise FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes (--batch-file-bytes)"))
-        if self.used_bytes() + size_bytes > self.max_bytes:
-            raise FolderFull(f"the folder of --batch-path holds --batch-bytes ({self.max_bytes}) bytes", FULL_RETRY_MS)
-        if sum(1 for _ in self._files.glob("*.json")) >= MAX_FILES:
-            raise FolderFull(f"the folder of --batch-path holds {MAX_FILES} files", FULL_RETRY_MS)
-        with told_if_full():
-            return Upload(self, tenant)
+        """Begins a file of about so many bytes; 0: nobody knows. Raises FolderFull, and FileTooLarge."""
+        if size_bytes > self.file_bytes:
+            raise self.too_large()
+        with self._lock, told_if_full():
+            self._find_room(tenant, size_bytes, files=1)
+            upload = Upload(self, tenant)
+            self.uploads[upload.id] = upload
+            try:
+                upload.reserve(size_bytes)
+            except BaseException:
+                upload.close()
+                raise
+        return upload
+
+    def reserve(self, upload: Upload, size_bytes: int) -> None:
+        """Makes room for an upload of at least so many bytes. Raises FolderFull."""
+        with self._lock:
+            ahead = min(size_bytes + RESERVED_AHEAD_BYTES, self.file_bytes)
+            for wanted in (ahead, size_bytes):
+                try:
+                    self._find_room(upload.tenant, wanted - upload.reserved_bytes)
+                except FolderFull:
+                    if wanted == size_bytes:
+                        raise
+                else:
+                    upload.reserve(wanted)
+                    return
+
+    def too_large(self) -> InvalidRequest:
+        """The error for a file that is larger than clients may bring."""
+        return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes (--batch-file-bytes)"))
+
+    def _find_room(self, tenant: str, size_bytes: int, files: int = 0, batches: int = 0) -> None:
+        """Raises FolderFull where so much more of a tenant's does not fit, within its share and in the folder. What is
+        idle makes room before: the tenant's own, and in a full folder that of the tenant that has most."""
+        wanted = FolderUse(size_bytes, files, batches)
+        for whose in (tenant, "") if tenant else ("",):
+            most, uses = self._share(whose), self.uses()
+            over = wanted.beyond(most, _sum(uses, whose))
+            if over is None:
+                continue
+            heaviest = whose or max(uses, key=lambda one: uses[one].weight(most), default="")
+            self._remove_idle(heaviest, over)
+            over = wanted.beyond(most, _sum(self.uses(), whose))
+            if over is not None:
+                share = f", the share of a tenant (--batch-tenant-percent {self.tenant_percent})" if whose else ""
+                holds = "this tenant has in" if whose else "there are in"
+                raise FolderFull(f"{holds} the folder of --batch-path already {over.words(most)}{share}", FULL_RETRY_MS)
 
     def keep_file(self, file: int, part: Path, name: str, tenant: str, filename: str, purpose: str) -> FileRecord:
         """Puts a whole file, written as ``part``, into its place, with its record; both are on the disk then."""
@@ -202,8 +311,8 @@ class BatchFolder:
         if known.purpose != INPUT_PURPOSE:
             text = f"a file of purpose {known.purpose!r} is no input; purpose={INPUT_PURPOSE} is"
             raise InvalidRequest.of(FieldViolation("input_file_id", text))
-        if len(self.batch_ids()) >= MAX_BATCHES:
-            raise FolderFull(f"the folder of --batch-path holds {MAX_BATCHES} batches", FULL_RETRY_MS)
+        with self._lock:
+            self._find_room(tenant, 0, batches=1)
         if sum(batch.tenant == tenant for batch in self.open_batches()) >= MAX_OPEN_BATCHES:
             raise Overloaded(f"{MAX_OPEN_BATCHES} batches have not ended yet", FULL_RETRY_MS)
         now = int(time.time())
@@ -270,13 +379,61 @@ class BatchFolder:
 
     # The folder as a whole.
 
+    def uses(self) -> dict[str, FolderUse]:
+        """What each tenant has. Files that others are writing are nobody's, whose name is empty."""
+        with self._lock:
+            known, uses = dict[str, str](), defaultdict[str, FolderUse](FolderUse)
+            for path in self._files.iterdir():
+                name, own = path.name.partition(".")[0], self.uploads.get(path.stem)
+                tenant = known[name] = own.tenant if own else self._tenant_of(name, known)
+                counts = path.suffix == ".json" or (path.suffix == ".part" and own is not None)
+                uses[tenant] = uses[tenant].plus(FolderUse(_size(path), int(counts)))
+            for name in self.batch_ids():
+                tenant = known[name] = self._tenant_of(name, known)
+                uses[tenant] = uses[tenant].plus(FolderUse(_size(self.of_batch(name) / "journal"), 0, 1))
+            self._tenants = {name: tenant for name, tenant in known.items() if tenant}
+            return uses
+
     def used_bytes(self) -> int:
         """Bytes of all files and journals."""
-        return sum(_size(path) for path in (*self._files.iterdir(), *self._batches.glob("*/journal")))
+        return sum(use.bytes for use in self.uses().values())
 
     def full(self) -> bool:
         """Whether --batch-bytes is used up."""
         return self.used_bytes() >= self.max_bytes
+
+    def full_tenants(self) -> frozenset[str]:
+        """The tenants whose share of --batch-bytes is used up."""
+        uses = self.uses()
+        return frozenset(one for one, use in uses.items() if one and use.bytes >= self._share(one).bytes)
+
+    def _share(self, tenant: str) -> FolderUse:
+        """The most that a tenant may have; that of the one without a name is all."""
+        percent = self.tenant_percent if tenant else 100
+        bounds = (self.max_bytes, MAX_FILES, MAX_BATCHES)
+        return FolderUse(*(max(1, bound * percent // 100) for bound in bounds))
+
+    def _tenant_of(self, name: str, known: Mapping[str, str]) -> str:
+        """The tenant of a file or a batch, by its id; "" where nobody knows."""
+        found = known.get(name) or self._tenants.get(name)
+        if found is None:
+            record: FileRecord | BatchRecord | None = _read(self._files / f"{name}.json", FileRecord)
+            record = record or (self.known_batch(name) if _BATCH_ID.fullmatch(name) else None)
+            found = "" if record is None else record.tenant
+        return found
+
+    def _remove_idle(self, tenant: str, over: FolderUse) -> None:
+        """Removes what is idle of a tenant, the oldest first, until no more than ``over`` has gone."""
+        before_s = time.time() - IDLE_KEEP_S
+        in_use = {batch.input_file_id for batch in self.open_batches()}
+        left_bytes, left_files = over.bytes, over.files
+        for file in reversed(self.files(tenant, INPUT_PURPOSE)):
+            if file.created_at < before_s and file.id not in in_use and (left_bytes > 0 or left_files > 0):
+                self._remove_file(file.id)
+                left_bytes, left_files = left_bytes - file.bytes, left_files - 1
+        ended = [batch for batch in self.batches(tenant) if batch.over and batch.ended_at < before_s]
+        for batch in ended[::-1][: over.batches]:
+            self._remove_batch(batch.id)
 
     def sweep(self, now_s: float) -> None:
         """Removes what is older than it is kept, and what writers that died have left."""
@@ -295,10 +452,7 @@ class BatchFolder:
                 (place / "journal").unlink(missing_ok=True)
             old = batch is not None and batch.over and batch.ended_at + self.keep_s <= now_s
             if old or (batch is None and _age_s(place, now_s) > PART_AGE_S):
-                lock = self.lock(name)
-                if lock is not None:
-                    shutil.rmtree(place, ignore_errors=True)
-                    os.close(lock)
+                self._remove_batch(name)
 
     def lock(self, name: str) -> int | None:
         """Takes the lock of a batch; None where another has it, or the batch is gone. Closing gives it back, and so
@@ -340,6 +494,20 @@ class BatchFolder:
         (self._files / f"{name}.json").unlink(missing_ok=True)
         self.content(name).unlink(missing_ok=True)
 
+    def _remove_batch(self, name: str) -> None:
+        lock = self.lock(name)
+        if lock is not None:
+            shutil.rmtree(self.of_batch(name), ignore_errors=True)
+            os.close(lock)
+
+
+def _sum(uses: Mapping[str, FolderUse], tenant: str) -> FolderUse:
+    """What a tenant has; "": what all have."""
+    found = FolderUse()
+    for one, use in uses.items():
+        found = found.plus(use) if tenant in ("", one) else found
+    return found
+
 
 def page_of(records: Sequence[T], ids: Sequence[str], after: str, limit: int) -> tuple[Sequence[T], bool]:
     """So many records behind the one called ``after``, and whether there are more. Raises NotFound."""
@@ -356,7 +524,7 @@ def open_new(path: Path) -> int:
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _OWNER_ONLY_FILE)
 
 
-def write_all(file: int, data: bytes) -> None:
+def write_all(file: int, data: bytes | bytearray) -> None:
     """Writes all of ``data``, or raises OSError."""
     left = memoryview(data)
     while left:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -15,10 +15,18 @@ from pillion.gateway.batches.batch_folder import (
     BatchFolder,
     FileTooLarge,
     FolderFull,
+    Upload,
     page_of,
 )
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
 from pillion.gateway.batches.batch_runner import BatchRunner
+from pillion.gateway.batches.upload_places import (
+    MAX_UPLOADS,
+    MIN_BYTES_PER_S,
+    TENANT_UPLOADS,
+    UploadPlace,
+    UploadPlaces,
+)
 from pillion.gateway.http_api.batch_calls import BATCH_URLS
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
@@ -26,10 +34,10 @@ from pillion.gateway.http_api.multipart import FormReader
 from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.openai_requests import read_metadata
 
-# Files that clients bring to one gateway at the same time, and those of one tenant.
-MAX_UPLOADS, TENANT_UPLOADS = 16, 4
 # What is read of a file, or written to it, at once.
 PIECE_BYTES = 256 * 2**10
+# What a form may hold besides its file.
+MAX_FORM_BYTES = 2**20
 MAX_BATCH_BODY_BYTES = 64 * 2**10
 MAX_LISTED_FILES, LISTED_FILES = 10_000, 10_000
 MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
@@ -58,36 +66,62 @@ class BatchesApi:
 
     def __init__(self, runner: BatchRunner | None) -> None:
         self._kept = runner
-        self._uploads: Counter[str] = Counter()
+        self._places = UploadPlaces()
 
     async def create_file(self, call: HttpCall) -> None:
         """Takes a file of requests."""
-        form, length = FormReader(call.header(b"content-type")), call.header(b"content-length")
-        folder, on_disk = self._folder, self._runner.on_disk
-        tenant = call.tenant.name
-        if self._uploads.total() >= MAX_UPLOADS or self._uploads[tenant] >= TENANT_UPLOADS:
-            text = f"{self._uploads[tenant]} files are being sent by this tenant, {self._uploads.total()} by all"
+        form, loop = FormReader(call.header(b"content-type")), asyncio.get_running_loop()
+        folder, tenant = self._folder, call.tenant.name
+        limit = asyncio.timeout(None)
+        place = self._places.begin(tenant, loop.time(), lambda: limit.reschedule(loop.time()))
+        if place is None:
+            text = f"{MAX_UPLOADS} files are being sent, or {TENANT_UPLOADS} by this tenant"
             raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
-        self._uploads[tenant] += 1
         try:
-            with _mapped():
-                expected = int(length) if length.isdigit() and len(length) < 16 else 0
-                upload = await on_disk(folder.upload, tenant, expected)
-                with contextlib.closing(upload):
-                    waiting = b""
-                    async for piece in call.pieces():
-                        waiting += form.feed(piece)
-                        if len(waiting) >= PIECE_BYTES:
-                            await on_disk(upload.write, waiting)
-                            waiting = b""
-                    form.end()
-                    _check_fields(form.fields)
-                    await on_disk(upload.write, waiting)
-                    record = await on_disk(upload.keep, form.filename, INPUT_PURPOSE)
+            async with limit:
+                limit.reschedule(place.ends_s)
+                record = await self._uploaded(call, form, folder, place, limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"the file comes at less than {MIN_BYTES_PER_S} bytes a second"
+            raise ApiError(408, "another file has its place: it comes too slowly" if place.lost else text) from None
         finally:
-            self._uploads[tenant] -= 1
-            self._uploads = +self._uploads
+            self._places.end(place)
         await _answer(call, record.shown())
+
+    async def _uploaded(
+        self, call: HttpCall, form: FormReader, folder: BatchFolder, place: UploadPlace, limit: asyncio.Timeout
+    ) -> FileRecord:
+        """Reads a form into a file of the folder."""
+        length, on_disk = call.header(b"content-length"), self._runner.on_disk
+        expected = int(length) if length.isdigit() and len(length) < 16 else 0
+        most = folder.file_bytes + MAX_FORM_BYTES
+        with _mapped(), contextlib.ExitStack() as opened:
+            if expected > most:
+                raise folder.too_large()
+
+            def begin() -> Upload:
+                # Where this call ends while the thread is here, the file is known to it nevertheless.
+                size_bytes = min(expected, folder.file_bytes)
+                return opened.enter_context(contextlib.closing(folder.upload(place.tenant, size_bytes)))
+
+            upload = await on_disk(begin)
+            waiting = bytearray()
+            async for piece in call.pieces():
+                place.size_bytes += len(piece)
+                if not place.lost:
+                    limit.reschedule(place.ends_s)
+                if place.size_bytes > most:
+                    raise folder.too_large()
+                waiting += form.feed(piece)
+                if len(waiting) >= PIECE_BYTES:
+                    await on_disk(upload.write, waiting)
+                    waiting = bytearray()
+            form.end()
+            _check_fields(form.fields)
+            await on_disk(upload.write, waiting)
+            return await on_disk(upload.keep, form.filename or "", INPUT_PURPOSE)
 
     async def files(self, call: HttpCall) -> None:
         """Lists files, the newest first."""

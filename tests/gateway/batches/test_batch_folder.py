@@ -40,12 +40,10 @@ def folder(tmp_path: pathlib.Path) -> BatchFolder:
     return BatchFolder(tmp_path / "b", max_bytes=10**6, file_bytes=10**5, keep_s=2 * DAY_S)
 
 
-def uploaded(folder: BatchFolder, content: bytes, tenant: str = "") -> str:
-    upload = folder.upload(tenant)
-    upload.write(content)
-    record = upload.keep("in.jsonl", "batch")
-    upload.close()
-    return record.id
+def uploaded(folder: BatchFolder, content: bytes, tenant: str = "", expected: int = 0) -> str:
+    with contextlib.closing(folder.upload(tenant, expected)) as upload:
+        upload.write(content)
+        return upload.keep("in.jsonl", "batch").id
 
 
 def inputs(count: int) -> bytes:
@@ -235,10 +233,12 @@ def test_the_folder_is_bounded(folder: BatchFolder, monkeypatch: pytest.MonkeyPa
     assert folder.used_bytes() == 0
     for _ in range(9):
         uploaded(folder, bytes(10**5))
-    with pytest.raises(FolderFull, match="--batch-bytes"):
-        folder.upload("", 10**5)
+    for expected in (10**5, 0):
+        # A file whose length nobody has said is bounded as it comes.
+        with pytest.raises(FolderFull, match="--batch-bytes"):
+            uploaded(folder, bytes(10**5), expected=expected)
     assert not folder.full()
-    uploaded(folder, bytes(10**5))
+    uploaded(folder, bytes(10**6 - folder.used_bytes()))
     assert folder.full()
     monkeypatch.setattr(batch_folder, "MAX_FILES", 3)
     monkeypatch.setattr(folder, "max_bytes", 10**9)
@@ -252,6 +252,91 @@ def test_the_folder_is_bounded(folder: BatchFolder, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(batch_folder, "MAX_BATCHES", 1)
     with pytest.raises(FolderFull, match="1 batches"):
         folder.create("", file_id, CHAT, None)
+
+
+def test_files_that_come_at_the_same_time_share_the_room(folder: BatchFolder) -> None:
+    """What is reserved counts, in this gateway and in another one with the same folder, and is given back."""
+    with contextlib.ExitStack() as stack:
+        known = [stack.enter_context(contextlib.closing(folder.upload("", 10**5))) for _ in range(8)]
+        unknown = [stack.enter_context(contextlib.closing(folder.upload(""))) for _ in range(3)]
+        assert folder.used_bytes() == 8 * 10**5
+        for upload in unknown[:2]:
+            upload.write(bytes(10))
+        other = BatchFolder(folder.path, max_bytes=10**6, file_bytes=10**5, keep_s=2 * DAY_S)
+        assert other.used_bytes() == 10**6
+        for one in (folder, other):
+            with pytest.raises(FolderFull, match="--batch-bytes"):
+                one.upload("", 10)
+        with pytest.raises(FolderFull, match="--batch-bytes"):
+            unknown[2].write(b"x")
+        for upload in (*known, *unknown[:2]):
+            upload.write(bytes(10**5 - upload.size))
+    assert folder.used_bytes() == 0
+    assert not folder.uploads
+
+
+SHARES = {"max_bytes": 10**6, "file_bytes": 10**5, "keep_s": 2 * DAY_S, "tenant_percent": 25}
+
+
+def test_no_tenant_fills_the_folder_for_others(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_folder, "MAX_FILES", 40)
+    monkeypatch.setattr(batch_folder, "MAX_BATCHES", 20)
+    folder = BatchFolder(tmp_path / "b", **SHARES)
+    for _ in range(2):
+        uploaded(folder, bytes(10**5), "red")
+    with pytest.raises(FolderFull, match=r"this tenant has .* 250000 bytes .*--batch-tenant-percent 25"):
+        uploaded(folder, bytes(10**5), "red")
+    small = uploaded(folder, inputs(3), "green")
+    for _ in range(9):
+        uploaded(folder, b"{}", "green")
+    with pytest.raises(FolderFull, match="already 10 files, the share of a tenant"):
+        folder.upload("green")
+    for _ in range(5):
+        folder.create("green", small, CHAT, None)
+    with pytest.raises(FolderFull, match="already 5 batches, the share"):
+        folder.create("green", small, CHAT, None)
+    assert folder.full_tenants() == frozenset()
+    held = claim(folder, folder.batches("green")[0].id)
+    assert held is not None
+    begun(held)
+    held.append([JournalEntry(1, False, bytes(250_000))])
+    held.close()
+    assert folder.full_tenants() == {"green"}
+    # There is room for others, and for whoever has no name, as without keys.
+    created(folder, tenant="blue")
+    assert folder.uses()["blue"].files == 1
+    again = BatchFolder(tmp_path / "b", **SHARES)
+    assert again.uses() == folder.uses()
+
+
+@pytest.mark.parametrize("tenant", ["", "red"])
+def test_what_is_idle_makes_room(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, tenant: str) -> None:
+    """8,192 small files refuse nobody for 30 days: what no open batch reads goes after an hour, where its room is
+    needed."""
+    monkeypatch.setattr(batch_folder, "MAX_FILES", 24 if tenant else 6)
+    monkeypatch.setattr(batch_folder, "MAX_BATCHES", 8 if tenant else 2)
+    folder = BatchFolder(tmp_path / "b", **SHARES)
+    done = created(folder, tenant=tenant)
+    worked(folder, done)
+    read = created(folder, tenant=tenant)
+    used = folder.batch(tenant, read).input_file_id
+    for _ in range(2):
+        uploaded(folder, b"{}", tenant)
+    now_s = time.time()
+    with pytest.raises(FolderFull, match="files"):
+        folder.upload(tenant)
+    with pytest.raises(FolderFull, match="batches"):
+        folder.create(tenant, used, CHAT, None)
+    monkeypatch.setattr(time, "time", lambda: now_s + batch_folder.IDLE_KEEP_S + 2)
+    uploaded(folder, b"{}", tenant)
+    kept = {file.id for file in folder.files(tenant)}
+    # One file has gone: neither the one that a batch reads nor an answer.
+    assert used in kept
+    assert len(kept) == 6
+    assert {file.purpose for file in folder.files(tenant)} == {"batch", "batch_output"}
+    folder.create(tenant, used, CHAT, None)
+    assert done not in {batch.id for batch in folder.batches(tenant)}
+    folder.check_integrity()
 
 
 def test_a_full_disk_is_said_and_costs_nothing(folder: BatchFolder, monkeypatch: pytest.MonkeyPatch) -> None:

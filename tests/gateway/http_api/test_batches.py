@@ -18,10 +18,11 @@ from openai.types import Batch
 
 from pillion.config import GatewayFlags
 from pillion.gateway.admission.api_keys import hash_of
-from pillion.gateway.batches import batch_folder, batch_runner
+from pillion.gateway.batches import batch_folder, batch_runner, upload_places
 from pillion.gateway.batches.batch_folder import BatchFolder
+from pillion.gateway.batches.upload_places import TENANT_UPLOADS
 from pillion.gateway.gateway_server import start_gateway
-from pillion.gateway.http_api.batches_api import TENANT_UPLOADS
+from pillion.gateway.http_api.batches_api import MAX_FORM_BYTES
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.multipart import FormReader
 from pillion.observability import metric_catalog as names
@@ -29,7 +30,7 @@ from pillion.priority import MAX_PRIORITY
 from testbed.conditions import until
 from tests.support.examples import examples
 from tests.support.fake_components import FakeCluster, running_fake_cluster, toy_model
-from tests.support.http import call, connected, request_bytes
+from tests.support.http import call, connected, parse_reply, request_bytes
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 FINAL = ("completed", "failed", "expired", "cancelled")
@@ -264,6 +265,53 @@ async def test_a_tenant_sends_some_files_at_once(served: str, tmp_path: pathlib.
     # Their clients have gone: nothing of the files stays, and there is room again.
     await until("them to be gone", lambda: not kept(tmp_path))
     assert (await call(served, "/v1/files", body, headers)).status == 200
+
+
+async def test_uploads_that_drip_keep_nobody_out(
+    served: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who has a place and sends nothing loses it to a newcomer, and is told so."""
+    monkeypatch.setattr(upload_places, "YIELD_S", 0.0)
+    body, headers = form(PURPOSE, FILE)
+    begun_only = request_bytes("POST", "/v1/files", body, headers)[:-20]
+    async with contextlib.AsyncExitStack() as stack:
+        drips = [await stack.enter_async_context(connected(served)) for _ in range(TENANT_UPLOADS)]
+        for _, writer in drips:
+            writer.write(begun_only)
+        await until("the files to be begun", lambda: len(kept(tmp_path)) == TENANT_UPLOADS)
+        assert (await call(served, "/v1/files", body, headers)).status == 200
+        lost = [asyncio.create_task(reader.read()) for reader, _ in drips]
+        done, others = await asyncio.wait(lost, return_when=asyncio.FIRST_COMPLETED)
+        said = parse_reply(done.pop().result())
+        assert (said.status, len(others)) == (408, TENANT_UPLOADS - 1)
+        assert "another file has its place" in said.error["message"]
+        for task in others:
+            task.cancel()
+
+
+async def test_an_upload_that_comes_too_slowly_ends(
+    served: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload_places, "GRACE_S", 0.0)
+    body, headers = form(PURPOSE, FILE)
+    async with connected(served) as (reader, writer):
+        writer.write(request_bytes("POST", "/v1/files", body, headers)[:-20])
+        said = parse_reply(await reader.read())
+    assert (said.status, "less than 16384 bytes a second" in said.error["message"]) == (408, True)
+    await until("nothing to stay", lambda: not kept(tmp_path))
+
+
+async def test_a_form_is_bounded_whatever_it_holds(served: str, tmp_path: pathlib.Path) -> None:
+    """Also where nobody has said how long it is, and where what is long is no file."""
+    _, headers = form(PURPOSE, FILE)
+    headers |= {"Transfer-Encoding": "chunked"}
+    head = request_bytes("POST", "/v1/files", b"", headers).replace(b"Content-Length: 0\r\n", b"")
+    # The last byte is one too many; a server that closes before it has read all resets the connection.
+    sent = form(PURPOSE, FILE)[0].ljust(1000 + MAX_FORM_BYTES + 1, b"z")
+    async with connected(served) as (reader, writer):
+        writer.write(head + b"%x\r\n%b" % (len(sent), sent))
+        assert parse_reply(await reader.read()).status == 413
+    await until("nothing to stay", lambda: not kept(tmp_path))
 
 
 async def test_wrong_questions_are_refused(served: str) -> None:
