@@ -17,6 +17,7 @@ import json
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import tempfile
 import threading
@@ -70,10 +71,13 @@ MAX_TOKENS = 1000
 # All answers have so many tokens when something is killed, and many more to come.
 TOKENS_BEFORE_KILL = 20
 CROWD, CROWD_TOKENS = 14, 1200
+# Of the decode worker's batches of tokens: how many are between two looks whether all answers are in their middle, and
+# how many make the crowd's texts so long that they leave just room for the prompts of a group of cases.
+BATCHES_BETWEEN_LOOKS, CROWDED_AT_BATCH = 8, 370
+RESULT_WITHIN_S = 300.0
 # A supervisor gives up where a component dies too often.
 KILLS_PER_CLUSTER = 2
 CASES_AT_ONCE = 8
-MAX_TRIES = 4
 LOGPROB_TOLERANCE = 2e-3
 
 _ITEM = {
@@ -197,7 +201,7 @@ class Answers:
 
     def begun(self, count: int) -> bool:
         """Whether ``count`` answers have so many tokens that a kill is in the middle of them."""
-        return len(self.tokens) == count and min(map(len, self.tokens.values())) >= TOKENS_BEFORE_KILL
+        return sum(len(tokens) >= TOKENS_BEFORE_KILL for tokens in tuple(self.tokens.values())) == count
 
 
 def first_defect(shape: str, answers: Answers, count: int) -> str:
@@ -301,22 +305,32 @@ class StructuredCluster:
         for case, salt in zip(cases, salts, strict=True):
             if case.prefix == "hit":
                 self.ask(case, salt, Answers(), n=1, max_tokens=1)
-        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool, self._crowd(trouble == "preempted"):
+        disturbed = {"none": contextlib.nullcontext, "preempted": self._crowd}.get(trouble, self._armed)
+        with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool, disturbed():
             asked = [pool.submit(self.ask, *each) for each in zip(cases, salts, found, strict=True)]
             if trouble in KILLED:
 
                 def all_begun() -> bool:
-                    # One that ended before the kill is tried again.
-                    begun = (one.begun(case.answers) for one, case in zip(found, cases, strict=True))
-                    return all(begun) or any(one.done() for one in asked)
+                    return all(one.begun(case.answers) for one, case in zip(found, cases, strict=True))
 
-                wait_for("answers in their middle", all_begun)
-                self.running.kill(KILLED[trouble])
-            return [one.result(120) for one in asked]
+                with self.running.holding_all("answers in their middle", all_begun, BATCHES_BETWEEN_LOOKS) as held:
+                    held.kill() if KILLED[trouble] == "decode" else self.running.kill(KILLED[trouble])
+            elif trouble == "preempted":
+                # They get memory while the crowd stands still, and must give it up when that goes on.
+                with self.running.holding():
+                    tickets = CROWD + len(cases)
+                    wait_for("all tickets", lambda: self.running.node_status().tickets >= tickets)
+            return [one.result(RESULT_WITHIN_S) for one in asked]
 
     @contextlib.contextmanager
-    def _crowd(self, wanted: bool) -> Iterator[None]:
-        """Run texts that need more of the pool than there is, and come first."""
+    def _armed(self) -> Iterator[None]:
+        self.running.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
+        yield
+
+    @contextlib.contextmanager
+    def _crowd(self) -> Iterator[None]:
+        """Run texts that need more of the pool than there is, and come first. When the block begins, the decode worker
+        is held, as they have most of the pool."""
         over = threading.Event()
 
         def one(number: int) -> None:
@@ -326,16 +340,15 @@ class StructuredCluster:
             while not over.is_set():
                 stream = self._stubs[POLICIES[0]].Generate(request_to_pb(request))
                 for _ in stream:
-                    begun[number].set()
                     if over.is_set():
                         stream.cancel()
                         break
 
-        begun = [threading.Event() for _ in range(CROWD if wanted else 0)]
-        with concurrent.futures.ThreadPoolExecutor(max(1, len(begun))) as pool:
-            running = [pool.submit(one, number) for number in range(len(begun))]
+        self.running.arm(CROWDED_AT_BATCH, signal.SIGSTOP)
+        with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
+            running = [pool.submit(one, number) for number in range(CROWD)]
             try:
-                assert all(event.wait(WITHIN_S) for event in begun)
+                self.running.struck()
                 yield
             finally:
                 over.set()
@@ -355,7 +368,7 @@ def structured_cluster(folder: pathlib.Path, model: pathlib.Path, guesses: bool)
     """Run a cluster, and a further gateway process for each policy but the first."""
     flags = (*FLAGS, "--speculative-config", str(guessing(4))) if guesses else FLAGS
     flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1")
-    with served(folder, str(model), *flags) as running, contextlib.ExitStack() as stack:
+    with served(folder, str(model), *flags, faults=True) as running, contextlib.ExitStack() as stack:
         targets = [running.target, *(stack.enter_context(another_gateway(running, each)) for each in POLICIES[1:])]
         for target in targets:
             wait_for("all gateways to serve", lambda target=target: knows_workers(target))
@@ -421,9 +434,6 @@ def _chunks(items: list[Any], size: int) -> list[list[Any]]:
     return [items[begin : begin + size] for begin in range(0, len(items), size)]
 
 
-MISSED = ("nothing was replayed", "nothing was preempted")
-
-
 def judged(case: StructuredCase, got: Answers, wanted: Answers) -> str:
     """Return what is wrong about a case's run; empty for nothing."""
     assert got.last is not None
@@ -431,9 +441,9 @@ def judged(case: StructuredCase, got: Answers, wanted: Answers) -> str:
     assert got.last.timings is not None
     wrong = first_defect(case.shape, got, case.answers) or difference(wanted, got)
     if not wrong and case.trouble in KILLED and not got.last.timings.replays:
-        return MISSED[0]
+        return "nothing was replayed"
     if not wrong and case.trouble == "preempted" and not got.last.timings.preemptions:
-        return MISSED[1]
+        return "nothing was preempted"
     cached = (got.last.usage.prompt_tokens - 1) // 16 * 16 if case.prefix == "hit" else 0
     if not wrong and case.trouble == "none" and got.last.usage.cached_tokens != cached:
         return f"{got.last.usage.cached_tokens} tokens cached"
@@ -458,28 +468,11 @@ def run_structured(cases: Sequence[StructuredCase]) -> list[tuple[StructuredCase
                         assert not first_defect(*key[:1], wanted[key], case.answers)
                         assert not oracle.difference(case.shape, wanted[key])
                 for batch in batches:
-                    results += _tried(cluster, batch, wanted)
+                    for case, got in zip(batch, cluster.run_all(batch), strict=True):
+                        wrong = judged(case, got, wanted[case.shape, case.answers])
+                        print(f"{'ok ' if not wrong else 'BAD'} {case} {wrong}", flush=True)
+                        results.append((case, wrong))
                 cluster.settle()
-    return results
-
-
-def _tried(
-    cluster: StructuredCluster, batch: list[StructuredCase], wanted: dict[tuple[str, int], Answers]
-) -> list[tuple[StructuredCase, str]]:
-    """Run a batch; cases that missed their trouble run again."""
-    results, left = [], batch
-    for last in range(MAX_TRIES):
-        again = []
-        for case, got in zip(left, cluster.run_all(left), strict=True):
-            wrong = judged(case, got, wanted[case.shape, case.answers])
-            if wrong in MISSED and last + 1 < MAX_TRIES:
-                again.append(case)
-                continue
-            print(f"{'ok ' if not wrong else 'BAD'} {case} {wrong}", flush=True)
-            results.append((case, wrong))
-        left = again
-        if not left:
-            break
     return results
 
 
