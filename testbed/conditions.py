@@ -1,7 +1,8 @@
 """Waiting for a condition with a bound, in place of a sleep of a guessed length.
 
-``wait_for`` blocks the thread, ``until`` gives way to the event loop, and ``loop_turns`` lets whatever is ready on the
-loop run a known number of times. A test that shows that something does *not* happen counts turns or drives a clock.
+``wait_for`` blocks the thread, ``until`` gives way to the event loop, ``within`` awaits something, and ``loop_turns``
+lets whatever is ready on the loop run a known number of times. A test that shows that something does *not* happen
+counts turns or drives a clock.
 
 A wait that is given up says in the first line of its error what it waited for, what it saw instead, and since when.
 What it saw is the condition's answer, and where that is no more than "not yet", the operands of what the condition
@@ -20,7 +21,9 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 POLL_S = 0.02
 # Most time that a condition is given. It is long for the sake of loaded machines; a test waits it out only where
@@ -69,6 +72,18 @@ async def until(
             return answer
         watch.missed(answer)
         await asyncio.sleep(POLL_S)
+
+
+async def within(
+    what: str, awaitable: Awaitable[T], timeout_s: float = WITHIN_S, *, saw: Callable[[], Any] | None = None
+) -> T:
+    """Return what is awaited. Raises AssertionError with ``what`` when it does not come in time, and with what ``saw``
+    returns then."""
+    try:
+        return await asyncio.wait_for(awaitable, timeout_s)
+    except TimeoutError:
+        seen = f"; it saw {short(saw())}" if saw is not None else ""
+        raise AssertionError(f"waited {timeout_s:g} s for {what}{seen}") from None
 
 
 async def loop_turns(count: int = 50) -> None:

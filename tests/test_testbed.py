@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from testbed.conditions import LINE_CHARACTERS, until, wait_for
+from testbed.conditions import LINE_CHARACTERS, until, wait_for, within
 from testbed.ports import FIRST, LAST, free_port, free_ports
 
 FOUND = [3]
@@ -58,6 +58,12 @@ async def test_coroutines_are_looked_into_too() -> None:
     with pytest.raises(AssertionError, match=r"waited 0\.1 s for more; for \d\.\d s it saw asked = [1-9]"):
         await until("more", enough, 0.1)
     assert await until("an answer", told) == 2
+
+
+async def test_what_does_not_come_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"^waited 0 s for a word; it saw \[3\]$"):
+        await within("a word", asyncio.Event().wait(), 0, saw=lambda: FOUND)
+    assert await within("an answer", told()) == 2
 
 
 def test_a_port_is_given_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:

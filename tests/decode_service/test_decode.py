@@ -17,7 +17,7 @@ from pillion.errors import Internal
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import until
 from tests.support.ahead_backend import AheadBackend
 from tests.support.drafts import guessing
 from tests.support.fake_backend import FakeBackend, greedy
@@ -27,7 +27,7 @@ NOT_FOUND, INVALID, EXHAUSTED, DEADLINE, INTERNAL = 5, 3, 8, 4, 13
 
 
 async def over(answer: Answer) -> None:
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
 
 
 async def start(workers: Workers, connection: Connection, key: int, tokens: list[int], count: int = 8) -> Answer:
@@ -83,7 +83,7 @@ async def test_a_defect_behind_an_adopted_ticket_lets_go_of_it(monkeypatch: pyte
                 patch.setattr(WorkerEpoch, "make", fail)
                 if role == "decode":
                     answer = await connection.submit(submit_of(1, ticket, prompt, 6))
-                    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+                    await answer.ended()
                     assert answer.last is not None
                     assert answer.last.error.code == Internal.code
                 else:
@@ -385,7 +385,7 @@ async def test_streams_in_line_are_told_so_while_steps_go_on(monkeypatch: pytest
         assert [len(one.queued) for one in others] == before
         backend.gate.set()
         for answer in (first, *others):
-            await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+            await answer.ended()
         assert [len(answer.token_ids) for answer in (first, *others)] == [900, 2, 2]
         await workers.release(*tickets)
         await workers.quiet()

@@ -76,7 +76,7 @@ async def finished(
 ) -> Answer:
     ticket = await workers.ticket(tokens)
     answer = await connection.submit(submit_of(key, ticket, tokens, count, **other))
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     await workers.release(ticket)
     return answer
 
@@ -149,7 +149,7 @@ async def answers_of(workers: Workers, connection: Connection) -> list[list[int]
     others = [connection.answers.setdefault(fork.key, Answer()) for fork in forks]
     first = await finished(workers, connection, 1, prompt(1, 30), 30, sampling=sampled, forks=forks)
     for other in others:
-        await asyncio.wait_for(other.over.wait(), WITHIN_S)
+        await other.ended()
     return [answer.token_ids for answer in (first, *others)]
 
 
@@ -163,7 +163,7 @@ async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest
         old = worker.epoch.number
         workers.kvnode.pool.fence(old)
         workers.decode_backend.gate.set()
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await answer.ended()
         assert answer.last is not None
         assert answer.last.error is not None
         await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
@@ -204,7 +204,7 @@ async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: p
         main.gate.set()
         second = await asyncio.wait_for(asked, WITHIN_S)
         await workers.release(second)
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await answer.ended()
         assert answer.token_ids == greedy(prompt(1, 40), 60)
         await workers.release(first)
         await workers.quiet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
@@ -11,7 +10,7 @@ import pytest
 from pillion.engine.scheduling.draft_chains import DraftShape
 from pillion.engine.worker import worker as worker_module
 from pillion.speculative_config import SpeculativeConfig
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import until
 from tests.decode_service.test_draft_model import (
     answered_first,
     answers_of,
@@ -79,7 +78,7 @@ async def test_a_fenced_worker_guesses_again_in_its_new_epoch(monkeypatch: pytes
         await until("guesses", lambda: head.guessed > 8)
         old = worker.epoch.number
         workers.kvnode.pool.fence(old)
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await answer.ended()
         await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
         await workers.release(ticket)
         await workers.quiet()

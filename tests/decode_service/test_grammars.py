@@ -13,7 +13,6 @@ import pytest
 from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2
-from testbed.conditions import WITHIN_S
 from tests.support.fake_backend import EOS
 from tests.support.grammars import GrammarOracle, text_of, write_tokenizer
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
@@ -52,7 +51,7 @@ async def begin(
     ticket = await workers.ticket(tokens)
     other = {"grammar": JSON, "stop_token_ids": (EOS,), **other}
     answer = await connection.submit(submit_of(key, ticket, tokens, count, **other))
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     await workers.release(ticket)
     assert answer.last is not None
     return answer
@@ -79,7 +78,7 @@ async def test_a_replayed_answer_goes_on_as_it_began(folder: str) -> None:
             ticket = await workers.ticket([*prompt(1, 9), *whole.token_ids[:cut]])
             submit = submit_of(key, ticket, [*prompt(1, 9), *whole.token_ids[:cut]], 200, grammar=JSON, prompt_tokens=9)
             answer = await connection.submit(submit)
-            await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+            await answer.ended()
             await workers.release(ticket)
             assert whole.token_ids[:cut] + answer.token_ids == whole.token_ids
             assert answer.last is not None
@@ -111,7 +110,7 @@ async def test_each_further_answer_follows_the_grammar_from_its_begin(folder: st
         answers = [await connection.submit(submit)]
         answers += [connection.answers.setdefault(fork.key, Answer()) for fork in forks]
         for answer in answers:
-            await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+            await answer.ended()
             assert answer.token_ids == oracle.greedy(prompt(2, 10), JSON, 200)
         await workers.release(ticket)
         await workers.quiet()

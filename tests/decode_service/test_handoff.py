@@ -39,7 +39,7 @@ async def run_span(workers: Workers, ticket: OpenTicketReply) -> None:
 
 async def end_of(answer: Answer) -> int:
     """The code of its error; 0 where it ended well."""
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     assert answer.last is not None
     return answer.last.error.code if answer.last.error else 0
 

@@ -14,7 +14,6 @@ from pillion.engine.scheduling import scheduler as scheduling
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.decode_pb2 import Fork
-from testbed.conditions import WITHIN_S
 from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy, kv_of, logits_of
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
@@ -55,7 +54,7 @@ async def score(workers: Workers, connection: Connection, key: int, hits: bool =
     """The answer to a scored prompt under a ticket that pins nothing, or what the node has."""
     ticket = await workers.ticket(PROMPT, hits=hits)
     answer = await connection.submit(submit_of(key, ticket, PROMPT, **{"sampling": SCORED, "max_tokens": 6, **other}))
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     await workers.release(ticket)
     return answer
 
@@ -117,7 +116,7 @@ async def test_forks_share_the_scores_of_their_prompt() -> None:
         others = [connection.answers.setdefault(key, Answer()) for key in (5, 6)]
         forks = (Fork(key=5, seed=12), Fork(key=6, seed=13))
         answer = await score(workers, connection, 1, sampling=free, forks=forks)
-        await asyncio.wait_for(asyncio.gather(*(other.over.wait() for other in others)), WITHIN_S)
+        await asyncio.gather(*(other.ended() for other in others))
         check(answer.prompt_logprobs, expected(PROMPT))
         assert [other.prompt_logprobs for other in others] == [[], []]
         assert all(len(one.token_ids) == len(one.logprobs) == 6 for one in (answer, *others))

@@ -19,6 +19,7 @@ import yaml
 from pillion import AsyncClient
 from pillion.observability.metrics import Meters
 from pillion.observability.metrics_export import Exports
+from testbed.ports import free_port
 from testbed.tiny_model import save_model
 from tests.deploy.check import check_schema, metrics_pages, serve_and_ask
 from tests.support.compose import (
@@ -76,7 +77,8 @@ def test_health_checks_are_such_as_docker_compose_1_takes() -> None:
         assert service.get("healthcheck", {}).keys() <= OLD_HEALTH, name
 
 
-async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves(unused_tcp_port: int) -> None:
+async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves() -> None:
+    port = free_port()
     checks = {
         service.health.test for name, service in read_services({}).items() if name in COMPONENTS and service.health
     }
@@ -84,7 +86,7 @@ async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves(un
     program, option, text = next(iter(checks))
     assert (program, option) == ("bash", "-c")
     # Without a path no other program is found.
-    command = [shutil.which(program), option, text.replace("9464", str(unused_tcp_port))]
+    command = [shutil.which(program), option, text.replace("9464", str(port))]
     trouble = ""
 
     async def well() -> bool:
@@ -92,7 +94,7 @@ async def test_a_health_check_starts_nothing_but_a_shell_and_tells_who_serves(un
         return await child.wait() == 0
 
     assert not await well(), "nobody listens"
-    page = {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": False, "not_ready": lambda: trouble}
+    page = {"host": "127.0.0.1", "port": port, "vllm_names": False, "not_ready": lambda: trouble}
     exports = Exports(Meters(), "decode-7", "decode", **page)
     try:
         assert await well()

@@ -260,7 +260,11 @@ class FaultRunner:
             assert fired is not None
             if over.wait(max(0.0, fired.at_s + kill.after_s - time.monotonic())):
                 return
-            for pid in self.place.pids(kill.victim)[:1]:
+            # One that was killed before may not be back yet.
+            while not (pids := self.place.pids(kill.victim)):
+                if over.wait(LOOK_EVERY_S):
+                    return
+            for pid in pids[:1]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     struck[place] = True

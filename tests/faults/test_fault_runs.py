@@ -21,10 +21,9 @@ from tests.faults.fault_runs import (
 )
 from tests.faults.places import ROLES, WHOLE_WITHIN_S, fault_place
 
-# A prefill worker and a KV node that are killed, a decode worker that only slept, and one that is killed.
-SEEDS = (7, 12, 15, 51)
-# How often a seed is run at most: when a process comes to a point is the machine's to say.
-MAX_RUNS = 3
+# A prefill worker and a KV node that are killed, a decode worker that only slept, and one that is killed: each at the
+# first passing of a point, which is sure to come.
+SEEDS = (7, 93, 15, 51)
 
 
 @pytest.fixture(scope="module")
@@ -36,12 +35,9 @@ def runner() -> Iterator[FaultRunner]:
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fault_costs_a_pause(runner: FaultRunner, seed: int) -> None:
-    for _ in range(MAX_RUNS):
-        record = runner.run(draw(seed, "small", one_fault=True))
-        assert record.wrong == []
-        if all(record.fired):
-            return
-    pytest.fail(f"no process came to its point in {MAX_RUNS} runs")
+    plan = draw(seed, "small", one_fault=True)
+    assert [fault.passing for fault in plan.faults] == [1]
+    assert runner.run(plan).outcome == "right"
 
 
 @pytest.mark.cluster
@@ -50,12 +46,7 @@ def test_requests_wait_for_the_workers_of_a_node_that_is_back(runner: FaultRunne
     step = DrawnFault(BY_NAME["decode, before a launch"], 20, None, "", 6.0)
     kills = tuple(ChainedKill("kvnode", after_s) for after_s in (0.3, 2.0))
     plan = FaultPlan(0, (step,), ("greedy", "long prompt", "n", "logprobs", "chat"), (True,) * 5, kills)
-    for _ in range(MAX_RUNS):
-        record = runner.run(plan)
-        assert record.wrong == []
-        if all(record.fired):
-            return
-    pytest.fail(f"the faults did not happen in {MAX_RUNS} runs")
+    assert runner.run(plan).outcome == "right"
 
 
 def test_seeds_draw_chains() -> None:

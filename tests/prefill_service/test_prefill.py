@@ -50,7 +50,7 @@ async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
         assert [(ack.chunk_index, ack.end_tokens) for ack in acks] == [(0, 16), (1, 32), (2, 40)]
         assert all(ack.queue_ms >= 0 and ack.compute_ms >= 0 for ack in acks)
         answer = await connection.submit(submit_of(1, ticket, tokens, 9))
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await answer.ended()
         assert answer.token_ids == greedy(tokens, 9)
         assert answer.last is not None
         assert answer.last.finish_reason is FinishReason.LENGTH
@@ -74,7 +74,7 @@ async def test_a_text_within_the_models_original_length_has_rotary_rows_of_its_o
         ticket = await workers.ticket(tokens)
         await acks_of(workers, workers.span(ticket, tokens, (16, 16), text_tokens=text_tokens))
         answer = await connection.submit(submit_of(1, ticket, tokens, text_tokens - 50 if text_tokens else 100))
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await answer.ended()
         assert sum(batch.num_tokens for batch in seen) >= 50
         assert all((batch.table_rows - batch.positions == shift).all() for batch in seen)
         await workers.release(ticket)

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pillion.supervisor.child_process import ChildProcess
+from testbed.cluster import PATIENT_MS
 from testbed.conditions import WITHIN_S
 from testbed.redis import redis_executable
 from tests.support.compose import ROOT, ComposeService, Image
@@ -134,7 +135,8 @@ class ComposeRun:
     async def _start(self, container: Container) -> None:
         service = container.service
         environment = {key: os.environ[key] for key in ("PATH", "LANG", "LD_LIBRARY_PATH") if key in os.environ}
-        environment |= {"PYTHONPATH": str(ROOT)}
+        # Nobody is taken for lost because the machine is busy with tests.
+        environment |= {"PYTHONPATH": str(ROOT), "PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS)}
         image = {key: value for key, value in self._image.environment.items() if key != "PATH"} if service.own else {}
         own = {**image, **service.environment}
         environment |= {key: self._here(value, container) for key, value in own.items()}

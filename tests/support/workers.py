@@ -27,7 +27,7 @@ from pillion.v1.prefill_pb2 import RunSpanRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import WITHIN_S, until, within
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory
 
 BLOCK = 4
@@ -130,6 +130,10 @@ class Answer:
     # Places in line, as the worker said them.
     queued: list[int] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def ended(self) -> None:
+        """Returns when its last delta is here."""
+        await within("the last delta of a stream", self.over.wait(), saw=lambda: self)
 
 
 class Connection:

@@ -19,6 +19,7 @@ from pillion.errors import ConfigError
 from pillion.loadgen.openai_target import EventReader, OpenAITarget, message_of
 from pillion.loadgen.target import AnswerMessage, AnswerRequest, TargetError, TokenCounts
 from testbed.conditions import loop_turns
+from testbed.ports import free_port
 
 EVENT_HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream; charset=utf-8\r\nTransfer-Encoding: chunked\r\n\r\n"
 ASK = AnswerRequest(2, ids=(5, 6))
@@ -221,8 +222,8 @@ async def test_the_model_is_the_first_of_the_list():
             await target.describe()
 
 
-async def test_nobody_there(unused_tcp_port):
-    target = OpenAITarget("m", True, 0.0, target=f"http://127.0.0.1:{unused_tcp_port}")
+async def test_nobody_there():
+    target = OpenAITarget("m", True, 0.0, target=f"http://127.0.0.1:{free_port()}")
     with pytest.raises(TargetError, match="connection"):
         await pieces(target)
 

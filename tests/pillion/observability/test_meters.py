@@ -28,6 +28,7 @@ from pillion.observability.metrics_export import Exports, MetricsPage
 from pillion.observability.metrics_prometheus import prometheus_name, sample_names
 from testbed.conditions import WITHIN_S
 from testbed.otlp import collecting
+from testbed.ports import free_port
 
 QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
 
@@ -131,13 +132,14 @@ def test_vllm_names_say_the_same() -> None:
     assert ("vllm:request_success_total", (("finished_reason", "UNAVAILABLE"), model)) not in found
 
 
-async def test_a_part_has_a_page_and_its_port_is_its_own(unused_tcp_port: int) -> None:
-    meters, page = Meters(), {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": True, "not_ready": str}
+async def test_a_part_has_a_page_and_its_port_is_its_own() -> None:
+    port = free_port()
+    meters, page = Meters(), {"host": "127.0.0.1", "port": port, "vllm_names": True, "not_ready": str}
     exports = Exports(meters, "decode-7", "decode", **page)  # type: ignore[arg-type]
     try:
         with pytest.raises(ConfigError, match="the metrics page cannot listen"):
             Exports(Meters(), "decode-8", "decode", **page)  # type: ignore[arg-type]
-        url = f"http://127.0.0.1:{unused_tcp_port}/metrics"
+        url = f"http://127.0.0.1:{port}/metrics"
         text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=WITHIN_S).read().decode())
         assert 'component="decode-7"' in text
         assert "process_resident_memory_bytes" in text
@@ -146,15 +148,13 @@ async def test_a_part_has_a_page_and_its_port_is_its_own(unused_tcp_port: int) -
         await asyncio.to_thread(exports.close)
 
 
-async def test_a_health_check_reads_whether_a_part_serves_and_whether_it_lives(
-    unused_tcp_port: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trouble = ""
-    page = {"host": "127.0.0.1", "port": unused_tcp_port, "vllm_names": False, "not_ready": lambda: trouble}
+async def test_a_health_check_reads_whether_a_part_serves_and_whether_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    trouble, port = "", free_port()
+    page = {"host": "127.0.0.1", "port": port, "vllm_names": False, "not_ready": lambda: trouble}
     exports = Exports(Meters(), "gateway-0", "gateway", **page)  # type: ignore[arg-type]
 
     def read(path: str) -> tuple[int, str]:
-        connection = http.client.HTTPConnection("127.0.0.1", unused_tcp_port, timeout=WITHIN_S)
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=WITHIN_S)
         with contextlib.closing(connection):
             connection.request("GET", path)
             reply = connection.getresponse()

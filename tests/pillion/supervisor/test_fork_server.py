@@ -23,7 +23,7 @@ from pillion.supervisor.lifeline import adopt_orphans
 from pillion.supervisor.process_title import WAITING_NAME, WAITING_TITLE
 from pillion.supervisor.standby import Successor
 from testbed.cluster import alive, words_of
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import WITHIN_S, until, within
 from tests.support.processes import STAY, NewChildren, started
 
 PILLION = (sys.executable, "-m", "pillion")
@@ -73,7 +73,7 @@ async def test_a_fork_is_a_child_like_any_other(folder: pathlib.Path) -> None:
         # Standard input, output and error, its socket, and nothing of the server's.
         assert process.num_fds() == 4
         child.kill()
-        assert await asyncio.wait_for(child.wait(), WITHIN_S) == -signal.SIGKILL
+        assert await within("the fork's end", child.wait()) == -signal.SIGKILL
         assert not psutil.pid_exists(child.pid)
         assert said == []
 
@@ -82,7 +82,7 @@ async def test_a_fork_has_the_output_the_status_and_the_environment_of_its_own(f
     async def run(*words: str, **more: str) -> tuple[int, list[str]]:
         lines: list[str] = []
         child = await server.launch((*PILLION, *words), child_environ(os.environ, "") | more, lines.append)
-        return await asyncio.wait_for(child.wait(), WITHIN_S), lines
+        return await within("the fork's end", child.wait()), lines
 
     async with serving() as (server, _):
         status, lines = await run("version")
@@ -208,7 +208,7 @@ async def test_a_standby_is_shown_as_one_until_it_serves(folder: pathlib.Path) -
         argv = (*PILLION, "kvnode", f"--node-listen=unix:{folder}/n.sock", f"--attach-socket={folder}/a.sock")
         successor = await Successor.start(argv, child_environ(os.environ, ""), server.launch)
         try:
-            assert await asyncio.wait_for(successor.ready(), WITHIN_S)
+            assert await within("the standby", successor.ready())
             process = psutil.Process(successor.pid)
             assert (process.name(), words_of(process)[0]) == (WAITING_NAME, WAITING_TITLE)
             child = successor.begin(lambda line: None)
@@ -255,7 +255,7 @@ async def test_who_adopts_orphans_buries_them() -> None:
     child = await ChildProcess.start((sys.executable, "-c", program), dict(os.environ), lines.append)
     await until("the grandchild", lambda: lines)
     os.kill(child.pid, signal.SIGKILL)
-    assert await asyncio.wait_for(child.wait(), WITHIN_S) == -signal.SIGKILL
+    assert await within("the fork's end", child.wait()) == -signal.SIGKILL
     await until("nobody to be left", child.gone)
     assert not psutil.pid_exists(int(lines[0]))
 

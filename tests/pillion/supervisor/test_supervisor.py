@@ -22,7 +22,7 @@ from pillion.supervisor.runtime_dir import RuntimeDir, sweep
 from pillion.supervisor.standby import Successor
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
 from testbed.cluster import alive
-from testbed.conditions import WITHIN_S, loop_turns, until, wait_for
+from testbed.conditions import WITHIN_S, loop_turns, until, wait_for, within
 from tests.support.notices import RecordedNotices
 from tests.support.processes import STAY, NewChildren, started
 
@@ -191,10 +191,10 @@ async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
     waits = spec(folder, "a", program=STANDING_BY)
     successor = await Successor.start(waits.argv, waits.environ)
     try:
-        assert await asyncio.wait_for(successor.ready(), WITHIN_S)
+        assert await within("the standby", successor.ready())
         # A supervisor's end closes its side of the connection, too.
         successor._connection.close()
-        await asyncio.wait_for(successor.wait(), WITHIN_S)
+        await within("the standby's end", successor.wait())
     finally:
         successor.close()
     assert not (folder / "log").exists()
@@ -203,7 +203,7 @@ async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
 async def test_a_standby_that_has_ended_gets_no_signal(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     waits = spec(folder, "a", program="")
     successor = await Successor.start(waits.argv, waits.environ)
-    await asyncio.wait_for(successor.wait(), WITHIN_S)
+    await within("the standby's end", successor.wait())
     sent: list[int] = []
     # Its number may be another process's by then.
     monkeypatch.setattr(os, "killpg", lambda pid, number: sent.append(pid))
@@ -264,7 +264,7 @@ async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path)
     for count in (1, 2, 3):
         await until("another start of a", lambda count=count: log_of(folder).count("start a") == count)
         os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
-    assert await asyncio.wait_for(failed, WITHIN_S) == "a died 3 times within 60 s"
+    assert await within("the supervisor to give up", failed) == "a died 3 times within 60 s"
     await supervisor.stop()
     assert supervisor.living() == []
 
@@ -300,7 +300,7 @@ async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder
         assert not failed.done()
         assert [one.component_id for one in supervisor.down()] == ["a"]
         os.kill(supervisor.pid_of("b") or 0, signal.SIGKILL)
-        assert await asyncio.wait_for(failed, WITHIN_S) == "b died 2 times within 600 s"
+        assert await within("the supervisor to give up", failed) == "b died 2 times within 600 s"
     finally:
         await supervisor.stop()
 
