@@ -17,7 +17,7 @@ from pillion.errors import Internal
 from pillion.types import FinishReason, SamplingParams
 from pillion.v1 import common_pb2, decode_pb2
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from tests.support.ahead_backend import AheadBackend
 from tests.support.drafts import guessing
 from tests.support.fake_backend import FakeBackend, greedy
