@@ -4,6 +4,9 @@ no process --job--> idle --request--> busy --answer--> idle
                       ^                 |
                       |                 +-- out of time, memory or life --> killed, no process
                       +-- the next job starts a fresh one
+
+All clients share the process. So one that goes away does not take it with it: its job goes on, for no longer than a
+fresh process would take to start.
 """
 
 from __future__ import annotations
@@ -28,6 +31,8 @@ T = TypeVar("T")
 
 # The variables that a Python with libraries of its own needs to start, and those of the local time.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
+# How long a job goes on for which nobody waits: about what a fresh process takes until it answers.
+ABANDONED_S = 1.0
 _WORKER = Path(__file__).with_name("boxed_worker.py")
 
 
@@ -70,6 +75,9 @@ class BoxedProcess:
         }
         self._limits = limits
         self._process: Process | None = None
+        # Whether it has answered nothing yet.
+        self._fresh = True
+        self._running: asyncio.Task[dict[str, Any]] | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
 
@@ -80,20 +88,36 @@ class BoxedProcess:
             raise Overloaded(f"{limits.max_waiting} {limits.what}", retry_after_ms=1000)
         self._waiting += 1
         try:
-            async with self._turn:
-                return await self._run(job, size_bytes)
-        finally:
+            await self._turn.acquire()
+        except BaseException:
             self._waiting -= 1
+            raise
+        # It is not the caller's own, and gives the turn back when it is through.
+        running = self._running = asyncio.create_task(self._run(job, size_bytes), name="boxed job")
+        running.add_done_callback(self._ended)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            if not self._fresh:
+                asyncio.get_running_loop().call_later(ABANDONED_S, running.cancel)
+            raise
+
+    def _ended(self, running: asyncio.Task[dict[str, Any]]) -> None:
+        self._waiting -= 1
+        self._turn.release()
+        if not running.cancelled():
+            # Looked at here: perhaps nobody waits for it.
+            running.exception()
 
     async def _run(self, job: Any, size_bytes: int) -> dict[str, Any]:
-        """Sends one job to the process, which is killed after a failure or where the caller was cancelled."""
+        """Sends one job to the process, which is killed after a failure."""
         answered = False
         try:
             async with asyncio.timeout(self._limits.wall_s):
                 if self._process is None:
                     self._process = await self._start()
                 answer = await _exchange(self._process, job, size_bytes)
-            answered = True
+            answered, self._fresh = True, False
         except TimeoutError:
             raise BoxFailure(f"it took more than {self._limits.wall_s:g} s", its_own=False) from None
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -104,7 +128,7 @@ class BoxedProcess:
             raise BoxFailure(reason, its_own=ended != -signal.SIGKILL) from None
         finally:
             if not answered:
-                await self.aclose()
+                await self._kill()
         return answer
 
     async def _start(self) -> Process:
@@ -115,10 +139,17 @@ class BoxedProcess:
             sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True
         )
         _send(process, msgspec.json.encode(self._setup))
+        self._fresh = True
         return process
 
     async def aclose(self) -> None:
-        """Ends the process; the next job would start another one."""
+        """Ends the process, and the job that it runs; the next job would start another one."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.gather(self._running, return_exceptions=True)
+        await self._kill()
+
+    async def _kill(self) -> None:
         process, self._process = self._process, None
         if process is None:
             return

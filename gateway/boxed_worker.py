@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _read() -> Any:
+def _read() -> bytes:
     head = sys.stdin.buffer.read(4)
     if len(head) < 4:
         # The gateway is gone.
         sys.exit(0)
-    return json.loads(sys.stdin.buffer.read(int.from_bytes(head, "big")))
+    return sys.stdin.buffer.read(int.from_bytes(head, "big"))
 
 
 def _write(message: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def main() -> None:
     """Serves until standard input ends."""
     # Ctrl-C is for the gateway; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    setup = _read()
+    setup = json.loads(_read())
     with contextlib.suppress(ValueError, OSError):
         # macOS knows this limit and refuses to set it; the timer bounds how much a job can fill there.
         resource.setrlimit(resource.RLIMIT_AS, (setup["memory_bytes"], setup["memory_bytes"]))
@@ -61,8 +61,8 @@ def main() -> None:
         # The signal's default action ends the process in the kernel, whatever code runs.
         signal.setitimer(signal.ITIMER_PROF, setup["cpu_s"])
         try:
-            answer = handle(job)
-        except Exception as error:  # noqa: BLE001  (a template that does not compile)
+            answer = handle(json.loads(job))
+        except Exception as error:  # noqa: BLE001  (a template that does not compile, a number that is too long)
             answer = {"broken": f"{type(error).__name__}: {error}"[:1000]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         _write(answer)

@@ -34,7 +34,7 @@ from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.admission import RETRY_AFTER_MS, Admission, TenantSlots
 from pillion.gateway.admission.api_keys import Keyring
 from pillion.gateway.admission.shared_quotas import SharedQuotas
-from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt
+from pillion.gateway.admission.tenants import OPEN, Tenant, cache_salt, share_of
 from pillion.gateway.admission.turns import AdmissionPermit
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import AnswerForm
@@ -79,7 +79,14 @@ from pillion.gateway.scaling.worker_needs import GivenAnswer
 from pillion.gateway.tokens.answer_text import AnswerText, ReadAnswerText
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.stops import stop_strings
-from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TOKENIZER_THREADS, ModelTokenizer, TextTooLong, TokenizerPool
+from pillion.gateway.tokens.tokenizer import (
+    LOOP_BYTES,
+    TOKEN_BYTES,
+    ModelTokenizer,
+    TextTooLong,
+    TokenizerPool,
+    check_wanted,
+)
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
@@ -90,8 +97,9 @@ T = TypeVar("T")
 STOPPING = "this gateway is stopping"
 # Longest time that the load of an adapter waits until all machines have it.
 SPREAD_TIMEOUT_S = 30.0
-# Prompts of one tenant that may wait for a tokenizer: the next one has to be there when a thread is free.
-TENANT_TEXTS_AT_ONCE = 2 * TOKENIZER_THREADS
+# Jobs of one tenant that may be in line for a process that all tenants share, such as the one of a chat template: the
+# next one has to be there when that is free.
+TENANT_BOXED_AT_ONCE = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +159,9 @@ class Gateway:
         self.quotas = quotas or SharedQuotas()
         self.admission = Admission(options.max_inflight_requests, options.max_inflight_tokens, self._slots)
         self._pool = TokenizerPool()
-        self._texts = TenantSlots(TENANT_TEXTS_AT_ONCE)
-        # Bytes of requests that are read on threads, or wait for it.
-        self._waiting_bytes = 0
+        self._boxes = TenantSlots(TENANT_BOXED_AT_ONCE)
+        # Bytes of requests that are read on threads, or wait for it, by tenants.
+        self._waiting_bytes: Counter[str] = Counter()
         self._draining = False
         self._arrivals = secrets.randbelow(1024)
         self.meters = Meters()
@@ -199,7 +207,8 @@ class Gateway:
         self._ring = ring
         self.quotas.keep(ring.tenants)
         self.admission.keep(ring.tenants)
-        self._texts.keep(ring.tenants)
+        self._boxes.keep(ring.tenants)
+        self._pool.keep(ring.tenants)
 
     async def generate(
         self,
@@ -243,7 +252,8 @@ class Gateway:
             if deadline is not None and time.monotonic() >= deadline:
                 raise DeadlineExceeded("the request's deadline passed while it was tokenized")
             longest = self._longest(request, model, prompt)
-            form = model.formats.answer_form(request, text)
+            schemas = tools_bytes(request.tools) if asks_for_calls(request.tools) else 0
+            form = await self.off_loop(tenant, schemas, model.formats.answer_form, request, text)
             scores = check_scores(request.sampling, len(prompt))
             grammar = await self._grammar(request, model, form, tenant)
             self.admission.weigh(permit, len(prompt), scores)
@@ -288,14 +298,17 @@ class Gateway:
         in the tenant's turn. Raises what the job raises, and Overloaded where too many jobs wait."""
         if size_bytes <= LOOP_BYTES:
             return job(*arguments)
-        if self._waiting_bytes + size_bytes > MAX_WAITING_BYTES:
-            raise Overloaded(f"more than {MAX_WAITING_BYTES} bytes of requests wait to be read", RETRY_AFTER_MS)
-        self._waiting_bytes += size_bytes
+        tenant = self._known(tenant)
+        waiting, own = self._waiting_bytes.total(), self._waiting_bytes[tenant.name]
+        most = share_of(tenant, MAX_WAITING_BYTES, waiting - own)
+        if own + size_bytes > most:
+            raise Overloaded(f"more than {most} bytes of requests wait to be read", RETRY_AFTER_MS)
+        self._waiting_bytes[tenant.name] += size_bytes
         try:
-            async with self._texts.of(self._known(tenant)):
-                return await self._pool.run(job, *arguments)
+            return await self._pool.run(job, *arguments, tenant=tenant, size_bytes=size_bytes)
         finally:
-            self._waiting_bytes -= size_bytes
+            self._waiting_bytes[tenant.name] -= size_bytes
+            self._waiting_bytes = +self._waiting_bytes
 
     @property
     def longest_tokens(self) -> int:
@@ -371,8 +384,8 @@ class Gateway:
 
     async def text_of(self, name: str, token_ids: tuple[int, ...], tenant: Tenant) -> str:
         """The text of ids, for a request that has been counted already."""
-        async with self._texts.of(tenant):
-            return await self._pool.run(self.entry(name).tokenizer.decode, token_ids)
+        size_bytes = TOKEN_BYTES * len(token_ids)
+        return await self._pool.run(self.entry(name).tokenizer.decode, token_ids, tenant=tenant, size_bytes=size_bytes)
 
     def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
         """The models that live workers serve now, each with its alias, then their adapters, as far as a tenant may use
@@ -494,16 +507,17 @@ class Gateway:
         prompt, field, tokenizer = request.token_ids, prompt_field(request), model.tokenizer
         text = request.text
         if not prompt:
-            async with self._texts.of(tenant):
-                encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
-                if request.messages:
-                    tools = request.tools.tools if asks_for_calls(request.tools) else ()
+            encode: Callable[[str, int], tuple[int, ...]] = tokenizer.encode_bare if bare else tokenizer.encode_text
+            if request.messages:
+                tools = request.tools.tools if asks_for_calls(request.tools) else ()
+                async with self._boxes.of(tenant):
                     text = await model.template.render(request.messages, request.chat, tools)
-                    encode = tokenizer.encode_chat
-                try:
-                    prompt = await self._pool.run(encode, text, model.limits.max_prompt_tokens)
-                except TextTooLong as error:
-                    raise too_long(str(error), field, model.limits) from None
+                encode = tokenizer.encode_chat
+            most = model.limits.max_prompt_tokens
+            try:
+                prompt = await self._pool.run(encode, text, most, tenant=tenant, size_bytes=len(text))
+            except TextTooLong as error:
+                raise too_long(str(error), field, model.limits) from None
         check_length(len(prompt), field, model.limits)
         return prompt, text
 
@@ -516,10 +530,11 @@ class Gateway:
         if shape is None and (form is None or form.tools is None):
             return None
         if shape is not None:
-            async with self._texts.of(tenant):
+            async with self._boxes.of(tenant):
                 shape = await model.grammars.lark(shape)
 
         def write(loose: bool) -> JoinedGrammar:
+            check_wanted()
             piece = None if shape is None else shape_piece(shape)
             return join(answer_pieces(form, model.formats, tools, piece, loose))
 
@@ -528,7 +543,7 @@ class Gateway:
         for loose in (False, True) if optional else (False,):
             try:
                 grammar = await self.off_loop(tenant, shape_bytes(shape) + tools_bytes(tools), write, loose)
-                async with self._texts.of(tenant):
+                async with self._boxes.of(tenant):
                     await model.grammars.check(grammar)
             except InvalidRequest:
                 if loose or not optional:
@@ -619,8 +634,8 @@ class Gateway:
                 if so_far.finish_reason is None or form is not None:
                     # The client has this text; what counts is what the answer still holds back, and how much of it was
                     # reasoning. It may be long, so it is read on a thread, in the tenant's turn.
-                    async with self._texts.of(tenant):
-                        await self._pool.run(answer.push, so_far.token_ids)
+                    size_bytes = TOKEN_BYTES * len(so_far.token_ids)
+                    await self._pool.run(answer.push, so_far.token_ids, tenant=tenant, size_bytes=size_bytes)
         return answers
 
     def _start(

@@ -19,16 +19,12 @@ from collections.abc import Callable, Collection
 from functools import partial
 
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation
-from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.admission.tenants import OPEN, Tenant, share_of
 from pillion.gateway.admission.turns import BACKGROUND_SHARE, AdmissionPermit, ModelTurns
 from pillion.priority import rank
 
 # Time after which a refused client may try again; streams end every few hundred milliseconds on a gateway this full.
 RETRY_AFTER_MS = 1000
-# A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Each
-# of n that flood gets 1/(n+1) of it, and as much stays free for the next one: the dynamic threshold of Choudhury and
-# Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
-TENANT_SHARE = 0.5
 
 
 class Admission:
@@ -189,7 +185,7 @@ def _bound(tenant: Tenant, own: int, whole: int, others: int) -> int:
     have it all."""
     if own or not tenant.name:
         return _room(tenant, min(own or whole, whole))
-    return _room(tenant, max(1, int((whole - others) * TENANT_SHARE)))
+    return _room(tenant, share_of(tenant, whole, others))
 
 
 def _room(tenant: Tenant, bound: int) -> int:

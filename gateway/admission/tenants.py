@@ -10,6 +10,11 @@ from dataclasses import dataclass, replace
 
 from pillion.priority import MAX_PRIORITY
 
+# A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Each
+# of n that flood gets 1/(n+1) of it, and as much stays free for the next one: the dynamic threshold of Choudhury and
+# Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
+TENANT_SHARE = 0.5
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
@@ -60,6 +65,12 @@ class Tenant:
 
 
 OPEN = Tenant(name="", operator=True, most_urgent_priority=-MAX_PRIORITY)
+
+
+def share_of(tenant: Tenant, whole: int, others: int) -> int:
+    """What a tenant may have of ``whole``, of which other tenants have ``others``. The open gateway's only tenant may
+    have it all."""
+    return max(1, int((whole - others) * TENANT_SHARE)) if tenant.name else whole
 
 
 def cache_salt(tenant: Tenant, given: str) -> str:

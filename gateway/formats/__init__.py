@@ -8,6 +8,7 @@ json_calls.py        calls that are JSON objects: hermes, llama3_json, mistral
 xml_calls.py         calls that are elements with a text for each parameter: qwen3_coder
 model_formats.py     the formats of one model, chosen by flags or found in its chat template
 tool_prompt.py       tools and calls as chat templates want them
+client_json.py       JSON that clients send as text: counted, checked, parsed
 
 Everything here is sans-IO: text goes in, parts come out, and neither a token nor a request is known.
 """

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import tokenizers
 
 from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.formats.answer_reader import AnswerForm
+from pillion.gateway.formats.client_json import parsed
 from pillion.gateway.formats.reasoning import REASONING_FORMATS, ReasoningFormat
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS, ToolFormat
 from pillion.types import GenerateRequest, Tool, ToolOptions
@@ -86,7 +86,7 @@ def asks_for_calls(options: ToolOptions) -> bool:
 
 def schema_of(tool: Tool) -> dict[str, Any]:
     """The schema of a checked tool's arguments; {} is any object."""
-    return dict(msgspec.json.decode(tool.parameters)) if tool.parameters else {}
+    return dict(parsed(tool.parameters)) if tool.parameters else {}
 
 
 def choose_formats(

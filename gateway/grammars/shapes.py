@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
-import msgspec
-
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.formats.client_json import parsed
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
 from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, schema_faults, written
 from pillion.gateway.grammars.structural_tags import tag_piece
@@ -95,6 +94,6 @@ def _given(shape: StructuredOutputs) -> dict[str, Any]:
 
 def _parsed(text: str, field: str) -> Any:
     try:
-        return msgspec.json.decode(text)
+        return parsed(text)
     except (ValueError, RecursionError) as error:
         raise InvalidRequest.of(FieldViolation(field, f"not JSON: {error}")) from None

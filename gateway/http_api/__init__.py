@@ -1,6 +1,7 @@
 """The HTTP port: OpenAI's and Anthropic's APIs, vLLM's /tokenize, health and metrics. Open http_server.py first.
 
-http_server.py       the table of pages, bounds of connections, and the server
+http_server.py       the table of pages, and the server
+http_connection.py   one connection: bounds of idle, slow and malicious clients
 http_call.py         one call: its body, its response, the client that goes away
 cross_origin.py      what foreign pages make a browser send
 http_errors.py       errors as OpenAI's and Anthropic's clients know them
@@ -24,6 +25,7 @@ anthropic_api.py     handlers of Anthropic's endpoints
 anthropic_fields.py  the fields of their bodies
 anthropic_requests.py  from bodies to requests of the gateway
 anthropic_events.py  from deltas to events, or to one message
+gathered_messages.py  messages that are made of several of a client's
 responses_api.py     the handler of OpenAI's Responses
 responses_fields.py  the fields of its bodies
 responses_requests.py  from bodies to requests of the gateway

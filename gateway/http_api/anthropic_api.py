@@ -40,7 +40,10 @@ class AnthropicApi:
 
     async def count_tokens(self, call: HttpCall) -> None:
         """Counts the tokens of a conversation, as they would be computed."""
-        raw, gateway = await call.body(), self._calls.gateway
+        await call.while_connected(self._count_tokens(call, await call.body()))
+
+    async def _count_tokens(self, call: HttpCall, raw: bytes) -> None:
+        gateway = self._calls.gateway
         request, names = await gateway.off_loop(call.tenant, len(raw), count_tokens_request, raw)
         await self._calls.entry(request.model, call.tenant)
         try:

@@ -25,13 +25,13 @@ from pillion.gateway.http_api.anthropic_fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from pillion.gateway.http_api.gathered_messages import GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import json_object
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import parse, refuse_unsupported
 from pillion.gateway.http_api.openai_requests import check_label
 from pillion.gateway.prefixes.breakpoints import Breakpoint
-from pillion.gateway.request.validation import MAX_MESSAGES
 from pillion.types import (
     ChatMessage,
     ChatOptions,
@@ -95,7 +95,7 @@ def messages_request(raw: bytes, request_id: str) -> MessagesRequest:
     conversation = _BlockConversation(body)
     request = GenerateRequest(
         model=body.model,
-        messages=tuple(conversation.messages),
+        messages=conversation.messages,
         chat=conversation.options,
         tools=conversation.tools,
         sampling=sampling,
@@ -118,7 +118,7 @@ def count_tokens_request(raw: bytes) -> tuple[GenerateRequest, Mapping[str, str]
     body = parse(raw, CountTokensBody)
     conversation = _BlockConversation(body)
     request = GenerateRequest(
-        model=body.model, messages=tuple(conversation.messages), chat=conversation.options, tools=conversation.tools
+        model=body.model, messages=conversation.messages, chat=conversation.options, tools=conversation.tools
     )
     return request, conversation.names
 
@@ -134,17 +134,16 @@ class _BlockConversation:
     def __init__(self, body: CountTokensBody, *, whole: bool = True) -> None:
         if not body.messages:
             raise refused("messages", "at least one message is needed")
-        self.messages: list[ChatMessage] = []
         self.names = dict(_NAMES)
+        gathered = GatheredMessages("user", "messages", self.names)
         # The names of the tools that were called, by the ids of calls.
         self._called: dict[str, str] = {}
         if body.system:
-            self._add(ChatMessage("system", _text(body.system, "system")), "system")
+            gathered.add(ChatMessage("system", _text(body.system, "system")), "system")
         for n, message in enumerate(body.messages):
             for made in self._converted(message, f"messages[{n}]"):
-                self._add(made, f"messages[{n}]")
-        if len(self.messages) > MAX_MESSAGES:
-            raise refused("messages", f"more than {MAX_MESSAGES} messages, results of tools included")
+                gathered.add(made, f"messages[{n}]")
+        self.messages = gathered.joined(_one_user)
         if not whole:
             return
         self.options = _options(body)
@@ -154,14 +153,6 @@ class _BlockConversation:
                 f"tools.tools[{n}].parameters": f"tools[{n}].input_schema",
                 f"tools.tools[{n}]": f"tools[{n}]",
             }
-
-    def _add(self, message: ChatMessage, path: str) -> None:
-        before = self.messages[-1] if self.messages else None
-        if before is not None and before.role == message.role == "user":
-            self.messages[-1] = ChatMessage("user", f"{before.content}\n{message.content}")
-            return
-        self.names[f"messages[{len(self.messages)}]"] = path
-        self.messages.append(message)
 
     def _converted(self, message: AnthropicMessage, path: str) -> Iterator[ChatMessage]:
         """The messages that one of the client's stands for."""
@@ -199,6 +190,11 @@ class _BlockConversation:
         return ChatMessage("tool", text, tool_call_id=block.tool_use_id, name=name)
 
 
+def _one_user(messages: Sequence[ChatMessage]) -> ChatMessage:
+    """What a user says in messages that follow each other."""
+    return ChatMessage("user", "\n".join(message.content for message in messages))
+
+
 def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
     """The deepest breakpoint, and the deepest one that lasts longer. Raises ApiError for too many."""
     # Each mark copies what stands before it, so no more are made than tell that there are too many.
@@ -209,7 +205,7 @@ def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
     for marked, cut in reversed(marks):
         ttl_s = _TTLS_S[marked.ttl]
         if not chosen or ttl_s > chosen[-1].ttl_s:
-            messages = None if cut is None else tuple(_BlockConversation(cut, whole=False).messages)
+            messages = None if cut is None else _BlockConversation(cut, whole=False).messages
             chosen.append(Breakpoint(messages, ttl_s))
     return tuple(reversed(chosen))
 

@@ -8,7 +8,6 @@ headers --> request id, body (bounded in size and time) --> work --> answer, who
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -258,25 +257,26 @@ class Endpoint:
 
     async def answer(self, call: HttpCall) -> None:
         """Answers a call, with an error where the handler raises one."""
-        with contextlib.suppress(ClientGone):
-            try:
-                if self.method not in ("", "GET" if call.method == "HEAD" else call.method):
-                    raise ApiError(405, f"{call.path} takes {self.method}", code="method_not_allowed")
-                if call.header_bytes > MAX_HEADER_BYTES:
-                    raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
-                if self._tenant_of is not None:
-                    call.tenant = self._tenant_of(call.credentials())
-                await self.handler(call)
-            except ApiError as error:
-                await call.fail(error)
-            except PillionError as error:
-                await call.fail(from_pillion(error, {}))
-            except Exception:
-                log.exception("request %s failed", call.request_id)
-                if call.started:
-                    # The connection ends in the middle of the response, which shows the client that it is not whole.
-                    raise
-                await call.fail(from_pillion(Internal(DEFECT), {}))
+        try:
+            if self.method not in ("", "GET" if call.method == "HEAD" else call.method):
+                raise ApiError(405, f"{call.path} takes {self.method}", code="method_not_allowed")
+            if call.header_bytes > MAX_HEADER_BYTES:
+                raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
+            if self._tenant_of is not None:
+                call.tenant = self._tenant_of(call.credentials())
+            await self.handler(call)
+        except ClientGone:
+            log.debug("the client of request %s went away while it sent it", call.request_id)
+        except ApiError as error:
+            await call.fail(error)
+        except PillionError as error:
+            await call.fail(from_pillion(error, {}))
+        except Exception:
+            log.exception("request %s failed", call.request_id)
+            if call.started:
+                # The connection ends in the middle of the response, which shows the client that it is not whole.
+                raise
+            await call.fail(from_pillion(Internal(DEFECT), {}))
 
 
 class Methods:

@@ -17,7 +17,6 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pillion._version import VERSION
 from pillion.config import GatewayFlags, listed_origins
@@ -32,6 +31,7 @@ from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesB
 from pillion.gateway.http_api.batches_api import BatchBody, BatchesApi
 from pillion.gateway.http_api.cross_origin import OwnPagesWrite
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods
+from pillion.gateway.http_api.http_connection import HttpConnection, PortState
 from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS, ApiError
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.multipart import FORM_TYPE, UploadForm
@@ -49,10 +49,6 @@ MAX_HTTP_CONNECTIONS = 4096
 LISTEN_BACKLOG = 1024
 # How long a connection may stay without a further request.
 KEEP_ALIVE_S = 75
-# Seconds from a connection's begin (TLS done), or the first byte of a further request, until its headers are whole.
-HEAD_TIMEOUT_S = 20.0
-# A client that reads nothing for so long, while more waits for it than the transport holds, has gone.
-STALL_TIMEOUT_S = 120.0
 # How often the date in the headers of answers changes.
 DATE_INTERVAL_S = 1.0
 # Paths of OpenAI's, Jina's and vLLM's APIs for which models of other kinds are needed.
@@ -61,8 +57,6 @@ NOT_OFFERED = frozenset(
     for version in ("", "/v1", "/v2")
     for name in ("embeddings", "rerank", "score", "pooling", "classify")
 )
-# Connections beyond those that are served; they get 503.
-SPARE_CONNECTIONS = 64
 
 
 class _Pages:
@@ -238,55 +232,6 @@ def _prefix_routes(api: PrefixesApi, tenant_of: Callable[[str], Tenant]) -> list
     ]
 
 
-class HttpConnection(H11Protocol):
-    """An HTTP connection: uvicorn's h11 protocol with bounds for idle, slow and stalled clients.
-
-    made --headers within HEAD_TIMEOUT_S--> request and answer --kept alive, the next one's first byte--> headers ...
-      | too many connections                   | client takes nothing for STALL_TIMEOUT_S
-      '--> cut                                 '--> cut
-
-    Uvicorn itself waits for ever for the first request, for the rest of a request's headers, and for a client that does
-    not read. A few thousand such connections, which cost an attacker nothing, would keep all other clients out.
-    """
-
-    _head: asyncio.TimerHandle | None = None
-    _stall: asyncio.TimerHandle | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        if len(self.connections) > (self.limit_concurrency or 0) + SPARE_CONNECTIONS:
-            transport.abort()
-            return
-        self._head = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
-
-    def data_received(self, data: bytes) -> None:
-        before = self.cycle
-        super().data_received(data)
-        if self.cycle is not before:
-            _stop(self._head)
-            self._head = None
-        elif self._head is None and before is not None and before.response_complete:
-            self._head = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
-
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._stall = self.loop.call_later(STALL_TIMEOUT_S, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        _stop(self._stall)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        _stop(self._head)
-        _stop(self._stall)
-        super().connection_lost(exc)
-
-
-def _stop(timer: asyncio.TimerHandle | None) -> None:
-    if timer is not None:
-        timer.cancel()
-
-
 class _Server(uvicorn.Server):
     """Uvicorn without its signal handlers, for the process belongs to the component and not to its HTTP port, and
     without its polls: it looks every 100 ms whether it is to end, and waits as long again where nobody is connected.
@@ -294,6 +239,7 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
+        self.server_state: PortState = PortState()
         self.ending = asyncio.Event()
 
     @contextlib.contextmanager
@@ -325,6 +271,11 @@ class HttpServer:
     def connections(self) -> Collection[Any]:
         """The protocols of open connections."""
         return self._server.server_state.connections
+
+    @property
+    def waiting_clients(self) -> tuple[int, int]:
+        """Connections that wait for their clients: those without a request, and those whose body is not whole."""
+        return self._server.server_state.idle.count, self._server.server_state.sending.count
 
     async def stop(self, grace_s: float = 1.0) -> None:
         """Takes no more connections, lets answers under way finish for ``grace_s`` (whole seconds), then closes."""

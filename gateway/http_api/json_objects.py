@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from collections.abc import Collection
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Raw
@@ -12,14 +13,36 @@ from pillion.gateway.http_api.http_errors import refused
 # The types of such fields. A bare Raw field is one that is not supported, or that is read later.
 AnyJson = Annotated[Raw, msgspec.Meta(extra_json_schema={})]
 JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
+JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
+JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "boolean", "null"]})]
+JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
+
+_KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
+    (dict, b"{", "a JSON object"),
+    (list, b"[", "a JSON list"),
+    (str, b'"', "a text"),
+    (bool, b"tf", "true or false"),
+)
 
 
 def json_object(raw: Raw, field: str) -> str:
-    """A JSON object as text. Raises ApiError where it is none."""
+    """A JSON object as text, as it was sent. Raises ApiError where it is none."""
+    return _checked(raw, field, (dict,)).decode()
+
+
+def compact_json(raw: Raw, field: str, *kinds: type[Any]) -> str:
+    """JSON of one of these kinds as text, without the blanks between its parts. Raises ApiError where it is another
+    one."""
+    return msgspec.json.format(_checked(raw, field, kinds), indent=-1).decode()
+
+
+def _checked(raw: Raw, field: str, kinds: Collection[type[Any]]) -> bytes:
+    text = bytes(raw)
+    allowed = [kind for kind in _KINDS if kind[0] in kinds]
+    if not text or not any(text[:1] in first for _, first, _ in allowed):
+        raise refused(field, f"{' or '.join(name for _, _, name in allowed)} is needed", "invalid_type")
     try:
-        text = bytes(raw).decode()
+        text.decode()
     except UnicodeDecodeError:
         raise refused(field, "not valid UTF-8", "invalid_json") from None
-    if not text.startswith("{"):
-        raise refused(field, "a JSON object is needed", "invalid_type")
     return text

@@ -55,7 +55,13 @@ class OpenAIApi:
 
     async def tokenize(self, call: HttpCall) -> None:
         """Gives the ids of a prompt or of a conversation, as they would be computed."""
-        raw = await call.body()
+        await call.while_connected(self._tokenize(call, await call.body()))
+
+    async def detokenize(self, call: HttpCall) -> None:
+        """Gives the text of ids."""
+        await call.while_connected(self._detokenize(call, await call.body()))
+
+    async def _tokenize(self, call: HttpCall, raw: bytes) -> None:
         body, request = await self._gateway.off_loop(call.tenant, len(raw), tokenize_request, raw)
         entry = await self._calls.entry(body.model, call.tenant)
         try:
@@ -68,9 +74,7 @@ class OpenAIApi:
         longest = entry.limits.max_model_len_tokens
         await call.answer(200, await self._gateway.off_loop(call.tenant, size, _tokenized, tokens, texts, longest))
 
-    async def detokenize(self, call: HttpCall) -> None:
-        """Gives the text of ids."""
-        raw = await call.body()
+    async def _detokenize(self, call: HttpCall, raw: bytes) -> None:
         body = await self._gateway.off_loop(call.tenant, len(raw), parse, raw, DetokenizeBody)
         entry = await self._calls.entry(body.model, call.tenant)
         most = entry.limits.max_model_len_tokens

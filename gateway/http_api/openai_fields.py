@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import ApiError, refused
+from pillion.gateway.http_api.json_objects import AnyJson, JsonObject, JsonObjects, JsonSchema, JsonShape
 from pillion.gateway.request.message_bounds import MAX_STRINGS, holds_too_many_strings
 
 T = TypeVar("T")
@@ -66,7 +67,7 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
     """
 
     name: str = ""
-    schema: dict[str, Any] | bool | None = None
+    schema: JsonSchema = Raw()
     description: str | None = None
     strict: bool | None = None
 
@@ -90,9 +91,9 @@ class TagFormat(msgspec.Struct, forbid_unknown_fields=True, tag="structural_tag"
         format: the newer notation, which nests.
     """
 
-    structures: list[dict[str, Any]] | None = None
+    structures: JsonObjects = Raw()
     triggers: list[str] | None = None
-    format: dict[str, Any] | None = None
+    format: JsonObject = Raw()
 
 
 class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -108,7 +109,7 @@ class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
         whitespace_pattern: not supported; JSON is written as Python's json writes it.
     """
 
-    json: dict[str, Any] | str | bool | None = None
+    json: JsonShape = Raw()
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
@@ -244,7 +245,7 @@ class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str
     description: str | None = None
-    parameters: Raw = Raw()
+    parameters: JsonObject = Raw()
     strict: bool | None = None
 
 
@@ -329,7 +330,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     annotations: Raw = Raw()
     audio: Raw = Raw()
     function_call: Raw = Raw()
-    provider_specific_fields: dict[str, Any] | None = None
+    provider_specific_fields: AnyJson = Raw()
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -430,7 +431,6 @@ READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "messages": list[MessageBody],
     "tools": list[ToolBody],
-    "parameters": dict[str, Any],
     "tool_choice": Literal["auto", "none", "required"] | ChoiceBody,
     "stop": str | list[str],
     "stop_token_ids": list[Int],

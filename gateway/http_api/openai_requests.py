@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.json_objects import compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
@@ -39,6 +40,7 @@ from pillion.gateway.request.validation import (
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
 )
+from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.sampling_ranges import MAX_LOGIT_BIASES
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, Tool, ToolCall, ToolOptions
 
@@ -190,6 +192,7 @@ def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
 
 def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:
     """Reads a list of ids. Raises ApiError; too many are refused before they are parsed."""
+    check_wanted()
     if bytes(raw).count(b",") >= most_ids:
         raise refused(field, f"more than {most_ids} ids; no model's context holds them")
     return tuple(parse_field(raw, list[Int], field))
@@ -227,9 +230,7 @@ def read_tools(raw: Raw, choice: Raw) -> ToolOptions:
 def _tool(function: FunctionBody, path: str) -> Tool:
     parameters = ""
     if given(function.parameters):
-        # Written anew, so that it is valid text for sure.
-        parsed = parse_field(function.parameters, READ_LATER["parameters"], f"{path}.parameters")
-        parameters = msgspec.json.encode(parsed).decode()
+        parameters = compact_json(function.parameters, f"{path}.parameters", dict)
     return Tool(
         name=function.name, description=function.description or "", parameters=parameters, strict=function.strict
     )
@@ -269,6 +270,7 @@ def check_label(text: str | None, field: str) -> None:
 
 
 def _message(message: MessageBody, path: str) -> ChatMessage:
+    check_wanted()
     refuse_unsupported(message, f"{path}.")
     if message.role == "function":
         raise refused(f"{path}.role", "this is not supported here; a tool's result has role tool", "unsupported_value")

@@ -9,6 +9,7 @@ from msgspec import Raw
 
 from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.json_objects import compact_json
 from pillion.gateway.http_api.openai_fields import (
     READ_LATER,
     JsonObjectFormat,
@@ -48,9 +49,9 @@ def read_shape(response_format: Raw, structured_outputs: Raw) -> StructuredOutpu
         raise refused("structured_outputs", "response_format asks for a shape already; send one of both")
     body: ShapeBody = parse_field(structured_outputs, ShapeBody, "structured_outputs")
     refuse_unsupported(body, "structured_outputs.")
-    schema = body.json
+    schema = compact_json(body.json, "structured_outputs.json", dict, str, bool) if given(body.json) else None
     return StructuredOutputs(
-        json=schema if schema is None or isinstance(schema, str) else _text(schema),
+        json=msgspec.json.decode(schema) if schema is not None and schema.startswith('"') else schema,
         json_object=bool(body.json_object),
         regex=body.regex,
         choice=tuple(body.choice or ()),
@@ -63,13 +64,16 @@ def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagForm
     match asked:
         case TextFormat():
             return None
-        case JsonSchemaFormat(json_schema) if json_schema.schema is not None:
-            return StructuredOutputs(json=_text(json_schema.schema))
+        case JsonSchemaFormat(json_schema) if given(json_schema.schema):
+            field = "response_format.json_schema.schema"
+            return StructuredOutputs(json=compact_json(json_schema.schema, field, dict, bool))
         case TagFormat():
-            fields = {name: value for name in asked.__struct_fields__ if (value := getattr(asked, name)) is not None}
-            return StructuredOutputs(structural_tag=_text(fields))
+            triggers = Raw() if asked.triggers is None else Raw(msgspec.json.encode(asked.triggers))
+            sent = (("structures", asked.structures), ("triggers", triggers), ("format", asked.format))
+            parts = [
+                f'"{name}":{compact_json(raw, f"response_format.{name}", dict if name == "format" else list)}'
+                for name, raw in sent
+                if given(raw)
+            ]
+            return StructuredOutputs(structural_tag=f"{{{','.join(parts)}}}")
     return StructuredOutputs(json_object=True)
-
-
-def _text(value: object) -> str:
-    return msgspec.json.encode(value).decode()

@@ -60,6 +60,11 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
     namespace: Raw = Raw()
     phase: Raw = Raw()
 
+    def __post_init__(self) -> None:
+        # At once, so that the strings of a body bound its items: megabytes of {} would be millions of them.
+        if self.type == "message" and self.role is None:
+            raise ValueError("Object missing required field `role`")
+
 
 class FunctionTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A function that the model may call.

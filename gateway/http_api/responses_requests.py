@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.http_api.gathered_messages import GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import json_object
 from pillion.gateway.http_api.model_calls import AskedCall
@@ -27,7 +28,6 @@ from pillion.gateway.http_api.responses_fields import (
     SchemaFormat,
     TextConfig,
 )
-from pillion.gateway.request.validation import MAX_MESSAGES
 from pillion.types import (
     ChatMessage,
     ChatOptions,
@@ -95,7 +95,7 @@ def responses_request(raw: bytes, request_id: str) -> ResponsesRequest:
     names = dict(_NAMES)
     request = GenerateRequest(
         model=body.model,
-        messages=tuple(_messages(body, names)),
+        messages=_messages(body, names),
         chat=ChatOptions(
             chat_template_kwargs=template_kwargs(body.chat_template_kwargs, reasoning.effort, "reasoning.effort")
         ),
@@ -130,29 +130,26 @@ def _shape(text: TextConfig) -> StructuredOutputs | None:
     return None
 
 
-def _messages(body: ResponsesBody, names: dict[str, str]) -> list[ChatMessage]:
+def _messages(body: ResponsesBody, names: dict[str, str]) -> tuple[ChatMessage, ...]:
     """The conversation. The client's names of its messages are added to ``names``. Raises ApiError."""
     conversation = _ItemConversation(names)
     if body.instructions:
-        conversation.add(ChatMessage("system", body.instructions), "instructions")
+        conversation.gathered.add(ChatMessage("system", body.instructions), "instructions")
     if isinstance(body.input, str):
-        conversation.add(ChatMessage("user", body.input), "input")
+        conversation.gathered.add(ChatMessage("user", body.input), "input")
     elif not body.input:
         raise refused("input", "at least one item is needed")
     else:
         for n, item in enumerate(body.input):
             conversation.add_item(item, f"input[{n}]")
-    if len(conversation.messages) > MAX_MESSAGES:
-        raise refused("input", f"more than {MAX_MESSAGES} messages")
-    return conversation.messages
+    return conversation.gathered.joined(_one_turn)
 
 
 class _ItemConversation:
     """Messages, made of items."""
 
     def __init__(self, names: dict[str, str]) -> None:
-        self.messages: list[ChatMessage] = []
-        self._names = names
+        self.gathered = GatheredMessages("assistant", "input", names)
         # The names of the functions that were called, by the ids of calls.
         self._called: dict[str, str] = {}
 
@@ -162,33 +159,29 @@ class _ItemConversation:
         if item.type == "message":
             role = _needed(item.role, f"{path}.role")
             text = _text(_needed(item.content, f"{path}.content"), f"{path}.content")
-            self.add(ChatMessage("system" if role == "developer" else role, text), path)
+            self.gathered.add(ChatMessage("system" if role == "developer" else role, text), path)
         elif item.type == "function_call":
             name, call_id = _needed(item.name, f"{path}.name"), _needed(item.call_id, f"{path}.call_id")
             self._called[call_id] = name
             call = ToolCall(call_id, name, _needed(item.arguments, f"{path}.arguments"))
-            self.add(ChatMessage("assistant", "", (call,)), path)
+            self.gathered.add(ChatMessage("assistant", "", (call,)), path)
         elif item.type == "function_call_output":
             call_id = _needed(item.call_id, f"{path}.call_id")
             text = _text(_needed(item.output, f"{path}.output"), f"{path}.output")
-            self.add(ChatMessage("tool", text, tool_call_id=call_id, name=self._called.get(call_id, "")), path)
+            self.gathered.add(ChatMessage("tool", text, tool_call_id=call_id, name=self._called.get(call_id, "")), path)
         else:
             parts = item.content or item.summary or ""
-            self.add(ChatMessage("assistant", "", reasoning=_text(parts, f"{path}.content")), path)
+            self.gathered.add(ChatMessage("assistant", "", reasoning=_text(parts, f"{path}.content")), path)
 
-    def add(self, message: ChatMessage, path: str) -> None:
-        """Adds a message, or joins it to the last one where the assistant goes on."""
-        last = self.messages[-1] if self.messages else None
-        if last is None or last.role != "assistant" or message.role != "assistant":
-            self._names[f"messages[{len(self.messages)}]"] = path
-            self.messages.append(message)
-            return
-        self.messages[-1] = ChatMessage(
-            "assistant",
-            "\n".join(filter(None, (last.content, message.content))),
-            (*last.tool_calls, *message.tool_calls),
-            reasoning="\n".join(filter(None, (last.reasoning, message.reasoning))),
-        )
+
+def _one_turn(messages: Sequence[ChatMessage]) -> ChatMessage:
+    """What the assistant says in items that follow each other."""
+    return ChatMessage(
+        "assistant",
+        "\n".join(message.content for message in messages if message.content),
+        tuple(call for message in messages for call in message.tool_calls),
+        reasoning="\n".join(message.reasoning for message in messages if message.reasoning),
+    )
 
 
 def _needed(value: Any, path: str) -> Any:

@@ -11,7 +11,9 @@ from typing import Any
 import msgspec
 
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
+from pillion.gateway.formats.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
 from pillion.gateway.grammars.shapes import shape_bytes, shape_violations
+from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
 from pillion.types import ChatMessage, GenerateRequest, Resume, SamplingParams, ToolOptions
@@ -29,6 +31,9 @@ MAX_ROLE_CHARS = 32
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10
 MAX_TOOL_NAME_CHARS = 128
+# Brackets, braces and commas of the arguments of all calls of a conversation. A template gets them as objects, which
+# its process makes: so many take it 0.3 s. Code that was written to files has one in 20 characters.
+MAX_CALL_ITEMS = 2**19
 MAX_TOOL_CALL_ID_CHARS = 256
 # A template's own variables are a few words and numbers.
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
@@ -360,8 +365,13 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
     if sum(map(message_chars, request.messages)) > MAX_PROMPT_CHARS:
         yield FieldViolation("messages", f"longer than {MAX_PROMPT_CHARS} characters together")
         return
+    if sum(items_in(call.arguments) for message in request.messages for call in message.tool_calls) > MAX_CALL_ITEMS:
+        text = f"more than {MAX_CALL_ITEMS} brackets, braces and commas in the arguments of calls"
+        yield FieldViolation("messages", text)
+        return
     called: set[str] = set()
     for n, message in enumerate(request.messages):
+        check_wanted()
         if len(message.role) > MAX_ROLE_CHARS or not _ROLE.fullmatch(message.role):
             text = f"a word of at most {MAX_ROLE_CHARS} letters and digits, such as system, user or assistant"
             yield FieldViolation(f"messages[{n}].role", text)
@@ -389,7 +399,7 @@ def _parts(message: ChatMessage, field: str, called: set[str]) -> Iterator[Field
             yield FieldViolation(f"{path}.id", f"a text of 1 to {MAX_TOOL_CALL_ID_CHARS} characters")
         if not _TOOL_NAME.fullmatch(call.name):
             yield FieldViolation(f"{path}.name", _NAME_RULE)
-        if call.arguments and not _is_object(call.arguments):
+        if call.arguments and not is_object(call.arguments):
             yield FieldViolation(f"{path}.arguments", "not a JSON object")
         called.add(call.id)
 
@@ -404,7 +414,12 @@ def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
             "tools.tools", f"more than {MAX_TOOLS} tools, or more than {MAX_TOOLS_BYTES} bytes of them"
         )
         return
+    if sum(items_in(tool.parameters) for tool in options.tools) > MAX_PARSED_ITEMS:
+        text = f"more than {MAX_PARSED_ITEMS} brackets, braces and commas in their schemas"
+        yield FieldViolation("tools.tools", text)
+        return
     for n, tool in enumerate(options.tools):
+        check_wanted()
         path = f"tools.tools[{n}]"
         if not _TOOL_NAME.fullmatch(tool.name):
             yield FieldViolation(f"{path}.name", _NAME_RULE)
@@ -412,7 +427,7 @@ def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
             yield FieldViolation(f"{path}.name", f"{tool.name!r} is another tool's name too")
         if not _is_text(tool.description):
             yield FieldViolation(f"{path}.description", "not valid Unicode")
-        if tool.parameters and not _is_object(tool.parameters):
+        if tool.parameters and not _is_schema(tool.parameters):
             yield FieldViolation(f"{path}.parameters", "not a JSON object")
     if options.choice not in _TOOL_CHOICES:
         text = f"{options.choice[:100]!r} is not one of auto, none, required and named"
@@ -423,13 +438,12 @@ def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
         yield FieldViolation("tools.name", f"{options.name[:100]!r} is none of the tools")
 
 
-def _is_object(text: str) -> bool:
-    """Whether a text is a JSON object, which can be written as UTF-8."""
+def _is_schema(text: str) -> bool:
+    """Whether a text is a JSON object, which is parsed for a grammar, and can be written as UTF-8."""
     try:
-        msgspec.json.decode(text, type=dict[str, Any])
+        return isinstance(parsed(text), dict)
     except (ValueError, RecursionError):
         return False
-    return True
 
 
 def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:

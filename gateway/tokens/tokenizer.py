@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,14 +14,18 @@ from typing import Any, TypeVar
 
 import tokenizers
 
-from pillion.errors import ConfigError, Overloaded
+from pillion.errors import ConfigError
+from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings, new_detokenizer
+from pillion.gateway.tokens.thread_turns import ThreadJob, ThreadTurns
 
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 2
 # What is read, checked and written on the event loop; so much takes less than 5 ms, whatever it holds.
 LOOP_BYTES = 16 * 2**10
+# About what a token takes of a thread, by the measure of a text's bytes.
+TOKEN_BYTES = 4
 # More than the requests that admission lets in by default, so that this bound is met only by a raised one.
 MAX_QUEUED_JOBS = 4096
 # A template is a page of text; a megabyte of it is a mistake or an attack.
@@ -115,6 +120,7 @@ class ModelTokenizer:
                 beginning = self._encoding(raw[:likely].decode(errors="ignore"), specials)
                 if len(beginning) > most_tokens + CUT_TOKENS:
                     raise TextTooLong(f"more than {most_tokens}")
+        check_wanted()
         encoding = self._encoding(text, specials)
         # Some more pass: each BOS that the text itself begins with is taken away later.
         if len(encoding) > most_tokens + CUT_TOKENS:
@@ -135,36 +141,94 @@ class ModelTokenizer:
         return (self.bos_id, *ids[start:])
 
 
+class JobAbandoned(Exception):  # noqa: N818
+    """Nobody waits any more for the job that a thread works at."""
+
+
+# The job of each thread, where it has one.
+_here = threading.local()
+
+
+def check_wanted() -> None:
+    """Raises JobAbandoned on a thread for whose job nobody waits any more. Whatever works through a list of a client's
+    calls it with each item."""
+    job: ThreadJob | None = getattr(_here, "job", None)
+    if job is not None and job.abandoned:
+        raise JobAbandoned
+
+
 class TokenizerPool:
-    """A few threads for tokenizing, with a bounded queue before them."""
+    """A few threads for tokenizing, and for what else is too long for the event loop, with a bounded queue before
+    them that is fair between tenants."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
-        self.jobs = 0
+        self._turns = ThreadTurns(TOKENIZER_THREADS, MAX_QUEUED_JOBS)
+        self._begun: dict[ThreadJob, asyncio.Future[None]] = {}
 
-    async def run(self, job: Callable[..., T], *arguments: Any) -> T:
-        """Runs ``job(*arguments)`` on a thread. Raises Overloaded when the queue is full, and what the job raises."""
-        if self.jobs >= MAX_QUEUED_JOBS:
-            raise Overloaded(f"{MAX_QUEUED_JOBS} prompts wait to be tokenized", retry_after_ms=1000)
+    @property
+    def jobs(self) -> int:
+        """Jobs that wait or run."""
+        return self._turns.jobs
+
+    async def run(self, job: Callable[..., T], *arguments: Any, tenant: Tenant = OPEN, size_bytes: int = 0) -> T:
+        """Runs ``job(*arguments)``, which works through about so many bytes, on a thread, in the tenant's turn.
+
+        A cancelled caller stops waiting. Its job is dropped, or ends where it calls check_wanted next; until then it
+        has its thread, and counts. Raises Overloaded when the queue is full, and what the job raises.
+        """
         loop = asyncio.get_running_loop()
-        self.jobs += 1
-        work = self._threads.submit(job, *arguments)
+        turn = self._turns.wait(tenant, size_bytes)
+        begun = self._begun[turn] = loop.create_future()
+        self._grant()
+        try:
+            await begun
+            work = self._threads.submit(_run, turn, job, arguments)
+        except BaseException:
+            self._end(turn)
+            raise
 
         def ended(_: Future[T]) -> None:
-            # The loop is closed where the gateway ended before its last job; the count does not matter then.
+            # The loop is closed where the gateway ended before its last job; the turn does not matter then.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(self._uncount)
+                loop.call_soon_threadsafe(self._end, turn)
 
-        # A cancelled caller stops waiting; a job that runs holds its thread until it is through, and counts until then.
         work.add_done_callback(ended)
-        return await asyncio.wrap_future(work)
+        try:
+            return await asyncio.wrap_future(work)
+        except asyncio.CancelledError:
+            turn.abandoned = True
+            raise
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets tenants that are not among ``names`` and do not wait."""
+        self._turns.keep(names)
 
     def close(self) -> None:
         """Drops waiting jobs; those that run are bounded by the prompt's size."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _uncount(self) -> None:
-        self.jobs -= 1
+    def _end(self, turn: ThreadJob) -> None:
+        del self._begun[turn]
+        self._turns.end(turn)
+        self._grant()
+
+    def _grant(self) -> None:
+        for turn in self._turns.grant():
+            begun = self._begun[turn]
+            if not begun.done():
+                # One whose caller was cancelled a moment ago ends its turn itself.
+                begun.set_result(None)
+
+
+def _run(turn: ThreadJob, job: Callable[..., T], arguments: tuple[Any, ...]) -> T:
+    """Runs a job on a thread of the pool."""
+    _here.job = turn
+    try:
+        check_wanted()
+        return job(*arguments)
+    finally:
+        _here.job = None
 
 
 def _read_json(path: Path) -> dict[str, Any]:

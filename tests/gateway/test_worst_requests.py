@@ -10,10 +10,18 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import msgspec
 import pytest
 
+from pillion.gateway.formats import client_json
+from pillion.gateway.http_api import anthropic_requests, responses_requests
+from pillion.gateway.http_api.anthropic_requests import messages_request
+from pillion.gateway.http_api.http_errors import ApiError
+from pillion.gateway.http_api.model_calls import AskedCall
+from pillion.gateway.http_api.responses_requests import responses_request
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TokenizerPool
 from pillion.net.rpc import open_channel
+from pillion.types import ChatMessage
 from pillion.v1 import common_pb2, gateway_pb2
 from testbed.conditions import loop_turns
 from tests.support import fake_components
@@ -25,6 +33,8 @@ from tests.support.loop_work import counted_loop_work
 CONTEXT = 2**17
 # Calls in one callback. Reading the dearest 16 KiB takes 35,000, 3 ms; a gateway of before made millions.
 MAX_CALLS = 60_000
+# Lists, objects and numbers that are not whole which one call may make of JSON.
+MAX_MADE = client_json.MAX_PARSED_ITEMS + 1
 # Turns of the loop beside each job on a thread.
 TURNS = 50
 MILLION = 2**20
@@ -52,6 +62,45 @@ def parts(size_bytes: int) -> bytes:
 
 TEXT = json.dumps("x, y" * (CONTEXT // 4 - 1)).encode()
 ONE = b"1"
+# Calls are objects behind a mark, and tools are counted.
+TEMPLATE = (
+    "{# <tool_call> #}{{ tools | length if tools }}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+)
+USER = b"[" + MESSAGE + b"]"
+# Most bytes of all tools, and of a shape; and of the arguments of calls, of which each character is counted.
+TOOLS, SHAPE, ARGUMENTS = 500_000, 120_000, 3_700_000
+LONG_FLOAT = b"1.2345678901234567890123456789e-300"
+
+
+def object_of(item: bytes, size_bytes: int) -> bytes:
+    return b'{"a":' + many(item, size_bytes) + b"}"
+
+
+def text_of(raw: bytes) -> bytes:
+    """JSON as a text in JSON."""
+    return json.dumps(raw.decode()).encode()
+
+
+def called(arguments: bytes) -> bytes:
+    call = b'{"id":"a","function":{"name":"f","arguments":%b}}' % text_of(arguments)
+    return b'[%b,{"role":"assistant","tool_calls":[%b]}]' % (MESSAGE, call)
+
+
+def tools(parameters: bytes) -> bytes:
+    return b'[{"type":"function","function":{"name":"f","parameters":%b}}]' % parameters
+
+
+def schema_format(schema: bytes) -> bytes:
+    return b'{"type":"json_schema","json_schema":{"name":"x","schema":%b}}' % schema
+
+
+def used(arguments: bytes) -> bytes:
+    block = b'{"type":"tool_use","id":"a","name":"f","input":%b}' % arguments
+    return b'[%b,{"role":"assistant","content":[%b]},%b]' % (MESSAGE, block, MESSAGE)
+
+
+RESPOND, MESSAGES_PATH, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
 # Path, body, and the field that is blamed; none for what is served.
 WORST: dict[str, tuple[str, bytes, str]] = {
     "strings of tokens": (
@@ -86,6 +135,54 @@ WORST: dict[str, tuple[str, bytes, str]] = {
     "stop ids": (COMPLETE, body(prompt=b'"x"', stop_token_ids=many(ONE)), "stop_token_ids"),
     "biases": (COMPLETE, body(prompt=b'"x"', logit_bias=b"{" + many(b'"1":0')[1:-1] + b"}"), "prompt"),
     "a field many times": (COMPLETE, b"{" + many(b'"user":""')[1:-1] + b',"prompt":"x"}', "prompt"),
+    # What is JSON within a body: passed on, or parsed in parts of a bounded size.
+    "arguments": (CHAT, body(messages=called(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
+    "arguments that pass": (CHAT, body(messages=called(object_of(b"[[[[]]]]", 700_000)), max_tokens=ONE), ""),
+    "long numbers": (CHAT, body(messages=called(object_of(LONG_FLOAT, ARGUMENTS))), ""),
+    "parameters": (CHAT, body(messages=USER, tools=tools(object_of(b"[[[[]]]]", 1_000_000))), "tools"),
+    "parameters that fit": (CHAT, body(messages=USER, tools=tools(object_of(b"[]", TOOLS))), "tools"),
+    "long numbers of tools": (CHAT, body(messages=USER, tools=tools(object_of(LONG_FLOAT, TOOLS))), ""),
+    "a schema": (CHAT, body(messages=USER, response_format=schema_format(object_of(b"[[[[]]]]", 760_000))), "resp"),
+    "a schema that fits": (CHAT, body(messages=USER, response_format=schema_format(object_of(b"[]", SHAPE))), "resp"),
+    "a schema as text": (CHAT, body(messages=USER, structured_outputs=body(json=text_of(many(b"[]", SHAPE)))), "struc"),
+    "a tag": (
+        COMPLETE,
+        body(prompt=b'"x"', response_format=body(type=b'"structural_tag"', format=many(b"{}"))),
+        "resp",
+    ),
+    "fields of a provider": (
+        CHAT,
+        body(messages=b'[{"role":"user","content":"x","provider_specific_fields":%b}]' % many(b"[]"), max_tokens=ONE),
+        "",
+    ),
+    "items without a field": (RESPOND, body(input=many(b"{}")), "input[0].role"),
+    "log probabilities of items": (
+        RESPOND,
+        body(input=b'[{"role":"user","content":[{"type":"input_text","text":"x","logprobs":%b}]}]' % many(b"[]")),
+        "",
+    ),
+    "functions of responses": (
+        RESPOND,
+        body(input=b'"x"', tools=b'[{"type":"function","name":"f","parameters":%b}]' % object_of(b"[]", TOOLS)),
+        "tools",
+    ),
+    "arguments of an input": (COUNT, body(messages=used(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
+    "schemas of inputs": (
+        MESSAGES_PATH,
+        body(messages=USER, max_tokens=ONE, tools=b'[{"name":"f","input_schema":%b}]' % object_of(b"{}", TOOLS)),
+        "tools",
+    ),
+    # Messages that are one.
+    "users that go on": (
+        MESSAGES_PATH,
+        body(messages=many(b'{"role":"user","content":"%b"}' % (b"x" * 1200)), max_tokens=ONE),
+        "messages",
+    ),
+    "assistants that go on": (
+        RESPOND,
+        body(input=many(b'{"role":"assistant","content":"%b"}' % (b"x" * 1200))),
+        "input",
+    ),
     "a long name": (COMPLETE, b'{"' + b"x" * 8_000_000 + b'":1}', "x" * 100),
 }
 
@@ -103,6 +200,18 @@ def generate(**fields: Any) -> bytes:
     return gateway_pb2.GenerateRequest(sampling=sampling, **fields).SerializeToString()
 
 
+USER_MESSAGE = gateway_pb2.ChatMessage(role="user", content="x")
+
+
+def asked_of(arguments: bytes) -> gateway_pb2.ChatMessage:
+    call = gateway_pb2.ToolCall(id="a", name="f", arguments=arguments.decode())
+    return gateway_pb2.ChatMessage(role="assistant", content="x", tool_calls=[call])
+
+
+def tool_of(parameters: bytes) -> gateway_pb2.ToolOptions:
+    return gateway_pb2.ToolOptions(tools=[gateway_pb2.Tool(name="f", parameters=parameters.decode())])
+
+
 MESSAGES: dict[str, tuple[bytes, str]] = {
     "empty messages": (b"\x22\x00" * 4_000_000, "messages"),
     "fields of a message": (field(4, b"\x0a\x00" * 4_000_000), "messages"),
@@ -114,7 +223,45 @@ MESSAGES: dict[str, tuple[bytes, str]] = {
     "ids that fit": (generate(token_ids=[100] * (CONTEXT - 1)), ""),
     "all messages": (generate(messages=[gateway_pb2.ChatMessage(role="user", content="x")] * 4096), ""),
     "a large text": (generate(text="你" * 2_000_000), "text"),
+    "arguments": (generate(messages=[asked_of(object_of(b"[[[[]]]]", ARGUMENTS))]), "messages"),
+    "parameters": (generate(messages=[USER_MESSAGE], tools=tool_of(object_of(b"[[[[]]]]", TOOLS))), "tools.tools"),
+    "long numbers": (generate(messages=[USER_MESSAGE], tools=tool_of(object_of(LONG_FLOAT, TOOLS))), ""),
 }
+
+
+def containers(value: Any) -> int:
+    """How many lists, objects and numbers that are not whole a value is made of."""
+    waiting, found = [value], 0
+    while waiting:
+        one = waiting.pop()
+        found += isinstance(one, (list, tuple, dict, float, msgspec.Struct))
+        if isinstance(one, dict):
+            waiting += one.values()
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+        elif isinstance(one, msgspec.Struct):
+            waiting += msgspec.structs.astuple(one)
+    return found
+
+
+@pytest.fixture
+def largest(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Gives the most of what one call has made of JSON on a thread. The interpreter does nothing else meanwhile; so
+    many as MAX_MADE take less than 20 ms. What the event loop reads has LOOP_BYTES at most."""
+    made, loop = [0], threading.get_ident()
+
+    def counted(decode: Callable[..., Any]) -> Callable[..., Any]:
+        def count(*given: Any, **options: Any) -> Any:
+            value = decode(*given, **options)
+            if threading.get_ident() != loop:
+                made[0] = max(made[0], containers(value))
+            return value
+
+        return count
+
+    monkeypatch.setattr(msgspec.json, "decode", counted(msgspec.json.decode))
+    monkeypatch.setattr(client_json, "_decode", counted(client_json._decode))
+    return lambda: made[0]
 
 
 @pytest.fixture
@@ -123,7 +270,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     before = TokenizerPool.run
 
-    async def run(self: TokenizerPool, job: Callable[..., Any], *arguments: Any) -> Any:
+    async def run(self: TokenizerPool, job: Callable[..., Any], *arguments: Any, **size: Any) -> Any:
         names.append(getattr(job, "__name__", ""))
         passed = threading.Event()
 
@@ -137,7 +284,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         beside = asyncio.create_task(turn())
         try:
-            return await before(self, held, *arguments)
+            return await before(self, held, *arguments, **size)
         finally:
             await beside
 
@@ -146,8 +293,10 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-async def test_the_worst_bodies_leave_the_loop_to_others(jobs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running_fake_cluster("abc" * 20, chunk_size=8192, max_inflight_tokens=10**8) as fakes:
+async def test_the_worst_bodies_leave_the_loop_to_others(
+    jobs: list[str], largest: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_fake_cluster("abc" * 20, template=TEMPLATE, chunk_size=8192, max_inflight_tokens=10**8) as fakes:
         fakes.decode.per_delta = 60
         for name, (path, raw, blamed) in WORST.items():
             assert len(raw) < 2**23, name
@@ -156,17 +305,58 @@ async def test_the_worst_bodies_leave_the_loop_to_others(jobs: list[str], monkey
                 reply = await call(fakes.gateway.http_address, path, raw)
             assert reply.status == (400 if blamed else 200), (name, reply.body[:300])
             if blamed:
-                assert reply.error["param"].startswith(blamed), (name, reply.body[:300])
+                error = reply.json["error"]
+                assert (error.get("param") or error["message"]).startswith(blamed), (name, reply.body[:300])
             assert work.calls < MAX_CALLS, (name, work)
             assert work.json_bytes <= LOOP_BYTES, (name, work)
             assert jobs[-1] == "whole" or name != "log probabilities"
             assert jobs, name
+            assert largest() <= MAX_MADE, name
         await fakes.settled()
 
 
-async def test_the_worst_messages_leave_the_loop_to_others(jobs: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+# Doors that make one message of several, the field that has them, and whose they are.
+JOINING: tuple[tuple[Callable[[bytes, str], AskedCall], str, bytes], ...] = (
+    (messages_request, "messages", b"user"),
+    (responses_request, "input", b"assistant"),
+)
+REQUIRED: dict[str, dict[str, bytes]] = {"messages": {"max_tokens": ONE}, "input": {}}
+
+
+def test_messages_that_go_on_are_joined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined in pairs, 6,000 messages of 600 characters would be 11 GB of copies."""
+    copied = 0
+
+    class WeighedMessage(ChatMessage):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            nonlocal copied
+            super().__init__(*given, **named)
+            copied += len(self.content) + len(self.reasoning)
+
+    for module in (anthropic_requests, responses_requests):
+        monkeypatch.setattr(module, "ChatMessage", WeighedMessage)
+    size = 3_700_000
+    for read, field, role in JOINING:
+        said = many(b'{"role":"%b","content":"%b"}' % (role, b"x" * 600), size)
+        assert len(read(body(**{field: said}, **REQUIRED[field]), "r").requests[0].messages) == 1
+        assert copied < 4 * size
+        copied = 0
+
+
+def test_what_is_too_long_is_not_joined() -> None:
+    """Its size is known before."""
+    for read, field, role in JOINING:
+        said = many(b'{"role":"%b","content":"%b"}' % (role, b"x" * 1200))
+        with pytest.raises(ApiError, match="longer than 4194304 characters together") as caught:
+            read(body(**{field: said}, **REQUIRED[field]), "r")
+        assert caught.value.param == field
+
+
+async def test_the_worst_messages_leave_the_loop_to_others(
+    jobs: list[str], largest: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with (
-        running_fake_cluster("abc", chunk_size=8192, max_inflight_tokens=10**8) as fakes,
+        running_fake_cluster("abc", template=TEMPLATE, chunk_size=8192, max_inflight_tokens=10**8) as fakes,
         open_channel(fakes.gateway.grpc_address) as channel,
     ):
         for name, (raw, blamed) in MESSAGES.items():
@@ -181,4 +371,5 @@ async def test_the_worst_messages_leave_the_loop_to_others(jobs: list[str], monk
             assert not blamed or f"{blamed}: " in await stream.details(), name
             assert work.calls < MAX_CALLS, (name, work)
             assert jobs[0] == "read_generate", name
+            assert largest() <= MAX_MADE, name
         await fakes.settled()

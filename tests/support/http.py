@@ -51,10 +51,10 @@ def request_bytes(method: str, path: str, body: Any = None, headers: dict[str, s
 
 
 @contextlib.asynccontextmanager
-async def connected(address: str) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection to ``host:port``; leaving closes it at once."""
+async def connected(address: str, source: str = "") -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection to ``host:port``, perhaps from another address of this machine; leaving closes it at once."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
+    reader, writer = await asyncio.open_connection(host, int(port), local_addr=(source, 0) if source else None)
     try:
         yield reader, writer
     finally:

@@ -17,6 +17,7 @@ import pytest
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api import http_call
 from pillion.gateway.http_api.http_call import HttpCall
+from pillion.gateway.http_api.http_connection import SMALL_CHUNKS, StrictParser
 from pillion.gateway.tokens.tokenizer import TokenizerPool
 from pillion.kvstore.index import redis_link, redis_url
 from pillion.net.rpc import MAX_MESSAGE_BYTES, open_channel
@@ -71,7 +72,7 @@ async def test_a_message_that_swells_is_refused_as_it_came() -> None:
 
 
 async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.http_server.HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("pillion.gateway.http_api.http_connection.HEAD_TIMEOUT_S", 0.3)
     async with running_fake_cluster("abc") as fakes:
         address = fakes.gateway.http_address
         whole = request_bytes("POST", "/v1/completions", TEXT).replace(b"Connection: close", b"X: y")
@@ -99,7 +100,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
 
 
 async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.http_server.STALL_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("pillion.gateway.http_api.http_connection.STALL_TIMEOUT_S", 0.3)
     async with running_fake_cluster("abc") as fakes:
         connections = fakes.gateway.http.connections
         async with connected(fakes.gateway.http_address) as (reader, writer):
@@ -115,23 +116,106 @@ async def test_a_client_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
             await closed(reader)
 
 
-async def test_more_connections_than_places_are_cut_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_answers_than_places_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 4)
-    monkeypatch.setattr("pillion.gateway.http_api.http_server.SPARE_CONNECTIONS", 2)
-    async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
-        address = fakes.gateway.http_address
-        http = fakes.gateway.http
-        for _ in range(5):
-            await stack.enter_async_context(connected(address))
-        await until("five connections", lambda: len(http.connections) == 5)
+    async with running_fake_cluster("abc") as fakes:
+        address, http = fakes.gateway.http_address, fakes.gateway.http
+        fakes.decode.gate.clear()
+        answered = [asyncio.create_task(call(address, "/v1/completions", TEXT)) for _ in range(3)]
+        await until("three submits", lambda: len(fakes.decode.submits) == 3)
         assert (await call(address, "/health")).status == 503
-        await stack.enter_async_context(connected(address))
-        await until("six connections", lambda: len(http.connections) == 6)
-        reader, _ = await stack.enter_async_context(connected(address))
-        await closed(reader)
-        await stack.aclose()
+        fakes.decode.gate.set()
+        assert {reply.status for reply in await asyncio.gather(*answered)} == {200}
         await until("all connections to end", lambda: not http.connections)
         assert (await call(address, "/health")).status == 200
+        await fakes.settled()
+
+
+def is_open(reader: asyncio.StreamReader) -> bool:
+    return not reader.at_eof() and reader.exception() is None
+
+
+async def test_who_waits_longest_gives_its_place_to_a_newcomer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """First a connection without a request, then one whose body is not whole, of the address that has most of them."""
+    monkeypatch.setattr("pillion.gateway.http_api.http_server.MAX_HTTP_CONNECTIONS", 6)
+    async with running_fake_cluster("abc") as fakes, contextlib.AsyncExitStack() as stack:
+        address, http = fakes.gateway.http_address, fakes.gateway.http
+
+        async def connect(source: str, sent: bytes = b"") -> asyncio.StreamReader:
+            before = len(http.connections)
+            reader, writer = await stack.enter_async_context(connected(address, source))
+            writer.write(sent)
+            await until("a connection", lambda: len(http.connections) == min(before + 1, 5))
+            return reader
+
+        half = request_bytes("POST", "/v1/completions", TEXT)[:-2]
+        other = await connect("127.0.0.1")
+        slow = await connect("127.0.0.2", half)
+        await until("a body that is not whole", lambda: http.waiting_clients == (1, 1))
+        first, second, third = [await connect("127.0.0.2") for _ in range(3)]
+        assert (await call(address, "/health")).status == 200
+        await closed(first)
+        kept = await connect("127.0.0.1", b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await kept.readuntil(b'"ok"}')).startswith(b"HTTP/1.1 200 ")
+        assert all(map(is_open, (other, slow, second, third, kept)))
+        for gone in (second, other, third, kept):
+            # Another slow one takes the place of an idle one, of whichever address has more of them.
+            await connect("127.0.0.3", half)
+            await closed(gone)
+        assert is_open(slow)
+        assert (await call(address, "/health")).status == 200
+        await stack.aclose()
+        await until("all connections to end", lambda: not http.connections)
+        assert http.waiting_clients == (0, 0)
+        await fakes.settled()
+
+
+async def test_two_lengths_of_one_body_end_the_connection() -> None:
+    """A proxy may believe the other one: RFC 9112, 6.3."""
+    async with running_fake_cluster("abc") as fakes:
+        first, second = "Content-Length: 5", "Transfer-Encoding: chunked"
+        for lines in ((first, second), (second, first)):
+            for path in ("/health", "/v1/completions", "/nowhere"):
+                async with connected(fakes.gateway.http_address) as (reader, writer):
+                    head = "\r\n".join((f"POST {path} HTTP/1.1", "Host: x", *lines))
+                    writer.write(head.encode() + b"\r\n\r\n0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+                    said = await asyncio.wait_for(reader.read(), TIMEOUT_S)
+                assert said.startswith(b"HTTP/1.1 400 "), said
+                assert b"connection: close" in said.lower()
+                assert said.count(b"HTTP/1.1") == 1, "what stands behind it is no request"
+        assert not fakes.decode.submits
+
+
+async def test_a_body_of_crumbs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk costs what a kilobyte costs, and a quarter of a megabyte of them arrives at once."""
+    events = 0
+    before = StrictParser.next_event
+
+    def counted(self: StrictParser) -> Any:
+        nonlocal events
+        events += 1
+        return before(self)
+
+    monkeypatch.setattr(StrictParser, "next_event", counted)
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head += b"Transfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
+    body = b'{"prompt": "' + b"x" * 100 + b'", "max_tokens": 1}' + b" " * 2000
+
+    def chunks(size: int, text: bytes) -> bytes:
+        pieces = [text[at : at + size] for at in range(0, len(text), size)]
+        return b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces) + b"0\r\n\r\n"
+
+    async with running_fake_cluster("abc") as fakes:
+        address = fakes.gateway.http_address
+        # Few small ones, and many that are not small.
+        assert (await send(address, head + chunks(5, body))).status == 200
+        assert (await send(address, head + chunks(200, body + b" " * 500_000))).status == 200
+        events = 0
+        refused = await send(address, head + chunks(1, body))
+        assert refused.status == 400
+        assert b"chunks" in refused.body
+        assert events < SMALL_CHUNKS + 100
+        await fakes.settled()
 
 
 async def test_clients_that_leave_leave_a_bounded_number_of_connections(
@@ -192,9 +276,9 @@ async def test_what_waits_to_be_read_is_bounded(monkeypatch: pytest.MonkeyPatch)
     gate = threading.Event()
     before = TokenizerPool.run
 
-    async def held(self: TokenizerPool, job: Callable[..., Any], *arguments: Any) -> Any:
+    async def held(self: TokenizerPool, job: Callable[..., Any], *arguments: Any, **size: Any) -> Any:
         await before(self, gate.wait, TIMEOUT_S)
-        return await before(self, job, *arguments)
+        return await before(self, job, *arguments, **size)
 
     monkeypatch.setattr(TokenizerPool, "run", held)
     async with running_fake_cluster("abc") as fakes:
@@ -202,7 +286,7 @@ async def test_what_waits_to_be_read_is_bounded(monkeypatch: pytest.MonkeyPatch)
         large = {"prompt": "x" * 60_000}
         first = asyncio.create_task(call(address, "/v1/completions", large))
         try:
-            await until("a body that waits", lambda: core._waiting_bytes >= 60_000)
+            await until("a body that waits", lambda: core._waiting_bytes.total() >= 60_000)
             refused = await call(address, "/v1/completions", large)
             assert (refused.status, refused.error["code"]) == (429, "rate_limit_exceeded")
             assert "wait to be read" in refused.error["message"]

@@ -16,7 +16,7 @@ from pillion.errors import InvalidRequest, Overloaded
 from pillion.gateway.tokens import chat_template as module
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.types import ChatMessage, ChatOptions
-from testbed.conditions import loop_turns
+from testbed.conditions import loop_turns, until
 from testbed.toy_tokenizer import TEMPLATE
 from tests.support.processes import NewChildren
 
@@ -193,6 +193,41 @@ async def test_a_caller_who_leaves_does_not_garble_the_next_answer(template) -> 
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
         assert await box.render((ChatMessage("user", "stays"),)) == "<bos>[user] stays\n[assistant] "
+
+
+async def test_a_caller_who_leaves_leaves_the_process_to_the_others(template, children: NewChildren) -> None:
+    box = template(TEMPLATE)
+    await box.render(MESSAGES)
+    before = children()
+    for turns in range(20):
+        leaving, waiting = (asyncio.create_task(box.render((ChatMessage("user", "x" * 5000),))) for _ in range(2))
+        await loop_turns(turns)
+        leaving.cancel()
+        await asyncio.gather(leaving, return_exceptions=True)
+        assert "[assistant]" in await waiting
+    assert children() == before
+
+
+async def test_a_job_for_which_nobody_waits_has_little_time(
+    template, children: NewChildren, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But enough for the first job of a process, which waits for its start."""
+    monkeypatch.setattr(module, "RENDER_CPU_S", 1000.0)
+    monkeypatch.setattr(module, "RENDER_WALL_S", 1000.0)
+    monkeypatch.setattr("pillion.gateway.boxed_process.ABANDONED_S", 0.0)
+    source = "{% if messages|length > 1 %}" + HOSTILE["nested loops"] + "{% endif %}[assistant]"
+    box = template(source)
+    starting = asyncio.create_task(box.render(MESSAGES[:1]))
+    await until("a process", children)
+    before = children()
+    starting.cancel()
+    assert await box.render(MESSAGES[:1]) == "[assistant]"
+    assert children() == before
+    endless = asyncio.create_task(box.render(MESSAGES))
+    await loop_turns(5)
+    endless.cancel()
+    assert await box.render(MESSAGES[:1]) == "[assistant]"
+    assert children() != before
 
 
 async def test_a_killed_process_is_replaced(template, children: NewChildren) -> None:

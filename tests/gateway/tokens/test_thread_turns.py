@@ -1,0 +1,101 @@
+"""Whose job has the next thread: fair between tenants, and never a small one behind megabytes."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from pillion.errors import Overloaded
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.tokens.thread_turns import SMALL_JOB_BYTES, ThreadTurns
+from pillion.gateway.tokens.tokenizer import JobAbandoned, TokenizerPool, check_wanted
+from testbed.conditions import WITHIN_S, until
+
+A, B = Tenant(name="a"), Tenant(name="b")
+LARGE = SMALL_JOB_BYTES + 1
+
+
+def test_large_jobs_leave_a_thread_to_small_ones() -> None:
+    for tenants in ((OPEN, OPEN), (A, A), (A, B)):
+        turns = ThreadTurns(2, 100)
+        large = [turns.wait(tenants[0], LARGE) for _ in range(4)]
+        assert turns.grant() == large[:1]
+        small = [turns.wait(tenants[1], 1) for _ in range(2)]
+        assert turns.grant() == small[:1]
+        turns.end(small[0])
+        assert turns.grant() == small[1:]
+        turns.end(large[0])
+        assert turns.grant() == large[1:2]
+
+
+def test_small_jobs_leave_a_thread_to_large_ones() -> None:
+    turns = ThreadTurns(2, 100)
+    small = [turns.wait(A, 1) for _ in range(9)]
+    assert turns.grant() == small[:2]
+    large = turns.wait(A, LARGE)
+    turns.end(small[0])
+    assert turns.grant() == [large]
+
+
+@pytest.mark.parametrize("size_bytes", [1, LARGE])
+def test_a_flood_waits_and_another_tenant_is_next(size_bytes: int) -> None:
+    turns = ThreadTurns(2, 100)
+    flood = [turns.wait(A, size_bytes) for _ in range(20)]
+    first = turns.grant()
+    late = turns.wait(B, size_bytes)
+    turns.end(first[0])
+    assert turns.grant() == [late]
+    # One that leaves the line before its turn has none.
+    turns.end(flood[len(first)])
+    turns.end(late)
+    assert turns.grant() == [flood[len(first) + 1]]
+
+
+def test_a_tenant_fills_its_share_of_the_line() -> None:
+    turns = ThreadTurns(2, 8)
+    for _ in range(4):
+        turns.wait(A, 1)
+    with pytest.raises(Overloaded, match="wait to be tokenized"):
+        turns.wait(A, 1)
+    kept = [turns.wait(B, 1) for _ in range(2)]
+    turns.end(kept[0])
+    assert turns.jobs == 5
+    turns = ThreadTurns(2, 8)
+    for _ in range(8):
+        turns.wait(OPEN, 1)
+    with pytest.raises(Overloaded):
+        turns.wait(OPEN, 1)
+
+
+async def test_a_job_ends_when_its_caller_is_gone() -> None:
+    """It ends with the item at which it is, and one that waits never begins."""
+    pool, begun, gate, seen = TokenizerPool(), threading.Event(), threading.Event(), list[object]()
+
+    def job() -> None:
+        begun.set()
+        try:
+            while True:
+                assert gate.wait(WITHIN_S)
+                check_wanted()
+        except JobAbandoned as error:
+            seen.append(error)
+            raise
+
+    try:
+        working = asyncio.create_task(pool.run(job, size_bytes=LARGE))
+        waiting = asyncio.create_task(pool.run(seen.append, "begun", size_bytes=LARGE))
+        await until("the job to begin", begun.is_set)
+        for task in (waiting, working):
+            task.cancel()
+        await asyncio.gather(working, waiting, return_exceptions=True)
+        gate.set()
+        await until("both jobs to be over", lambda: pool.jobs == 0)
+        assert [type(one) for one in seen] == [JobAbandoned]
+        # Off the pool's threads somebody always waits.
+        check_wanted()
+        assert await pool.run(str, 5) == "5"
+    finally:
+        gate.set()
+        pool.close()
