@@ -89,6 +89,7 @@ from pillion.gateway.tokens.tokenizer import (
 )
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Values
+from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, joined
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Usage
 from pillion.wire.registry import DOWN, ComponentRecord
 
@@ -105,8 +106,8 @@ TENANT_BOXED_AT_ONCE = 2
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
     """A model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it, or "";
-    ``weights`` says how its weights are kept. ``folder`` has its config.json; ``adapter`` is the one that a client's
-    name meant."""
+    ``weights`` says how its weights are kept. ``sampling`` holds where a client gives no value. ``folder`` has its
+    config.json; ``adapter`` is the one that a client's name meant."""
 
     limits: ModelLimits
     fingerprint: str
@@ -119,6 +120,7 @@ class ModelEntry:
     weights: str = ""
     folder: Path | None = None
     adapter: NamedAdapter | None = None
+    sampling: SamplingParams = NO_DEFAULTS
 
     @property
     def name(self) -> str:
@@ -569,9 +571,8 @@ class Gateway:
         name, asked, most = model.limits.name, request.sampling.max_tokens, model.limits.max_model_len_tokens
         pools = self.cluster.pools_tokens(name)
         # Nothing is refused for the largest pool while the size of one is unknown.
-        longest = check_pool(
-            len(prompt), prompt_field(request), asked, most, max(pools, default=None) if all(pools) else None
-        )
+        largest = max(pools, default=None) if all(pools) else None
+        longest = check_pool(len(prompt), prompt_field(request), most, largest)
         common = min(filter(None, pools), default=most)
         # Where every node can hold the request, another one can go on whichever is lost.
         return min(longest, common) if asked is None and len(prompt) < common else longest
@@ -595,7 +596,7 @@ class Gateway:
             model=model.limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
-            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, seed),
+            resolved=resolve(asked, len(prompt), model.eos_token_ids, bounds, seed, model.sampling),
             # Without prefix caching the salt is used once: blocks of other requests do not match, its own still do.
             cache_salt=cache_salt(tenant, request.cache_salt) if options.prefix_caching else secrets.token_hex(16),
             options=options,
@@ -684,6 +685,7 @@ def _described(entry: ModelEntry) -> ModelInfo:
         "" if adapter is None else adapter.parent,
         "" if adapter is None else adapter.digest,
         entry.weights,
+        sampling=joined(entry.sampling, NEUTRAL),
     )
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 
 import msgspec
 
-from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_strangers
+from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_contradictions, refuse_strangers
+from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
@@ -283,15 +284,9 @@ def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:
 
 def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> AdapterNames | None:
     """The names of adapters, those of --lora-modules loaded. Reads files; raises ConfigError."""
-    for name in ("lora_modules", "lora_path", "allow_runtime_lora_updating"):
-        if getattr(flags, name) and not flags.enable_lora:
-            raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora")
+    refuse_contradictions(flags)
     if not flags.enable_lora:
         return None
-    if flags.allow_runtime_lora_updating != bool(flags.lora_path):
-        raise ConfigError(
-            "--allow-runtime-lora-updating and --lora-path, whose adapters may be loaded, need each other"
-        )
     names = AdapterNames(
         {name: entry.folder for name, entry in entries.items() if entry.folder is not None},
         {entry.alias: name for name, entry in entries.items() if entry.alias and entry.alias not in entries},
@@ -369,7 +364,7 @@ async def _follow(keys: KeyFile, gateway: Gateway) -> None:
 
 def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
     """What a gateway needs of a model. Reads files; raises ConfigError."""
-    tokenizer = ModelTokenizer.load(model.folder)
+    tokenizer = ModelTokenizer.load(model.folder, flags.chat_template)
     formats = choose_formats(
         tokenizer.chat_template,
         tokenizer.codec,
@@ -386,9 +381,10 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
-        template=ChatTemplate(tokenizer.chat_template, tokenizer.specials),
+        template=ChatTemplate(tokenizer.chat_template, tokenizer.specials, spells_out=formats.spells_out),
         grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
         formats=formats,
         weights=model.weights,
         folder=model.folder,
+        sampling=default_sampling(model, flags),
     )

@@ -9,8 +9,8 @@ What the SDK's user meets:
 
 What all components share:
 - `net`: servers, channels, TLS. `wire`, `v1`: converters and the generated messages. `observability`: metrics, traces.
-- `priority`, `sampling_ranges`, `grammar_limits`, `adapter_folders`, `config`, `speculative_config`, `cores`,
-  `core_board`, `served_models`: rules that several packages must agree on.
+- `priority`, `sampling_ranges`, `sampling_defaults`, `grammar_limits`, `adapter_folders`, `config`,
+  `speculative_config`, `cores`, `core_board`, `served_models`: rules that several packages must agree on.
 
 What an operator meets: `cli`, `supervisor`, `top`, `loadgen`. The servers themselves (`gateway`, `prefill_service`,
 `decode_service`, `engine`, `kvstore`, `kernels`) and their `simulator` are links to folders at the root of the

@@ -29,6 +29,7 @@ from pillion.adapter_folders import STORE_LIMITS, StoreLimits
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
+from pillion.sampling_defaults import parse_override
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
 
 MAX_PORT = 65535
@@ -50,13 +51,14 @@ DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # float16, alias half, computes in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 # The formats that a gateway reads, by vLLM's names; its tables have a row for each.
-TOOL_PARSER_CHOICES = ("auto", "none", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
+TOOL_PARSER_CHOICES = ("auto", "none", "generic", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
 REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (
     "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,quantization=Q]"
-    "[,quantization-group-size=G][,tool-call-parser=P][,reasoning-parser=P]. Repeat it for more."
+    "[,quantization-group-size=G][,tool-call-parser=P][,reasoning-parser=P][,generation-config=C]"
+    "[,chat-template=F]. Repeat it for more."
 )
 
 ALLOWED_ORIGINS = (
@@ -131,6 +133,44 @@ def refuse_strangers(flags: GatewayFlags) -> None:
         raise ConfigError(f"--ui at {flags.host} needs --api-keys: any stranger would see the cluster")
     if flags.allow_runtime_lora_updating:
         raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
+
+
+def refuse_contradictions(flags: Any) -> None:
+    """Raises ConfigError for the first pair of flags that contradict each other, or of which one is for nothing without
+    the other. Flags that ``flags`` does not have are as if they were not given."""
+
+    def given(name: str) -> Any:
+        return getattr(flags, name, None)
+
+    for name in ("lora_modules", "lora_path", "allow_runtime_lora_updating"):
+        if given(name) and not flags.enable_lora:
+            raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora")
+    if bool(given("allow_runtime_lora_updating")) != bool(given("lora_path")):
+        raise ConfigError(
+            "--allow-runtime-lora-updating and --lora-path, whose adapters may be loaded, need each other"
+        )
+    if given("http_port") and flags.http_port == flags.grpc_port:
+        raise ConfigError(f"--http-port and --grpc-port are both {flags.http_port}: each needs a port of its own")
+    if given("allow_credentials") and not flags.allowed_origins:
+        raise ConfigError("--allow-credentials needs --allowed-origins: it is about the pages of these")
+    if given("batch_path") and flags.batch_file_bytes > flags.batch_bytes:
+        raise ConfigError(
+            f"--batch-file-bytes {flags.batch_file_bytes} is more than --batch-bytes {flags.batch_bytes}, which is for"
+            " all files together"
+        )
+    if given("verify_blocks") is False:
+        # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away.
+        # Nothing but the checksum tells then, and a wrong block would be served under a right name (I2).
+        for flag, value in (("--disk-path", flags.disk_path), ("--object-url", flags.object_url)):
+            if value:
+                raise ConfigError(
+                    f"--no-verify-blocks with {flag}: a damaged block would be served; give only one of them"
+                )
+        if flags.kv_transport == "nixl":
+            raise ConfigError(
+                "--no-verify-blocks with --kv-transport nixl: a one-sided read is safe by its checksum alone; choose"
+                " grpc"
+            )
 
 
 def listed_origins(values: Sequence[str]) -> list[str]:
@@ -237,10 +277,23 @@ class ModelFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
-    """How answers are read: what in them is reasoning, and what calls a tool."""
+    """How answers are sampled where a client does not say, and how they are read: what in them is reasoning, and what
+    calls a tool."""
 
+    generation_config: str = flag(
+        "auto",
+        "Where the model's sampling defaults come from: auto: from its generation_config.json or GGUF metadata; vllm or"
+        " none: from nowhere; else from a folder's generation_config.json.",
+    )
+    override_generation_config: str = flag(
+        "", "Sampling defaults that go before those, in JSON, such as '{\"temperature\": 0.6}'.", kind=parse_override
+    )
+
+    chat_template: str = flag("", "File with a chat template (Jinja) that is used in place of the model's own.")
     tool_call_parser: str = flag(
-        "auto", "How the model calls tools; auto: as its chat template says.", choices=TOOL_PARSER_CHOICES
+        "auto",
+        "How the model calls tools; auto: as its chat template says, generic where that knows no tools.",
+        choices=TOOL_PARSER_CHOICES,
     )
     reasoning_parser: str = flag(
         "auto", "How the model marks reasoning; auto: as its chat template says.", choices=REASONING_PARSER_CHOICES

@@ -29,6 +29,8 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
     "quantization_group_size": str,
     "revision": str,
     "tool_call_parser": str,
+    "generation_config": str,
+    "chat_template": str,
     "reasoning_parser": str,
 }
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -41,8 +43,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
-    """The models of --also-model. Settings that an entry lacks are those of --model, except the length, the parsers and
-    the quantization, which are the model's own. Raises ConfigError."""
+    """The models of --also-model. Settings that an entry lacks are those of --model, except the length, the parsers,
+    the sampling defaults, the chat template and the quantization, which are the model's own. Raises ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:
         raise ConfigError(f"--also-model: a gateway serves at most {MAX_MODELS} models")
     found = tuple(_read(text, flags) for text in flags.also_model)

@@ -44,6 +44,9 @@ class StructuredOutputs:
 class SamplingParams:
     """How tokens are chosen. ``None`` is "not set": the gateway resolves it before any worker sees it.
 
+    The defaults of temperature, top_p, top_k, min_p and the penalties are the model's own (``ModelInfo.sampling``);
+    where it recommends none, they are those that are given here.
+
     Attributes:
         temperature: 0 is greedy; default 1.0.
         top_p: nucleus mass in (0, 1]; default 1.0.
@@ -338,7 +341,8 @@ class ModelInfo:
     The parsers are the formats in which it calls tools and reasons, or "none". An adapter has the name of its model as
     ``parent``, and the digest of its content as ``adapter``; another name of a model has that model's as ``alias_of``.
     ``weights`` says how the model's weights are kept, such as
-    "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic.
+    "awq, 4 bits in groups of 128"; where they are plain it is the type of arithmetic. ``sampling`` has the values that
+    hold where a request gives none; its ``max_tokens``, where there is one, bounds every answer.
     """
 
     name: str
@@ -350,6 +354,7 @@ class ModelInfo:
     adapter: str = ""
     weights: str = ""
     alias_of: str = ""
+    sampling: SamplingParams = field(default_factory=SamplingParams)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -396,6 +401,7 @@ class ComponentStatus:
     processes over which it splits its model. ``queued_tokens``, ``free_seqs``:
     prompt tokens that a worker has yet to compute, and how many more sequences would run at once.
     ``fenced_components``: workers that a node has fenced. ``adapters``: digests of those that are ready on a worker.
+    ``address``: where its gRPC service is reached, host:port or unix:path, from its own machine or the cluster's.
     ``steps``, ``steps_ms``, ``step_*_tokens``: a worker's steps since its process started, the time that they took,
     and what filled their token budgets. ``pinned_blocks``: those of a node's ``committed_blocks`` that are pinned;
     ``disk_blocks``: blocks in its disk tier. ``trouble``: why a component whose role is "down" does not run.
@@ -432,6 +438,7 @@ class ComponentStatus:
     pinned_blocks: int = 0
     disk_blocks: int = 0
     trouble: str = ""
+    address: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

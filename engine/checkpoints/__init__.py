@@ -2,6 +2,7 @@
 
     prepare.py       finds, converts and fingerprints a model: the entry for every component
     model_files.py   resolves the flag; lists weight files
+    generation_config.py  the sampling values that a model recommends, and the flags about them
     model_cache.py   the cache on disk of prepared models
     convert.py       GGUF files and foreign tokenizers -> a Hugging Face folder; shards.py writes its weights
     gguf_blocks.py   the blocks of GGUF's types -> matrices in few bits

@@ -42,6 +42,14 @@ _ROPE_SHORT, _ROPE_LONG = "rope_factors_short.weight", "rope_factors_long.weight
 _END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 # The tensor of one projection of all experts of a layer.
 _EXPERTS = re.compile(r"(?P<stem>blk\.\d+\.ffn_(?P<projection>gate|up|down)_exps)\.weight")
+# Metadata of GGUF files that recommend sampling values, and what a generation_config.json calls them.
+_SAMPLING = {
+    "temp": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
 _PLAIN_TYPES = {"F64", "F32", "F16", "BF16"}
 _PRIVATE_KEYS = ("quantization_config", "_name_or_path", "_model_name_or_path")
 
@@ -78,6 +86,8 @@ def convert_gguf(source: Path, folder: Path, dtype: str, progress: Progress) -> 
         config["quantization_config"] = {"quant_method": "pillion", "weights": ", ".join(few)}
     tokenizer.save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2), "utf-8")
+    if sampling := recommended_sampling(reader):
+        (folder / "generation_config.json").write_text(json.dumps(sampling, indent=2), "utf-8")
 
 
 @contextlib.contextmanager
@@ -88,7 +98,9 @@ def _blaming(source: Path) -> Iterator[None]:
     except ConfigError as error:
         raise ConfigError(f"{source}: {error.message}") from None
     except Exception as error:  # noqa: BLE001  (the readers raise errors of many kinds)
-        raise ConfigError(f"{source} cannot be read as GGUF: {_first_line(error)}") from None
+        raise ConfigError(
+            f"{source} cannot be read as GGUF; it may be damaged, or cut short: {_first_line(error)}"
+        ) from None
 
 
 def quantized_types(source: Path) -> str:
@@ -202,6 +214,17 @@ def refuse_unread(reader: Any) -> None:
         raise ConfigError(f"GGUF files of the architecture {name!r} are not read ({known} are): use the model's folder")
     if name != "qwen3moe" and _metadata(reader, "{}.expert_count"):
         raise ConfigError("mixture of experts is read from Hugging Face folders, and from GGUF files of qwen3moe alone")
+
+
+def recommended_sampling(reader: Any) -> dict[str, Any]:
+    """The sampling values that a file's metadata recommend, by the keys of a generation_config.json."""
+    found = {key: _metadata(reader, f"general.sampling.{name}") for name, key in _SAMPLING.items()}
+    # A file holds 32 bits of a number: the shortest decimal number with these bits is the one that was meant.
+    return {
+        key: float(f"{value:.7g}") if isinstance(value, float) else value
+        for key, value in found.items()
+        if value is not None
+    }
 
 
 def add_rope(config: dict[str, Any], reader: Any) -> None:

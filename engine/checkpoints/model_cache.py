@@ -29,6 +29,9 @@ from pillion.errors import ConfigError
 # To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and what was
 # made before stays on the disk.
 CONVERSION_VERSION = 4
+# To be raised when what is written beside a converted model's weights changes: it is then converted again, into weights
+# with the same fingerprint.
+TEXTS_VERSION = 1
 # To be raised when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 7
 
@@ -83,7 +86,7 @@ class ModelCache:
 
     def record_path(self, source: Path, kind: str) -> Path:
         """Returns the path of a source's record, whether the file exists or not."""
-        key = hashlib.sha256(f"{CONVERSION_VERSION}\0{kind}\0{source}".encode()).hexdigest()[:32]
+        key = hashlib.sha256(f"{CONVERSION_VERSION}.{TEXTS_VERSION}\0{kind}\0{source}".encode()).hexdigest()[:32]
         return self._root / "records" / f"{key}.json"
 
     def folder(self, digest: str, fill: Callable[[Path], None], progress: Progress) -> Path:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,8 @@ TEXT_FILES = (
     "additional_chat_templates/tool_use.jinja",
 )
 DEMO_NAME = "SmolLM2-135M-Instruct"
+# The values with which the model's authors show it; its files recommend none, and at temperature 1 it talks nonsense.
+DEMO_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 
 # Files fetched from a hub repository: weights as safetensors, config and tokenizer. Never code, never pickles.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
@@ -40,10 +42,12 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's Hugging Face folder or GGUF file, and the name by which clients know the model."""
+    """A model's Hugging Face folder or GGUF file, and the name by which clients know the model. ``sampling`` is what is
+    recommended for it where its files recommend nothing, by the keys of a generation_config.json."""
 
     path: Path
     name: str
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def is_gguf(self) -> bool:
@@ -56,7 +60,7 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
     if not model:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
-        return ModelSource(_demo_file(), DEMO_NAME)
+        return ModelSource(_demo_file(), DEMO_NAME, DEMO_SAMPLING)
     path = Path(model).expanduser()
     if path.is_dir():
         return ModelSource(path.resolve(), path.resolve().name)

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer, quantized_types
-from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, ModelCache, ModelRecord, digest_file, stamp
+from pillion.engine.checkpoints.model_cache import (
+    CONVERSION_VERSION,
+    TEXTS_VERSION,
+    ModelCache,
+    ModelRecord,
+    digest_file,
+    stamp,
+)
 from pillion.engine.checkpoints.model_files import (
     INDEX_NAME,
     TEXT_FILES,
@@ -48,6 +56,7 @@ class PreparedModel:
         eos_token_ids: tokens that end a text.
         original_tokens: longest text with the rotary frequencies of training, where longer ones have others; else 0.
         weights: how the weights are kept, such as "awq, 4 bits in groups of 128"; ``dtype`` where they are plain.
+        sampling: what is recommended where the folder's generation_config.json says nothing, by its keys.
     """
 
     folder: Path
@@ -61,6 +70,7 @@ class PreparedModel:
     alias: str = ""
     original_tokens: int = 0
     weights: str = ""
+    sampling: Mapping[str, float] = field(default_factory=dict)
 
     def rope_shift(self, text_tokens: int) -> int:
         """Returns where in the rotary tables a text of at most ``text_tokens`` tokens begins; 0 stands for unknown."""
@@ -90,6 +100,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
         bos_token_id=record.bos_token_id,
         original_tokens=original,
         weights=config.quantization.words if config.quantization else weights.dtype,
+        sampling=source.sampling,
     )
 
 
@@ -184,7 +195,7 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
             _refuse_twice(source, kind, quantized_types(source.path))
         digest = digest_file(source.path)[:32]
         folder = cache.folder(
-            f"{digest}-{kind.dtype}-{CONVERSION_VERSION}",
+            f"{digest}-{kind.dtype}-{CONVERSION_VERSION}.{TEXTS_VERSION}",
             lambda into: convert_gguf(source.path, into, kind.dtype, progress),
             progress,
         )

@@ -6,16 +6,20 @@ Memory holds one file's tensors at a time, so that a model of any size can be co
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from pillion.engine.checkpoints.model_files import INDEX_NAME, SINGLE_NAME
 
 MAX_SHARD_BYTES = 2 * 2**30
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 class ShardWriter:
@@ -47,7 +51,14 @@ class ShardWriter:
         (self._folder / INDEX_NAME).write_text(json.dumps({"weight_map": self._places}), "utf-8")
 
     def _write(self, name: str) -> None:
-        save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
+        try:
+            save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # The library tells in words alone that a disk is full.
+            number = _OS_ERROR.search(str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), name) from None
         self._places.update(dict.fromkeys(self._tensors, name))
         self._tensors, self._size_bytes = {}, 0
 

@@ -76,6 +76,11 @@ class AnswerParts:
         if text:
             self._deltas.append(ToolCallDelta(self.calls - 1, arguments=text))
 
+    @property
+    def behind_mark(self) -> bool:
+        """Whether nothing but white space has come since the last mark."""
+        return self._bare
+
     def end(self, thinking: bool) -> None:
         """Ends the answer: white space behind content that no call follows is content too."""
         if self._held and not (thinking or self.calls):
@@ -152,7 +157,7 @@ class PendingText:
         ended: whether no more will come.
     """
 
-    __slots__ = ("_at", "_from", "_may_reread", "_text", "ended")
+    __slots__ = ("_at", "_from", "_may_reread", "_short", "_text", "_was_cut", "ended")
 
     def __init__(self) -> None:
         self._text = ""
@@ -161,6 +166,8 @@ class PendingText:
         self._from: int | None = None
         self._may_reread = MAX_REREAD_CHARS
         self.ended = False
+        # Whether the text has ended where more was to come, and whether an attempt wanted more than there is.
+        self._was_cut = self._short = False
 
     def push(self, piece: str) -> None:
         """Adds what comes next."""
@@ -171,16 +178,18 @@ class PendingText:
         text += piece
         self._text = text
 
-    def cut(self, marks: Marks) -> None:
-        """Drops the beginning of a mark, of two characters and more, at the end of what is not taken yet."""
+    def cut(self, marks: Marks, least: int) -> None:
+        """Notes that the text breaks off here. Drops the beginning of a mark, of ``least`` characters and more, at the
+        end of what is not taken yet."""
+        self._was_cut = True
         half = marks.begun(self._text, self._at if self._from is None else self._from)
-        if half > 1:
+        if half >= least:
             self._text = self._text[:-half]
             self._at = min(self._at, len(self._text))
 
     def attempt(self) -> None:
         """Begins an attempt here."""
-        self._from = self._at
+        self._from, self._short = self._at, False
 
     def take(self) -> None:
         """Ends the attempt: what it has read is taken."""
@@ -196,6 +205,14 @@ class PendingText:
         self._at = begin
         return ""
 
+    def drop_half(self) -> bool:
+        """Ends an attempt that has failed where the text was cut and all that it wanted was more of it. What there is
+        of it is dropped: half a call is nobody's text. False where it failed otherwise, and goes on."""
+        if not (self._was_cut and self._short):
+            return False
+        self._at, self._from = len(self._text), None
+        return True
+
     def step(self) -> None:
         """Reads one character that is known."""
         self._at += 1
@@ -204,6 +221,7 @@ class PendingText:
         """Waits until there is a character to read; false where the text, or all that may be held of it, ends."""
         while self._at >= self._end:
             if self.ended or self._at >= self._most:
+                self._short = self.ended and self._at < self._most
                 return False
             yield
         return True
@@ -226,6 +244,7 @@ class PendingText:
                 self._at += len(mark)
                 return True
             if not mark.startswith(come) or self.ended or self._end == self._most:
+                self._short = self.ended and mark.startswith(come) and self._end < self._most
                 return False
             yield
 

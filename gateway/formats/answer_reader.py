@@ -50,7 +50,7 @@ class AnswerReader:
         self._text = PendingText()
         marks = [] if form.reasoning is None else [form.reasoning.begin, form.reasoning.end]
         if form.tools is not None:
-            marks += filter(None, (form.tools.begin, form.tools.end))
+            marks += filter(None, (form.tools.begin, form.tools.end, *form.tools.inner))
         self._marks = Marks(*marks)
         self._reading = self._read(form)
         # Up to where it needs text.
@@ -62,11 +62,12 @@ class AnswerReader:
         next(self._reading, None)
 
     def flush(self, cut: bool = False) -> None:
-        """Reads what was held back: no more text will come. Call once, at the end. ``cut``: the answer has not ended by
-        itself, so that half a mark at its end, of two characters and more, is no text."""
+        """Reads what was held back: no more text will come. Call once, at the end. ``cut``: the answer has not ended
+        by itself, so that half a mark at its end, of two characters and more or behind another mark, is no text, and
+        neither is half a call whose name is not known yet."""
         text = self._text
         if cut:
-            text.cut(self._marks)
+            text.cut(self._marks, 1 if self.parts.behind_mark else 2)
         text.ended = True
         next(self._reading, None)
         self.parts.end(self.thinking)

@@ -80,7 +80,7 @@ class JsonCalls:
         text, parts = self._text, self._parts
         while mark := (yield from text.until(self._begin, parts.content)):
             text.attempt()
-            if not (yield from self._after_mark()):
+            if not (yield from self._after_mark()) and not text.drop_half():
                 parts.content(mark + text.leave())
 
     def _after_mark(self) -> Generator[None, None, bool]:
@@ -143,7 +143,7 @@ class JsonCalls:
         if character == "}":
             text.step()
             text.take()
-        else:
+        elif not text.drop_half():
             self._parts.content(text.leave())
 
     def _key(self) -> Generator[None, None, tuple[str | None, str]]:
@@ -201,7 +201,8 @@ class LlamaCalls(JsonCalls):
             text.attempt()
             text.step()
             if not (yield from self._call(only_known=True)):
-                self._parts.content(text.leave())
+                if not text.drop_half():
+                    self._parts.content(text.leave())
                 return
 
 
@@ -225,7 +226,8 @@ class MistralCalls(JsonCalls):
                 break
             text.attempt()
             if not (yield from self._call()):
-                self._parts.content(text.leave())
+                if not text.drop_half():
+                    self._parts.content(text.leave())
                 break
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,10 +13,11 @@ from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.formats.answer_reader import AnswerForm
 from pillion.gateway.formats.client_json import parsed
 from pillion.gateway.formats.reasoning import REASONING_FORMATS, ReasoningFormat
-from pillion.gateway.formats.tool_formats import TOOL_FORMATS, ToolFormat
+from pillion.gateway.formats.tool_formats import GENERIC, SPELLED_OUT, TOOL_FORMATS, ToolFormat
 from pillion.types import GenerateRequest, Tool, ToolOptions
 
 AUTO, NONE = "auto", "none"
+_TOOLS = re.compile(r"\btools\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class ModelFormats:
     Attributes:
         tool_parser, reasoning_parser: the names of the formats; "none" where there is none.
         auto_choice: whether the model may choose by itself to call a tool.
+        foreign: whether its template tells it to call tools in a way that is not read here, so that it calls them in
+            the generic one where a grammar makes it, and may not choose.
         mark_ids: by text, the ids of marks that are one token, which a grammar names by its id.
         visible: by id, the texts of those that are left out of plain text.
     """
@@ -34,6 +38,7 @@ class ModelFormats:
     auto_choice: bool = True
     mark_ids: Mapping[str, int] = field(default_factory=dict)
     visible: Mapping[int, str] = field(default_factory=dict)
+    foreign: bool = False
 
     @property
     def tools(self) -> ToolFormat | None:
@@ -45,13 +50,24 @@ class ModelFormats:
         """The format of reasoning."""
         return REASONING_FORMATS.get(self.reasoning_parser)
 
+    @property
+    def spells_out(self) -> bool:
+        """Whether tools, calls and results can be told to the model as text."""
+        return self.tool_parser in SPELLED_OUT
+
     def check(self, options: ToolOptions) -> None:
         """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
         if not asks_for_calls(options):
             return
         if self.tools is None:
-            text = "no format of calls is known for this model; start the gateway with --tool-call-parser, one of "
-            raise InvalidRequest.of(FieldViolation("tools.tools", text + ", ".join(TOOL_FORMATS)))
+            text = "this model has no chat template, or its gateway was started with --tool-call-parser none"
+            raise InvalidRequest.of(FieldViolation("tools.tools", text))
+        if self.foreign and (options.choice or AUTO) == AUTO:
+            text = (
+                'how this model calls tools by itself is not known: ask for "required" or for a tool by its name, or'
+                f" start the gateway with --tool-call-parser, one of {', '.join(TOOL_FORMATS)}"
+            )
+            raise InvalidRequest.of(FieldViolation("tools.choice", text))
         if not self.auto_choice and (options.choice or AUTO) == AUTO:
             text = '"auto" needs a gateway that was started with --enable-auto-tool-choice'
             raise InvalidRequest.of(FieldViolation("tools.choice", text))
@@ -113,6 +129,7 @@ def choose_formats(
         # llguidance takes them for tokens without a text: they are named by their ids or not at all.
         {mark: number for mark, number, token in known if token.special or (mark[0] == "<" and mark[-1] == ">")},
         {number: mark for mark, number, token in known if token.special},
+        foreign=tools == GENERIC and tool_parser == AUTO and knows_tools(template),
     )
 
 
@@ -132,13 +149,18 @@ def _chosen(flag: str, name: str, known: Mapping[str, Any], found: str) -> str:
     return name
 
 
+def knows_tools(template: str) -> bool:
+    """Whether a chat template has a place for tools."""
+    return _TOOLS.search(template) is not None
+
+
 def _tools_in(template: str) -> str:
-    """The format that a chat template speaks of."""
-    if "tools" in template:
+    """The format that a chat template speaks of, or the generic one; none where there is no template."""
+    if knows_tools(template):
         for name, form in TOOL_FORMATS.items():
             if any(all(text in template for text in texts) for texts in form.found):
                 return name
-    return NONE
+    return GENERIC if template else NONE
 
 
 def _reasoning_in(template: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
 from pillion.gateway.formats.json_calls import JsonCalls, LlamaCalls, MistralCalls
-from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XmlCalls
+from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_MARKS, XmlCalls
 
 # The tools of a request: their schemas of arguments, by name.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
@@ -24,6 +24,7 @@ class ToolFormat:
         read: reads an answer's text.
         found: the format of a chat template that holds one of these groups of texts, all of the group.
         marks: texts of special tokens that ``read`` needs to see.
+        inner: further marks, within a call.
         short_ids: whether the template takes ids of nine letters and digits only.
     """
 
@@ -33,6 +34,7 @@ class ToolFormat:
     found: tuple[tuple[str, ...], ...] = ()
     marks: tuple[str, ...] = ()
     short_ids: bool = False
+    inner: tuple[str, ...] = ()
 
 
 def _read_hermes(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
@@ -51,8 +53,12 @@ def _read_llama(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Ge
     return LlamaCalls(text, parts, frozenset(tools), "<|python_tag|>").read()
 
 
-_XML = ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_xml, (("<function=", "<parameter="),), (TOOL_CALL, END_TOOL_CALL))
-# By the names that vLLM gives them. `auto` finds the first one that the chat template speaks of.
+GENERIC = "generic"
+_XML = ToolFormat(
+    TOOL_CALL, END_TOOL_CALL, _read_xml, (("<function=", "<parameter="),), (TOOL_CALL, END_TOOL_CALL), inner=XML_MARKS
+)
+# By the names that vLLM gives them, but for the generic one, which is for models whose chat templates know no tools, or
+# call them in a way that is not read here. `auto` finds the first one that the chat template speaks of.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "qwen3_coder": _XML,
     "qwen3_xml": _XML,
@@ -67,4 +73,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         (("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         ("<|python_tag|>",),
     ),
+    GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes),
 }
+# Formats in which tools, calls and results are told to a model as text, where its template has no place for them.
+SPELLED_OUT = ("hermes", GENERIC)

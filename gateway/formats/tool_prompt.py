@@ -1,14 +1,33 @@
-"""Tools and messages as chat templates want them, in the shape that transformers gives them. Sans-IO (I9)."""
+"""Tools and messages as chat templates want them, in the shape that transformers gives them. Sans-IO (I9).
+
+A template that has no place for tools gets them as text, in the words of Hermes' and Qwen's own templates.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+import msgspec
 from msgspec import Raw
 
-from pillion.types import ChatMessage, Tool
+from pillion.types import ChatMessage, Tool, ToolCall
 
+_INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
 # About what a message, a call or a tool has around its texts.
 ITEM_BYTES = 64
 
@@ -25,6 +44,37 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
 def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
     """Tools in OpenAI's form; None without any."""
     return [{"type": "function", "function": _function(tool)} for tool in tools] or None
+
+
+def spelled_out(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
+    """A conversation whose tools, calls and results are text, for a template that has no place for them.
+
+    The tools are told in the system message or, since not every template takes one, before the first message. Results
+    come from the user, and what the user says behind them is in the same message: many templates want turns.
+    """
+    told: list[ChatMessage] = []
+    after_result = False
+    for message in messages:
+        content = "\n".join(filter(None, (message.content, *map(_spelled_call, message.tool_calls))))
+        if message.role == "tool":
+            content = f"<tool_response>\n{message.content}\n</tool_response>"
+        role = "user" if message.role == "tool" else message.role
+        if after_result and role == "user":
+            told[-1] = ChatMessage("user", f"{told[-1].content}\n{content}")
+        else:
+            told.append(replace(message, role=role, content=content, tool_calls=(), tool_call_id="", name=""))
+        after_result = message.role == "tool" or (after_result and role == "user")
+    if tools:
+        listed = "\n".join(msgspec.json.encode(one).decode() for one in template_tools(tools) or ())
+        introduction = _INTRODUCTION.format(tools=listed)
+        first = told[0].content
+        texts = (first, introduction) if told[0].role in ("system", "developer") else (introduction, first)
+        told[0] = replace(told[0], content="\n\n".join(filter(None, texts)))
+    return told
+
+
+def _spelled_call(call: ToolCall) -> str:
+    return f'<tool_call>\n{{"name": {json.dumps(call.name)}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
 
 
 def message_bytes(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:

@@ -18,6 +18,7 @@ from pillion.gateway.formats.json_calls import NAME
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
 FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
+XML_MARKS = (FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER)
 MAX_KEY_CHARS = 256
 # Parameters whose types are remembered for one answer.
 _KEPT_TYPES = 1024
@@ -45,7 +46,7 @@ class XmlCalls:
         text, parts = self._text, self._parts
         while mark := (yield from text.until(_BEGINS, parts.content)):
             text.attempt()
-            if not (yield from self._call(mark)):
+            if not (yield from self._call(mark)) and not text.drop_half():
                 parts.content(mark + text.leave())
 
     def _call(self, mark: str) -> Generator[None, None, bool]:
@@ -85,7 +86,8 @@ class XmlCalls:
         text.attempt()
         key = (yield from self._word()) if (yield from text.has(PARAMETER)) else ""
         if not key:
-            parts.content(text.leave())
+            if not text.drop_half():
+                parts.content(text.leave())
             return False
         text.take()
         parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")

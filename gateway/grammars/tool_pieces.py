@@ -153,7 +153,7 @@ class _Writer:
 
 
 class _TaggedWriter(_Writer):
-    """A mark before each call and one behind it: hermes."""
+    """A mark before each call and one behind it: hermes, generic."""
 
     def one(self, tool: Tool, number: int) -> str:
         return self.object(tool, number, "arguments")
@@ -251,6 +251,7 @@ class _MistralWriter(_Writer):
 
 _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = {
     "hermes": _TaggedWriter,
+    "generic": _TaggedWriter,
     "qwen3_coder": _XmlWriter,
     "qwen3_xml": _XmlWriter,
     "llama3_json": _LlamaWriter,

@@ -18,7 +18,7 @@ from pillion.gateway.gateway import Gateway
 from pillion.gateway.prefixes.prefix_pins import PrefixPins
 from pillion.gateway.request.message_bounds import check_generate_message, check_warm_message
 from pillion.gateway.request.runner import Generation
-from pillion.gateway.request.validation import check_counts, is_request_id
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, is_request_id
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
@@ -97,6 +97,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
             generation = await self._begin(request, context)
             writer = DeltaWriter(generation.job.request_id)
             try:
+                resolved = generation.job.resolved
+                if resolved.cut:
+                    await context.send_initial_metadata(((MAX_TOKENS_HEADER, str(resolved.max_tokens)),))
                 # There is always a first delta, or an error.
                 first = delta_to_pb(await anext(generation))
                 if (origin := generation.origin()) is not None:

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from pillion.errors import Internal, PillionError
 from pillion.gateway.request.job import PlacedPrefix
 from pillion.gateway.request.runner import DEFECT, Generation
-from pillion.types import Delta, GenerateRequest, Usage
+from pillion.types import Delta, GenerateRequest, SamplingParams, Usage
 
 log = logging.getLogger("pillion.gateway")
 
@@ -48,6 +48,17 @@ class DeltaReader:
     def fingerprint(self) -> str:
         """Names the weights, adapter included, in OpenAI's form; known after the first batch."""
         return next(iter(self._generations.values())).job.system_fingerprint
+
+    def cut_tokens(self) -> int | None:
+        """Most tokens of an answer, where the contexts of the prompts leave fewer than were asked for; else None. Known
+        after the first batch, for the prompts that run by then."""
+        resolved = [generation.job.resolved for generation in self._generations.values()]
+        return min((one.max_tokens for one in resolved if one.cut), default=None)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the first prompt's answers are sampled, the model's defaults included; known after the first batch."""
+        return next(iter(self._generations.values())).job.resolved.sampling
 
     def first_token(self, prompt: int) -> int:
         """The first token of a prompt of which a delta has come."""

@@ -43,7 +43,8 @@ Headers = list[tuple[bytes, bytes]]
 class HttpCall:
     """One call. Its response carries ``request_id``, which is a label and never an address.
 
-    ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``.
+    ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``. The response has the
+    headers ``notes``, too.
     """
 
     # Bytes of all bodies that this process is reading.
@@ -66,6 +67,8 @@ class HttpCall:
         self.tenant = OPEN
         given_id = self.header(b"x-request-id")
         self._bad_id = bool(given_id) and not is_request_id(given_id)
+        # Further headers of the response.
+        self.notes: Headers = []
         self.request_id = given_id if given_id and not self._bad_id else f"req-{secrets.token_hex(12)}"
 
     def trace_parent(self) -> otel_context.Context | None:
@@ -185,7 +188,7 @@ class HttpCall:
         self.started = True
         label = self.request_id.encode()
         labels = [(name, label) for name in self.error_form.id_headers]
-        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *labels]})
+        await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.notes, *labels]})
 
     async def _read(self, parts: list[bytes]) -> None:
         """Adds to ``parts``, and counts their bytes, until the body is whole or too large."""

@@ -41,8 +41,10 @@ from pillion.gateway.http_api.prefixes_api import PrefixBody, PrefixesApi
 from pillion.gateway.http_api.responses_api import ResponsesApi
 from pillion.gateway.http_api.responses_fields import ResponsesBody
 from pillion.gateway.http_api.ui_api import UiApi
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
 from pillion.observability.metrics_export import MetricsPage
+from pillion.sampling_defaults import SAMPLING_KEYS
 from pillion.types import ModelInfo
 
 MAX_HTTP_CONNECTIONS = 4096
@@ -143,6 +145,9 @@ class _Pages:
             "tool_call_parser": info.tool_call_parser,
             "reasoning_parser": info.reasoning_parser,
             "weights": info.weights,
+            "default_sampling_params": {
+                name: value for name in SAMPLING_KEYS if (value := getattr(info.sampling, name)) is not None
+            },
         }
 
 
@@ -210,7 +215,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         allow_credentials=flags.allow_credentials,
-        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms"],
+        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms", MAX_TOKENS_HEADER],
     )
 
 

@@ -23,6 +23,7 @@ from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.request.runner import Generation
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.types import Delta, GenerateRequest, Usage
 
 # Writes of all streams together: half a core's worth. A write costs more than a token: the wake-up, the framing, the
@@ -141,6 +142,8 @@ class ModelCalls:
         reader = DeltaReader(asked.requests, start)
         try:
             batch = await reader.read()
+            if (cut_tokens := reader.cut_tokens()) is not None:
+                call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
             # After the first delta: nothing is prepared for what is refused or waits for its turn.
             writer = await new_writer(call, asked, entry, reader)
             if asked.stream:

@@ -30,5 +30,7 @@ class ResponsesApi:
             "created_at": int(time.time()),
             "model": entry.name,
             "system_fingerprint": reader.fingerprint,
+            "temperature": reader.sampling.temperature,
+            "top_p": reader.sampling.top_p,
         }
         return ResponsesWriter(head, self._calls.texts_of(entry), asked)

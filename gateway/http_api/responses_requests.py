@@ -217,8 +217,8 @@ def _tool(tool: FunctionTool, path: str) -> Tool:
 
 
 def _echoed(body: ResponsesBody) -> dict[str, Raw]:
-    """What a response repeats of its request, with OpenAI's defaults. It is encoded here, once, because a stream has it
-    three times."""
+    """What a response repeats of its request, with OpenAI's defaults, but for its sampling. It is encoded here, once,
+    because a stream has it three times."""
     reasoning = body.reasoning or ReasoningConfig()
     echoed = {
         "instructions": body.instructions,
@@ -228,12 +228,10 @@ def _echoed(body: ResponsesBody) -> dict[str, Raw]:
         "prompt_cache_key": body.prompt_cache_key,
         "reasoning": {"effort": reasoning.effort, "summary": reasoning.summary},
         "safety_identifier": body.safety_identifier,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": body.text.format if body.text and body.text.format else TextFormat()},
         "tool_choice": body.tool_choice or "auto",
         "tools": body.tools or [],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
         "user": body.user,
     }
     return {name: Raw(msgspec.json.encode(value)) for name, value in echoed.items()}

@@ -74,8 +74,11 @@ class Job:
         return sum(len(answer.token_ids) for answer in self.resume.answers) if self.resume is not None else 0
 
     def digest(self) -> bytes:
-        """Names weights and prompt: where they are the same, any gateway goes on with the stream. 32 bytes."""
-        return hashlib.sha256(f"{self.fingerprint}{self.adapter}".encode() + array("I", self.prompt).tobytes()).digest()
+        """Names weights, prompt and the model's own sampling values: where they are the same, any gateway goes on with
+        the stream. 32 bytes."""
+        own = repr(self.resolved.recommended) if self.resolved.recommended else ""
+        named = f"{self.fingerprint}{self.adapter}{own}".encode()
+        return hashlib.sha256(named + array("I", self.prompt).tobytes()).digest()
 
     @property
     def system_fingerprint(self) -> str:

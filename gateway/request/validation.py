@@ -15,6 +15,7 @@ from pillion.gateway.formats.client_json import MAX_PARSED_ITEMS, is_object, ite
 from pillion.gateway.grammars.shapes import shape_bytes, shape_violations
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.priority import MAX_PRIORITY
+from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
 from pillion.types import ChatMessage, GenerateRequest, Resume, SamplingParams, ToolOptions
 
@@ -48,17 +49,11 @@ MAX_CACHE_SALT_CHARS = 256
 # Of StreamOrigin.digest: a SHA-256.
 DIGEST_BYTES = 32
 MAX_REQUEST_ID_CHARS = 128
+# The header, or initial metadata, that says how many tokens an answer may have, where they are fewer than asked for.
+MAX_TOKENS_HEADER = "x-max-tokens"
 # A list of a million wrong ids is one mistake, not a million violations.
 MAX_VIOLATIONS = 32
 
-_DEFAULTS = {
-    "temperature": 1.0,
-    "top_p": 1.0,
-    "min_p": 0.0,
-    "repetition_penalty": 1.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-}
 # Variables of a template that are not the client's to set: they are made of the request's own fields and the model.
 TEMPLATE_OWN = frozenset(
     {
@@ -92,11 +87,18 @@ class ModelLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSampling:
-    """Sampling with every default decided, as a decode worker needs it; ``max_tokens`` counts over all attempts."""
+    """Sampling with every default decided, as a decode worker needs it; ``max_tokens`` counts over all attempts.
+
+    Attributes:
+        recommended: the values that are the model's, where the client gave none, by their names.
+        cut: whether ``max_tokens`` is fewer than the client asked for.
+    """
 
     sampling: SamplingParams
     stop_token_ids: tuple[int, ...]
     max_tokens: int
+    recommended: tuple[tuple[str, float], ...] = ()
+    cut: bool = False
 
 
 def check_model(name: str, known: Collection[str]) -> str:
@@ -216,27 +218,21 @@ def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -
         raise InvalidRequest.of(FieldViolation("resume.origin.cached_tokens", text))
 
 
-def check_pool(
-    prompt_tokens: int, field: str, max_tokens: int | None, model_tokens: int, pool_tokens: int | None
-) -> int:
-    """Refuses a request that no KV pool can hold: queued, it could only ever be preempted and begun again.
+def check_pool(prompt_tokens: int, field: str, model_tokens: int, pool_tokens: int | None) -> int:
+    """Refuses a prompt that no KV pool can hold: queued, it could only ever be preempted and begun again.
 
     Args:
         field: the request's field that holds the prompt.
-        max_tokens: the client's bound of the answer; None where it gave none.
         model_tokens, pool_tokens: longest prompt and answer of the model, and of some node if that is known.
 
     Returns the longest prompt and answer that both allow. Raises InvalidRequest where the prompt leaves no room for one
-    token, or an explicit ``max_tokens`` does not fit behind it.
+    token.
     """
     if pool_tokens is None or pool_tokens >= model_tokens:
         return model_tokens
     if prompt_tokens >= pool_tokens:
         text = f"{prompt_tokens} tokens; the KV pool holds {pool_tokens}, and one of the answer must fit as well"
         raise InvalidRequest.of(FieldViolation(field, text))
-    if max_tokens is not None and prompt_tokens + min(max_tokens, model_tokens - prompt_tokens) > pool_tokens:
-        text = f"{max_tokens} behind a prompt of {prompt_tokens} tokens; the KV pool holds {pool_tokens} for both"
-        raise InvalidRequest.of(FieldViolation("sampling.max_tokens", text))
     return pool_tokens
 
 
@@ -246,17 +242,28 @@ def prompt_field(request: GenerateRequest) -> str:
 
 
 def resolve(
-    sampling: SamplingParams, prompt_tokens: int, eos_token_ids: tuple[int, ...], limits: ModelLimits, drawn_seed: int
+    sampling: SamplingParams,
+    prompt_tokens: int,
+    eos_token_ids: tuple[int, ...],
+    limits: ModelLimits,
+    drawn_seed: int,
+    recommended: SamplingParams = NO_DEFAULTS,
 ) -> ResolvedSampling:
-    """Decides every default (I6). ``drawn_seed`` is used where the client gave no seed.
+    """Decides every default (I6). ``drawn_seed`` is used where the client gave no seed, and what the model recommends
+    where the client gave no value. An answer ends where the context does, or the model's own bound of an answer.
 
     Where the best answers are to be chosen, ``logprobs`` is decided too, whether the client sees any or not.
     """
     room = limits.max_model_len_tokens - prompt_tokens
+    if recommended.max_tokens is not None:
+        room = min(room, recommended.max_tokens)
     wanted = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
     answers = sampling.n or 1
     best_of = sampling.best_of or answers
-    unset: dict[str, Any] = {name: default for name, default in _DEFAULTS.items() if getattr(sampling, name) is None}
+    names = [name for name in SAMPLING_KEYS if name != "max_tokens" and getattr(sampling, name) is None]
+    own = {name: value for name in names if (value := getattr(recommended, name)) is not None}
+    unset: dict[str, Any] = {name: own.get(name, getattr(NEUTRAL, name)) for name in names}
+    top_k = unset.pop("top_k", sampling.top_k)
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return ResolvedSampling(
         sampling=replace(
@@ -267,7 +274,7 @@ def resolve(
             stop=(),
             stop_token_ids=(),
             structured_outputs=None,
-            top_k=max(0, sampling.top_k or 0),
+            top_k=max(0, top_k or 0),
             seed=drawn_seed if sampling.seed is None else sampling.seed,
             max_tokens=wanted,
             # The context may have less left than was asked for.
@@ -278,6 +285,8 @@ def resolve(
         ),
         stop_token_ids=tuple(dict.fromkeys(ends)),
         max_tokens=wanted,
+        recommended=tuple((name, value) for name, value in own.items() if value != getattr(NEUTRAL, name)),
+        cut=sampling.max_tokens is not None and wanted < sampling.max_tokens,
     )
 
 
@@ -450,11 +459,12 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
     yield from range_violations(sampling, limits.vocab_size)
     most = limits.max_model_len_tokens
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
-    bound = most if max_tokens is None else max_tokens
-    if not 0 <= bound <= most:
-        yield FieldViolation("sampling.max_tokens", f"{max_tokens} is not in [0, {most}]")
+    # More than the context is as much as it has left: nobody has to know how long a prompt is.
+    bound = most if max_tokens is None else min(max_tokens, most)
+    if bound < 0:
+        yield FieldViolation("sampling.max_tokens", f"{max_tokens} is less than 0")
     elif min_tokens is not None and not 0 <= min_tokens <= bound:
-        what = "the model's context" if max_tokens is None else "max_tokens"
+        what = "the model's context" if max_tokens is None or max_tokens > most else "max_tokens"
         yield FieldViolation("sampling.min_tokens", f"{min_tokens} is not in [0, {bound}], up to {what}")
     for name, count in (("n", sampling.n), ("best_of", sampling.best_of)):
         if count is not None and not 1 <= count <= MAX_ANSWERS:
@@ -483,7 +493,8 @@ def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         yield FieldViolation("resume.answers", f"{len(resume.answers)} answers; n is {answers}")
     elif all(answer.finish_reason is not None for answer in resume.answers):
         yield FieldViolation("resume.answers", "every answer has ended; nothing is left to resume")
-    most = limits.max_model_len_tokens if sampling.max_tokens is None else sampling.max_tokens
+    most = limits.max_model_len_tokens
+    most = most if sampling.max_tokens is None else min(sampling.max_tokens, most)
     for n, answer in enumerate(resume.answers[:MAX_ANSWERS]):
         field = f"resume.answers[{n}].token_ids"
         if len(answer.token_ids) > most:

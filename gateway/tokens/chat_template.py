@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
-from pillion.gateway.formats.tool_prompt import message_bytes, template_messages, template_tools
+from pillion.gateway.formats.model_formats import knows_tools
+from pillion.gateway.formats.tool_prompt import message_bytes, spelled_out, template_messages, template_tools
 from pillion.types import ChatMessage, ChatOptions, Tool
 
 # Computing time of one rendering; a real template takes a millisecond.
@@ -21,15 +21,22 @@ RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
 MAX_WAITING_RENDERS = 1024
 DEFAULT_OPTIONS = ChatOptions()
-_TOOLS = re.compile(r"\btools\b")
 _HANDLER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """One model's chat template. ``specials`` are the special tokens' texts by name."""
+    """One model's chat template.
 
-    def __init__(self, source: str, specials: Mapping[str, str]) -> None:
+    Args:
+        source: its text; "" where the model has none.
+        specials: the special tokens' texts by name.
+        spells_out: whether a template that has no place for tools gets them as text.
+    """
+
+    def __init__(self, source: str, specials: Mapping[str, str], *, spells_out: bool = False) -> None:
         self._source = source
+        self._knows_tools = knows_tools(source)
+        self._spells_out = spells_out and not self._knows_tools
         setup = {
             "template": source,
             "variables": {**specials, "documents": None},
@@ -44,11 +51,6 @@ class ChatTemplate:
         )
         self._box = BoxedProcess(_HANDLER, setup, limits)
 
-    @property
-    def knows_tools(self) -> bool:
-        """Whether the template has a place for tools."""
-        return _TOOLS.search(self._source) is not None
-
     async def render(
         self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS, tools: Sequence[Tool] = ()
     ) -> str:
@@ -60,7 +62,9 @@ class ChatTemplate:
         """
         if not self._source:
             raise _violation("this model has no chat template; send text or token_ids")
-        if tools and not self.knows_tools:
+        if self._spells_out and (tools or any(one.tool_calls or one.tool_call_id for one in messages)):
+            messages, tools = spelled_out(messages, tools), ()
+        if tools and not self._knows_tools:
             text = "the model's chat template does not know tools"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
         conversation: dict[str, Any] = {

@@ -67,8 +67,9 @@ class ModelTokenizer:
     spellings: Spellings
 
     @classmethod
-    def load(cls, folder: Path) -> ModelTokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja. Raises ConfigError."""
+    def load(cls, folder: Path, template: str = "") -> ModelTokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja, or the file ``template`` in its place.
+        Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{folder} holds no tokenizer.json")
@@ -85,7 +86,7 @@ class ModelTokenizer:
         writes = bos_id is not None and codec.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
         configured = config.get("add_bos_token")
         adds = configured if isinstance(configured, bool) and bos_id is not None else writes
-        return cls(codec, specials, chat_template_of(folder), bos_id, adds, writes, Spellings(codec))
+        return cls(codec, specials, chat_template_of(folder, template), bos_id, adds, writes, Spellings(codec))
 
     def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
         """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS.
@@ -248,9 +249,12 @@ def _token_text(entry: Any) -> str | None:
     return entry if isinstance(entry, str) else None
 
 
-def chat_template_of(folder: Path) -> str:
-    """A model's chat template, "" where it has none. Of several named ones, "tool_use" is for conversations with tools
-    and "default" for others. Raises ConfigError."""
+def chat_template_of(folder: Path, template: str = "") -> str:
+    """A model's chat template, "" where it has none: what the file ``template`` holds, where one is named. Of several
+    named ones of the model's own, "tool_use" is for conversations with tools and "default" for others. Raises
+    ConfigError."""
+    if template:
+        return read_template(template)
     configured = _read_json(folder / "tokenizer_config.json").get("chat_template")
     named: dict[Any, Any] = {"default": configured}
     if isinstance(configured, list):
@@ -260,6 +264,29 @@ def chat_template_of(folder: Path) -> str:
             named[name] = (folder / file).read_text(encoding="utf-8")
     plain, with_tools = (text if isinstance(text, str) else "" for text in map(named.get, ("default", "tool_use")))
     source = f"{{% if tools %}}{with_tools}{{% else %}}{plain}{{% endif %}}" if with_tools else plain
+    return _bounded(source, str(folder))
+
+
+def read_template(path: str) -> str:
+    """The chat template in a file. Raises ConfigError where it cannot be read, or is none."""
+    import jinja2
+
+    from pillion.gateway.tokens.template_worker import environment
+
+    try:
+        with Path(path).expanduser().open(encoding="utf-8") as file:
+            source = _bounded(file.read(MAX_TEMPLATE_BYTES + 1), path)
+        # It is read here, and run in a process of its own alone.
+        environment().parse(source)
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", "") or error
+        raise ConfigError(f"--chat-template {path} cannot be read: {why}") from None
+    except jinja2.TemplateSyntaxError as error:
+        raise ConfigError(f"--chat-template {path}, line {error.lineno}: {error.message}") from None
+    return source
+
+
+def _bounded(source: str, where: str) -> str:
     if len(source.encode()) > MAX_TEMPLATE_BYTES:
-        raise ConfigError(f"the chat template of {folder} is larger than {MAX_TEMPLATE_BYTES} bytes")
+        raise ConfigError(f"the chat template of {where} is larger than {MAX_TEMPLATE_BYTES} bytes")
     return source

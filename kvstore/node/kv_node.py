@@ -13,7 +13,7 @@ from collections.abc import Coroutine, Iterator, Mapping
 from dataclasses import replace
 from itertools import chain
 
-from pillion.config import KVNodeFlags
+from pillion.config import KVNodeFlags, refuse_contradictions
 from pillion.errors import ConfigError, Conflict, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.advertise import advertised
@@ -463,13 +463,5 @@ def _checked(flags: KVNodeFlags) -> KVNodeFlags:
         flags = replace(flags, kv_transport="grpc")
     if flags.verify_blocks:
         return flags
-    # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away. Nothing
-    # but the checksum tells then, and a wrong block would be served under a right name (I2).
-    for flag, value in (("--disk-path", flags.disk_path), ("--object-url", flags.object_url)):
-        if value:
-            raise ConfigError(f"--no-verify-blocks with {flag}: a damaged block would be served; give only one of them")
-    if flags.kv_transport == "nixl":
-        raise ConfigError(
-            "--no-verify-blocks with --kv-transport nixl: a one-sided read is safe by its checksum alone; choose grpc"
-        )
+    refuse_contradictions(flags)
     return replace(flags, kv_transport="grpc")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
@@ -25,6 +26,8 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEFAULT_TARGET = "127.0.0.1:50051"
+# What a disk may answer to a write that is no defect of the program.
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 REPEAT = "Repeat it for more."
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -49,11 +52,21 @@ def main(argv: list[str] | None = None) -> None:
             traceback.print_exc()
         fail(error.message)
         code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("pillion"):
+            raise
+        fail(f"this needs the package {error.name}, which is not installed: pip install 'pillion[server]'")
+        code = EXIT_USAGE
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
         # The reader of our output went away, as `| head` does. Nothing more can be written there.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = EXIT_FAILED
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        fail(f"{error.strerror}{f': {error.filename}' if error.filename else ''}")
         code = EXIT_FAILED
     sys.exit(code if isinstance(code, int) else 0)
 
@@ -310,20 +323,25 @@ as_component = options(*(flag_option(field) for field in fields(CommonFlags) if 
 
 
 @cli.command()
-@click.argument("node")
+@click.argument("node", required=False, default="")
 @option("--once", "Print the blocks that the node has now, and exit.", False, is_flag=True)
+@talks_to_gateway
 @as_component
-def events(node: str, once: bool, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str) -> None:
+def events(
+    node: str, once: bool, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str, **values: Any
+) -> None:
     """Print the blocks that the KV node at NODE has, and those that it stores and removes, as lines of JSON.
 
-    NODE is the node's --node-listen, host:port or unix:path. The command goes on through lost connections and the
-    node's restarts; Ctrl-C ends it.
+    NODE is the node's --node-listen, host:port or unix:path, or its name. Without it the gateway is asked for the
+    cluster's only one: beside `pillion serve`, `pillion events` is enough. The command goes on through lost connections
+    and the node's restarts; Ctrl-C ends it.
     """
-    from pillion.cli.events_command import run_events
+    from pillion.cli.events_command import find_node, run_events
     from pillion.net import rpc, tls
 
+    address = node if ":" in node else find_node(node, pop_reach(values))
     rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
-    run_events(node, once)
+    run_events(address, once)
 
 
 @cli.command()

@@ -7,7 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 from pillion.cli.flags import option_name
-from pillion.config import GatewayFlags, listed_origins, parse_split_policy, refuse_strangers
+from pillion.config import (
+    GatewayFlags,
+    listed_origins,
+    parse_split_policy,
+    refuse_contradictions,
+    refuse_strangers,
+)
 from pillion.cores import parse_cores
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
@@ -38,14 +44,29 @@ def check_flags(flags: Any) -> None:
         if name in values:
             _check_listen(name, values)
     listed_origins(values.get("allowed_origins", ()))
+    refuse_contradictions(flags)
     if isinstance(flags, GatewayFlags):
         refuse_strangers(flags)
+        _check_edge(flags)
+    if values.get("object_url"):
+        from pillion.kvstore.tiers.object_store import parse_object_url
+
+        parse_object_url(values["object_url"])
     if "also_model" in values:
         other_models(flags)
     if "split_policy" in values:
         share = parse_split_policy(values["split_policy"])
         if share and values.get("prefill_workers") == 0:
             raise ConfigError("--prefill-workers 0 needs --split-policy colocated or auto")
+
+
+def _check_edge(flags: GatewayFlags) -> None:
+    """What a gateway would refuse when all else runs already."""
+    from pillion.gateway.adapters.adapter_names import parse_lora_modules
+    from pillion.gateway.scaling.objectives import parse_objectives
+
+    parse_objectives(flags.slo, flags.attainment, flags.worker_start_s)
+    parse_lora_modules(flags.lora_modules)
 
 
 def _check_tls(values: dict[str, Any]) -> None:

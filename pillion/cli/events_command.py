@@ -10,11 +10,27 @@ from typing import Any
 
 import click
 
+from pillion.client.client import Client
+from pillion.errors import ConfigError
+
 
 def run_events(address: str, once: bool) -> None:
     """Prints a node's blocks and their changes until Ctrl-C; with ``once``, the blocks it has now. Raises
     PillionError."""
     asyncio.run(_print_events(address, once))
+
+
+def find_node(name: str, reach: dict[str, Any]) -> str:
+    """The address of a cluster's KV node, by its name; of its only one without. ``reach`` is
+    :class:`pillion.Client`'s. Raises ConfigError where no node is meant, or several may be, and PillionError."""
+    with Client(**reach) as client:
+        nodes = {one.component_id: one.address for one in client.status().components if one.role == "kvnode"}
+    known = ", ".join(f"{one} ({address})" for one, address in sorted(nodes.items())) or "none"
+    if name and name not in nodes:
+        raise ConfigError(f"{name!r} is no KV node of this cluster, whose KV nodes are: {known}")
+    if not name and len(nodes) != 1:
+        raise ConfigError(f"name the KV node to follow; this cluster's are: {known}")
+    return nodes[name] if name else next(iter(nodes.values()))
 
 
 async def _print_events(address: str, once: bool) -> None:

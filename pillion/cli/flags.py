@@ -264,7 +264,7 @@ def read_config(path: str) -> dict[str, Any]:
         if name in repeatable:
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise ConfigError(f"config file {path}: {key!r} must be a list of texts")
-        elif name == "speculative_config" and isinstance(value, dict):
+        elif name in ("speculative_config", "override_generation_config") and isinstance(value, dict):
             value = json.dumps(value)
         elif not isinstance(value, str | int | float):
             raise ConfigError(f"config file {path}: {key!r} must be a text or a number")

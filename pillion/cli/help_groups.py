@@ -8,7 +8,8 @@ import click
 GROUPS = {
     "Model": "model served_model_name also_model revision dtype quantization load_format max_model_len",
     "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
-    "Answers": "tool_call_parser reasoning_parser enable_auto_tool_choice",
+    "Answers": "generation_config override_generation_config chat_template"
+    " tool_call_parser reasoning_parser enable_auto_tool_choice",
     "Public ports": "host http_port grpc_port ui allow allowed share_ports max_message_bytes",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"

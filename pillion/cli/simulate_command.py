@@ -67,6 +67,9 @@ def simulate(**values: Any) -> int:
     The gateways' decisions and the workers' schedulers are those of `pillion serve`; time alone is simulated. Pools are
     endless unless --flag kv-pool-bytes=SIZE says otherwise. The exit status is 1 where no number of workers is enough.
     """
+    from pillion.supervisor.component_process import require_server_packages
+
+    require_server_packages("pillion simulate needs")
     from pillion.simulator.fleet.command import run_simulate
 
     return run_simulate(values)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -91,7 +91,13 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
         print(json.dumps({**asdict(status), "models": [asdict(model) for model in models]}, indent=2))
         return
     console = table_console(TABLE_WIDTH)
-    console.print(status_table(status))
+    if console.width >= TABLE_WIDTH:
+        console.print(status_table(status))
+    else:
+        console.print(narrow_table(status))
+        for line in component_lines(status):
+            console.print(line, soft_wrap=True, markup=False, highlight=False)
+        console.print()
     for model in models:
         console.print(model_line(model, status))
     console.print(summary(status))
@@ -105,11 +111,8 @@ def status_table(status: ClusterStatus) -> Table:
     for name in ("running", "waiting", "heartbeat"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("pool")
-    # A KV node holds blocks of bytes; only its workers know how many tokens a block is.
-    block_sizes = {
-        component.node_id: component.block_size_tokens for component in status.components if component.block_size_tokens
-    }
-    for component in sorted(status.components, key=lambda component: (component.role, component.component_id)):
+    block_sizes = _block_sizes(status)
+    for component in _in_order(status):
         tokens = f" ({component.waiting_tokens} tokens)" if component.waiting_requests else ""
         waiting = f"{component.waiting_requests}{tokens}"
         table.add_row(
@@ -123,6 +126,41 @@ def status_table(status: ClusterStatus) -> Table:
             component.trouble or pool_use(component, block_sizes.get(component.node_id or component.component_id, 0)),
         )
     return table
+
+
+def narrow_table(status: ClusterStatus) -> Table:
+    """One row per component, with what fits into 80 columns; :func:`component_lines` have the rest."""
+    table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("component", overflow="fold")
+    table.add_column("role", no_wrap=True)
+    for name in ("running", "waiting", "waiting\ntokens", "heartbeat"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for one in _in_order(status):
+        load = (
+            ["", "", ""] if one.role == "kvnode" else [one.running_requests, one.waiting_requests, one.waiting_tokens]
+        )
+        table.add_row(one.component_id, one.role, *map(str, load), f"{one.heartbeat_age_ms} ms ago")
+    return table
+
+
+def component_lines(status: ClusterStatus) -> Iterator[str]:
+    """What a narrow table leaves out: of each component what it serves, with what, where, and how full its pool is."""
+    sizes = _block_sizes(status)
+    for one in _in_order(status):
+        node = one.node_id if one.node_id != one.component_id else ""
+        pool = pool_use(one, sizes.get(one.node_id or one.component_id, 0))
+        said = [one.model, kernels_of(one), node and f"at {node}", one.trouble or pool]
+        if any(said):
+            yield f"{one.component_id}: {', '.join(filter(None, said))}"
+
+
+def _in_order(status: ClusterStatus) -> list[ComponentStatus]:
+    return sorted(status.components, key=lambda component: (component.role, component.component_id))
+
+
+def _block_sizes(status: ClusterStatus) -> dict[str, int]:
+    """Tokens of a block by node: a KV node holds blocks of bytes, and only its workers know how many tokens one is."""
+    return {one.node_id: one.block_size_tokens for one in status.components if one.block_size_tokens}
 
 
 def kernels_of(component: ComponentStatus) -> str:

@@ -33,7 +33,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags
+from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags
 from pillion.errors import PillionError, Unavailable
 from pillion.net.in_process import SCHEME as IN_PROCESS
 from pillion.wire.registry import ComponentRecord
@@ -51,6 +51,8 @@ READY_POLL_S = 0.01
 # Longest wait of close(); the threads are daemons, so the interpreter's end does not wait for them longer.
 CLOSE_TIMEOUT_S = 20.0
 MAX_ATTEMPTS = 4
+# Longest wait for a start that Ctrl-C has ended: what loads meanwhile is a thread that dies with the process.
+INTERRUPTED_S = 1.0
 # How long an ending component may take to finish its streams.
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
@@ -136,6 +138,7 @@ class OfflineCluster:
 async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.AsyncExitStack) -> OfflineCluster:
     """Starts the components; closing ``stack`` ends them, also after an error. Raises ConfigError."""
     from pillion.cli.checks import check_flags
+    from pillion.cli.console import Notices
     from pillion.cli.flags import subset
     from pillion.decode_service.decode_server import start_decode
     from pillion.engine.backends.backend import kv_layout
@@ -143,6 +146,7 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
     from pillion.engine.checkpoints.prepare import prepare
     from pillion.gateway.gateway_server import model_entry
     from pillion.kvstore.node.kv_node import start_kvnode
+    from pillion.supervisor.local_cluster import prepare_in_child
     from pillion.supervisor.pool_fit import fit_pool
 
     flags = resolved(flags)
@@ -165,6 +169,10 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
     )
     check_flags(node_flags)
     check_flags(worker_flags)
+    notices = Notices()
+    # What takes long is shown, and is in a process that Ctrl-C ends at once.
+    with notices.progress(f"preparing model {flags.model}") as step:
+        await prepare_in_child(subset(PrepareFlags, flags), step)
     model = await asyncio.to_thread(prepare, flags, log.info)
     if flags.kv_pool_bytes:
         block_bytes = kv_layout(model, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype).block_bytes
@@ -175,7 +183,8 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
     entry = await asyncio.to_thread(model_entry, model, flags)
     node = await start_kvnode(node_flags)
     stack.push_async_callback(node.stop, STOP_GRACE_S)
-    worker = await start_decode(worker_flags)
+    with notices.progress(f"loading model {flags.model}"):
+        worker = await start_decode(worker_flags)
     stack.push_async_callback(worker.stop, STOP_GRACE_S)
     gateway = await _start_gateway(flags, model, entry, LocalRegistry(node, worker.worker), stack)
     await _until_ready(gateway)
@@ -247,6 +256,9 @@ class OfflineThread:
         _LIVE.add(self)
         try:
             self._cluster = self.submit(start_cluster(flags, self._folder.path, self._stack)).result()
+        except KeyboardInterrupt:
+            self.close(INTERRUPTED_S)
+            raise
         except BaseException:
             self.close()
             raise
@@ -265,8 +277,8 @@ class OfflineThread:
             raise Unavailable(CLOSED if self._closed else "an LLM cannot be used in a forked process")
         return asyncio.run_coroutine_threadsafe(self._tracked(work), self._loop)
 
-    def close(self) -> None:
-        """Cancels all calls and ends all components; returns when nothing of them is left."""
+    def close(self, wait_s: float = CLOSE_TIMEOUT_S) -> None:
+        """Cancels all calls and ends all components; returns when nothing of them is left, or after ``wait_s``."""
         if os.getpid() != self._pid:
             return
         if threading.current_thread() is self._thread:
@@ -279,11 +291,16 @@ class OfflineThread:
             self._closed = True
             ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
             try:
-                ending.result(CLOSE_TIMEOUT_S)
+                ending.result(wait_s)
             except (PillionError, OSError, RuntimeError, TimeoutError) as error:
-                log.warning("the LLM did not end as it should: %r", error)
+                # Whoever has interrupted a start does not want to hear what it was about.
+                log.log(
+                    logging.WARNING if wait_s == CLOSE_TIMEOUT_S else logging.DEBUG,
+                    "the LLM did not end as it should: %r",
+                    error,
+                )
             self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(CLOSE_TIMEOUT_S)
+            self._thread.join(wait_s)
             self._folder.remove()
 
     async def _tracked(self, work: Coroutine[Any, Any, T]) -> T:

@@ -30,7 +30,7 @@ SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 48
 # The cluster has just started, and the model may still be paged in.
 REQUEST_TIMEOUT_S = 300.0
-TABLE_WIDTH = 100
+TABLE_WIDTH = 80
 EXIT_INTERRUPTED = 130
 
 
@@ -147,14 +147,15 @@ async def ask(client: AsyncClient, title: str, messages: list[ChatMessage], max_
 
 def table_of(answers: list[DemoAnswer]) -> Table:
     """One row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
-    table = Table(title="Where each prompt's tokens went", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("")
-    tokens = ("\nprompt", "\n= cached", "\n+ prefilled", "\n+ prompt tail", "\nanswer")
-    for name in (*tokens, "first\ntoken", "between\ntokens", "tokens\nper s"):
+    table = Table(title="Where each prompt's tokens went, and when the answer's came", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("", no_wrap=True)
+    # All of it fits into 80 columns.
+    tokens = ("\nprompt", "\n= cached", "+ prefilled\n(chunks)", "+ prompt\ntail", "\nanswer")
+    for name in (*tokens, "first\n(ms)", "between\n(ms)", "tokens\nper s"):
         table.add_column(name, justify="right", no_wrap=True)
     for answer in answers:
         t, usage = answer.timings or Timings(), answer.usage or Usage(0, 0, 0)
-        chunks = f"{t.prefilled_tokens} in {t.prefill_chunks} chunk{'s' * (t.prefill_chunks > 1)}"
+        chunks = f"{t.prefilled_tokens} ({t.prefill_chunks})"
         table.add_row(
             answer.title,
             str(usage.prompt_tokens),
@@ -162,8 +163,8 @@ def table_of(answers: list[DemoAnswer]) -> Table:
             chunks if t.prefill_chunks else "0",
             str(t.tail_tokens),
             str(usage.completion_tokens),
-            f"{answer.first_token_ms:.0f} ms",
-            f"{answer.inter_token_ms:.1f} ms",
+            f"{answer.first_token_ms:.0f}",
+            f"{answer.inter_token_ms:.1f}",
             f"{answer.tokens_per_s:.1f}",
         )
     return table

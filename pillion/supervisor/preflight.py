@@ -37,6 +37,8 @@ def check_files(flags: Any) -> None:
         for other in other_models(flags) if hasattr(flags, "also_model") else ():
             with naming("also_model"):
                 check_named(other.model)
+        for one in (flags, *(other_models(flags) if hasattr(flags, "also_model") else ())):
+            _check_answer_files(one)
     if getattr(flags, "api_keys", ""):
         from pillion.gateway.admission.api_keys import read_keys
 
@@ -52,6 +54,17 @@ def check_files(flags: Any) -> None:
         _check_folder("disk_path", flags.disk_path)
     if getattr(flags, "batch_path", ""):
         _check_folder("batch_path", flags.batch_path)
+
+
+def _check_answer_files(flags: Any) -> None:
+    """Raises ConfigError for what a model's answers are not made of: a template or a config that is not there."""
+    from pillion.engine.checkpoints.generation_config import check_folder
+
+    if getattr(flags, "chat_template", ""):
+        from pillion.gateway.tokens.tokenizer import read_template
+
+        read_template(flags.chat_template)
+    check_folder(getattr(flags, "generation_config", "auto"))
 
 
 @contextmanager

@@ -35,7 +35,7 @@ def tell_model(
     from pillion.gateway.tokens.tokenizer import chat_template_of
 
     called = f"{prepared.name} (or {prepared.alias})" if prepared.alias else prepared.name
-    template = chat_template_of(prepared.folder)
+    template = chat_template_of(prepared.folder, flags.chat_template)
     tools, reasoning = parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
     parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
     notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens; {parsers}")

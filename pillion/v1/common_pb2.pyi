@@ -87,7 +87,9 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen. Fields are `optional` so that "not set" differs from zero; numbers are signed so that a
-    negative one is refused rather than wrapped around.
+    negative one is refused rather than wrapped around. The defaults of
+    temperature, top_p, top_k, min_p and the penalties are the model's own (Model.sampling); where it recommends none, they
+    are those that are given here.
     """
 
     DESCRIPTOR: _descriptor.Descriptor

@@ -503,6 +503,7 @@ class Model(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     WEIGHTS_FIELD_NUMBER: _builtins.int
     ALIAS_OF_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     max_model_len_tokens: _builtins.int
     fingerprint: _builtins.str
@@ -518,6 +519,12 @@ class Model(_message.Message):
     """How its weights are kept, such as "awq, 4 bits in groups of 128"; where they are plain, the type of arithmetic."""
     alias_of: _builtins.str
     """The model that this is another name of; empty for a model's own name and for an adapter."""
+    @_builtins.property
+    def sampling(self) -> _common_pb2.SamplingParams:
+        """The values that hold where a request gives none: temperature, top_p, top_k, min_p and the penalties. Its max_tokens,
+        where it is set, bounds every answer.
+        """
+
     def __init__(
         self,
         *,
@@ -530,10 +537,11 @@ class Model(_message.Message):
         adapter: _builtins.str = ...,
         weights: _builtins.str = ...,
         alias_of: _builtins.str = ...,
+        sampling: _common_pb2.SamplingParams | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias_of", b"alias_of", "fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "tool_call_parser", b"tool_call_parser", "weights", b"weights"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "alias_of", b"alias_of", "fingerprint", b"fingerprint", "max_model_len_tokens", b"max_model_len_tokens", "name", b"name", "parent", b"parent", "reasoning_parser", b"reasoning_parser", "sampling", b"sampling", "tool_call_parser", b"tool_call_parser", "weights", b"weights"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -857,6 +865,7 @@ class ComponentStatus(_message.Message):
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
     component_id: _builtins.str
     role: _builtins.str
     """"gateway", "prefill", "decode" or "kvnode"; "down" for a component that dies again and again and waits for its next
@@ -901,6 +910,8 @@ class ComponentStatus(_message.Message):
     disk_blocks: _builtins.int
     trouble: _builtins.str
     """Why a component is down, for people."""
+    address: _builtins.str
+    """Where its gRPC service is reached: host:port, or unix:path on its machine."""
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """KV nodes only: workers that the node has fenced and that have not drained."""
@@ -943,10 +954,11 @@ class ComponentStatus(_message.Message):
         pinned_blocks: _builtins.int = ...,
         disk_blocks: _builtins.int = ...,
         trouble: _builtins.str = ...,
+        address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "trouble", b"trouble", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "trouble", b"trouble", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

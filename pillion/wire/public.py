@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 from google.protobuf.message import Message
 
+from pillion.sampling_ranges import RANGES
 from pillion.types import (
     AnswerSoFar,
     ChatMessage,
@@ -260,12 +261,17 @@ def delta_from_pb(message: gateway_pb2.GenerateResponse) -> Delta:
 
 def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
     """Writes one entry of ListModels."""
-    return gateway_pb2.Model(**asdict(info))
+    return gateway_pb2.Model(**asdict(info) | {"sampling": sampling_to_pb(info.sampling)})
 
 
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     """Reads one entry of ListModels."""
-    return ModelInfo(**_named(ModelInfo, message))
+    sampling = sampling_from_pb(message.sampling)
+    # The wire has 32 bits of a number; the shortest decimal number with these bits is the one that was meant.
+    given: dict[str, Any] = {
+        name: float(f"{value:.7g}") for name in RANGES if isinstance(value := getattr(sampling, name), float)
+    }
+    return ModelInfo(**_named(ModelInfo, message) | {"sampling": replace(sampling, **given)})
 
 
 def pin_to_pb(pin: PinnedPrefix) -> gateway_pb2.PinnedPrefix:

@@ -88,10 +88,9 @@ PRINTED = {
     "docs/sdk.md": ("tokens of the prompt were in the cache", "2 answers", "sampling.top_p"),
     "docs/structured.md": ("FinishReason.STOP City(country='", "\nred="),
     "docs/lora.md": ("sql changes SmolLM2-135M-Instruct", "sql fp_"),
+    "docs/tools.md": ("weather {'city': ",),
     "docs/batches.md": ('"custom_id":"a-1"', '"status_code":200'),
 }
-# Pages whose code another file of tests runs, with the reason.
-CODE_RUN_ELSEWHERE = {"docs/tools.md": "the chat template of the model here has no tools: tests/cluster/test_tools.py"}
 CHAT_INPUT = "What is the capital of France?\n"
 
 
@@ -194,7 +193,7 @@ PAGES_OF_CODE = [page for page in PAGES if any(b.language == "python" for b in b
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("page", [page for page in PAGES_OF_CODE if page not in CODE_RUN_ELSEWHERE])
+@pytest.mark.parametrize("page", PAGES_OF_CODE)
 def test_the_code_of_a_page_runs(clone: ServedClone, page: str) -> None:
     code = "\n".join(block.text for block in blocks(page) if block.language == "python")
     for name in ("ca.pem", "client.pem", "client.key"):

@@ -179,7 +179,7 @@ async def test_reasoning_comes_before_the_call(components: Components, tiny: pat
 
 async def test_the_code_of_the_page_runs(components: Components) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "tools.md").read_text(), re.DOTALL)
-    for said, here in (("http://127.0.0.1:8000/v1", url_of(components)), ("my-model", "tiny")):
+    for said, here in (("http://127.0.0.1:8000/v1", url_of(components)), ('model="demo"', 'model="tiny"')):
         assert said in code
         code = code.replace(said, here)
     known: dict[str, Any] = {}

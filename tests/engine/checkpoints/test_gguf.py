@@ -362,3 +362,30 @@ def test_rows_that_are_no_whole_blocks_are_refused(tmp_path, converted):
     (tmp_path / "a.gguf").write_bytes(content[:at] + (60).to_bytes(8, "little") + content[at + 8 :])
     with pytest.raises(ConfigError, match=r"a.gguf cannot be read as GGUF: .*60"):
         converted(tmp_path / "a.gguf")
+
+
+def test_sampling_values_in_the_metadata_are_recommended(tmp_path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_float32(gguf.Keys.General.SAMPLING_TEMP, 0.6)
+    writer.add_float32(gguf.Keys.General.SAMPLING_TOP_P, 0.95)
+    writer.add_int32(gguf.Keys.General.SAMPLING_TOP_K, 20)
+    writer.add_int32(gguf.Keys.General.SAMPLING_MIROSTAT, 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = convert.recommended_sampling(gguf.GGUFReader(tmp_path / "m.gguf"))
+    assert found == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+def test_a_disk_that_is_full_is_the_system_s_error(tmp_path, monkeypatch) -> None:
+    from safetensors import SafetensorError
+
+    from pillion.engine.checkpoints import shards
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as caught, shards.write_shards(tmp_path) as writer:
+        writer.add({"a": torch.zeros(1)})
+    assert caught.value.errno == 28

@@ -394,3 +394,30 @@ def test_ids_of_calls() -> None:
     assert len(short) == 9
     assert short.isalnum()
     assert json.dumps(short) == f'"{short}"'
+
+
+WRITTEN = {
+    "hermes": '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=f>\n<parameter=s>\nx\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n"
+    "<function=g>\n</function>\n</tool_call>",
+    "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+    "llama3_json": '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("before", ["", "Wait. "])
+def test_an_answer_that_is_cut_within_a_call_shows_nothing_of_the_call_as_text(name: str, before: str) -> None:
+    text = before + WRITTEN[name]
+    whole = read(text, name)
+    for end in range(len(before), len(text) + 1):
+        content, _, calls = read(text[:end], name, ends=False)
+        # One character may be the beginning of a mark or an end in itself.
+        assert content.strip() == (text[:end] if end == len(before) + 1 else before).strip(), text[:end]
+        assert [one for one, _ in calls] == [one for one, _ in whole[2]][: len(calls)]
+
+
+def test_text_behind_a_mark_that_is_no_call_is_content_in_a_cut_answer_too() -> None:
+    assert read("a <tool_call> is a mark, and", "hermes", ends=False)[0] == "a <tool_call> is a mark, and"
+    assert read("a <function=x\n is a mark", "qwen3_coder", ends=False)[0] == "a <function=x\n is a mark"

@@ -31,9 +31,9 @@ def test_flags_and_tables_name_the_same_formats() -> None:
         ("{% if tools %}[AVAILABLE_TOOLS]{% endif %}[TOOL_CALLS]", "mistral", "none"),
         ('{% if tools %}{"name": function name, "parameters": dictionary}{% endif %}', "llama3_json", "none"),
         ("{% if tools %}<tool_call>{% endif %}{% if enable_thinking %}<think></think>", "hermes", "qwen3"),
-        ("{{ content.split('</think>')[-1] }}", "none", "qwen3"),
-        ("[THINK][/THINK]", "none", "mistral"),
-        ("<tool_call>, but no variable", "none", "none"),
+        ("{{ content.split('</think>')[-1] }}", "generic", "qwen3"),
+        ("[THINK][/THINK]", "generic", "mistral"),
+        ("<tool_call>, but no variable", "generic", "none"),
         ("", "none", "none"),
     ],
 )
@@ -65,11 +65,26 @@ def test_tools_need_a_format() -> None:
     none, chosen = choose_formats("", byte_tokenizer()), choose_formats("", byte_tokenizer(), "hermes", "none", False)
     none.check(ToolOptions())
     none.check(ToolOptions(tools=TOOLS.tools, choice="none"))
-    with pytest.raises(InvalidRequest, match=r"start the gateway with --tool-call-parser, one of .*hermes"):
+    with pytest.raises(
+        InvalidRequest, match="no chat template, or its gateway was started with --tool-call-parser none"
+    ):
         none.check(TOOLS)
     with pytest.raises(InvalidRequest, match="--enable-auto-tool-choice"):
         chosen.check(TOOLS)
     chosen.check(ToolOptions(tools=TOOLS.tools, choice="required"))
+
+
+def test_a_model_that_is_told_of_tools_in_a_foreign_way_calls_them_where_it_has_to() -> None:
+    foreign = choose_formats("{% if tools %}<|call|>{% endif %}", byte_tokenizer())
+    assert (foreign.tool_parser, foreign.foreign) == ("generic", True)
+    with pytest.raises(InvalidRequest, match=r'ask for "required" or .*--tool-call-parser, one of .*hermes') as refused:
+        foreign.check(TOOLS)
+    assert [one.field for one in refused.value.violations] == ["tools.choice"]
+    foreign.check(ToolOptions(tools=TOOLS.tools, choice="required"))
+    foreign.check(ToolOptions(tools=TOOLS.tools, choice="named", name=TOOLS.tools[0].name))
+    # Where its template says nothing, or an operator knows better, it may choose.
+    choose_formats("{{ messages }}", byte_tokenizer()).check(TOOLS)
+    choose_formats("{{ tools }}", byte_tokenizer(), "generic").check(TOOLS)
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,7 @@ GOOD_REQUESTS = [
     GenerateRequest(token_ids=tuple(range(63))),
     GenerateRequest(messages=(ChatMessage("user", ""), ChatMessage("tool-2", "x"))),
     sampled(temperature=0, top_p=1, top_k=-1, seed=-(2**63), max_tokens=64),
+    sampled(max_tokens=10**30),
     sampled(temperature=100, top_p=1e-9, top_k=10**6, seed=2**63 - 1, max_tokens=1),
     sampled(stop=("x" * 256,) * 16, stop_token_ids=(0, 299)),
     sampled(min_p=0, repetition_penalty=10, presence_penalty=-2, frequency_penalty=2, min_tokens=0, logprobs=0, n=1),
@@ -118,7 +119,7 @@ BAD = {
     "priority low": (replace(GOOD, priority=-101), ["priority"]),
     "no tokens": (sampled(max_tokens=-1), ["sampling.max_tokens"]),
     "negative tokens": (sampled(max_tokens=-5), ["sampling.max_tokens"]),
-    "absurd tokens": (sampled(max_tokens=10**9), ["sampling.max_tokens"]),
+    "more tokens than the context": (sampled(min_tokens=65, max_tokens=10**9), ["sampling.min_tokens"]),
     "empty stop": (sampled(stop=("a", "")), ["sampling.stop[1]"]),
     "long stop": (sampled(stop=("x" * 257,)), ["sampling.stop[0]"]),
     "many stops": (sampled(stop=("x",) * 17), ["sampling.stop"]),
@@ -243,6 +244,27 @@ def test_what_the_client_said_stands() -> None:
     longer = v.resolve(replace(asked, max_tokens=50, min_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0)
     assert (longer.max_tokens, longer.sampling.min_tokens) == (4, 4)
     assert longer.stop_token_ids == (9, 2)
+
+
+def test_the_model_s_own_values_hold_where_the_client_gave_none() -> None:
+    own = SamplingParams(temperature=0.6, top_k=20, repetition_penalty=1.0)
+    resolved = v.resolve(SamplingParams(top_p=0.5), 10, (), LIMITS, 0, own)
+    sampling = resolved.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.repetition_penalty) == (0.6, 0.5, 20, 1.0)
+    # What is neither the client's nor everybody's default is named, for other gateways.
+    assert resolved.recommended == (("temperature", 0.6), ("top_k", 20))
+    asked = v.resolve(SamplingParams(temperature=1.0, top_k=0), 10, (), LIMITS, 0, own)
+    assert (asked.sampling.temperature, asked.sampling.top_k, asked.recommended) == (1.0, 0, ())
+
+
+def test_an_answer_ends_where_the_context_or_the_model_s_own_bound_does() -> None:
+    def most(asked: int | None, own: int | None = None) -> tuple[int, bool]:
+        resolved = v.resolve(SamplingParams(max_tokens=asked), 60, (), LIMITS, 0, SamplingParams(max_tokens=own))
+        assert resolved.sampling.max_tokens == resolved.max_tokens
+        return resolved.max_tokens, resolved.cut
+
+    assert (most(None), most(4), most(5), most(10**9)) == ((4, False), (4, False), (4, True), (4, True))
+    assert (most(None, 3), most(2, 3), most(4, 3), most(4, 9)) == ((3, False), (2, False), (3, True), (4, False))
 
 
 def test_the_best_answers_are_found_by_their_logprobs() -> None:

@@ -14,7 +14,17 @@ import pytest
 
 from pillion._version import VERSION
 from pillion.cli.app import cli, component_command, with_model
-from pillion.cli.talk import given, model_line, pool_use, show, show_each, status_table, summary
+from pillion.cli.talk import (
+    component_lines,
+    given,
+    model_line,
+    narrow_table,
+    pool_use,
+    show,
+    show_each,
+    status_table,
+    summary,
+)
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.supervisor import component_process
@@ -304,6 +314,15 @@ def test_status_as_a_table() -> None:
     assert "25.0% of 100 blocks = 1,600 tokens (20 cached, 5 leased)" in text
     assert "12 ms ago" in text
     assert "cpu/x, 2 ranks" in text
+    # A terminal of 80 columns shows all of it, too.
+    narrow = Console(width=80, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    narrow.print(narrow_table(status))
+    text = narrow.export_text()
+    assert "…" not in text
+    assert all(name in text for name in ("running", "waiting", "heartbeat", "12 ms ago", worker.component_id))
+    lines = list(component_lines(status))
+    assert f"{worker.component_id}: m, cpu/x, 2 ranks, at kvnode-0" in lines
+    assert "kvnode-0: 25.0% of 100 blocks = 1,600 tokens (20 cached, 5 leased)" in lines
     assert pool_use(worker, 16) == ""
     assert pool_use(node, 0) == "25.0% of 100 blocks (20 cached, 5 leased)"
     assert summary(status).startswith("2 active, 200 prompt tokens (25% found in the cache), 9 generated")

@@ -101,6 +101,18 @@ def test_the_defaults_are_good(cls: Any) -> None:
         (KVNodeFlags(fetch_timeout_ms=-5), "--fetch-timeout-ms -5 is less than 1"),
         (KVNodeFlags(max_fetch_bytes=-1), "--max-fetch-bytes -1 is less than 0"),
         (KVNodeFlags(disk_bytes=-1), "--disk-bytes -1 is less than 0"),
+        # What the components alone refused, when all others ran already.
+        (ServeFlags(lora_modules=("a=b",)), "--lora-modules needs --enable-lora"),
+        (ServeFlags(lora_path=("a",)), "--lora-path needs --enable-lora"),
+        (ServeFlags(enable_lora=True, lora_path=("a",)), "--allow-runtime-lora-updating and --lora-path"),
+        (ServeFlags(enable_lora=True, lora_modules=("a=b", "a=c")), "two adapters are called 'a'"),
+        (ServeFlags(slo="fast"), "--slo"),
+        (ServeFlags(http_port=9000, grpc_port=9000), "--http-port and --grpc-port are both 9000"),
+        (ServeFlags(verify_blocks=False, disk_path="d"), "--no-verify-blocks with --disk-path"),
+        (ServeFlags(verify_blocks=False, kv_transport="nixl"), "--no-verify-blocks with --kv-transport nixl"),
+        (ServeFlags(object_url="https://bucket"), "--object-url does not begin with s3://"),
+        (ServeFlags(allow_credentials=True), "--allow-credentials needs --allowed-origins"),
+        (ServeFlags(batch_path="b", batch_bytes=2**20), "is more than --batch-bytes"),
     ],
 )
 def test_flags_that_cannot_work(flags: Any, complaint: str) -> None:
@@ -115,7 +127,7 @@ def test_colocated_needs_no_prefill_worker() -> None:
 
 
 def test_strangers_with_keys_are_none() -> None:
-    open_doors = {"ui": True, "allow_runtime_lora_updating": True}
+    open_doors = {"ui": True, "enable_lora": True, "allow_runtime_lora_updating": True, "lora_path": ("a",)}
     check_flags(ServeFlags(host="0.0.0.0", api_keys="keys.toml", **open_doors))
     check_flags(ServeFlags(host="127.0.0.1", **open_doors))
     check_flags(ServeFlags(host="0.0.0.0"))

@@ -148,6 +148,8 @@ def value_of(field: Any) -> st.SearchStrategy[Any]:
         return st.one_of(st.just("auto"), st.floats(0, 1e9))
     if field.name == "speculative_config":
         return st.sampled_from([guessing(0), guessing(3), guessing(5, "suffix")])
+    if field.name == "override_generation_config":
+        return st.sampled_from(["", '{"temperature": 0.6, "top_k": 20}', '{"max_new_tokens": 5}'])
     if isinstance(field.default, str):
         return st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
     if isinstance(field.default, bool):

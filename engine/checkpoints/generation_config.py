@@ -1,0 +1,47 @@
+"""The sampling values that a model's own files recommend: its generation_config.json, or the metadata of its GGUF file.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pillion.config import AnswerFlags
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.config_json import read_json
+from pillion.errors import ConfigError
+from pillion.sampling_defaults import NO_DEFAULTS, joined, override_of, read_defaults
+from pillion.types import SamplingParams
+
+FILE_NAME = "generation_config.json"
+AUTO = "auto"
+# Values of --generation-config that leave the model's recommendation out; the first is vLLM's.
+LEFT_OUT = ("vllm", "none")
+
+
+def default_sampling(model: PreparedModel, flags: AnswerFlags) -> SamplingParams:
+    """What holds for a model where a client gives no value; None where nothing is recommended. Raises ConfigError."""
+    override = override_of(flags.override_generation_config)
+    if flags.generation_config in LEFT_OUT:
+        return override
+    if flags.generation_config == AUTO:
+        return joined(override, joined(_of_folder(model.folder), read_defaults(model.sampling, model.name)))
+    check_folder(flags.generation_config)
+    return joined(override, _of_folder(Path(flags.generation_config).expanduser()))
+
+
+def check_folder(chosen: str) -> None:
+    """Raises ConfigError for a value of --generation-config that means nothing here."""
+    if chosen not in (AUTO, *LEFT_OUT) and not (Path(chosen).expanduser() / FILE_NAME).is_file():
+        raise ConfigError(f"--generation-config {chosen}: it is auto, vllm, none, or a folder with a {FILE_NAME}")
+
+
+def _of_folder(folder: Path) -> SamplingParams:
+    path = folder / FILE_NAME
+    if not path.is_file():
+        return NO_DEFAULTS
+    try:
+        return read_defaults(read_json(path), str(path))
+    except ConfigError as error:
+        raise ConfigError(f"{error.message}; --generation-config none leaves it out") from None
