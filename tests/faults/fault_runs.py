@@ -1,7 +1,8 @@
 """One run: a seed draws faults and requests, the requests run while the faults happen, the checker looks at all of it.
 
 Of some runs the faults are a chain: a step takes long, or a worker or Redis stands still, and meanwhile a process, most
-often the KV node, is killed once or several times. What needs it notices late, or comes back late.
+often the KV node, is killed once or several times. What needs it notices late, or comes back late. The last request
+comes only when the first of these kills has happened.
 
     drawn --armed--> requests under way --faults--> all ended --> whole again --> idle, integrity proved --> a row
 
@@ -44,6 +45,8 @@ OTHER_VICTIM_SHARE = 0.25
 # a node waits for workers of its earlier life; how long behind that the first kill comes; and how far apart others are.
 CHAIN_SHARE = 0.4
 CHAIN_LASTS_S, CHAIN_BEGINS_S, CHAIN_APART_S = (2.0, 4.0, 8.0), (0.05, 0.3), (0.3, 1.5, 4.0)
+# How long the last request waits for the first kill of a chain.
+KILL_WITHIN_S = 15.0
 # Where a worker's step begins, on the thread of its steps.
 LONG_STEPS = ("decode, before a launch", "prefill, before a launch")
 # What a request may say that was in a step of two workers when they were killed.
@@ -201,14 +204,16 @@ class FaultRunner:
         """Runs one plan, and leaves the cluster whole."""
         place, record, began_s = self.place, FaultRecord(plan), time.monotonic()
         stopped = threading.Event()
-        struck = [False] * len(plan.chain)
+        struck, killed = [False] * len(plan.chain), threading.Event()
+        if not plan.chain:
+            killed.set()
         waking = [threading.Thread(target=self._wake, args=(*armed, stopped)) for armed in self._arm(plan)]
-        waking.append(threading.Thread(target=self._strike, args=(plan.chain, struck, stopped)))
+        waking.append(threading.Thread(target=self._strike, args=(plan.chain, struck, killed, stopped)))
         for thread in waking:
             thread.start()
         try:
             salts = [f"{plan.seed} {began_s}" if salted else UNDISTURBED for salted in plan.salted]
-            for question, history in zip(plan.questions, self._ask(plan.questions, salts), strict=True):
+            for question, history in zip(plan.questions, self._ask(plan.questions, salts, killed), strict=True):
                 if KILLED_TWO not in history.error or self._killed_workers(plan, struck) < 2:
                     record.wrong += [f"{question}: {what}" for what in complaints(self.expected[question], history)]
                 record.pause_s = max(record.pause_s, history.pause_s)
@@ -251,23 +256,26 @@ class FaultRunner:
         happened = zip(plan.struck, kills, (*fired, *struck), strict=True)
         return sum(role in ("prefill", "decode") and kill and came for role, kill, came in happened)
 
-    def _strike(self, chain: Sequence[ChainedKill], struck: list[bool], over: threading.Event) -> None:
-        """Kills what the chain names, behind its first fault; notes in ``struck`` what has been killed."""
+    def _strike(
+        self, chain: Sequence[ChainedKill], struck: list[bool], killed: threading.Event, over: threading.Event
+    ) -> None:
+        """Kills what the chain names, behind its first fault, and when the requests are over, too; notes in ``struck``
+        what has been killed, and sets ``killed`` behind the first one."""
         while chain and (fired := self.place.board.fired(0)) is None:
             if over.wait(0.02):
                 return
         for place, kill in enumerate(chain):
             assert fired is not None
-            if over.wait(max(0.0, fired.at_s + kill.after_s - time.monotonic())):
-                return
+            time.sleep(max(0.0, fired.at_s + kill.after_s - time.monotonic()))
             # One that was killed before may not be back yet.
-            while not (pids := self.place.pids(kill.victim)):
-                if over.wait(LOOK_EVERY_S):
-                    return
+            until_s = time.monotonic() + START_WITHIN_S
+            while not (pids := self.place.pids(kill.victim)) and time.monotonic() < until_s:
+                time.sleep(LOOK_EVERY_S)
             for pid in pids[:1]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
                     struck[place] = True
+            killed.set()
 
     def _wake(self, slot: int, fault: DrawnFault, victim: int, over: threading.Event) -> None:
         """Lets a stopped process go on after its time."""
@@ -285,14 +293,17 @@ class FaultRunner:
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim or fired.pid, signal.SIGCONT)
 
-    def _ask(self, questions: Sequence[str], salts: Sequence[str]) -> list[RequestHistory]:
-        def ask(name: str, salt: str) -> RequestHistory:
+    def _ask(self, questions: Sequence[str], salts: Sequence[str], killed: threading.Event) -> list[RequestHistory]:
+        def ask(name: str, salt: str, late: bool) -> RequestHistory:
+            if late:
+                killed.wait(KILL_WITHIN_S)
             with self.place.client(PATIENCE_S) as client:
                 return read_history(client, QUESTIONS[name], salt)
 
         pool = concurrent.futures.ThreadPoolExecutor(len(questions))
         try:
-            asked = [pool.submit(ask, *one) for one in zip(questions, salts, strict=True)]
+            late = [number == len(questions) - 1 for number in range(len(questions))]
+            asked = [pool.submit(ask, *one) for one in zip(questions, salts, late, strict=True)]
             concurrent.futures.wait(asked, REQUESTS_WITHIN_S)
             lost = RequestHistory(error=f"it had not ended after {REQUESTS_WITHIN_S:g} s")
             return [one.result() if one.done() else lost for one in asked]
