@@ -124,6 +124,10 @@ class BrokenModel(Internal):
     """The model computed no numbers for this request, which would be so again: nobody tries it once more."""
 
 
+class LethalRequest(Internal):
+    """Workers were lost in a step with this request, and others would be: nobody tries it once more."""
+
+
 class ConfigError(PillionError):
     """A flag, model or machine that cannot work. Raised at start only, printed as one line."""
 

@@ -13,6 +13,7 @@ from pillion.errors import (
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
+    LethalRequest,
     NotFound,
     Overloaded,
     PermissionDenied,
@@ -54,7 +55,8 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error response. ``retry_after_ms`` is 0 where trying again does not help."""
+    """An error response. ``retry_after_ms`` is 0 where trying again does not help; ``final``: where it does harm, which
+    clients of OpenAI and Anthropic, who try every 500 again, are told."""
 
     status: int
     message: str
@@ -63,12 +65,15 @@ class ApiError(Exception):
     param: str | None = None
     code: str | None = None
     retry_after_ms: int = 0
+    final: bool = False
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Retry-After in whole seconds, as the standard has it, and in milliseconds, as OpenAI's clients read it; where
         a key is needed, what kind."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
+        if self.final:
+            return [(b"x-should-retry", b"false")]
         if not self.retry_after_ms:
             return []
         seconds = math.ceil(self.retry_after_ms / 1000)
@@ -122,7 +127,8 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
         message, param = "; ".join(f"{name}: {description}" for name, description in named), named[0][0]
     elif isinstance(error, Overloaded | Unavailable):
         retry_after_ms = error.retry_after_ms or RETRY_AFTER_MS
-    return ApiError(status, message, kind=kind, param=param, code=code, retry_after_ms=retry_after_ms)
+    final = isinstance(error, LethalRequest)
+    return ApiError(status, message, kind=kind, param=param, code=code, retry_after_ms=retry_after_ms, final=final)
 
 
 def _spell(field: str, spelled: Mapping[str, str]) -> str:

@@ -47,7 +47,15 @@ from __future__ import annotations
 from dataclasses import replace
 from enum import Enum
 
-from pillion.errors import Cancelled, DeadlineExceeded, Internal, Overloaded, PillionError, Unavailable
+from pillion.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    Internal,
+    LethalRequest,
+    Overloaded,
+    PillionError,
+    Unavailable,
+)
 from pillion.gateway.planning.planner import RequestPlan, plan_fetch, replan, shorten
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.events import Action, Event, TicketHold
@@ -403,7 +411,7 @@ class RequestMachine:
         if len(self._killed) >= MAX_WORKERS_KILLED:
             names = ", ".join(self._killed)
             text = f"two workers were lost in a step with this request ({names}), so no other one gets it"
-            return self._end(ev.Fail(Internal(text)), now, stream_over)
+            return self._end(ev.Fail(LethalRequest(text)), now, stream_over)
         waits = self._waits_for(loss)
         if not waits and (loss.patience_s or self._fruitless >= self._max_attempts):
             return self._end(ev.Fail(self._given_up(loss)), now, stream_over)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import types
 
+import openai
 import pytest
 import uvicorn.server
 
@@ -218,6 +219,17 @@ def test_no_error_is_forgotten() -> None:
 def test_waits_are_told_in_whole_seconds_and_in_milliseconds() -> None:
     headers = dict(from_pillion(errors.Overloaded("x", 1500), {}).headers())
     assert headers == {b"retry-after": b"2", b"retry-after-ms": b"1500"}
+
+
+async def test_a_client_is_told_not_to_send_again_what_workers_died_of() -> None:
+    """OpenAI's client sends again whatever ends with 500, but for that header."""
+    async with running_fake_cluster() as fakes:
+        fakes.decode.is_killed_by = lambda submit: True
+        async with openai.AsyncOpenAI(base_url=f"http://{fakes.gateway.http_address}/v1", api_key="none") as client:
+            with pytest.raises(openai.InternalServerError, match="two workers were lost in a step"):
+                await client.completions.create(model="toy", prompt="x")
+        assert len(fakes.decode.submits) == 2
+        await fakes.settled()
 
 
 def test_fields_are_named_as_the_client_spelled_them() -> None:
