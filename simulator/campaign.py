@@ -13,7 +13,7 @@ from pillion.simulator.shrink import shrink
 from pillion.simulator.world import Result, World
 
 # Errors that a request may end with where something goes wrong, and that are worth a look all the same.
-ALLOWED_BUT_RARE = ("Unavailable", "Overloaded")
+ALLOWED_BUT_RARE = ("Unavailable", "Overloaded", "Internal")
 # Findings that are printed.
 MAX_SHOWN = 20
 

@@ -46,6 +46,9 @@ from pillion.wire.public import sampling_to_pb
 
 log = logging.getLogger("pillion.gateway")
 
+# How long a request that was in the step of a lost worker waits for news of that worker's KV node, before it counts as
+# one that the worker may have died of: a node takes its workers along, and is missed a moment later, or before.
+VERDICT_MS = 300
 # Longest wait for KV memory of a request without a deadline.
 MAX_ADMISSION_WAIT_S = 120.0
 # What fits the field: 49 days. A deadline behind that is the gateway's alone to keep.
@@ -347,7 +350,10 @@ class ComponentCalls:
                 self._cluster.view.refused(worker.component_id)
             self._failed_at(worker.component_id)
             retryable, broke = isinstance(error, (*_RETRYABLE, Overloaded)), isinstance(error, SpanBroken)
-            killed = worker.component_id if broke and in_step and self._cluster.node_lives(worker.node_id) else ""
+            killed = ""
+            if broke and in_step:
+                await asyncio.sleep(VERDICT_MS / 1000)
+                killed = worker.component_id if self._cluster.node_lives(worker.node_id) else ""
             patience_s = self._patience_s(error, action.hold, broke)
             self._post(ev.SpanLost(action.attempt, error, retryable, patience_s, killed))
         else:
@@ -377,19 +383,27 @@ class ComponentCalls:
                     self._failed_at(self._stream[0])
                     if isinstance(error, Unavailable):
                         self._cluster.view.refused(self._stream[0])
-                patience_s = self._patience_s(error, self._hold, bool(delta.broken))
-                self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, self._killed(delta)))
+                if self._suspected(delta):
+                    later = partial(self._lose_stream, attempt, delta, error)
+                    asyncio.get_running_loop().call_later(VERDICT_MS / 1000, later)
+                else:
+                    self._lose_stream(attempt, delta, error)
         except Exception as error:  # noqa: BLE001  (a defect must end its request, not the connection of all)
             self._broken(error)
 
-    def _killed(self, delta: DecodeDelta) -> str:
-        """The stream's worker, if it died in a step with the stream. A stream that had tokens of this attempt was in
-        many steps before, so that another one's prompt is rather to blame, where there was another one."""
-        suspect = delta.broken == 1 if self._begun else self._in_step
-        if self._stream is None or self._hold is None or not (delta.broken and suspect):
-            return ""
-        # Without its node a worker may end by itself.
-        return self._stream[0] if self._cluster.holds(self._hold) else ""
+    def _suspected(self, delta: DecodeDelta) -> bool:
+        """Whether a connection broke in a step with the stream. A stream that had tokens of this attempt was in many
+        steps before, so that another one's prompt is rather to blame, where there was another one."""
+        return bool(delta.broken) and (delta.broken == 1 if self._begun else self._in_step)
+
+    def _lose_stream(self, attempt: int, delta: DecodeDelta, error: PillionError) -> None:
+        assert delta.error is not None
+        killed = ""
+        if self._suspected(delta) and self._stream is not None and self._hold is not None:
+            # Without its node a worker ends, too.
+            killed = self._stream[0] if self._cluster.holds(self._hold) else ""
+        patience_s = self._patience_s(error, self._hold, bool(delta.broken))
+        self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, killed))
 
     def _patience_s(self, error: PillionError, hold: TicketHold | None, broke: bool = False) -> float:
         """How long the request waits for what ended a call with ``error``, because it is merely away; 0.0 where the

@@ -333,6 +333,14 @@ async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -
         await fakes.settled()
 
 
+async def test_workers_that_go_with_their_node_did_not_die_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_fake_cluster(SCRIPT) as fakes:
+        monkeypatch.setattr(fakes.gateway.cluster, "holds", lambda hold: False)
+        fakes.decode.is_killed_by = lambda submit: len(fakes.decode.submits) <= 3
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=3)
+        await fakes.settled()
+
+
 async def test_streams_beside_a_request_that_kills_workers_go_on() -> None:
     """They had tokens of that worker, so it did not die of them."""
     async with running_fake_cluster(SCRIPT) as fakes:
