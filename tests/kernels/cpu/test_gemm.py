@@ -20,7 +20,7 @@ from pillion.kernels.cpu.products.packing import DTYPES, FEW_BITS, PackedWeight,
 from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.support.cpu_references import reference_gemm, reference_sum_inputs
 from tests.support.examples import examples
-from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
+from tests.support.kernel_runner import isa_or_skip, normal, padded, rows_step, runner_of, stride
 
 # The kind of the weights, and the type of the rows.
 KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
@@ -212,9 +212,11 @@ def test_bfloat16_weights_have_the_bits_of_float32_weights(runner):
 @pytest.mark.parametrize("kind", KINDS, ids="-".join)
 @pytest.mark.parametrize("name", ["avx512_bf16", "avx512", "avx2", "neon"])
 def test_sums_stay_in_registers(kind, name):
-    """No tile spills a vector, in code for this processor if it has these instructions. Only the second input of a pair
-    of bfloat16 may wait on the stack, once in each of the two steps of AVX2's loop, while the first is multiplied."""
-    isa, limits = BY_NAME[name], TileKind(*kind).tiles(BY_NAME[name])
+    """No tile spills a vector, in code for this processor. Only the second input of a pair of bfloat16 may wait on the
+    stack, once in each of the two steps of AVX2's loop, while the first is multiplied."""
+    # Code for AVX-512 of no particular processor, which runs nowhere, does spill some.
+    isa = isa_or_skip(name) if name.startswith("avx512") else BY_NAME[name]
+    limits = TileKind(*kind).tiles(isa)
     texts, prefix = assembly([Gemm(kind[0], kind[1], "store")], isa), f"gemm_tile_{'_'.join(kind)}_"
     heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.most + 1)]
     allowed = 4 if (name, kind) == ("avx2", ("bf16", "fp32")) else 0
