@@ -79,7 +79,7 @@ def rust_pattern(pattern: str, lost: str = NUL) -> str:
     characters, unless what matches that character has both the quote and the backslash too.
 
     What is in neither notation stays, to be refused by its reader. Raises ValueError for what is in both and means
-    something else.
+    something else, and for what asks for a character of ``lost`` alone.
     """
     return _PART.sub(lambda found: _part(found, lost), pattern)
 
@@ -98,7 +98,7 @@ def _part(found: re.Match[str], lost: str) -> str:
     if escape is None:
         if text == ".":
             return _class(False, _SETS["."], (), lost)
-        return _NOTHING if text in lost else text
+        return _written(ord(text), lost) if text in lost else text
     if escape[1] in "dDwWsS":
         return _class(False, _SETS[escape[1]], (), lost)
     if escape[1] in "pP":
@@ -106,8 +106,7 @@ def _part(found: re.Match[str], lost: str) -> str:
     if escape[1] in "bBAzk123456789" or len(escape) == 1:
         # Assertions and references, which the reader knows or refuses.
         return text
-    code = _code(escape)
-    return _NOTHING if chr(code) in lost else _written(code)
+    return _written(_code(escape), lost)
 
 
 def _class_of(negated: bool, inner: str, lost: str) -> str:
@@ -142,14 +141,21 @@ def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lo
 
     inner = "".join(_written(low) if low == high else f"{_written(low)}-{_written(high)}" for low, high in ranges)
     text = f"[{'^' * negated}{inner}{''.join(properties)}]"
+    if not (negated or properties) and all(
+        high - low < len(lost) and all(chr(code) in lost for code in range(low, high + 1)) for low, high in ranges
+    ):
+        # Nothing would be left, and llguidance notices too late that no text goes on with that.
+        _written(ranges[0][0], lost)
     if not properties and ((has('"') and has("\\")) or not any(map(has, lost))):
         return text
     return f"[{text}--[{''.join(_written(ord(one)) for one in lost)}]]"
 
 
-def _written(code: int) -> str:
-    """A character as nothing else than itself, in a class and outside."""
+def _written(code: int, lost: str = "") -> str:
+    """A character as nothing else than itself, in a class and outside. Raises ValueError for one of ``lost``."""
     one = chr(code)
+    if one in lost:
+        raise ValueError(f"no string has the control character \\x{code:02x} here")
     plain = one.isalnum() if code < 0x80 else not 0xD800 <= code < 0xE000
     return one if plain else f"\\x{{{code:x}}}"
 

@@ -85,6 +85,8 @@ PLACES: dict[str, tuple[Any, str]] = {
     "a reference to what is no schema": ({"x": {"pattern": "a"}, "allOf": [{"$ref": "#/x"}]}, "/allOf/0/$ref"),
     "an escape of Rust's": ({"items": {"pattern": r"\pC"}}, "/items/pattern"),
     "a flag of Rust's": ({"items": {"pattern": "(?x)a b"}}, "/items/pattern"),
+    "a NUL": ({"items": {"pattern": r"^\x00$"}}, "/items/pattern"),
+    "a name of controls": ({"patternProperties": {"^[\x01\x02]": True}}, "/patternProperties"),
     "a range without order": ({"patternProperties": {"[z-a]": True}}, "/patternProperties"),
     "a text beside patterns of names": (
         {"properties": {"a": {"enum": [["\x1b"]]}}, "patternProperties": {"b": True}},
