@@ -235,15 +235,16 @@ class BatchFolder:
     def _find_room(self, tenant: str, size_bytes: int, files: int = 0, batches: int = 0) -> None:
         """Raises FolderFull where so much more of a tenant's does not fit, within its share and in the folder. What is
         idle makes room before: the tenant's own, and in a full folder that of the tenant that has most."""
-        wanted = FolderUse(size_bytes, files, batches)
+        wanted, uses = FolderUse(size_bytes, files, batches), self.uses()
         for whose in (tenant, "") if tenant else ("",):
-            most, uses = self._share(whose), self.uses()
+            most = self._share(whose)
             over = wanted.beyond(most, _sum(uses, whose))
             if over is None:
                 continue
             heaviest = whose or max(uses, key=lambda one: uses[one].weight(most), default="")
             self._remove_idle(heaviest, over)
-            over = wanted.beyond(most, _sum(self.uses(), whose))
+            uses = self.uses()
+            over = wanted.beyond(most, _sum(uses, whose))
             if over is not None:
                 share = f", the share of a tenant (--batch-tenant-percent {self.tenant_percent})" if whose else ""
                 holds = "this tenant has in" if whose else "there are in"
@@ -382,17 +383,21 @@ class BatchFolder:
     def uses(self) -> dict[str, FolderUse]:
         """What each tenant has. Files that others are writing are nobody's, whose name is empty."""
         with self._lock:
-            known, uses = dict[str, str](), defaultdict[str, FolderUse](FolderUse)
-            for path in self._files.iterdir():
-                name, own = path.name.partition(".")[0], self.uploads.get(path.stem)
-                tenant = known[name] = own.tenant if own else self._tenant_of(name, known)
-                counts = path.suffix == ".json" or (path.suffix == ".part" and own is not None)
-                uses[tenant] = uses[tenant].plus(FolderUse(_size(path), int(counts)))
+            known, counts = dict[str, str](), defaultdict[str, tuple[int, int, int]](lambda: (0, 0, 0))
+            # Paths as texts and the sizes of entries: there may be thousands, and this is done for each upload.
+            for entry in os.scandir(self._files):
+                name, _, kind = entry.name.partition(".")
+                own = self.uploads.get(name) if kind == "part" else None
+                tenant = own.tenant if own else self._tenant_of(name, known)
+                size_bytes, files, batches = counts[tenant]
+                files += kind == "json" or own is not None
+                counts[tenant] = size_bytes + _entry_size(entry), files, batches
             for name in self.batch_ids():
-                tenant = known[name] = self._tenant_of(name, known)
-                uses[tenant] = uses[tenant].plus(FolderUse(_size(self.of_batch(name) / "journal"), 0, 1))
-            self._tenants = {name: tenant for name, tenant in known.items() if tenant}
-            return uses
+                tenant = self._tenant_of(name, known)
+                size_bytes, files, batches = counts[tenant]
+                counts[tenant] = size_bytes + _size(self.of_batch(name) / "journal"), files, batches + 1
+            self._tenants = known
+            return {tenant: FolderUse(*count) for tenant, count in counts.items()}
 
     def used_bytes(self) -> int:
         """Bytes of all files and journals."""
@@ -413,13 +418,16 @@ class BatchFolder:
         bounds = (self.max_bytes, MAX_FILES, MAX_BATCHES)
         return FolderUse(*(max(1, bound * percent // 100) for bound in bounds))
 
-    def _tenant_of(self, name: str, known: Mapping[str, str]) -> str:
-        """The tenant of a file or a batch, by its id; "" where nobody knows."""
-        found = known.get(name) or self._tenants.get(name)
+    def _tenant_of(self, name: str, known: dict[str, str]) -> str:
+        """The tenant of a file or a batch, by its id; "" where nobody knows. What has a record becomes ``known``."""
+        found = known.get(name, self._tenants.get(name))
         if found is None:
             record: FileRecord | BatchRecord | None = _read(self._files / f"{name}.json", FileRecord)
             record = record or (self.known_batch(name) if _BATCH_ID.fullmatch(name) else None)
-            found = "" if record is None else record.tenant
+            if record is None:
+                return ""
+            found = record.tenant
+        known[name] = found
         return found
 
     def _remove_idle(self, tenant: str, over: FolderUse) -> None:
@@ -567,6 +575,13 @@ def _read(path: Path, kind: type[T]) -> T | None:
 def _size(path: Path) -> int:
     try:
         return path.stat().st_size
+    except OSError:
+        return 0
+
+
+def _entry_size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat().st_size
     except OSError:
         return 0
 

@@ -275,6 +275,20 @@ def test_files_that_come_at_the_same_time_share_the_room(folder: BatchFolder) ->
     assert not folder.uploads
 
 
+@pytest.mark.parametrize("tenant", ["", "red"])
+def test_a_record_is_read_once_to_know_its_tenant(
+    folder: BatchFolder, monkeypatch: pytest.MonkeyPatch, tenant: str
+) -> None:
+    for _ in range(5):
+        uploaded(folder, b"{}", tenant)
+    before = folder.uses()
+    read: list[pathlib.Path] = []
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda path: read.append(path) or b"")
+    assert folder.uses() == before == {tenant: before[tenant]}
+    assert before[tenant].files == 5
+    assert read == []
+
+
 SHARES = {"max_bytes": 10**6, "file_bytes": 10**5, "keep_s": 2 * DAY_S, "tenant_percent": 25}
 
 
