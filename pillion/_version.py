@@ -2,5 +2,6 @@
 
 VERSION = "0.1.0"
 
-# Grows when a message changes meaning (see protos/pillion/v1/common.proto).
-PROTOCOL = 1
+# Grows when a message changes meaning (see protos/pillion/v1/common.proto), and by two where a neighbour could not even
+# read it. 3: a line to an attach socket names its sender component_id.
+PROTOCOL = 3

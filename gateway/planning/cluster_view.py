@@ -7,6 +7,7 @@ finds it after ``heartbeat_timeout_ms`` and names it in its registry record.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Sequence
 
 from msgspec.structs import replace
@@ -14,6 +15,8 @@ from msgspec.structs import replace
 from pillion._version import PROTOCOL
 from pillion.types import WORKERS
 from pillion.wire.registry import ComponentRecord
+
+log = logging.getLogger("pillion.gateway")
 
 # A component whose call just failed is left out for so long; a live one is missed no longer than that.
 SUSPECT_S = 2.0
@@ -58,9 +61,13 @@ class ClusterView:
         were not fenced in the last answer."""
         answer = {record.component_id: record for record in records}
         for component_id, record in answer.items():
+            if self._answer.get(component_id) is record:
+                continue
             # The rule for version skew: a neighbour in protocol is a peer, others are invisible.
-            if self._answer.get(component_id) is not record and abs(record.protocol - PROTOCOL) <= 1:
+            if abs(record.protocol - PROTOCOL) <= 1:
                 self._take(record, now)
+            elif component_id not in self._answer:
+                log.warning("%s is not used: it speaks protocol %d, not %d", component_id, record.protocol, PROTOCOL)
         for component_id in self._records.keys() - answer.keys():
             listed_s = self._vanished.setdefault(component_id, self._answered_s)
             if now - max(listed_s, self._held.get(component_id, listed_s)) > self.grace_s:

@@ -14,7 +14,7 @@ from msgspec import Meta
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import InvalidRequest
-from pillion.wire.common import check_protocol
+from pillion.wire.common import check_line
 
 MAX_LINE_BYTES = 4096
 # A worker's last message when it lets go of the pool and lives on.
@@ -153,7 +153,6 @@ def hello_from_line(line: bytes) -> AttachHello | RegionHello:
     """Reads the first line of a connection."""
     kind: Any = RegionHello if "region_key" in _decode(line, dict[str, Any]) else AttachHello
     hello: AttachHello | RegionHello = _decode(line, kind)
-    check_protocol(hello.protocol, hello.component_id)
     if isinstance(hello, RegionHello) and (not _REGION_KEY.fullmatch(hello.region_key) or hello.size_bytes <= 0):
         raise InvalidRequest("a region needs a name of 64 hexadecimal digits, and at least one byte")
     return hello
@@ -161,15 +160,12 @@ def hello_from_line(line: bytes) -> AttachHello | RegionHello:
 
 def attach_reply_from_line(line: bytes) -> AttachReply:
     """Reads the node's answer to an AttachHello."""
-    reply = _decode(line, AttachReply)
-    check_protocol(reply.protocol, reply.node_id or "the KV node")
-    return reply
+    return _decode(line, AttachReply)
 
 
 def region_reply_from_line(line: bytes) -> RegionReply:
     """Reads the node's answer to a RegionHello."""
     reply = _decode(line, RegionReply)
-    check_protocol(reply.protocol, reply.node_id or "the KV node")
     if not (reply.error or reply.state):
         raise InvalidRequest("a region is to be filled or ready")
     return reply
@@ -182,6 +178,7 @@ def region_filled_from_line(line: bytes) -> RegionFilled:
 
 def _decode(line: bytes, kind: type[_Message]) -> _Message:
     try:
+        check_line(msgspec.json.decode(line))
         return msgspec.json.decode(line, type=kind)
     except ValueError as error:
         raise InvalidRequest(f"the attach protocol speaks one line of JSON; this one is wrong: {error}") from None

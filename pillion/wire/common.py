@@ -18,6 +18,14 @@ def check_hello(message: common_pb2.Hello) -> str:
     return message.component_id
 
 
+def check_line(fields: object) -> None:
+    """Raises Conflict for a message in JSON that was written in a protocol too far from ours. It is called before the
+    other fields are looked at: their names and types are the protocol's."""
+    if isinstance(fields, dict) and isinstance(fields.get("protocol"), int):
+        names = (fields.get(name) for name in ("component_id", "node_id", "name"))
+        check_protocol(fields["protocol"], next((name for name in names if name and isinstance(name, str)), ""))
+
+
 def check_protocol(protocol: int, component_id: str) -> None:
     """Raises Conflict unless the protocol of ``component_id`` is at most one version away from ours."""
     if protocol == 0 or abs(protocol - PROTOCOL) > 1:

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import InvalidRequest
-from pillion.wire.common import check_protocol
+from pillion.wire.common import check_line
 
 MAX_KEEPER_LINE_BYTES = 8192
 # A pool in host memory and its table.
@@ -66,9 +66,7 @@ def keeper_line(message: KeeperHello | KeeperReply) -> bytes:
 
 def keeper_hello_from_line(line: bytes) -> KeeperHello:
     """Reads a node's line."""
-    hello = _decode(line, KeeperHello)
-    check_protocol(hello.protocol, hello.name)
-    return hello
+    return _decode(line, KeeperHello)
 
 
 def keeper_reply_from_line(line: bytes) -> KeeperReply:
@@ -78,6 +76,7 @@ def keeper_reply_from_line(line: bytes) -> KeeperReply:
 
 def _decode(line: bytes, kind: type[_Message]) -> _Message:
     try:
+        check_line(msgspec.json.decode(line))
         return msgspec.json.decode(line, type=kind)
     except ValueError as error:
         raise InvalidRequest(f"a pool's keeper speaks one line of JSON; this one is wrong: {error}") from None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -43,8 +45,10 @@ from pillion.types import (
     Usage,
 )
 from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
+from pillion.wire.attach import attach_reply_from_line, hello_from_line, region_reply_from_line
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
+from pillion.wire.keeper import keeper_hello_from_line
 from pillion.wire.public import (
     DeltaWriter,
     delta_from_pb,
@@ -244,6 +248,17 @@ def test_protocols_of_neighbours() -> None:
         with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this component speaks {PROTOCOL}"):
             check_hello(common_pb2.Hello(protocol=protocol, component_id="x"))
     assert hello_to_pb("y").protocol == PROTOCOL
+
+
+@pytest.mark.parametrize(
+    "read", [hello_from_line, attach_reply_from_line, region_reply_from_line, keeper_hello_from_line]
+)
+@pytest.mark.parametrize("protocol", [0, PROTOCOL - 2, PROTOCOL + 2])
+def test_a_line_of_another_time_is_refused_by_its_protocol(read: Callable[[bytes], object], protocol: int) -> None:
+    """Not by what its fields are called, which is that protocol's."""
+    line = json.dumps({"worker_id": "decode-0", "protocol": protocol, "node_id": 7}).encode()
+    with pytest.raises(Conflict, match=f"speaks protocol {protocol}, this component speaks {PROTOCOL}"):
+        read(line)
 
 
 def test_fields_of_a_newer_version_are_kept() -> None:

@@ -81,10 +81,13 @@ def test_suspects_are_left_out_for_a_moment() -> None:
         assert [name for name in "ab" if view.trusts(name, now)] == [*trusted, "b"]
 
 
-def test_neighbours_in_protocol_are_peers_and_others_are_not() -> None:
+def test_neighbours_in_protocol_are_peers_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    """Which is said once of each, however often it beats."""
     view = ClusterView(grace_s=5)
-    view.update([replace(A, component_id=str(n), protocol=PROTOCOL + n) for n in (-2, -1, 0, 1, 2)], 100)
+    for now in (100, 101):
+        view.update([replace(A, component_id=str(n), protocol=PROTOCOL + n) for n in (-2, -1, 0, 1, 2)], now)
     assert ids(view.records()) == "-101"
+    assert caplog.messages == [f"{n} is not used: it speaks protocol {PROTOCOL + n}, not {PROTOCOL}" for n in (-2, 2)]
 
 
 def test_own_load_adds_up_to_nothing() -> None:

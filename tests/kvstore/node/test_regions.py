@@ -182,7 +182,7 @@ def test_lines_that_are_none_are_refused() -> None:
         with pytest.raises(InvalidRequest):
             hello_from_line(bad)
     for reply in (
-        b'{"protocol":1,"state":"other"}',
+        b'{"state":"other"}',
         b'{"state":"ready","memory_kind":"rom"}',
         b'{"state":"fill","mapped_bytes":-1}',
     ):
