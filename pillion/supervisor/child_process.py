@@ -20,6 +20,7 @@ MAX_LINE_BYTES = 16 * 1024
 # After the exit, output that a stray grandchild still holds open is not waited for longer than this.
 DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
+BURY_INTERVAL_MS = 20
 
 
 def component_argv(role: str, flags: Any) -> tuple[str, ...]:
@@ -68,6 +69,7 @@ class ChildProcess:
     def __init__(self, process: WatchedProcess, forward: Callable[[str], None]) -> None:
         self._process = process
         self._output = asyncio.create_task(_forward_lines(process.stdout, forward))
+        self._burial: asyncio.Task[None] | None = None
 
     @classmethod
     async def start(
@@ -109,7 +111,8 @@ class ChildProcess:
         self.kill()
         await asyncio.wait({self._output}, timeout=DRAIN_TIMEOUT_S)
         self._output.cancel()
-        self._bury_adopted()
+        if self._burial is None:
+            self._burial = asyncio.create_task(self._bury_all(), name=f"what {self.pid} left behind")
         return code
 
     async def stop(self, grace_s: float) -> None:
@@ -135,12 +138,22 @@ class ChildProcess:
             return True
         return False
 
-    def _bury_adopted(self) -> None:
+    def _bury_adopted(self) -> bool:
         """Waits for dead processes of the group which this process has become the parent of, as it does where it
-        adopts orphans. They would be zombies as long as it lives."""
-        with contextlib.suppress(ChildProcessError):
+        adopts orphans. They would be zombies as long as it lives. Returns whether none is left."""
+        try:
             while not self.running and os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
+        except ChildProcessError:
+            return True
+        return False
+
+    async def _bury_all(self) -> None:
+        """Waits for those that are dying still: a process that is killed needs a moment for that."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                while not self._bury_adopted():  # noqa: ASYNC110  (nobody sends an event)
+                    await asyncio.sleep(BURY_INTERVAL_MS / 1000)
 
 
 class Launch(Protocol):
