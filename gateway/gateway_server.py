@@ -65,6 +65,7 @@ SERVICE = "pillion.v1.Gateway"
 MAX_GRPC_CALLS = 8192
 DRAIN_POLL_S = 0.02
 READY_POLL_S = 0.1
+PREFILL = "prefill"
 # Time for the last messages of streams that have ended; calls that watch the health are cut then.
 LAST_MESSAGES_S = 0.5
 DAY_S = 24 * 3600
@@ -344,9 +345,11 @@ async def _listen(
 
 
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
-    """Keeps the health at the probes' address: whether a request would be served now."""
+    """Keeps the health at the probes' address: whether a request would be served now, and under the name "prefill"
+    whether a prefill worker could be given its prompt."""
     while True:
         await probe.set_serving(not gateway.not_ready())
+        await probe.set_serving(gateway.cluster.knows(PREFILL), (PREFILL,))
         await asyncio.sleep(READY_POLL_S)
 
 

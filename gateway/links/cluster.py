@@ -201,6 +201,10 @@ class Cluster:
         ranked = sorted(spaces, key=lambda space: (spaces[space], space), reverse=True)
         return [Served(model, fingerprint, bytes.fromhex(namespace), size) for namespace, size in ranked]
 
+    def knows(self, role: str) -> bool:
+        """Whether a component of a role is known that answers."""
+        return any(one.role == role and self._usable(one) for one in self.view)
+
     def lacks_node(self, served: Served) -> bool:
         """Whether none of the decode workers has a live KV node."""
         return not any(self._fit(worker, served, 0) for worker in self.view.of("decode", served.model))

@@ -201,12 +201,12 @@ class RunningServer:
     health: Any = None
     closing: asyncio.Task[None] | None = None
 
-    async def set_serving(self, serving: bool) -> None:
-        """Sets the health status of every service."""
+    async def set_serving(self, serving: bool, names: Sequence[str] = ()) -> None:
+        """Sets the health status of every service, or that under ``names``."""
         from grpc_health.v1 import health_pb2
 
         status = health_pb2.HealthCheckResponse
-        for name in ("", *self.services):
+        for name in names or ("", *self.services):
             await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def not_serving(self) -> None:

@@ -69,6 +69,11 @@ def component_spec(role: str, component_id: str, flags: Any, address: str, **mor
     return ProcessSpec(component_id=component_id, argv=component_argv(role, flags), probe=probe, **more)
 
 
+def probe_address(folder: Path, number: int) -> str:
+    """Where a gateway's health is asked."""
+    return f"unix:{folder}/gateway-{number}.sock"
+
+
 def gateway_specs(
     flags: GatewayFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
 ) -> list[ProcessSpec]:
@@ -79,7 +84,7 @@ def gateway_specs(
     """
     specs = []
     for number in range(flags.gateway_workers):
-        name, address = f"{prefix}gateway-{number}", f"unix:{folder}/gateway-{number}.sock"
+        name, address = f"{prefix}gateway-{number}", probe_address(folder, number)
         shared = flags.gateway_workers > 1
         page = flags.metrics_port and flags.metrics_port + number
         mine = {"component_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}

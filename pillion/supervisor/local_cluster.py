@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -32,14 +32,16 @@ from pillion.supervisor.component_process import PREPARED, STOP_GRACE_S, preload
 from pillion.supervisor.down_records import tell_down
 from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.fork_server import ForkServer
-from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs
+from pillion.supervisor.gateway_processes import PublicPorts, component_spec, gateway_specs, probe_address
 from pillion.supervisor.pool_fit import PoolFit, fit_pool
 from pillion.supervisor.preflight import check_cluster, wait_for_redis
 from pillion.supervisor.runtime_dir import RuntimeDir
 from pillion.supervisor.start_lines import tell_model
-from pillion.supervisor.supervisor import FAILED, ProcessSpec, Supervisor
+from pillion.supervisor.supervisor import FAILED, PROBE_INTERVAL_MS, ProcessSpec, Supervisor
 
 PREPARE_STOP_GRACE_S = 2.0
+# A worker's first heartbeat, and the gateway's next look at the registry, take a moment, and longer on a busy machine.
+PREFILL_KNOWN_S = 30.0
 NODE_SOCKET = "kvnode-0.sock"
 KEEPER_SOCKET = "keeper.sock"
 # Polls of a waiting OpenMP thread before it sleeps. With two workers of two threads on two cores, the same GEMMs take,
@@ -118,6 +120,9 @@ class LocalCluster:
         self.supervisor = Supervisor(specs, self.notices, launch=launch)
         self._ending.push_async_callback(self.supervisor.stop)
         await self.supervisor.start()
+        if self.flags.prefill_workers:
+            gateways = [probe_address(self.runtime.path, number) for number in range(self.flags.gateway_workers)]
+            await until_prefill_is_known(gateways)
         node = f"unix:{self.runtime.path}/{NODE_SOCKET}"
         watching = watch_fences(node, self.flags.fence_kill_after_s, self.supervisor.kill_component, self.notices)
         fences = asyncio.create_task(watching, name="fences")
@@ -148,6 +153,16 @@ class LocalCluster:
         if self.runtime is not None and self.runtime.path.exists():
             left.append(str(self.runtime.path))
         return left
+
+
+async def until_prefill_is_known(gateways: Sequence[str]) -> None:
+    """Returns when each gateway, by its address for probes, knows a prefill worker, or after PREFILL_KNOWN_S: requests
+    are served without one, too, but not as they will be."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(PREFILL_KNOWN_S):
+            for address in gateways:
+                while not await probes.is_serving(address, service="prefill"):  # noqa: ASYNC110
+                    await asyncio.sleep(PROBE_INTERVAL_MS / 1000)
 
 
 def process_specs(

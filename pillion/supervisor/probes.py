@@ -16,13 +16,13 @@ def reachable_host(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-async def is_serving(target: str, ca: str | None = None) -> bool:
-    """Whether the standard health service at ``target`` says SERVING.
+async def is_serving(target: str, ca: str | None = None, service: str = "") -> bool:
+    """Whether the standard health service at ``target`` says SERVING, of all or of one ``service``.
 
     ``grpcs://`` is a public port with TLS, whose authority is in the file ``ca`` or known to the system; any other
     target is a component's internal address (:func:`pillion.net.rpc.open_channel`).
     """
-    return bool(await _health(target, ca))
+    return bool(await _health(target, ca, service))
 
 
 async def answers(target: str) -> bool:
@@ -41,7 +41,7 @@ async def accepts(path: Path) -> bool:
         return False
 
 
-async def _health(target: str, ca: str | None = None) -> bool | None:
+async def _health(target: str, ca: str | None = None, service: str = "") -> bool | None:
     """Whether the status is SERVING; None without an answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -53,7 +53,7 @@ async def _health(target: str, ca: str | None = None) -> bool | None:
     async with connect(target, ca=ca).open_async() if public else open_channel(target) as channel:
         try:
             stub = health_pb2_grpc.HealthStub(channel)
-            reply = await stub.Check(health_pb2.HealthCheckRequest(), timeout=PROBE_TIMEOUT_S)
+            reply = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError:
             return None
     return bool(reply.status == health_pb2.HealthCheckResponse.SERVING)

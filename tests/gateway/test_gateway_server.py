@@ -14,11 +14,12 @@ import pytest
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.gateway_server import start_gateway
+from pillion.supervisor.local_cluster import until_prefill_is_known
 from pillion.supervisor.probes import answers, is_serving
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.redis import running_redis
-from tests.support.fake_components import running_fake_cluster, short_folder, toy_model
+from tests.support.fake_components import record, running_fake_cluster, short_folder, toy_model
 from tests.support.redis_nodes import patient
 
 
@@ -131,6 +132,20 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
             assert (await asked).text
             await stopping
             assert not await answers(probe)
+
+
+async def test_a_start_waits_until_a_prefill_worker_is_known() -> None:
+    with short_folder() as folder:
+        probe = f"unix:{folder}/probe.sock"
+        async with running_fake_cluster("abc", roles="kvnode decode", probe_listen=probe) as fakes:
+            await until("the probe to say that requests are served", lambda: is_serving(probe))
+            assert not await is_serving(probe, service="prefill")
+            waiting = asyncio.create_task(until_prefill_is_known([probe]))
+            assert await is_serving(probe)
+            assert not waiting.done()
+            await fakes.registry.heartbeat(record("prefill-0", "prefill", fakes.servers["decode"].address))
+            await asyncio.wait_for(waiting, WITHIN_S)
+            assert fakes.gateway.cluster.view.of("prefill", "toy")
 
 
 async def test_status_adds_up_what_all_gateways_have_served() -> None:
