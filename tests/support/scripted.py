@@ -7,7 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from pillion.errors import PillionError
-from pillion.types import Delta, FinishReason, GenerateRequest, Timings, ToolCallDelta, Usage
+from pillion.gateway.request.validation import ModelLimits, resolve
+from pillion.types import Delta, FinishReason, GenerateRequest, SamplingParams, Timings, ToolCallDelta, Usage
 from tests.support.fake_components import FINGERPRINT, FakeCluster
 
 
@@ -18,7 +19,8 @@ class ScriptedGeneration:
     """
 
     def __init__(self, script: Sequence[Delta | PillionError], usage: Usage, together: bool) -> None:
-        self.job: Any = SimpleNamespace(system_fingerprint=FINGERPRINT)
+        resolved = resolve(SamplingParams(), 0, (), ModelLimits("toy", 256, 256), 0)
+        self.job: Any = SimpleNamespace(system_fingerprint=FINGERPRINT, resolved=resolved)
         self._left = list(script)
         self._usage = usage
         self._together = together

@@ -107,24 +107,13 @@ def test_one_prompt_is_always_let_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "max_tokens", "pool", "outcome"),
-    [
-        (30, None, None, 100),
-        (30, None, 100, 100),
-        (30, 500, 120, 100),
-        (30, None, 50, 50),
-        (30, 20, 50, 50),
-        (49, 1, 50, 50),
-        (50, None, 50, "text"),
-        (30, 21, 50, "sampling.max_tokens"),
-        # What the model's length cuts anyway is not what does not fit.
-        (90, 60, 99, "sampling.max_tokens"),
-    ],
+    ("prompt", "pool", "outcome"),
+    [(30, None, 100), (30, 100, 100), (30, 120, 100), (30, 50, 50), (49, 50, 50), (50, 50, "text"), (90, 99, 99)],
 )
-def test_what_the_pool_can_hold(prompt: int, max_tokens: int | None, pool: int | None, outcome: int | str) -> None:
+def test_what_the_pool_can_hold(prompt: int, pool: int | None, outcome: int | str) -> None:
     if isinstance(outcome, int):
-        assert check_pool(prompt, "text", max_tokens, 100, pool) == outcome
+        assert check_pool(prompt, "text", 100, pool) == outcome
         return
     with pytest.raises(InvalidRequest) as caught:
-        check_pool(prompt, "text", max_tokens, 100, pool)
+        check_pool(prompt, "text", 100, pool)
     assert [violation.field for violation in caught.value.violations] == [outcome]
