@@ -17,7 +17,12 @@ from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import ApiError, refused
 from pillion.gateway.http_api.json_objects import AnyJson, JsonObject, JsonObjects, JsonSchema, JsonShape
-from pillion.gateway.request.message_bounds import MAX_STRINGS, holds_too_many_strings
+from pillion.gateway.request.message_bounds import (
+    MAX_BRACKETS,
+    MAX_STRINGS,
+    holds_too_many_brackets,
+    holds_too_many_strings,
+)
 
 T = TypeVar("T")
 
@@ -455,11 +460,16 @@ READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kin
 
 def parse(body: bytes, kind: type[T]) -> T:
     """Reads a body as ``kind``, its lists and maps still raw. Raises ApiError, naming the field."""
+    too_many = ""
     if holds_too_many_strings(body):
+        too_many = f"{MAX_STRINGS} texts, names of fields included"
+    elif holds_too_many_brackets(body):
+        too_many = f"{MAX_BRACKETS} brackets and braces"
+    if too_many:
         # Only a list can hold so many, and the one that may be long is the prompt's.
         names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
         field = next(name for name in ("messages", "input", "prompt", "tokens", "lora_name") if name in names)
-        raise refused(field, f"the body holds more than {MAX_STRINGS} texts, names of fields included")
+        raise refused(field, f"the body holds more than {too_many}")
     try:
         parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))
     except (ValueError, RecursionError) as error:

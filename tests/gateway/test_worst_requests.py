@@ -38,6 +38,8 @@ MAX_MADE = client_json.MAX_PARSED_ITEMS + 1
 # Turns of the loop beside each job on a thread.
 TURNS = 50
 MILLION = 2**20
+# Bytes of as many empty lists as a body may have.
+MANY = 3_000_000
 MESSAGE = b'{"role":"user","content":"x"}'
 COMPLETE, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -119,22 +121,24 @@ WORST: dict[str, tuple[str, bytes, str]] = {
         "",
     ),
     "lists of ids": (COMPLETE, body(prompt=b"[" + b",".join([ids(2000)] * 128) + b"]", max_tokens=ONE), ""),
-    "empty prompts": (COMPLETE, body(prompt=many(b"[]")), "prompt"),
+    "empty prompts": (COMPLETE, body(prompt=many(b"[]", MANY)), "prompt"),
     "empty texts": (COMPLETE, body(prompt=many(b'""')), "prompt"),
     "a mixture": (COMPLETE, body(prompt=b'["x",' + ids(MILLION)[1:]), "prompt[1]"),
     "a large text": (COMPLETE, body(prompt=b'"' + "你".encode() * 2_000_000 + b'"'), "prompt"),
     "parts": (CHAT, body(messages=parts(8_000_000)), "messages"),
     "parts on the loop": (CHAT, body(messages=parts(LOOP_BYTES - 100), max_tokens=ONE), ""),
     "escaped names": (CHAT, body(messages=many(b'{"\\u0072ole":"user","content":""}')), "messages"),
-    "empty messages": (CHAT, body(messages=many(b"{}")), "messages[0].role"),
+    "empty messages": (CHAT, body(messages=many(b"{}", MANY)), "messages[0].role"),
     "all messages": (CHAT, body(messages=b"[" + b",".join([MESSAGE] * 4096) + b"]", max_tokens=ONE), ""),
     "a long message": (CHAT, body(messages=b'[{"role":"user","content":%b}]' % TEXT), "messages"),
-    "tools": (CHAT, body(messages=b"[" + MESSAGE + b"]", tools=many(b"{}")), "tools"),
+    "tools": (CHAT, body(messages=b"[" + MESSAGE + b"]", tools=many(b"{}", MANY)), "tools"),
     "stops": (COMPLETE, body(prompt=b'"x"', stop=many(b'""')), "prompt"),
     "long stops": (COMPLETE, body(prompt=b'"x"', stop=many(b'"' + b"x" * 4000 + b'"')), "stop"),
     "stop ids": (COMPLETE, body(prompt=b'"x"', stop_token_ids=many(ONE)), "stop_token_ids"),
     "biases": (COMPLETE, body(prompt=b'"x"', logit_bias=b"{" + many(b'"1":0')[1:-1] + b"}"), "prompt"),
     "a field many times": (COMPLETE, b"{" + many(b'"user":""')[1:-1] + b',"prompt":"x"}', "prompt"),
+    "lists in lists": (CHAT, body(messages=many(b"[[[[]]]]")), "messages"),
+    "objects of nothing": (RESPOND, body(input=many(b"{}")), "input"),
     # What is JSON within a body: passed on, or parsed in parts of a bounded size.
     "arguments": (CHAT, body(messages=called(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
     "arguments that pass": (CHAT, body(messages=called(object_of(b"[[[[]]]]", 700_000)), max_tokens=ONE), ""),
@@ -147,18 +151,21 @@ WORST: dict[str, tuple[str, bytes, str]] = {
     "a schema as text": (CHAT, body(messages=USER, structured_outputs=body(json=text_of(many(b"[]", SHAPE)))), "struc"),
     "a tag": (
         COMPLETE,
-        body(prompt=b'"x"', response_format=body(type=b'"structural_tag"', format=many(b"{}"))),
+        body(prompt=b'"x"', response_format=body(type=b'"structural_tag"', format=many(b"{}", MANY))),
         "resp",
     ),
     "fields of a provider": (
         CHAT,
-        body(messages=b'[{"role":"user","content":"x","provider_specific_fields":%b}]' % many(b"[]"), max_tokens=ONE),
+        body(
+            messages=b'[{"role":"user","content":"x","provider_specific_fields":%b}]' % many(b"[]", MANY),
+            max_tokens=ONE,
+        ),
         "",
     ),
-    "items without a field": (RESPOND, body(input=many(b"{}")), "input[0].role"),
+    "items without a field": (RESPOND, body(input=many(b"{}", MANY)), "input[0].role"),
     "log probabilities of items": (
         RESPOND,
-        body(input=b'[{"role":"user","content":[{"type":"input_text","text":"x","logprobs":%b}]}]' % many(b"[]")),
+        body(input=b'[{"role":"user","content":[{"type":"input_text","text":"x","logprobs":%b}]}]' % many(b"[]", MANY)),
         "",
     ),
     "functions of responses": (
