@@ -35,6 +35,7 @@ def meeting() -> Iterator[int]:
 
 def test_a_meeting_ends_when_a_rank_has_ended(meeting, monkeypatch):
     """Rank 0 waits for a rank that never comes; it hears of its end, or gives up after a while."""
+    monkeypatch.setattr(rank_group, "MEETING_TIMEOUT_S", 5.0)
     looks = iter([False, False])
     with pytest.raises(ConfigError, match="rank 0 of 2 did not find the others: another rank has ended"):
         GpuRankGroup.join(split_of(0, 2), meeting, DEVICE, own_device=False, aborted=lambda: next(looks, True))
