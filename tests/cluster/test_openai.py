@@ -288,7 +288,6 @@ async def test_error_classes(components: Components) -> None:
     async with client_of(components) as client:
         wrong: list[tuple[type[openai.APIStatusError], str | None, dict[str, Any]]] = [
             (openai.BadRequestError, "temperature", {"temperature": -1}),
-            (openai.BadRequestError, "tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
             (openai.BadRequestError, "response_format.json_schema.schema", {"response_format": WRONG_FORMAT}),
             (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": -1}),
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
