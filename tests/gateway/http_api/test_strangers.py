@@ -186,6 +186,18 @@ async def test_two_lengths_of_one_body_end_the_connection() -> None:
         assert not fakes.decode.submits
 
 
+async def test_clients_that_leave_while_they_send_are_no_errors(caplog: pytest.LogCaptureFixture) -> None:
+    async with running_fake_cluster("abc") as fakes:
+        http = fakes.gateway.http
+        for path in ("/v1/completions", "/v1/chat/completions", "/v1/messages", "/v1/responses", "/tokenize"):
+            async with connected(fakes.gateway.http_address) as (_, writer):
+                writer.write(request_bytes("POST", path, TEXT)[:-2])
+                await until("a body that is not whole", lambda: http.waiting_clients == (0, 1))
+            await until("the connection to end", lambda: not http.connections)
+        await fakes.settled()
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 async def test_a_body_of_crumbs_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chunk costs what a kilobyte costs, and a quarter of a megabyte of them arrives at once."""
     events = 0
