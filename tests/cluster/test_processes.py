@@ -187,6 +187,7 @@ def test_bad_input_never_reaches_a_worker(cluster: ServedCluster) -> None:
     assert {role: cluster.component(role) for role in components} == components
 
 
+@pytest.mark.long
 def test_streams_that_outgrow_the_pool_take_turns(model: str) -> None:
     """In the end SIGTERM ends streams at once, as they have no time to drain, and leaves nothing behind. Each line of
     its log, the supervisor's too, is a JSON object. With time, streams end first: test_gateway_workers.py."""
@@ -316,6 +317,7 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
     wait_for("all slots back", cluster.idle)
 
 
+@pytest.mark.long
 @needs_kernels
 def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(model: str) -> None:
     """Each of several sampled answers is replayed by itself, with its own seed, and none loses or repeats a token (I6).

@@ -41,7 +41,7 @@ from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
 
-pytestmark = [pytest.mark.cluster, needs_kernels]
+pytestmark = [pytest.mark.long, pytest.mark.cluster, needs_kernels]
 
 SIZES = (1, 2, 4)
 PAIRS = list(itertools.product(SIZES, SIZES))

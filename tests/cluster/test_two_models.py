@@ -22,7 +22,7 @@ from testbed.tiny_model import save_model
 from tests.support.http import Reply, call
 from tests.support.oracle import Oracle, first_difference
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.long, pytest.mark.cluster]
 
 # Both models have the same shape and tokenizer, but different weights.
 SEEDS = {"alpha": 1, "beta": 2}

@@ -22,8 +22,7 @@ from tests.support.adapters import adapted_model, make_adapter
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache
 
-NIXL = [pytest.param("nixl", marks=pytest.mark.long)] if importlib.util.find_spec("nixl") else []
-TRANSPORTS = ["grpc", *NIXL]
+TRANSPORTS = ["grpc"] + (["nixl"] if importlib.util.find_spec("nixl") else [])
 ENGLISH = (
     "The harbour at night was quiet, and the lamps along the pier burned with a small yellow light. "
     "A ship lay at anchor; its crew had gone ashore, all but the cook, who was counting onions. "
@@ -54,6 +53,7 @@ def all_idle(cluster: Hosts, *nodes: str) -> None:
         wait_for(f"all slots back at {node_id}", lambda name=node_id: cluster.idle(name))
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> None:

@@ -261,6 +261,7 @@ async def outlive_the_node(run: ComposeRun) -> None:
         assert psutil.pid_exists(container.child.pid)
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.skipif(sys.platform != "linux", reason="needs all of 127.0.0.0/8 to be loopback")
 async def test_compose_serves_scaled(folder: pathlib.Path) -> None:

@@ -32,6 +32,7 @@ def runner() -> Iterator[FaultRunner]:
         yield FaultRunner(place)
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fault_costs_a_pause(runner: FaultRunner, seed: int) -> None:
@@ -40,6 +41,7 @@ def test_a_fault_costs_a_pause(runner: FaultRunner, seed: int) -> None:
     assert runner.run(plan).outcome == "right"
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 def test_requests_wait_for_the_workers_of_a_node_that_is_back(runner: FaultRunner) -> None:
     """The node is killed again and again amid a step that takes long, and gives no ticket before that has ended."""
@@ -61,6 +63,7 @@ def test_seeds_draw_chains() -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.parametrize("role", ROLES)
 def test_every_role_has_a_process_that_a_fault_can_reach(runner: FaultRunner, role: str) -> None:

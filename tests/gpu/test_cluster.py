@@ -63,6 +63,7 @@ def expected(folder: pathlib.Path, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+@pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(480)
 @pytest.mark.parametrize("prefill_workers", [0, 1] if NATIVE else [1])

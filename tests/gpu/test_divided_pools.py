@@ -25,7 +25,7 @@ from tests.gpu.test_ranks import forked_answers
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import NATIVE
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
 # Heads' norms, of which each part has its own; and one KV head, which both shards have.
 INTERPRETED = ("qwen3-qk-norm", "llama-mqa-biases")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
 import torch
@@ -74,6 +76,7 @@ def test_values_ties_and_their_neighbours_are_encoded_as_torch_does():
     assert torch.equal(encoded(near), torchs_codes(near))
 
 
+@pytest.mark.long
 @given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=64), st.integers(-12, 10))
 @settings(max_examples=examples(60))
 def test_any_values_are_encoded_as_torch_does(given_values, exponent):

@@ -92,6 +92,7 @@ def test_wrong_calls_are_refused():
     assert [padded_rank(rank) for rank in (1, 16, 17, 64)] == [16, 16, 32, 64]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "mixtral"])
 def test_mixed_steps_are_those_of_torch(family, tmp_path):
     """Places may change between steps that were launched and steps that are launched later."""

@@ -96,6 +96,7 @@ def test_a_second_worker_reads_no_weights(made):
     assert one.plan == two.plan
 
 
+@pytest.mark.long
 def test_logits_are_those_of_the_widened_model(made):
     _, folder, plain = made
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
@@ -121,6 +122,7 @@ FORMATS: dict[str, tuple[Producer, str]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_formats_of_checkpoints(name, tmp_path, monkeypatch):
     """One layer of each format whose codings, offsets or orders differ; engine/checkpoints tests read all formats."""

@@ -25,7 +25,7 @@ from tests.support.mixed_adapters import mixed_steps, with_adapters
 from tests.support.quantized import quantize_folder
 from tests.support.torch_model import BackendDriver
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
 # One family for each thing that ranks do in a way of their own: heads' norms; post norms, caps and windows; norms of
 # whole projections; experts; a KV head that both ranks have, and biases of sums.

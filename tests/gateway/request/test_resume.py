@@ -103,6 +103,7 @@ async def read(client: AsyncClient, **fields: Any) -> list[Delta]:
     return [delta async for delta in client.generate(PROMPT, **{"seed": 5, "temperature": 0.5, **fields})]
 
 
+@pytest.mark.long
 async def test_a_stream_goes_on_wherever_it_is_cut() -> None:
     async with cut_gateway() as (fakes, cutter, address), AsyncClient(address) as client:
         for name, fields in CASES.items():
