@@ -12,7 +12,7 @@ TEST_PROCESSES ?= 2
 # Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
 # How many times as many examples hypothesis draws in `make test-long`, new ones each time.
-EXAMPLES ?= 10
+EXAMPLES ?= 5
 # The tests of the text and the order of the code, which are among the checks.
 CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py
 VENV := .venv
