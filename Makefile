@@ -11,7 +11,8 @@ BENCH ?= cluster
 TEST_PROCESSES ?= 2
 # Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
-# How many times as many examples hypothesis draws in `make test-long`, new ones each time.
+# How many times as many examples hypothesis draws in `make test-long`, new ones each time. The name does not begin with
+# PILLION: components refuse variables of that kind which they do not know.
 EXAMPLES ?= 5
 # The tests of the text and the order of the code, which are among the checks.
 CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py
@@ -55,7 +56,7 @@ test: setup-dev ## Set-up, checks and all tests but the long ones: what a change
 	$(PYTEST) -m "not long" $(addprefix --ignore=,$(CHECKED)) $(ARGS)
 
 test-long: setup-dev setup-clients ## The long tests: whole matrices, more examples, fault seeds, simulated schedules
-	PILLION_EXAMPLES=$(EXAMPLES) $(PYTEST) -m "long or hypothesis" $(ARGS)
+	TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) -m "long or hypothesis" $(ARGS)
 
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
