@@ -192,5 +192,5 @@ async def test_what_is_refused() -> None:
     with pytest.raises(NotFound):
         retained.retain(life.asked(epoch=10**6))
     shapeless = RetainingLife(0)
-    with pytest.raises(Conflict):
+    with pytest.raises(Unavailable):
         Retaining(shapeless.ledger).retain(shapeless.asked())
