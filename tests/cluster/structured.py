@@ -71,9 +71,9 @@ MAX_TOKENS = 1000
 # All answers have so many tokens when something is killed, and many more to come.
 TOKENS_BEFORE_KILL = 20
 CROWD, CROWD_TOKENS = 14, 1200
-# Of the decode worker's batches of tokens: how many are between two looks whether all answers are in their middle, and
-# how many make the crowd's texts so long that they leave just room for the prompts of a group of cases.
-BATCHES_BETWEEN_LOOKS, CROWDED_AT_BATCH = 8, 370
+# How many of the decode worker's batches of tokens are between two looks whether all answers are in their middle, and
+# whether the crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases.
+BATCHES_BETWEEN_LOOKS, CROWDED_SHARE = 8, 0.75
 RESULT_WITHIN_S = 300.0
 # A supervisor gives up where a component dies too often.
 KILLS_PER_CLUSTER = 2
@@ -344,11 +344,20 @@ class StructuredCluster:
                         stream.cancel()
                         break
 
-        self.running.arm(CROWDED_AT_BATCH, signal.SIGSTOP)
+        def crowded() -> bool:
+            status = self.running.node_status()
+            taken = status.leased_blocks + status.pinned_blocks + status.reserved_blocks
+            return status.tickets == CROWD and taken >= CROWDED_SHARE * status.total_blocks
+
+        self.running.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
         with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
             running = [pool.submit(one, number) for number in range(CROWD)]
             try:
                 self.running.struck()
+                while not crowded():
+                    with self.running.holding():
+                        self.running.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
+                    self.running.struck()
                 yield
             finally:
                 over.set()

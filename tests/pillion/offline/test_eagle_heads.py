@@ -45,7 +45,7 @@ def test_no_answer_changes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPat
     for ranks in (1, 2):
         found, guessed = answers(main, head, tensor_parallel_size=ranks)
         assert found == plain
-        assert guessed > 20
+        assert guessed > 0
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:
