@@ -1,4 +1,4 @@
-"""Who may send files at the same time, and for how long. Sans-IO (I9).
+"""The places for uploads: which clients may send files at the same time, and for how long. Sans-IO (I9).
 
 A place is held for GRACE_S, and then for as long as its file comes at MIN_BYTES_PER_S. Where all places of a tenant,
 or of the gateway, are taken, a newcomer gets that of the slowest upload that has had YIELD_S and comes at less than

@@ -53,7 +53,7 @@ class OwnPagesWrite:
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
-        # Of a header that comes twice the first one counts, as everywhere on the port.
+        # The first one counts where a header comes twice, as everywhere on the port.
         known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
         if known and is_foreign_write(scope["method"], known, self._allowed):
             text = "a browser sent this for a page of another origin; --allowed-origins names those that may"

@@ -71,7 +71,7 @@ class WaitingClients:
         return sum(map(len, self._by_peer.values()))
 
     def longest(self) -> Any:
-        """Of the address that has most of them, the one that has waited for the longest time; None where there is
+        """The connection that has waited longest among those of the address that has most of them; None where there is
         none."""
         waiting = max(self._by_peer.values(), key=len, default=None)
         return None if waiting is None else next(iter(waiting))

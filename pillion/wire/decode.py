@@ -26,7 +26,7 @@ class DecodeDelta(NamedTuple):
     # Set in a sign of life of a stream that waits: its place in line.
     queued: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    # Of an error that no worker has sent, because its connection broke: how many streams that one had.
+    # How many streams a connection had that broke; 0 where the worker itself sent the error.
     broken: int = 0
 
 

@@ -77,7 +77,7 @@ async def test_the_model_s_own_temperature_holds_at_every_door(components: Compo
     client = components.client
     greedy = await text_of(client.chat(CHAT, temperature=0, max_tokens=TOKENS))
     plain = await text_of(client.generate(PROMPT, temperature=0, max_tokens=TOKENS))
-    # The same answers would come of a seed, but none is given: each door draws one.
+    # Equal answers cannot come of a common seed: none is given, and each door draws its own.
     assert await text_of(client.chat(CHAT, max_tokens=TOKENS)) == greedy
     assert await text_of(client.generate(PROMPT, max_tokens=TOKENS)) == plain
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": TOKENS}

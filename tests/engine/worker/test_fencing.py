@@ -288,7 +288,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         assert worker.epoch.over
         with pytest.raises(Unavailable):
             worker.check_open()
-        # As the node does when the silence has lasted for its limit.
+        # The node fences a worker so when its silence has lasted for the limit.
         fence(workers, worker)
         await returned(worker, old)
         worker.check_open()

@@ -270,7 +270,7 @@ async def test_a_tenant_sends_some_files_at_once(served: str, tmp_path: pathlib.
 async def test_uploads_that_drip_keep_nobody_out(
     served: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has a place and sends nothing loses it to a newcomer, and is told so."""
+    """A client that has a place and sends nothing loses it to a newcomer, and is told so."""
     monkeypatch.setattr(upload_places, "YIELD_S", 0.0)
     body, headers = form(PURPOSE, FILE)
     begun_only = request_bytes("POST", "/v1/files", body, headers)[:-20]
