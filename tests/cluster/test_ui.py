@@ -209,10 +209,10 @@ async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
         await page.locator(".below", has_text="Stopped.").wait_for()
         await until("the request to be cancelled", lambda: not fakes.gateway.gateway.active_requests)
         fakes.decode.gate.set()
-        await seen.set(max_tokens="999999")
-        await seen.ask("too long")
-        await page.get_by_role("alert").filter(has_text="max_completion_tokens").wait_for()
-        assert await page.get_by_label("Message", exact=True).input_value() == "too long"
+        too_long = "too" + " long" * 20_000
+        await seen.ask(too_long)
+        await page.get_by_role("alert").filter(has_text="the model takes at most").wait_for()
+        assert await page.get_by_label("Message", exact=True).input_value() == too_long
         # What failed is no part of the conversation.
         await seen.set(max_tokens="40")
         await seen.ask("short")
