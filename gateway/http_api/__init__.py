@@ -15,7 +15,8 @@ batches_api.py       handlers of /v1/files and /v1/batches
 batch_calls.py       the lines of batches, served like calls
 multipart.py         the form in which a file comes
 openai_fields.py     the fields of bodies; a new OpenAI field goes here first
-openapi.py           /openapi.json and /docs: what bodies may hold, made of those fields
+openapi.py           /openapi.json: what bodies may hold, made of those fields
+docs_page.py         /docs: the page that is made of it
 openai_requests.py   from bodies to requests of the gateway
 openai_shapes.py     the shape of an answer, in OpenAI's words or vLLM's
 openai_events.py     from deltas to events, or to one object

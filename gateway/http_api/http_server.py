@@ -24,7 +24,7 @@ from pillion.errors import PillionError, Unavailable
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.http_api import openapi
+from pillion.gateway.http_api import docs_page, openapi
 from pillion.gateway.http_api.adapters_api import AdaptersApi, LoadAdapterBody, UnloadAdapterBody
 from pillion.gateway.http_api.anthropic_api import AnthropicApi
 from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
@@ -64,9 +64,10 @@ NOT_OFFERED = frozenset(
 class _Pages:
     """The pages whose calls have no body."""
 
-    def __init__(self, gateway: Gateway, vllm_names: bool) -> None:
+    def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
-        self._vllm_names = vllm_names
+        self._vllm_names = flags.vllm_metric_names
+        self._first_page = b"ui" if flags.ui else b"docs"
         self._started = int(time.time())
         self.routes: list[Route] = []
 
@@ -105,6 +106,11 @@ class _Pages:
                 return
         raise Unavailable(self._gateway.missing(entry.limits.name))
 
+    async def start(self, call: HttpCall) -> None:
+        """Leads a browser on: to the page for people where there is one, else to this page."""
+        # The place is a relative one, so it is right behind a proxy's path, too.
+        await call.answer(307, b"", [(b"location", self._first_page)])
+
     async def openapi(self, call: HttpCall) -> None:
         """Gives this description of the API, as OpenAPI 3.1."""
         document, _ = await asyncio.to_thread(lambda: self._description)
@@ -120,7 +126,7 @@ class _Pages:
     def _description(self) -> tuple[bytes, bytes]:
         """OpenAPI's document of the port and the page of it, made when somebody asks first: that takes 30 ms."""
         described = openapi.describe(self.routes)
-        return msgspec.json.encode(described), openapi.page(described)
+        return msgspec.json.encode(described), docs_page.page(described)
 
     async def nothing(self, call: HttpCall) -> None:
         """404, for every other path."""
@@ -157,7 +163,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
     It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
     With --allowed-origins the writes of a browser's streams are wrapped once.
     """
-    pages, tenant_of, calls = _Pages(gateway, flags.vllm_metric_names), gateway.tenant_of, ModelCalls(gateway)
+    pages, tenant_of, calls = _Pages(gateway, flags), gateway.tenant_of, ModelCalls(gateway)
     api, anthropic, files = OpenAIApi(calls), AnthropicApi(calls), BatchesApi(batches)
     adapters = AdaptersApi(gateway)
     routes = [
@@ -200,6 +206,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         Route("/v1/unload_lora_adapter", Endpoint("POST", adapters.unload_lora_adapter, tenant_of, UnloadAdapterBody)),
         Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody)),
         Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of, DetokenizeBody)),
+        Route("/", Endpoint("GET", pages.start)),
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
         Route("/docs", Endpoint("GET", pages.docs)),
     ]

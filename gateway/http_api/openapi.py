@@ -1,6 +1,6 @@
-"""The description of the HTTP API as OpenAPI has it, and a page for people that is made of it.
+"""The description of the HTTP API as OpenAPI has it.
 
-routes, and the types that bodies are read as --describe--> /openapi.json --page--> /docs, without scripts
+routes, and the types that bodies are read as --describe--> /openapi.json --docs_page.page--> /docs, without scripts
 
 What a field means is said once: in the docstrings of the bodies, and of the types that their fields end up in.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from html import escape
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS
 from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER
 from pillion.types import ChatOptions, SamplingParams
 
-_REF = "#/components/schemas/"
+REF = "#/components/schemas/"
 _ABOUT = "OpenAI's API with vLLM's additions to it, and Anthropic's Messages."
 _HARMLESS = "Asks for what is not supported here; taken with the value that changes nothing."
 _ERRORS = {
@@ -32,6 +31,23 @@ _ERRORS = {
     "404": "The model is not served here.",
     "429": "A bound or a quota is met; Retry-After says when to come again.",
     "503": "No worker serves the model now.",
+}
+_CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+_PROMPT = {"model": "demo", "prompt": "The capital of France is"}
+# What each body may look like, by path. A test sends them.
+EXAMPLES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": _CHAT | {"max_tokens": 32},
+    "/v1/completions": _PROMPT | {"max_tokens": 16},
+    "/v1/responses": {"model": "demo", "input": "What is the capital of France?", "max_output_tokens": 32},
+    "/v1/messages": _CHAT | {"max_tokens": 32},
+    "/v1/messages/count_tokens": _CHAT,
+    "/v1/files": {"purpose": "batch", "file": "@requests.jsonl"},
+    "/v1/batches": {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    "/v1/cache/prefixes": _PROMPT | {"name": "france", "ttl_s": 3600},
+    "/v1/load_lora_adapter": {"lora_name": "style", "lora_path": "/srv/adapters/style"},
+    "/v1/unload_lora_adapter": {"lora_name": "style"},
+    "/tokenize": _PROMPT,
+    "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
 }
 _ERROR_BODIES: dict[str, Any] = {
     "Error": {
@@ -59,11 +75,6 @@ _ERROR_BODIES: dict[str, Any] = {
         },
     },
 }
-_STYLE = (
-    "body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}"
-    "table{border-collapse:collapse;width:100%}td,th{border-bottom:1px solid #8884;padding:.3rem .6rem;"
-    "text-align:left;vertical-align:top}code{font-family:ui-monospace,monospace}h2{margin-top:2.5rem}"
-)
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
@@ -87,7 +98,10 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
             operation["parameters"] = [one | {"schema": {"type": "string"}} for one in named]
         if endpoint.body is not None:
             bodies.append(endpoint.body)
-            operation["requestBody"] = {"required": True, "content": _json(endpoint.body.__name__, endpoint.body_type)}
+            content = _json(endpoint.body.__name__, endpoint.body_type)
+            if path in EXAMPLES:
+                content[endpoint.body_type]["example"] = EXAMPLES[path]
+            operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[endpoint.method.lower()] = operation
     key = {"type": "http", "scheme": "bearer", "description": "Needed where the gateway runs with --api-keys."}
     return {
@@ -96,30 +110,6 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
         "paths": paths,
         "components": {"schemas": _schemas(bodies) | _ERROR_BODIES, "securitySchemes": {"key": key}},
     }
-
-
-def page(document: dict[str, Any]) -> bytes:
-    """The page for people. It loads nothing, from here or from elsewhere."""
-    parts = []
-    for path, operations in document["paths"].items():
-        for method, operation in operations.items():
-            parts.append(f"<h2><code>{method.upper()} {escape(path)}</code></h2><p>{escape(operation['summary'])}</p>")
-            if "requestBody" in operation:
-                ((kind, content),) = operation["requestBody"]["content"].items()
-                parts.append(f"<p>Body: {_kind(content['schema'])}, as {kind}</p>")
-    for name, schema in document["components"]["schemas"].items():
-        rows = (
-            f"<tr><td><code>{escape(field)}</code>{' (needed)' if field in schema.get('required', ()) else ''}</td>"
-            f"<td>{_kind(kind)}</td><td>{escape(kind.get('description', ''))}</td></tr>"
-            for field, kind in schema["properties"].items()
-        )
-        about = escape(schema.get("description", ""))
-        heads = "<tr><th>field</th><th>type</th><th>meaning</th></tr>"
-        parts.append(f"<h2 id='{name}'>{name}</h2><p>{about}</p><table>{heads}{''.join(rows)}</table>")
-    title = f"{document['info']['title']} {document['info']['version']}"
-    intro = "Programs read it as <a href='openapi.json'>openapi.json</a>."
-    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
-    return f"{head}<h1>{title}</h1><p>{document['info']['description']} {intro}</p>{''.join(parts)}</html>".encode()
 
 
 def _schemas(bodies: Iterable[Any]) -> dict[str, Any]:
@@ -172,7 +162,7 @@ def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
     match known:
         case msgspec.inspect.StructType():
             met.append(known.cls)
-            return {"$ref": _REF + known.cls.__name__}
+            return {"$ref": REF + known.cls.__name__}
         case msgspec.inspect.UnionType():
             return {"anyOf": [_schema(one, met) for one in known.types]}
         case msgspec.inspect.ListType():
@@ -202,7 +192,7 @@ def _endpoints(routes: Sequence[Route]) -> Iterator[tuple[Route, Endpoint]]:
 
 
 def _json(name: str, kind: str = "application/json") -> dict[str, Any]:
-    return {kind: {"schema": {"$ref": _REF + name}}}
+    return {kind: {"schema": {"$ref": REF + name}}}
 
 
 def _summary(described: Any) -> str:
@@ -215,20 +205,3 @@ def _meanings(kind: type) -> dict[str, str]:
     section = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}
-
-
-def _kind(schema: dict[str, Any]) -> str:
-    """A schema in words, as HTML."""
-    if "$ref" in schema:
-        name = schema["$ref"].removeprefix(_REF)
-        return f"<a href='#{name}'>{name}</a>"
-    if "anyOf" in schema:
-        return " or ".join(_kind(one) for one in schema["anyOf"])
-    if "enum" in schema:
-        return " or ".join(f"<code>{escape(msgspec.json.encode(one).decode())}</code>" for one in schema["enum"])
-    if schema.get("type") == "array":
-        return f"list of {_kind(schema['items'])}"
-    if schema.get("type") == "object" and schema.get("additionalProperties"):
-        return f"object of {_kind(schema['additionalProperties'])}"
-    named = schema.get("type", "any value")
-    return " or ".join(named) if isinstance(named, list) else str(named)

@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.asyncio(loop_scope="module")]
 KEYS = {"ops": "plk-" + "o" * 43, "acme": "plk-" + "a" * 43}
 QUESTION = "Where do rivers end? " * 4
 SYSTEM = "You are brief."
-NARROW = {"viewport": {"width": 320, "height": 700}}
+NARROW = {"viewport": {"width": 320, "height": 700}, "has_touch": True, "is_mobile": True}
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -185,9 +185,21 @@ async def test_narrow_and_dark(browser: Browser, components: Components, options
         assert await seen.complaints() == []
         if options is NARROW:
             assert await seen.page.evaluate("document.scrollingElement.scrollWidth") == 320
+            # However long the conversation is, it is in view together with the button that sends.
+            await seen.ask(QUESTION)
+            await seen.page.locator(".figures").nth(1).wait_for()
+            await seen.page.locator("#log").scroll_into_view_if_needed()
+            shown = await seen.page.get_by_role("button", name="Send").bounding_box()
+            assert shown is not None
+            assert 0 < shown["y"] < shown["y"] + shown["height"] <= 700
         else:
             moved = "getComputedStyle(document.querySelector('.segment')).transitionDuration"
             assert await seen.page.evaluate(moved) == "0s"
+        # The page of the API fits as well.
+        await seen.page.goto(f"http://{components.gateway.http_address}/docs")
+        assert await seen.complaints() == []
+        if options is NARROW:
+            assert await seen.page.evaluate("document.scrollingElement.scrollWidth") == 320
 
 
 async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
