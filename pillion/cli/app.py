@@ -116,7 +116,10 @@ def serve(**values: Any) -> int:
 @takes_model
 @flag_options(ServeFlags, placement=False)
 def demo(**values: Any) -> int:
-    """Start the cluster, ask it three things, show where each prompt's tokens went, stop it."""
+    """Start the cluster, ask it three things, and stop it.
+
+    A table shows where the tokens of each prompt went.
+    """
     from pillion.supervisor.demo import run_demo
 
     for name in ("api_keys", "tls_cert"):
@@ -154,9 +157,10 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 @cli.command()
 @click.argument("socket")
 def keeper(socket: str) -> None:
-    """Keep the pools of this host's KV nodes at the Unix socket SOCKET, so that a node's death costs no KV.
+    """Keep the pools of this host's KV nodes when a node dies.
 
-    The nodes name it with --keeper-socket. It does nothing but hold the pools' memory, and ends by a signal.
+    It listens at the Unix socket SOCKET, which the nodes name with --keeper-socket. It does nothing but hold the pools'
+    memory, and ends by a signal.
     """
     from pillion.kvstore.memory.keeper_process import run_keeper
 
@@ -253,7 +257,7 @@ answers = options(
 @answers
 @option("--schema", "A file with a JSON schema that every answer fits.", type=click.File(encoding="utf-8"))
 def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
-    """Continue PROMPT ('-' reads it from standard input) and stream the text."""
+    """Continue PROMPT and stream the text ('-' reads standard input)."""
     from pillion.cli.talk import run_generate
 
     text = "" if schema is None else schema.read()
@@ -271,7 +275,9 @@ def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
 @talks_to_gateway
 @samples
 def chat(system: str, history: bool, **values: Any) -> None:
-    """Talk with the model; each line is a message, /help lists commands, Ctrl-D ends.
+    """Talk with the model.
+
+    Each line is a message, /help lists commands, Ctrl-D ends.
 
     Where standard input is no terminal, each of its lines is a message.
     """
@@ -284,7 +290,7 @@ def chat(system: str, history: bool, **values: Any) -> None:
 @option("--json as_json", "Print JSON.", False, is_flag=True)
 @talks_to_gateway
 def status(as_json: bool, **values: Any) -> None:
-    """Show the components of a running cluster, their load, the pool and the hit rate."""
+    """Show the components, their load, the pool and the hit rate."""
     from pillion.cli.talk import run_status
 
     run_status(pop_reach(values), as_json)
@@ -309,9 +315,9 @@ def status(as_json: bool, **values: Any) -> None:
 @option("--once", "Print one frame, with the rates of one interval, and exit.", False, is_flag=True)
 @talks_to_gateway
 def top(pages: tuple[str, ...], interval_s: float, once: bool, **values: Any) -> int:
-    """Watch a running cluster: components, queues, step budgets, pool, hits, latencies.
+    """Watch components, queues, steps, pool, hits and latencies.
 
-    Without pages of metrics it shows what `pillion status` knows, and a dash for the rest. Ctrl-C ends it.
+    Without pages of metrics it shows what `pillion status` knows, and a dash for the rest. "q" or Ctrl-C ends it.
     """
     from pillion.top.top import run_top
 
@@ -330,11 +336,11 @@ as_component = options(*(flag_option(field) for field in fields(CommonFlags) if 
 def events(
     node: str, once: bool, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str, **values: Any
 ) -> None:
-    """Print the blocks that the KV node at NODE has, and those that it stores and removes, as lines of JSON.
+    """Print the blocks that a KV node has, stores and removes.
 
-    NODE is the node's --node-listen, host:port or unix:path, or its name. Without it the gateway is asked for the
-    cluster's only one: beside `pillion serve`, `pillion events` is enough. The command goes on through lost connections
-    and the node's restarts; Ctrl-C ends it.
+    They are lines of JSON. NODE is the node's --node-listen, host:port or unix:path, or its name. Without it the
+    gateway is asked for the cluster's only one: beside `pillion serve`, `pillion events` is enough. The command goes on
+    through lost connections and the node's restarts; Ctrl-C ends it.
     """
     from pillion.cli.events_command import find_node, run_events
     from pillion.net import rpc, tls
@@ -349,7 +355,9 @@ def events(
 @options(CA)
 @as_component
 def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str) -> int:
-    """Ask one component's gRPC health service at ADDRESS; the exit status is the answer.
+    """Ask the component at ADDRESS whether it is healthy.
+
+    The exit status is the answer of its gRPC health service.
 
     ADDRESS is host:port or unix:path, and grpcs://host:port for a public port with TLS. A component that has TLS
     between components is asked with the component's own certificate.
@@ -378,7 +386,10 @@ def health(address: str, ca: str | None, internal_tls_cert: str, internal_tls_ke
 @option("--host hosts", f"Name or address that clients use, besides localhost's. {REPEAT}", (), multiple=True)
 @option("--days", "How long the certificates are valid.", 365)
 def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
-    """Make certificates for development in FOLDER: for the edge, a client, and between components. Needs openssl."""
+    """Make certificates for development in FOLDER, with openssl.
+
+    They are for the edge, for a client, and between components.
+    """
     from pillion.cli.certs import make_certs
 
     for path in make_certs(folder, hosts, days):
@@ -392,7 +403,7 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
 
 @cli.group()
 def adapters() -> None:
-    """Load, unload and list the LoRA adapters of a running cluster."""
+    """Load, unload and list LoRA adapters."""
 
 
 @adapters.command("load")
@@ -439,7 +450,7 @@ def seconds_of(ctx: click.Context, param: click.Parameter, text: str) -> int:
 
 @cli.group()
 def cache() -> None:
-    """Compute prompts of a running cluster ahead, and pin them: system prompts, documents.
+    """Compute prompts ahead and pin them.
 
     FILE is one prompt, its text, or, with the ending .jsonl, an object on each line with "text", "messages" or
     "tokens", and perhaps with "model", "adapter", "cache_salt", "tools", "name" and "ttl_s".
@@ -498,7 +509,10 @@ def cache_drop(name: str, **values: Any) -> None:
 
 @cli.group()
 def models() -> None:
-    """Bring, list and remove models of the hub on this machine: the cache that --model OWNER/NAME uses."""
+    """Bring, list and remove models of the hub on this machine.
+
+    They are in the cache that --model OWNER/NAME uses.
+    """
 
 
 @models.command("pull")

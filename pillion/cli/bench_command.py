@@ -86,7 +86,9 @@ OUTPUT = (
 
 @click.group(cls=RunByDefault)
 def bench() -> None:
-    """Measure a running service under load: latencies, goodput, the highest rate that meets objectives.
+    """Measure a running service under load.
+
+    That is latencies, goodput, and the highest rate that meets objectives.
 
     Without a command it is `pillion bench run`; the options are in `pillion bench run --help`.
     """

@@ -29,7 +29,8 @@ HELP = """\
 /save FILE     write the conversation to a new file, as JSON that the API takes
 /exit          end, like Ctrl-D
 A line that ends with \\ goes on in the next one, and \"\"\" begins and ends a message of several lines.
-A message that begins with / is written with //. Ctrl-C ends an answer."""
+A message that begins with / is written with //. Ctrl-C ends an answer, of which the conversation keeps
+what was shown."""
 
 
 class Conversation:
@@ -115,14 +116,17 @@ def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> No
 
 
 def _turn(client: Client, talk: Conversation, message: str, options: dict[str, Any]) -> None:
-    """Asks and shows one answer. One that fails or is ended by Ctrl-C leaves the conversation as it was."""
+    """Asks and shows one answer. One that fails leaves the conversation as it was; of one that Ctrl-C ends, what was
+    shown stays in it, so that the model knows what the person has read."""
     asked = ChatMessage("user", message)
+    texts: list[str] = []
     try:
-        answer = show(client.chat([*talk.messages(), asked], **options))
+        show(client.chat([*talk.messages(), asked], **options), texts)
     except KeyboardInterrupt:
         print()
-        return
-    talk.turns += [asked, ChatMessage("assistant", answer)]
+        if not texts:
+            return
+    talk.turns += [asked, ChatMessage("assistant", "".join(texts))]
 
 
 def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import click
 
 from pillion import config
-from pillion.cli.help_groups import write_options
+from pillion.cli.help_groups import write_commands, write_options
 from pillion.errors import ConfigError
 
 ENV_PREFIX = "PILLION_"
@@ -153,10 +153,17 @@ class FlagCommand(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group of such commands."""
+    """A group of such commands. ``pillion`` itself lists its own by what they are for."""
 
     command_class = FlagCommand
     group_class = type
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the commands into the help: those of ``pillion`` in groups."""
+        if ctx.parent is None:
+            write_commands(self.commands, formatter)
+        else:
+            super().format_commands(ctx, formatter)
 
 
 def _origin(ctx: click.Context, param: click.Parameter) -> str:

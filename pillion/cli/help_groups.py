@@ -1,9 +1,20 @@
-"""The groups in which a command's help lists its flags: nobody reads eighty of them in one column."""
+"""The groups in which the help lists flags and commands: nobody reads eighty flags in one column."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import click
 
+# Every command of ``pillion``, in the order of the help; a test keeps this complete.
+COMMANDS = {
+    "Run a cluster": "serve demo prepare models",
+    "Use a running cluster": "chat generate status top cache adapters events",
+    "Measure and plan": "bench simulate",
+    "Keys and certificates": "keys certs",
+    "Run one component": "gateway prefill decode kvnode keeper health",
+    "About this program": "version",
+}
 # In the order of the help. A flag that is in none is listed under OTHERS; a test keeps that empty.
 GROUPS = {
     "Model": "model served_model_name also_model revision dtype quantization load_format max_model_len",
@@ -41,6 +52,16 @@ def group_of(field_name: str) -> str:
             if beginning in names.split():
                 return title
     return OTHERS
+
+
+def write_commands(commands: Mapping[str, click.Command], formatter: click.HelpFormatter) -> None:
+    """Writes the commands of ``pillion``, in groups, each with a line about it."""
+    for title, names in COMMANDS.items():
+        with formatter.section(title):
+            longest = max(map(len, commands))
+            # The names of all groups end at one column.
+            rows = [(name.ljust(longest), commands[name].get_short_help_str(formatter.width)) for name in names.split()]
+            formatter.write_dl(rows)
 
 
 def write_options(params: list[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter) -> None:

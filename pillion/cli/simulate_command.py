@@ -62,7 +62,9 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
 @click.option("--capacity", is_flag=True, help="Find the fewest workers of each kind that meet the objectives.")
 @options(*OUTPUT)
 def simulate(**values: Any) -> int:
-    """Replay a trace on a simulated fleet: what a change of a flag costs, or how many workers it takes.
+    """Replay a trace on a simulated fleet.
+
+    It shows what a change of a flag costs, or how many workers a trace takes.
 
     The gateways' decisions and the workers' schedulers are those of `pillion serve`; time alone is simulated. Pools are
     endless unless --flag kv-pool-bytes=SIZE says otherwise. The exit status is 1 where no number of workers is enough.

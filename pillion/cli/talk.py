@@ -36,10 +36,14 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in sampling.items() if value not in (None, (), "", {})}
 
 
-def show(deltas: Iterable[Delta]) -> str:
+def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
     """Prints the text as it arrives, then log probabilities where the answer has them; returns the text. Reasoning goes
-    to standard error, so that the output is the answer alone."""
-    texts: list[str] = []
+    to standard error, so that the output is the answer alone.
+
+    Args:
+        texts: gets each piece of the text as soon as it is printed, for a caller who interrupts.
+    """
+    texts = [] if texts is None else texts
     logprobs: list[TokenLogprob] = []
     thinks = False
     for delta in deltas:

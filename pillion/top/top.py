@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import os
+import select
 import signal
 import ssl
 import sys
+import termios
 import time
+import tty
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -38,6 +42,8 @@ WINDOW_S = 10.0
 FETCH_TIMEOUT_S = 3.0
 FETCHES_AT_ONCE = 16
 MAX_PAGE_BYTES = 8 << 20
+# Most that is read of the keys that were pressed since the last look.
+MAX_KEYS_BYTES = 64
 NO_PARSER = "pages need prometheus-client: pip install '.[server]'"
 
 
@@ -114,7 +120,7 @@ def _advice(place: SplitResult, error: Exception) -> str:
 
 
 def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, once: bool) -> int:
-    """Shows frames until Ctrl-C, or one frame. Raises PillionError where the gateway does not answer at first.
+    """Shows frames until "q" or Ctrl-C, or one frame. Raises PillionError where the gateway does not answer at first.
 
     Args:
         reach: arguments of :class:`pillion.Client`.
@@ -138,10 +144,9 @@ def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, onc
             time.sleep(interval_s)
             console.print(_frame(console, first, read(), target, screen=False))
             return 0
-        with _shown(console) as show, contextlib.suppress(KeyboardInterrupt):
+        with _shown(console) as show, _keyboard(console) as ended, contextlib.suppress(KeyboardInterrupt):
             show(_frame(console, None, first, target, screen=console.is_terminal))
-            while True:
-                time.sleep(interval_s)
+            while not ended(interval_s):
                 before, now = _next(read, history)
                 show(_frame(console, before, now, target, screen=console.is_terminal))
     return 0
@@ -184,6 +189,39 @@ def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
             yield lambda frame: live.update(frame, refresh=True)
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _keyboard(console: Console) -> Iterator[Callable[[float], bool]]:
+    """Yields what waits for some seconds, and returns at once, with true, where somebody presses "q". Without a
+    terminal it only waits."""
+    if not (console.is_terminal and sys.stdin.isatty()):
+
+        def wait(seconds: float) -> bool:
+            time.sleep(seconds)
+            return False
+
+        yield wait
+        return
+    keyboard = sys.stdin.fileno()
+
+    def ended(seconds: float) -> bool:
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            if select.select([keyboard], [], [], left_s)[0]:
+                pressed = os.read(keyboard, MAX_KEYS_BYTES)
+                # An end of the input is a terminal that went away.
+                if not pressed or b"q" in pressed.lower():
+                    return True
+        return False
+
+    before = termios.tcgetattr(keyboard)
+    # Single keys come without Enter, and are not shown; Ctrl-C still interrupts.
+    tty.setcbreak(keyboard)
+    try:
+        yield ended
+    finally:
+        termios.tcsetattr(keyboard, termios.TCSAFLUSH, before)
 
 
 def _page_reader(reach: dict[str, Any], places: Sequence[str]) -> PageReader:

@@ -115,7 +115,7 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
                 ("/system -\n", "there is no system message"),
                 ("wait\n", "1: wait!"),
                 ("\x03", "you> "),
-                ("again\n", "1: again!"),
+                ("again\n", "3: again!"),
             ]:
                 terminal.expect("you> ") if typed != "\x03" else None
                 terminal.type(typed)
@@ -136,6 +136,8 @@ async def test_a_conversation_on_a_terminal(tmp_path: pathlib.Path) -> None:
     async with serving(parrot) as address:
         await asyncio.to_thread(converse, address)
     assert parrot.asked[0] == [("system", "Be brief."), ("user", "from before")]
+    # What Ctrl-C cut was read, so the model is told of it.
+    assert parrot.asked[-2] == [("user", "wait"), ("assistant", "1: wait!"), ("user", "again")]
     saved = [tuple(message.values()) for message in json.loads((tmp_path / "talk.json").read_text())]
     assert saved == [*parrot.asked[3], ("assistant", "8: /slash!")]
     kept = history.read_text().splitlines()

@@ -25,7 +25,7 @@ from pillion.cli.flags import (
     to_argv,
     without_flags,
 )
-from pillion.cli.help_groups import GROUPS, OPTIONS, group_of
+from pillion.cli.help_groups import COMMANDS, GROUPS, OPTIONS, group_of
 from pillion.config import DecodeFlags, GatewayFlags, ModelFlags, ServeFlags
 from pillion.errors import ConfigError
 from tests.support.drafts import guessing
@@ -234,6 +234,19 @@ def test_the_help_has_each_flag_once_in_a_group(command: str) -> None:
     titles = re.findall(r"^(\S.*):$", shown, re.MULTILINE)
     assert titles == [title for title in (OPTIONS, *GROUPS) if title in titles], "a flag has no group"
     assert max(shown.index(f"\n{title}:") for title in titles) < len(shown)
+
+
+def test_every_command_is_in_one_group_of_the_help() -> None:
+    grouped = [name for names in COMMANDS.values() for name in names.split()]
+    assert sorted(grouped) == sorted(cli.commands)
+    shown = CliRunner().invoke(cli, ["--help"], terminal_width=80).output
+    assert re.findall(r"^([A-Z][a-z ]+):$", shown, re.MULTILINE) == ["Options", *COMMANDS]
+    # Each has its one whole line.
+    for name in grouped:
+        (line,) = re.findall(rf"^  {name} +(\S.*)$", shown, re.MULTILINE)
+        assert line.endswith(".")
+        assert not line.endswith("...")
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_groups_name_flags_that_exist() -> None:

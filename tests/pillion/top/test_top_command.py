@@ -12,6 +12,7 @@ import signal
 import ssl
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -173,24 +174,29 @@ def read_until_closed(terminal: int, seen: Callable[[bytes], None]) -> bytes:
     return out
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_terminal_is_left_as_it_was(target: str, number: signal.Signals) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM, b"q", b"Q"])
+def test_the_terminal_is_left_as_it_was(target: str, end: signal.Signals | bytes) -> None:
     environ = os.environ | {"TERM": "xterm", "LINES": "24", "COLUMNS": "80"}
     argv, asked = command("--target", target), threading.Event()
     with contextlib.ExitStack() as stack:
         ours, theirs = pty.openpty()
         stack.callback(os.close, ours)
+        before = termios.tcgetattr(ours)
         with contextlib.closing(os.fdopen(theirs, "wb", buffering=0)) as side:
             pipes = {"stdin": side, "stdout": side, "stderr": side}
             process = stack.enter_context(started(argv, env=environ, cwd=ROOT, **pipes))
 
         def ask(out: bytes) -> None:
             if not asked.is_set() and out.count(b"requests/s") >= 2:
-                process.send_signal(number)
+                if isinstance(end, bytes):
+                    os.write(ours, b"x" + end)
+                else:
+                    process.send_signal(end)
                 asked.set()
 
         out = read_until_closed(ours, ask)
         assert process.wait(WITHIN_S) == 0
+        assert termios.tcgetattr(ours) == before
     assert b"Traceback" not in out
     for on, off in ((b"\x1b[?1049h", b"\x1b[?1049l"), (b"\x1b[?25l", b"\x1b[?25h")):
         assert out.count(on) == out.count(off) == 1
