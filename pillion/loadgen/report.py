@@ -74,9 +74,16 @@ def write_json(path: Path, result: dict[str, Any], server: dict[str, Any]) -> No
     path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
+# What the rows of the first table are.
+MEANINGS = (
+    "TTFT: time to the first token. ITL: gap between two tokens.\n"
+    "TPOT: an answer's mean gap. e2e: time to the last token."
+)
+
+
 def tables(result: dict[str, Any]) -> Group:
     """The tables and warnings of a run, for the terminal."""
-    latency = Table(title="latency, ms, from the intended arrival")
+    latency = Table(title="latency in ms, from the intended arrival", caption=MEANINGS, caption_justify="left")
     latency.add_column("")
     for column in COLUMNS:
         latency.add_column(column, justify="right")
@@ -111,7 +118,7 @@ def _totals(result: dict[str, Any]) -> Table:
     per_token = client["cpu_us_per_token"]
     lag = client["lag_ms"] or {"p99": 0.0, "max": 0.0}
     rows["client"] = (
-        f"late by {lag['p99']:.1f} ms (p99), {lag['max']:.1f} (max); {client['cpu_share']:.0%} of a core"
+        f"sent late by {lag['p99']:.1f} ms (p99), {lag['max']:.1f} ms (most); used {client['cpu_share']:.0%} of a core"
         + (f", {per_token:.0f} µs a token" if per_token else "")
     )
     table = Table(show_header=False)

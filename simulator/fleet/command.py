@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,14 +17,15 @@ from pillion.config import ServeFlags
 from pillion.errors import ConfigError
 from pillion.loadgen.plots import check_plot
 from pillion.loadgen.traces import read_trace
-from pillion.simulator.fleet.figures import FleetFigures, GoodBounds
+from pillion.simulator.fleet.figures import GoodBounds
 from pillion.simulator.fleet.measured import measured_costs
 from pillion.simulator.fleet.pictures import plot_capacity, plot_comparison
 from pillion.simulator.fleet.studies import CapacityPoint, FleetVariant, capacity, compare, with_flags
 from pillion.simulator.fleet.traffic import Request, requests_of
 from pillion.simulator.fleet.world import FleetConfig
 
-TABLE_WIDTH = 130
+TABLE_WIDTH = 80
+FLEETS_OF_A_TABLE = 2
 # Numbers of processes have bounds of their own here: a simulated fleet starts none.
 COUNTS = ("prefill_workers", "decode_workers", "gateway_workers")
 
@@ -127,7 +128,8 @@ def run_comparison(study: Study) -> int:
     config, requests, objectives, changes, values, title = study
     console = table_console(TABLE_WIDTH)
     found = compare(config, requests, changes, objectives, lambda variant: console.print(f"{variant.name}: done"))
-    console.print(comparison_table(found, title))
+    for table in comparison_tables(found, title):
+        console.print(table)
     if values["json"]:
         rows = [{"fleet": variant.name, **asdict(variant.figures)} for variant in found]
         write_json(values["json"], {"objectives": asdict(objectives), "load": title, "fleets": rows})
@@ -146,14 +148,15 @@ def run_capacity(study: Study) -> int:
 
     def show(point: CapacityPoint) -> None:
         word = "enough" if point.enough else "too few"
-        console.print(f"{point.prefills} + {point.decodes}: {point.figures.good_share:.1%} good, {word}")
+        workers = f"{point.prefills} prefill and {point.decodes} decode workers"
+        console.print(f"{workers}: {point.figures.good_share:.1%} good, {word}")
 
     found = capacity(config, requests, objectives, show)
     console.print(capacity_table(found.tried, title))
     best = found.best
     console.print(
-        "no number of workers is enough" if best is None
-        else f"{best.prefills} prefill and {best.decodes} decode workers: {best.figures.good_share:.1%} good"
+        "No number of workers is enough." if best is None
+        else f"The fewest: {best.prefills} prefill and {best.decodes} decode workers"
     )  # fmt: skip
     if values["json"]:
         rows = [
@@ -174,39 +177,44 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
         raise ConfigError(f"--json {path}: {error.strerror}") from None
 
 
-def comparison_table(found: list[FleetVariant], title: str) -> Table:
-    """A row for each fleet of a comparison."""
-    table = _table(title, "fleet", "sooner", "later")
-    for number, variant in enumerate(found):
-        against = (f"{variant.figures.faster_share:.0%}", f"{variant.figures.slower_share:.0%}") if number else ("", "")
-        table.add_row(variant.name, *_cells(variant.figures), *against)
-    return table
+def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
+    """A column for each fleet of a comparison, in tables of a few fleets that fit into 80 columns."""
+    shares = [variant.figures for variant in found]
+    figures = {
+        "TTFT p50 / p99, ms": [f"{one.ttft_p50_ms:.0f} / {one.ttft_p99_ms:.0f}" for one in shares],
+        "ITL p50 / p99, ms": [f"{one.itl_p50_ms:.1f} / {one.itl_p99_ms:.1f}" for one in shares],
+        "requests that met all objectives": [f"{one.good_share:.1%}" for one in shares],
+        "  of these in a second": [f"{one.good_per_s:.3g}" for one in shares],
+        "prompt tokens found in a cache": [f"{one.hit_share:.1%}" for one in shares],
+        "  computed by prefill workers": [f"{one.prefilled_share:.1%}" for one in shares],
+        "requests that failed": [str(one.failed) for one in shares],
+        "sooner than in the first fleet": ["", *(f"{one.faster_share:.0%}" for one in shares[1:])],
+        "later than in the first fleet": ["", *(f"{one.slower_share:.0%}" for one in shares[1:])],
+    }
+    for begin in range(0, len(found), FLEETS_OF_A_TABLE):
+        table = Table(title=title)
+        table.add_column("fleet")
+        for variant in found[begin : begin + FLEETS_OF_A_TABLE]:
+            table.add_column(variant.name, justify="right", overflow="fold")
+        for name, values in figures.items():
+            table.add_row(name, *values[begin : begin + FLEETS_OF_A_TABLE])
+        yield table
 
 
 def capacity_table(points: tuple[CapacityPoint, ...], title: str) -> Table:
     """A row for each number of workers that was tried."""
-    table = _table(title, "prefill + decode", "enough")
-    for point in points:
-        table.add_row(f"{point.prefills} + {point.decodes}", *_cells(point.figures), "yes" if point.enough else "no")
-    return table
-
-
-def _table(title: str, first: str, *last: str) -> Table:
     table = Table(title=title)
-    table.add_column(first, overflow="fold")
-    middle = ("TTFT p50/p99 ms", "ITL p50/p99 ms", "good", "good/s", "hits", "prefilled", "failed")
-    for heading in (*middle, *last):
+    headings = ("prefill\nworkers", "decode\nworkers", "TTFT ms\np50 / p99", "ITL ms\np50 / p99", "met all\nobjectives")
+    for heading in (*headings, "enough"):
         table.add_column(heading, justify="right")
+    for point in points:
+        found = point.figures
+        table.add_row(
+            str(point.prefills),
+            str(point.decodes),
+            f"{found.ttft_p50_ms:.0f} / {found.ttft_p99_ms:.0f}",
+            f"{found.itl_p50_ms:.1f} / {found.itl_p99_ms:.1f}",
+            f"{found.good_share:.1%}",
+            "yes" if point.enough else "no",
+        )
     return table
-
-
-def _cells(found: FleetFigures) -> tuple[str, ...]:
-    return (
-        f"{found.ttft_p50_ms:.0f} / {found.ttft_p99_ms:.0f}",
-        f"{found.itl_p50_ms:.1f} / {found.itl_p99_ms:.1f}",
-        f"{found.good_share:.1%}",
-        f"{found.good_per_s:.3g}",
-        f"{found.hit_share:.1%}",
-        f"{found.prefilled_share:.1%}",
-        str(found.failed),
-    )

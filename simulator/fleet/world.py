@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 
-from pillion.config import AUTO, ServeFlags
+from pillion.config import AUTO, ServeFlags, parse_split_policy
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.errors import ConfigError
 from pillion.gateway.links.cluster import VIEW_POLL_S
@@ -87,6 +87,7 @@ class FleetConfig:
             raise ConfigError(f"--block-size {self.flags.block_size} does not divide a trace's {TRACE_BLOCK_TOKENS}")
         if self.macro_steps and (self.shared_cores or not self.known_costs):
             raise ConfigError("runs of steps as one event need known costs, and workers with cores of their own")
+        parse_split_policy(self.flags.split_policy)
 
 
 def lab_fleet(

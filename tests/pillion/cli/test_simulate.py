@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
 
 import pytest
 
@@ -30,8 +31,11 @@ def run(*words: str) -> int:
     return ended.value.code
 
 
-def test_a_flag_is_compared_for_the_same_requests(trace: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_a_flag_is_compared_for_the_same_requests(
+    trace: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More tokens a step: first tokens come sooner. The table, the file and the picture agree that there are two."""
+    monkeypatch.setenv("COLUMNS", "80")
     found, picture = tmp_path / "found.json", tmp_path / "picture.svg"
     flags = ("--flag=max-num-batched-tokens=64,2048", "--flag=split-policy=colocated", "--speed=20")
     assert run(f"--trace={trace}", COST, *flags, f"--json={found}", f"--plot={picture}", "--ttft-ms=900") == 0
@@ -41,10 +45,17 @@ def test_a_flag_is_compared_for_the_same_requests(trace: pathlib.Path, tmp_path:
     assert large["ttft_p50_ms"] < small["ttft_p50_ms"]
     assert large["faster_share"] > 0.5
     assert "max-num-batched-tokens=2048" in picture.read_text()
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    (sooner,) = re.findall(r"sooner than .*", shown)
+    assert f"{large['faster_share']:.0%}" in sooner
 
 
-def test_the_fewest_workers_are_found(trace: pathlib.Path, tmp_path: pathlib.Path) -> None:
+def test_the_fewest_workers_are_found(
+    trace: pathlib.Path, tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = tmp_path / "found.json"
+    monkeypatch.setenv("COLUMNS", "80")
     words = (f"--trace={trace}", COST, "--speed=60", "--ttft-ms=1500", f"--json={found}", f"--plot={tmp_path}/p.svg")
     assert run(*words, "--capacity", "--attainment=0.8") == 0
     result = json.loads(found.read_text())
@@ -55,6 +66,9 @@ def test_the_fewest_workers_are_found(trace: pathlib.Path, tmp_path: pathlib.Pat
     fewer = [one for one in tried.values() if one["prefills"] + one["decodes"] < sum(result["best"].values())]
     assert fewer
     assert not any(one["enough"] for one in fewer)
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    assert f"The fewest: {result['best']['prefills']} prefill and {result['best']['decodes']} decode workers" in shown
 
 
 @pytest.mark.parametrize(
@@ -69,6 +83,7 @@ def test_the_fewest_workers_are_found(trace: pathlib.Path, tmp_path: pathlib.Pat
         ((COST, "--flag=decode-workers=0"), "0 is less than 1"),
         ((COST, "--flag=decode-workers=20000"), "10000 workers at most"),
         ((COST, "--flag=split-policy=fraction:2"), "write fraction:x"),
+        ((COST, "--flag=split-policy=auto,chunked"), "is not auto, disaggregated"),
         ((COST, "--flag=block-size=48"), "does not divide"),
         ((COST, "--flag=max-model-len=3"), "--max-model-len 3"),
         ((COST, "--flag=kv-pool-bytes=1GiB"), "--block-bytes"),
@@ -82,7 +97,9 @@ def test_mistakes_are_one_line(
     trace: pathlib.Path, words: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(f"--trace={trace}", *words) == 2
-    assert said in " ".join(capsys.readouterr().err.split())
+    shown = capsys.readouterr()
+    assert said in " ".join(shown.err.split())
+    assert shown.out == "", "a fleet was simulated before"
 
 
 def test_a_file_that_is_no_trace(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:
