@@ -1,8 +1,8 @@
 """Workers that only slept: their work moves on, and they return without loading anything, or are killed (I4).
 
 Workers that return share a cluster, which fences them after some silence and kills nobody. A cluster that kills fenced
-workers is another one: a worker that is to come back must not be killed first, however slow the machine is. The first
-one's decode workers are two processes each, which sleep, return and end together.
+workers is another one: a worker that is to come back must not be killed first, however slow the machine is. In the long
+tests decode workers are two processes each, too, which sleep, return and end together.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from pillion.types import Delta
 from testbed.cluster import ServedCluster, alive, served, words_of
 from testbed.conditions import wait_for
 from testbed.tiny_model import byte_prompt, save_model
-from tests.support.cpu_model import ISA, needs_kernels
+from tests.support.cpu_model import needs_kernels
 
 pytestmark = pytest.mark.cluster
 
 # Small prefill steps make a long prompt last.
-FLAGS = ("--dtype", "float32", "--max-model-len", "8192", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
+FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 FLAGS += ("--max-num-batched-prefill-tokens", "16", "--prefill-workers", "2", "--decode-workers", "2")
 # Nobody falls silent for so long because the machine is busy.
 FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "8000")
-RANKS = ("--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1") if ISA else ()
-PATIENT, HASTY = ("--fence-kill-after-s", "600", *RANKS), ("--fence-kill-after-s", "4")
+PATIENT, HASTY = ("--fence-kill-after-s", "600"), ("--fence-kill-after-s", "4")
+RANKED = (*PATIENT, "--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1")
 WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
-LONG_ANSWER = 2000
-LONG_PROMPT = 7000
+# Where a worker is held, counted in what it does from then on: amid any answer and any prompt that is longer.
+HELD_AT_BATCH, HELD_AT_LAUNCH = 20, 10
+ANSWER_TOKENS = 100
+# Too short for a prefill worker, and one that it has many steps for.
+SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 50, 1000
 
 
-@pytest.fixture(scope="module", params=[PATIENT])
+@pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[ServedCluster]:
-    model = str(save_model(tmp_path_factory.mktemp("model") / "tiny", max_position_embeddings=8192))
+    model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
     flags = (*FLAGS, *request.param)
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as folder,
@@ -84,9 +87,9 @@ def at_rest(cluster: ServedCluster) -> bool:
 
 
 def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:
-    """Return whether a worker serves one of two concurrent requests; idle workers get one each. The second one comes
-    while the first is under way, as it has so many tokens."""
-    streams = [stream_of(client, byte_prompt(7, 800), 800, next(salts)) for _ in range(2)]
+    """Return whether a worker serves one of two concurrent requests; idle workers get one each, where the second one
+    comes while the first is under way."""
+    streams = [stream_of(client, byte_prompt(7, 100), 200, next(salts)) for _ in range(2)]
     for stream in streams:
         next(stream)
     timings = [list(stream)[-1].timings for stream in streams]
@@ -131,79 +134,82 @@ def returned(cluster: ServedCluster, client: Client, component_id: str, salts: I
     wait_for("all slots back", lambda: at_rest(cluster))
 
 
-def test_a_paused_decode_worker_costs_a_pause_and_comes_back(
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(PATIENT, id="one process each"),
+        pytest.param(RANKED, id="two processes each", marks=[pytest.mark.long, needs_kernels]),
+    ],
+    indirect=True,
+)
+def test_paused_workers_cost_a_pause_and_come_back(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
-    ids, before = byte_prompt(1, 100), processes(cluster)
-    expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
+    """A prefill worker amid a prompt and a decode worker amid an answer, at the same time: what they did goes on at the
+    others."""
+    short, long = byte_prompt(1, SHORT_PROMPT_TOKENS), byte_prompt(2, LONG_PROMPT_TOKENS)
+    expected = [tokens_of(stream_of(client, ids, ANSWER_TOKENS, next(salts))) for ids in (short, long)]
     wait_for("all slots back", lambda: at_rest(cluster))
-    cluster.arm(40, signal.SIGSTOP)
-    stream = stream_of(client, ids, LONG_ANSWER, next(salts))
-    got = list(next(stream).token_ids)
-    with paused(cluster) as victim:
-        wait_for("the fence", lambda: fenced(cluster, victim))
-        # Its blocks stay held, since it may still be reading them.
-        assert cluster.node_status().tickets > 0
-        for last in stream:
-            got += last.token_ids
-    assert got == expected
-    assert last.timings is not None
-    assert (last.timings.replays, last.timings.decode_worker == victim) == (1, False)
-    returned(cluster, client, victim, salts)
-    assert processes(cluster) == before, "the same processes, nothing was started again"
-
-
-def test_a_paused_prefill_worker_loses_its_span_to_others_and_comes_back(
-    cluster: ServedCluster, client: Client, salts: Iterator[str]
-) -> None:
-    ids, before = byte_prompt(2, LONG_PROMPT), processes(cluster)
-    expected = tokens_of(stream_of(client, ids, 20, next(salts)))
-    wait_for("all slots back", lambda: at_rest(cluster))
-    cluster.arm(30, signal.SIGSTOP, point="prefill, before a launch")
-    deltas: list[Delta] = []
-    salt = next(salts)
-    reading = threading.Thread(target=lambda: deltas.extend(stream_of(client, ids, 20, salt)))
+    before, deltas, salt = processes(cluster), [], next(salts)
+    reading = threading.Thread(target=lambda: deltas.extend(stream_of(client, long, ANSWER_TOKENS, salt)))
+    cluster.arm(HELD_AT_LAUNCH, signal.SIGSTOP, point="prefill, before a launch")
     reading.start()
-    with paused(cluster) as victim:
-        wait_for("the fence", lambda: fenced(cluster, victim))
-        wait_for("the answer by way of the other one", lambda: not reading.is_alive())
-    assert tokens_of(iter(deltas)) == expected
-    timings = deltas[-1].timings
-    assert timings is not None
-    assert (timings.replays, timings.prefill_worker == victim) == (1, False)
-    assert timings.cached_tokens == 0, "cached before the first attempt, that is"
-    returned(cluster, client, victim, salts)
+    with paused(cluster) as prefill:
+        cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
+        stream = stream_of(client, short, ANSWER_TOKENS, next(salts))
+        got = [next(stream)]
+        with paused(cluster) as decode:
+            for victim in (prefill, decode):
+                wait_for(f"the fence of {victim}", lambda victim=victim: fenced(cluster, victim))
+            # The blocks stay held, since they may still be read.
+            assert cluster.node_status().tickets > 0
+            got += stream
+            wait_for("the answer by way of the other prefill worker", lambda: not reading.is_alive())
+    assert [tokens_of(iter(got)), tokens_of(iter(deltas))] == expected
+    moved, prefilled = got[-1].timings, deltas[-1].timings
+    assert moved is not None
+    assert (moved.replays, moved.decode_worker == decode) == (1, False)
+    assert prefilled is not None
+    # It may have waited at the decode worker that was paused, too.
+    assert prefilled.replays in (1, 2)
+    assert prefilled.prefill_worker != prefill
+    assert prefilled.cached_tokens == 0, "cached before the first attempt, that is"
+    for victim in (prefill, decode):
+        returned(cluster, client, victim, salts)
     assert processes(cluster) == before, "the same processes, nothing was started again"
 
 
+@pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize("rank", [1, 0])
+@pytest.mark.parametrize("cluster", [pytest.param(RANKED, id="two processes each")], indirect=True)
 def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
-    cluster: ServedCluster, client: Client, salts: Iterator[str], rank: int
+    cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:
-    ids, before = byte_prompt(3 + rank, 100), processes(cluster)
-    expected = tokens_of(stream_of(client, ids, LONG_ANSWER, next(salts)))
+    """How the others end, and that none outlives the first: tests/engine/ranks/test_rank_processes.py."""
+    ids = byte_prompt(3, SHORT_PROMPT_TOKENS)
+    expected = tokens_of(stream_of(client, ids, ANSWER_TOKENS, next(salts)))
     wait_for("all slots back", lambda: at_rest(cluster))
-    cluster.arm(40, signal.SIGSTOP)
-    stream = stream_of(client, ids, LONG_ANSWER, next(salts))
-    got = list(next(stream).token_ids)
+    before = processes(cluster)
+    cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
+    stream = stream_of(client, ids, ANSWER_TOKENS, next(salts))
+    got = [next(stream)]
     with paused(cluster) as victim:
         every = [before[victim], *(one for one in before[victim].children() if "rank_main" in " ".join(one.cmdline()))]
         assert len(every) == 2
         assert next(one for one in client.status().components if one.component_id == victim).tensor_parallel_size == 2
-        every[rank].kill()
-    for last in stream:
-        got += last.token_ids
-    assert got == expected
-    assert last.timings is not None
-    assert (last.timings.replays, last.timings.decode_worker == victim) == (1, False)
+        every[1].kill()
+    got += stream
+    assert tokens_of(iter(got)) == expected
+    timings = got[-1].timings
+    assert timings is not None
+    assert (timings.replays, timings.decode_worker == victim) == (1, False)
     wait_for("both processes to end", lambda: not any(alive(one) for one in every))
     wait_for("the one after it", lambda: processes(cluster).get(victim, every[0]) != every[0])
     returned(cluster, client, victim, salts)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("cluster", [HASTY], indirect=True)
+@pytest.mark.parametrize("cluster", [pytest.param(HASTY, id="killed when fenced")], indirect=True)
 def test_workers_that_stay_away_are_killed_and_started_again(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:

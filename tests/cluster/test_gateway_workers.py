@@ -46,14 +46,15 @@ TENANTS += "[tenant.once]\nrequests_per_minute = 1\n"
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
 FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
-STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 2000
+STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 600
 # Every other line of a batch has an answer that takes so many steps that it is held amid of it.
 LINES, STEPS, HELD_AT_BATCH = 60, {0: 40, 1: 250}, 100
 # How often the decode worker goes on for a while, at most, until all of its streams have begun.
-BATCHES_BETWEEN_LOOKS = 50
-# An answer of some 1,700 tokens, which are bytes.
-WORDS = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{80}$"}, "minItems": 20, "maxItems": 20}
-LONG = {"type": "object", "properties": {"w": WORDS}, "required": ["w"], "additionalProperties": False}
+BATCHES_BETWEEN_LOOKS = 10
+# An answer of some 500 tokens, which are bytes.
+WORDS = 6
+_ARRAY = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{80}$"}, "minItems": WORDS, "maxItems": WORDS}
+LONG = {"type": "object", "properties": {"w": _ARRAY}, "required": ["w"], "additionalProperties": False}
 LONG_SHAPE = StructuredOutputs(json=json.dumps(LONG))
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France, and what of Italy?"}]
 
@@ -347,7 +348,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
         wanted = [pool.submit(read, client, n, "undisturbed", begun) for n in range(STREAMS)]
         wanted = [replace(work.result(300), timings=None) for work in wanted]
         begun = threading.Semaphore(0)
-        cluster.arm(1, signal.SIGSTOP)
+        cluster.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
         reading = [pool.submit(read, client, n, "disturbed", begun) for n in range(STREAMS)]
         with cluster.holding_all("all streams", lambda: begun._value == STREAMS, BATCHES_BETWEEN_LOOKS):
             wait_for("the gateway to tell the other one what it has under way", lambda: told_loads(cluster))
@@ -361,7 +362,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
     assert [replace(output, timings=None) for output in found] == wanted
     assert min(output.timings.replays for output in found if output.timings) > 0
     for output in (output for number, output in enumerate(found) if number % 4 > 1):
-        assert all(len(json.loads(one.text)["w"]) == 20 for one in output.outputs)
+        assert all(len(json.loads(one.text)["w"]) == WORDS for one in output.outputs)
     wait_for("it to return", lambda: both_listen(cluster))
 
 
@@ -453,7 +454,7 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             connections.append(stack.enter_context(socket.create_connection(address, timeout=300)))
             pids.add(owner(cluster, connections[-1]))
         pool = stack.enter_context(ThreadPoolExecutor(len(connections) + GRPC_STREAMS))
-        cluster.arm(1, signal.SIGSTOP)
+        cluster.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
         reading = [pool.submit(read, connection) for connection in connections]
         reading_grpc = [pool.submit(read_grpc) for _ in range(GRPC_STREAMS)]
         count = len(reading) + len(reading_grpc)
