@@ -65,12 +65,12 @@ PREFIXES = ("miss", "hit")
 KILLED = {"decode worker killed": "decode", "KV node killed": "kvnode"}
 TROUBLES = ("none", *KILLED, "preempted")
 
-# 640 slots of 16 tokens hold what a case needs; the texts that crowd it out are longer together.
-FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", str(640 * 8192))
-MAX_TOKENS = 1000
+# 448 slots of 16 tokens hold what a case needs; the texts that crowd it out are longer together.
+FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", str(448 * 8192))
+MAX_TOKENS = 600
 # All answers have so many tokens when something is killed, and many more to come.
-TOKENS_BEFORE_KILL = 20
-CROWD, CROWD_TOKENS = 14, 1200
+TOKENS_BEFORE_KILL = 8
+CROWD, CROWD_TOKENS = 14, 900
 # How many of the decode worker's batches of tokens are between two looks whether all answers are in their middle, and
 # whether the crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases.
 BATCHES_BETWEEN_LOOKS, CROWDED_SHARE = 8, 0.75
@@ -91,8 +91,8 @@ _ITEM = {
     "required": ["kind", "an identifier of some length", "depth", "open"],
     "additionalProperties": False,
 }
-SCHEMA = {"type": "array", "items": _ITEM, "minItems": 4, "maxItems": 4}
-PATTERN = r"([a-z]{7}-[0-9]{3}, ){50}[A-F]{8}\."
+SCHEMA = {"type": "array", "items": _ITEM, "minItems": 2, "maxItems": 2}
+PATTERN = r"([a-z]{7}-[0-9]{3}, ){25}[A-F]{8}\."
 _JSON = StructuredOutputs(json=json.dumps(SCHEMA))
 _ARGUMENTS = {"type": "object", "properties": {"places": SCHEMA}, "required": ["places"], "additionalProperties": False}
 _TOOL = Tool(name="report", parameters=json.dumps(_ARGUMENTS), strict=True)

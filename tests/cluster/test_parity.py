@@ -1,4 +1,5 @@
-"""A subset of the parity matrix (parity.py): every value, and in the long test every pair of values.
+"""A subset of the parity matrix (parity.py): every gateway and state of the cache, and in the long test every pair of
+values and nearly every prompt.
 
 `make parity` runs all of the matrix.
 """
@@ -7,15 +8,17 @@ from __future__ import annotations
 
 import pathlib
 import tempfile
-from dataclasses import astuple
 
 import pytest
 
-from tests.cluster.parity import LONG, ParityCase, full_matrix, pairwise, run_cases
+from tests.cluster.parity import CHAT, LONG, ParityCase, full_matrix, pairwise, run_cases
 from tests.support.covering import each_value
 
-# A prompt that is computed for seconds is among the long tests alone.
-FEW = each_value([case for case in pairwise() if case.prompt not in LONG], astuple)
+# Every value but the single prompts; one of them is a chat.
+FEW = each_value(
+    [case for case in pairwise() if case.prompt not in LONG],
+    lambda case: (case.policy, case.chunk_size, case.warm, case.prompt in CHAT),
+)
 
 
 def test_subset_covers_every_pair() -> None:
