@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pathlib
 import types
 
 import openai
@@ -83,6 +84,17 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
             reply = await call(address, path, method=method)
             assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")
             assert reply.headers["x-request-id"]
+
+
+async def test_conversations_are_written_by_the_template_that_a_flag_names(tmp_path: pathlib.Path) -> None:
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{% for message in messages %}({{ message.role }}: {{ message.content }}){% endfor %}")
+    async with running_fake_cluster(chat_template=str(mine)) as fakes:
+        address = fakes.gateway.http_address
+        assert (await call(address, "/v1/chat/completions", CHAT)).status == 200
+        sent = list(fakes.decode.submits[-1].token_ids)
+        written = (await call(address, "/detokenize", {"tokens": sent})).json["prompt"]
+    assert written.endswith(f"(user: {CHAT['messages'][-1]['content']})")
 
 
 async def test_a_request_id_is_taken_or_made_and_always_echoed() -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import pathlib
+import re
 import threading
 
 import pytest
 
 from pillion.errors import ConfigError, Overloaded
 from pillion.gateway.tokens import tokenizer as module
-from pillion.gateway.tokens.tokenizer import ModelTokenizer, TokenizerPool
+from pillion.gateway.tokens.tokenizer import MAX_TEMPLATE_BYTES, ModelTokenizer, TokenizerPool
 from testbed.conditions import WITHIN_S, loop_turns, until
 from testbed.toy_tokenizer import byte_tokenizer, with_bos, write_tokenizer
 
@@ -69,6 +70,30 @@ def test_where_templates_live(tmp_path: pathlib.Path) -> None:
     assert ModelTokenizer.load(named).chat_template == both.replace("t{% else", "file{% else")
     none = write_tokenizer(tmp_path / "d", byte_tokenizer(), template="")
     assert ModelTokenizer.load(none).chat_template == ""
+
+
+def test_a_template_of_the_flag_is_used_in_place_of_the_models(tmp_path: pathlib.Path) -> None:
+    model, mine = write_tokenizer(tmp_path / "a", byte_tokenizer(), template="beside"), tmp_path / "mine.jinja"
+    mine.write_text("{{ messages }}")
+    assert ModelTokenizer.load(model, str(mine)).chat_template == "{{ messages }}"
+
+
+@pytest.mark.parametrize(
+    ("written", "said"),
+    [
+        (None, "cannot be read: No such file"),
+        (b"\xff", "cannot be read: 'utf-8' codec"),
+        (b"line\n{% if x %}", ", line 2: Unexpected end of template"),
+        (b"x" * (MAX_TEMPLATE_BYTES + 1), f"larger than {MAX_TEMPLATE_BYTES} bytes"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(tmp_path: pathlib.Path, written: bytes | None, said: str) -> None:
+    model, mine = write_tokenizer(tmp_path / "a", byte_tokenizer()), tmp_path / "mine.jinja"
+    if written is not None:
+        mine.write_bytes(written)
+    with pytest.raises(ConfigError, match=re.escape(said)) as refused:
+        ModelTokenizer.load(model, str(mine))
+    assert str(mine) in refused.value.message
 
 
 def test_special_tokens_are_read_in_both_spellings(tmp_path: pathlib.Path) -> None:
