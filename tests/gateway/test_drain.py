@@ -18,7 +18,7 @@ from pillion.config import GatewayFlags
 from pillion.gateway.gateway_server import start_gateway
 from pillion.net.rpc import open_channel
 from testbed.conditions import until
-from tests.support.fake_components import BLOCK, FakeCluster, running_fake_cluster, toy_model
+from tests.support.fake_components import BLOCK, FakeCluster, impatient_client, running_fake_cluster, toy_model
 
 SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
 SERVICE = "pillion.v1.Gateway"
@@ -58,7 +58,7 @@ async def test_a_drain_loses_no_stream() -> None:
 
         await until("the registry to have forgotten it", forgotten)
         await until("its port to take no connections", nobody_listens)
-        async with AsyncClient(fakes.gateway.grpc_address, connect_timeout_s=0) as late:
+        async with impatient_client(fakes) as late:
             with pytest.raises(Unavailable, match="no server listens"):
                 await read(late)
         assert not stopping.done()
@@ -125,9 +125,9 @@ async def test_who_watches_the_health_does_not_hold_it_up() -> None:
 
 
 async def test_a_drain_is_bounded_and_frees_what_it_cut() -> None:
-    async with running_fake_cluster("The answer.") as fakes:
+    async with running_fake_cluster("The answer.") as fakes, impatient_client(fakes) as client:
         fakes.decode.gate.clear()
-        stream = asyncio.create_task(read(fakes.client))
+        stream = asyncio.create_task(read(client))
         await until("a submit", lambda: fakes.decode.submits)
         await fakes.gateway.stop(0.1)
         with pytest.raises((Unavailable, asyncio.CancelledError)):

@@ -14,10 +14,11 @@ import pytest
 from pillion.config import GatewayFlags
 from pillion.errors import ConfigError
 from pillion.gateway.gateway_server import start_gateway
+from pillion.supervisor import local_cluster
 from pillion.supervisor.local_cluster import until_prefill_is_known
 from pillion.supervisor.probes import answers, is_serving
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import WITHIN_S, until, within
 from testbed.redis import running_redis
 from tests.support.fake_components import record, running_fake_cluster, short_folder, toy_model
 from tests.support.redis_nodes import patient
@@ -134,18 +135,27 @@ async def test_the_probes_address_tells_readiness_and_answers_until_the_last_str
             assert not await answers(probe)
 
 
-async def test_a_start_waits_until_a_prefill_worker_is_known() -> None:
+async def test_a_start_waits_until_a_prefill_worker_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A wait that is given up does not look like one that has met its worker.
+    monkeypatch.setattr(local_cluster, "PREFILL_KNOWN_S", 10 * WITHIN_S)
     with short_folder() as folder:
         probe = f"unix:{folder}/probe.sock"
-        async with running_fake_cluster("abc", roles="kvnode decode", probe_listen=probe) as fakes:
+        async with running_fake_cluster("abc", probe_listen=probe) as fakes:
             await until("the probe to say that requests are served", lambda: is_serving(probe))
-            assert not await is_serving(probe, service="prefill")
+            fakes.gateway.cluster.view.grace_s = 0.0
+            await fakes.registry.leave("prefill-0")
+            await until("a view without a prefill worker", lambda: not fakes.gateway.cluster.knows("prefill"))
+
+            async def told() -> bool:
+                return not await is_serving(probe, service="prefill")
+
+            await until("the probe to say that there is none", told)
             waiting = asyncio.create_task(until_prefill_is_known([probe]))
             assert await is_serving(probe)
             assert not waiting.done()
-            await fakes.registry.heartbeat(record("prefill-0", "prefill", fakes.servers["decode"].address))
-            await asyncio.wait_for(waiting, WITHIN_S)
-            assert fakes.gateway.cluster.view.of("prefill", "toy")
+            await fakes.registry.heartbeat(record("prefill-0", "prefill", fakes.servers["prefill"].address))
+            await within("the wait to end", waiting)
+            assert fakes.gateway.cluster.knows("prefill")
 
 
 async def test_status_adds_up_what_all_gateways_have_served() -> None:

@@ -405,6 +405,11 @@ class FakeCluster:
         assert not self.gateway.cluster.load.by_component
 
 
+def impatient_client(fakes: FakeCluster) -> AsyncClient:
+    """Return a client that does not wait for a gateway that is gone: no other will listen there."""
+    return AsyncClient(fakes.gateway.grpc_address, connect_timeout_s=0, resume_timeout_s=0)
+
+
 def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
     """A model of which only the tokenizer exists."""
     return PreparedModel(

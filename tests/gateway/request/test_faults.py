@@ -14,15 +14,28 @@ from pillion.errors import Conflict, Internal, NotFound
 from pillion.gateway.links import cluster as links
 from pillion.gateway.links.cluster import FIRST_LOOK_S, Served
 from pillion.gateway.request import component_calls as calls
-from pillion.gateway.request import runner
+from pillion.gateway.request import request_machine, runner
 from pillion.gateway.request.events import StillQueued
 from pillion.gateway.request.runner import Generation
 from pillion.kvstore.index.index import PrefixHit
 from testbed.conditions import until
-from tests.support.fake_components import FakeCluster, FakeDecode, FakePrefill, record, running_fake_cluster
+from tests.support.fake_components import (
+    FakeCluster,
+    FakeDecode,
+    FakePrefill,
+    impatient_client,
+    record,
+    running_fake_cluster,
+)
 
 PROMPT = "What is the capital of France?"
 SCRIPT = "Paris, naturally — 巴黎. " * 3
+
+
+@pytest.fixture(autouse=True)
+def _no_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pause behind each loss in a row stays at its first length."""
+    monkeypatch.setattr(request_machine, "MAX_RETRY_DELAY_MS", request_machine.FIRST_RETRY_DELAY_MS)
 
 
 async def read(stream) -> list[Delta]:
@@ -350,6 +363,7 @@ async def test_streams_beside_a_request_that_kills_workers_go_on() -> None:
         fakes.decode.is_killed_by = lambda submit: submit.prompt_tokens < 10
         with pytest.raises(Internal, match="two workers were lost in a step"):
             await read(fakes.client.generate("Kill!"))
+        fakes.decode.pace_s = 0.0
         assert text_of(await beside) == line_text(fakes)
         await fakes.settled()
 
@@ -540,9 +554,9 @@ async def test_the_gateway_keeps_the_deadline_itself() -> None:
 
 
 async def test_a_stopping_gateway_frees_everything() -> None:
-    async with running_fake_cluster(SCRIPT) as fakes:
+    async with running_fake_cluster(SCRIPT) as fakes, impatient_client(fakes) as client:
         fakes.decode.gate.clear()
-        readings = [asyncio.create_task(read(fakes.client.generate(PROMPT))) for _ in range(3)]
+        readings = [asyncio.create_task(read(client.generate(PROMPT))) for _ in range(3)]
         await until("three streams", lambda: len(fakes.decode.streams) == 3)
         await fakes.gateway.stop(0.1)
         outcomes = await asyncio.gather(*readings, return_exceptions=True)
