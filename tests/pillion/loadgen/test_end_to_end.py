@@ -1,8 +1,9 @@
-"""The command and the load test on one real cluster with a small model, and the command's mistakes."""
+"""The command on the real components with a small model, the command's mistakes, and the load test."""
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import pathlib
@@ -11,12 +12,15 @@ import sys
 import tempfile
 
 import pytest
+import pytest_asyncio
 
 from benchmarks.load_test import complaints, idle_complaints, load_test
 from pillion._version import VERSION
+from pillion.cli.app import main
 from testbed.cluster import READY_TIMEOUT_S, served
 from testbed.ports import free_port
 from testbed.tiny_model import save_model
+from tests.support.components import running_components
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 # The tiny model's vocabulary ends at 258.
@@ -36,31 +40,34 @@ def bench(*argv, **environ):
     )
 
 
-@pytest.fixture(scope="module")
-def cluster(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("bench")
-    model, port = str(save_model(folder / "tiny")), free_port()
-    flags = (f"--http-port={port}", "--dtype=float32", "--max-model-len=4096", "--kv-pool-bytes=16MiB")
-    with (
-        tempfile.TemporaryDirectory(prefix="pil-") as name,
-        served(pathlib.Path(name), model, *flags, faults=True) as running,
-    ):
-        yield running, f"http://127.0.0.1:{port}"
+async def asked_to_bench(*argv):
+    """As ``bench``, beside components that run on this event loop."""
+    return await asyncio.to_thread(bench, *argv)
 
 
-@pytest.mark.cluster
-def test_both_backends_measure_the_same_load(cluster, tmp_path):
-    running, http = cluster
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def components(tmp_path_factory):
+    """The real components, in this process."""
+    saved = save_model(tmp_path_factory.mktemp("bench") / "tiny")
+    model = {"model": str(saved), "dtype": "float32", "max_model_len": 4096}
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        async with running_components(pathlib.Path(name), model=model, node={"kv_pool_bytes": 16 * 2**20}) as running:
+            yield running
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_both_backends_measure_the_same_load(components, tmp_path):
     load = ("--rate", "20", "--requests", "12", "--input-len", "uniform:20,90", "--output-len", "5", *TOKENS)
-    seen = {}
-    for backend, target in (("pillion", running.target), ("openai", http)):
-        path, picture = tmp_path / f"{backend}.json", tmp_path / f"{backend}.png"
+    seen, edge, picture = {}, components.gateway, tmp_path / "run.png"
+    drawn = {"pillion": ("--plot", str(picture)), "openai": ()}
+    for backend, target in (("pillion", edge.grpc_address), ("openai", f"http://{edge.http_address}")):
+        path = tmp_path / f"{backend}.json"
         argv = ("--backend", backend, "--target", target, *load, "--slo", "ttft=60,itl_p99=60", "--warm-up", "1")
-        done = bench(*argv, "--json", str(path), "--records", "--plot", str(picture))
+        done = await asked_to_bench(*argv, "--json", str(path), "--records", *drawn[backend])
         assert done.returncode == 0, done.stderr
         assert "12 of 12 answered" in done.stdout
-        assert picture.read_bytes().startswith(b"\x89PNG")
         seen[backend] = json.loads(path.read_text())
+    assert picture.read_bytes().startswith(b"\x89PNG")
     for result in seen.values():
         assert (result["schema"], result["kind"]) == (1, "run")
         assert result["goodput"]["attainment"] == 1.0
@@ -79,13 +86,12 @@ def test_both_backends_measure_the_same_load(cluster, tmp_path):
     assert due[0] == due[1]
 
 
-@pytest.mark.cluster
-def test_a_sweep_is_bounded_and_ends_with_a_rate(cluster, tmp_path):
-    running, _ = cluster
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_sweep_is_bounded_and_ends_with_a_rate(components, tmp_path):
     load = ("--rate", "10", "--requests", "5", "--run-s", "0.5", "--input-len", "20", "--output-len", "3", *TOKENS)
     path, picture = tmp_path / "sweep.json", tmp_path / "sweep.svg"
-    argv = ("sweep", "--target", running.target, *load, "--slo", "ttft=60", "--max-runs", "2")
-    done = bench(*argv, "--json", str(path), "--plot", str(picture), "--no-progress")
+    argv = ("sweep", "--target", components.gateway.grpc_address, *load, "--slo", "ttft=60", "--max-runs", "2")
+    done = await asked_to_bench(*argv, "--json", str(path), "--plot", str(picture), "--no-progress")
     assert done.returncode == 0, done.stderr
     found = json.loads(path.read_text())
     assert [run["rate"] for run in found["runs"]] == [10.0, 20.0]
@@ -93,24 +99,38 @@ def test_a_sweep_is_bounded_and_ends_with_a_rate(cluster, tmp_path):
     seeds = {run["config"]["load"]["seed"] for run in found["runs"]}
     assert len(seeds) == 2
     assert "goodput" in picture.read_text()
-    hopeless = bench(*argv[:-4], "--slo", "ttft=0", "--max-runs", "1", "--no-progress")
+    hopeless = await asked_to_bench(*argv[:-4], "--slo", "ttft=0", "--max-runs", "1", "--no-progress")
     assert hopeless.returncode == 1
     assert "no rate met" in hopeless.stdout
 
 
-@pytest.mark.cluster
-def test_the_load_test_passes_and_notices_what_is_wrong(cluster):
-    running, http = cluster
-    args = argparse.Namespace(seconds=0.6, rate=10.0, token_range=[2, 250], quiet=True)
-    rows, wrong = load_test(running, http, args)
-    assert wrong == []
-    assert len(rows) == 6
-    assert rows[2]["summary"]["hit_rate"] > 0
-    assert idle_complaints(running) == []
-    # A token that the model does not have.
-    done = bench("--target", running.target, "--rate", "50", "--requests", "2", "--token-range", "9000,9001")
+@pytest.mark.asyncio(loop_scope="module")
+async def test_a_run_in_which_a_request_failed_fails(components):
+    """It asks for a token that the model does not have."""
+    load = ("--rate", "50", "--requests", "2", "--token-range", "9000,9001")
+    done = await asked_to_bench("--target", components.gateway.grpc_address, *load)
     assert done.returncode == 1
     assert "InvalidRequest: 2" in done.stdout
+
+
+@pytest.mark.cluster
+@pytest.mark.long
+def test_the_load_test_passes(tmp_path):
+    model, port = str(save_model(tmp_path / "tiny")), free_port()
+    flags = (f"--http-port={port}", "--dtype=float32", "--max-model-len=4096", "--kv-pool-bytes=16MiB")
+    args = argparse.Namespace(seconds=0.6, rate=10.0, token_range=[2, 250], quiet=True)
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as name,
+        served(pathlib.Path(name), model, *flags, faults=True) as running,
+    ):
+        rows, wrong = load_test(running, f"http://127.0.0.1:{port}", args)
+        assert wrong == []
+        assert len(rows) == 6
+        assert rows[2]["summary"]["hit_rate"] > 0
+        assert idle_complaints(running) == []
+
+
+def test_the_load_test_notices_what_is_wrong():
     broken = {"summary": {"errors": {"HTTP 500": {"count": 2, "first": "x"}}, "short_answers": 1, "unsent_turns": 0}}
     assert complaints("s", broken) == ["s: HTTP 500, 2 times (x)", "s: 1 short answers"]
 
@@ -131,12 +151,14 @@ def test_the_load_test_passes_and_notices_what_is_wrong(cluster):
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )
-def test_mistakes_are_one_line(argv, status, complaint):
-    done = bench(*argv, "--no-progress") if argv else bench("run")
-    assert done.returncode == status
-    assert done.stderr.strip().splitlines()[-1].startswith("pillion: ")
-    assert complaint in done.stderr.strip().splitlines()[-1]
-    assert "Traceback" not in done.stderr
+def test_mistakes_are_one_line(argv, status, complaint, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["bench", *argv, "--no-progress"] if argv else ["bench", "run"])
+    assert ended.value.code == status
+    said = capsys.readouterr().err
+    assert said.strip().splitlines()[-1].startswith("pillion: ")
+    assert complaint in said.strip().splitlines()[-1]
+    assert "Traceback" not in said
 
 
 def test_the_bench_needs_the_sdk_alone():
