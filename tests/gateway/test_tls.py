@@ -19,6 +19,7 @@ import pytest
 
 from pillion import AsyncClient, ConfigError, Unavailable
 from pillion.cli.certs import make_certs
+from pillion.client import connection
 from pillion.config import GatewayFlags
 from pillion.gateway.gateway_server import GatewayServer, start_gateway
 from pillion.kvstore.client.node_client import NodeClient
@@ -30,6 +31,12 @@ from testbed.conditions import WITHIN_S, loop_turns, until
 from tests.support.fake_components import BLOCK, FakeCluster, FakeKVNode, running_fake_cluster, toy_model
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is refused calls again at once."""
+    monkeypatch.setattr(connection, "RETRY_FIRST_BACKOFF_S", 0.01)
 
 
 @pytest.fixture(scope="module")

@@ -250,7 +250,7 @@ async def test_a_resumed_stream_says_the_rest(fakes: FakeCluster) -> None:
     whole, origin = await streamed(fakes, replace(REQUEST, sampling=sampling))
     script = fakes.decode.script
     expected = [gathered([delta for delta in whole if delta.index == n]) for n in (0, 1)]
-    for cut in (1, 9, 25, 40, 60, 80, 100, len(script) - 1):
+    for cut in (1, 25, 60, 100, len(script) - 1):
         begun = replace(REQUEST, sampling=replace(sampling, max_tokens=cut))
         first, _ = await streamed(fakes, begun)
         # What came is cut off as by a lost gateway: the parts that only the end made certain have not come.

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.examples import examples
 from tests.support.random_answers import allows, answer, exact, matcher_of
 
 # Characters of each kind that JSON or llguidance treats in a way of its own.
@@ -47,7 +48,7 @@ PATTERNS = st.recursive(
     max_leaves=5,
 )
 WHOLE = st.tuples(st.sampled_from(["^", ""]), PATTERNS, st.sampled_from(["$", ""])).map("".join)
-FEW = settings(max_examples=120, deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def in_python(pattern: str) -> re.Pattern[str]:

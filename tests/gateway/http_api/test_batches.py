@@ -18,7 +18,7 @@ from openai.types import Batch
 
 from pillion.config import GatewayFlags
 from pillion.gateway.admission.api_keys import hash_of
-from pillion.gateway.batches import batch_folder, batch_runner, upload_places
+from pillion.gateway.batches import batch_folder, batch_machine, batch_runner, upload_places
 from pillion.gateway.batches.batch_folder import BatchFolder
 from pillion.gateway.batches.upload_places import TENANT_UPLOADS
 from pillion.gateway.gateway_server import start_gateway
@@ -44,6 +44,13 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def client_of(address: str, key: str = "none") -> openai.AsyncOpenAI:
     return openai.AsyncOpenAI(base_url=f"http://{address}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+@pytest.fixture(autouse=True)
+def _short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a worker or a bound refused comes again soon, and new keys are read soon."""
+    monkeypatch.setattr(batch_machine, "BACKOFF_S", 0.02)
+    monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
 
 
 @contextlib.asynccontextmanager
@@ -407,22 +414,22 @@ async def test_tenants_see_their_own_and_pay_for_it(tmp_path: pathlib.Path, monk
 
 
 async def test_live_requests_find_room(tmp_path: pathlib.Path) -> None:
-    async with running(tmp_path, max_running_requests=8, max_inflight_requests=40) as (fakes, client):
+    async with running(tmp_path, max_running_requests=8, max_inflight_requests=20) as (fakes, client):
         fakes.decode.gate.clear()
-        batch = await begun(client, chats(100))
+        batch = await begun(client, chats(40))
         await until("half of the slots to be taken", lambda: len(fakes.decode.streams) == 4)
         admission = fakes.gateway.gateway.admission
-        await until("half of the gateway to be taken", lambda: admission.requests == 20)
+        await until("half of the gateway to be taken", lambda: admission.requests == 10)
         live = [
             asyncio.create_task(call(fakes.gateway.http_address, TEXT, {"model": "toy", "prompt": "x"}))
-            for _ in range(20)
+            for _ in range(10)
         ]
         await until("the live ones to go first", lambda: len(fakes.decode.streams) == 8)
         assert sum(submit.priority == 0 for submit in fakes.decode.submits) == 4
         fakes.decode.gate.set()
-        assert [reply.status for reply in await asyncio.gather(*live)] == [200] * 20
+        assert [reply.status for reply in await asyncio.gather(*live)] == [200] * 10
         await ended(client, batch)
-        assert len(await said(client, (await client.batches.retrieve(batch.id)).output_file_id)) == 100
+        assert len(await said(client, (await client.batches.retrieve(batch.id)).output_file_id)) == 40
 
 
 async def test_a_refused_line_runs_again(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,7 +167,7 @@ async def start_node_again(fakes: FakeCluster) -> None:
 
 async def test_an_outage_costs_one_look_at_a_time_however_many_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests that find no worker wait for one search together, and all of them go on when it finds one."""
-    many = 200
+    many = 60
     async with running_fake_cluster() as fakes:
         cluster, looks, lookers = fakes.gateway.cluster, {"registry": 0, "model": 0}, set()
         components, served = cluster.registry.components, cluster.served

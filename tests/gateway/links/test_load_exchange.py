@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 import pytest
 
 from pillion.errors import Unavailable
+from pillion.gateway.links import load_exchange
 from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index import shared_loads
@@ -23,6 +24,13 @@ PATIENT_DEADLINE_MS = 30_000
 def redis() -> Iterator[RedisServer]:
     with running_redis() as server:
         yield server
+
+
+@pytest.fixture(autouse=True)
+def _often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything is told anew, and a failed call is made again, sooner than a Redis under load should be asked."""
+    monkeypatch.setattr(load_exchange, "WHOLE_S", 0.2)
+    monkeypatch.setattr(load_exchange, "RETRY_S", 0.05)
 
 
 @pytest.fixture

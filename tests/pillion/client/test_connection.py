@@ -28,6 +28,7 @@ from pillion import (
     Unauthenticated,
     Unavailable,
 )
+from pillion.client import connection
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
@@ -132,7 +133,8 @@ def server_credentials(certs: pathlib.Path, *, mutual: bool) -> grpc.ServerCrede
     return grpc.ssl_server_credentials(pair, ca, require_client_auth=mutual)
 
 
-async def test_tls_by_scheme_and_by_option(certs: pathlib.Path) -> None:
+async def test_tls_by_scheme_and_by_option(certs: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connection, "RETRY_FIRST_BACKOFF_S", 0.01)
     servicer = Scripted()
     async with serving(servicer, credentials=server_credentials(certs, mutual=False)) as address:
         for target, options in [
@@ -363,6 +365,7 @@ def test_servers_allow_the_pings_that_clients_send() -> None:
         assert options["grpc.http2.max_pings_without_data"] == 0
 
 
+@pytest.mark.long
 async def test_an_idle_stream_survives_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """A ping a second (gRPC sends no more) and no data: a server with gRPC's own five minutes ends it at the fifth."""
     monkeypatch.setattr(rpc, "KEEPALIVE_TIME_MS", 100)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from pillion.client import connection, resume
 from pillion.client.connection import (
     MAX_ADDRESSES,
     RETRY_ATTEMPTS,
@@ -173,7 +174,9 @@ async def test_a_request_waits_until_a_gateway_listens(scheme: str, monkeypatch:
                 assert await asked == ["x"]
 
 
-async def test_the_next_of_several_addresses_is_called() -> None:
+async def test_the_next_of_several_addresses_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (connection, resume):
+        monkeypatch.setattr(module, "RETRY_FIRST_BACKOFF_S", 0.01)
     async with running_fake_cluster("Hello") as fakes:
         dead, alive = f"127.0.0.1:{free_port()}", fakes.gateway.grpc_address
         async with AsyncClient([dead, alive]) as client:
