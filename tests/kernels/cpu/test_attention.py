@@ -23,7 +23,7 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
 from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
 from tests.support.examples import examples
-from tests.support.kernel_runner import Runner, isa_or_skip, kernel_mode
+from tests.support.kernel_runner import Runner, isa_or_skip, kernel_mode, with_checks
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
 SMALL, WIDE = AttentionShape(64, 3, 16, True), AttentionShape(64, 3, 32, False)
@@ -194,9 +194,8 @@ def test_as_exact_as_torch_in_bf16(runner):
     assert (found - exact).square().mean() <= 1.2 * (theirs - exact).square().mean()
 
 
+@with_checks
 def test_a_stray_item_is_noticed(runner):
-    if not runner.kernels.checked:
-        pytest.skip("needs checks")
     case = AttentionCase.of(SMALL, [(0, 20, 1)])
     plan = planned(runner, case)
     plan.items[0, 0] = 10**6

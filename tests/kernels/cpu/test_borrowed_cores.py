@@ -90,7 +90,7 @@ def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, bo
 
     def borrowing_s():
         begun_s = time.monotonic()
-        threads = len(threads_of_runs(kernels, pool, 1))
+        threads = len(threads_of_runs(kernels, pool, 1, turns=2_000_000))
         return time.monotonic() - begun_s if threads == 2 else 0.0
 
     took_s = wait_for("a run to have borrowed", borrowing_s)
@@ -177,7 +177,7 @@ def test_one_borrower_has_a_core_at_a_time(kernels):
     work = [chain(kernels) for _ in pools]
 
     def lead(pool, table):
-        for _ in range(2000):
+        for _ in range(500):
             pool.run(table.program, step_with())
 
     leaders = [threading.Thread(target=lead, args=(pool, made[0])) for pool, made in zip(pools, work, strict=True)]
@@ -188,7 +188,7 @@ def test_one_borrower_has_a_core_at_a_time(kernels):
     for leader in leaders:
         leader.join()
     _, expected, _ = lone = chain(kernels)
-    for _ in range(2000):
+    for _ in range(500):
         pools[0].run(lone[0].program, step_with())
     for _, rows, _ in work:
         np.testing.assert_array_equal(rows[-1], expected[-1])

@@ -237,10 +237,12 @@ CHILD = """
 import sys
 from pathlib import Path
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
-from tests.kernels.cpu.test_compiler import compiled
+from pillion.kernels.cpu.runtime.compiler import compile_kernels
+from tests.support.small_kernels import Halve, Scale
 print("ready", flush=True)
 sys.stdin.readline()
-print(compiled(Path(sys.argv[1]), choose_isa("auto", host_features())).from_cache)
+isa = choose_isa("auto", host_features())
+print(compile_kernels([Scale(), Halve()], isa, cache_folder=Path(sys.argv[1])).from_cache)
 """
 
 

@@ -1,4 +1,7 @@
-"""The kernels as ARM sees them: compiled for NEON, run under emulation."""
+"""The kernels as ARM sees them: compiled for NEON, run under emulation.
+
+Where the emulator or the cross compiler is missing, the skip of this one test stands for test_emulated_kernels.py, too.
+"""
 
 from __future__ import annotations
 
@@ -10,34 +13,28 @@ from tests.support.emulated import EmulatedRunner, available
 from tests.support.kernel_runner import rows_step
 from tests.support.small_kernels import Scale, Stray, WhoAmI
 
-pytestmark = pytest.mark.skipif(not available(), reason="needs qemu-user and a cross compiler for aarch64")
+
+@pytest.mark.skipif(not available(), reason="needs qemu-user and a cross compiler for aarch64")
+def test_threads_share_the_work_and_strays_are_seen(tmp_path_factory):
+    for checked in (False, True):
+        runner = EmulatedRunner([Scale(), WhoAmI(), Stray()], tmp_path_factory.mktemp("arm"), checked)
+        for threads in (1, 3):
+            shared_by(runner, threads)
+        out, waste = np.zeros(4, np.int64), np.zeros((4, 16), np.float32)
+        runner.run(WhoAmI(), {"out": out, "waste": waste, "turns": 1000}, rows_step(1), threads=4)
+        assert out.tolist() == [1, 1001, 2001, 3001]
+        if checked:
+            out = np.zeros(16, np.float32)
+            with pytest.raises(Internal, match="stray_False strayed to byte 4"):
+                runner.run(Stray(), {"out": out, "offset": 4}, rows_step(1))
+            assert not out.any()
+        runner.close()
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["fast", "checked"])
-def runner(request, tmp_path_factory):
-    found = EmulatedRunner([Scale(), WhoAmI(), Stray()], tmp_path_factory.mktemp("arm"), request.param)
-    yield found
-    found.close()
-
-
-@pytest.mark.parametrize("threads", [1, 3])
-def test_threads_share_the_work(runner, threads):
+def shared_by(runner, threads):
+    """Each of 37 items is computed once, by whichever thread."""
     items = 37
     x, out = np.random.default_rng(1).standard_normal((2, items, 16), np.float32)
     expected = (x.astype(np.float64) * np.float32(0.3) + out).astype(np.float32)
     runner.run(Scale(), {"x": x, "out": out, "items": items, "factor": 0.3}, rows_step(1), threads)
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-7)
-
-
-def test_every_thread_comes(runner):
-    out, waste = np.zeros(4, np.int64), np.zeros((4, 16), np.float32)
-    runner.run(WhoAmI(), {"out": out, "waste": waste, "turns": 1000}, rows_step(1), threads=4)
-    assert out.tolist() == [1, 1001, 2001, 3001]
-
-
-def test_strays_are_seen(tmp_path):
-    runner, out = EmulatedRunner([Scale(), Stray()], tmp_path, checked=True), np.zeros(16, np.float32)
-    with pytest.raises(Internal, match="stray_False strayed to byte 4"):
-        runner.run(Stray(), {"out": out, "offset": 4}, rows_step(1))
-    assert not out.any()
-    runner.close()

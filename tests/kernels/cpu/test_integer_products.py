@@ -21,7 +21,7 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, ro
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import reference_gemm
 from tests.support.examples import examples
-from tests.support.kernel_runner import Runner, isa_or_skip, normal, padded, rows_step, runner_of, stride
+from tests.support.kernel_runner import Runner, isa_or_skip, normal, padded, rows_step, runner_of, stride, with_checks
 
 SCHEMES = (RowCodes(), RowCodes("asymmetric"), RowCodes("static", 0.03), RowCodes("static", 0.03, -7))
 PRODUCTS = (
@@ -232,12 +232,11 @@ def test_no_sum_is_too_large(runner, ends):
     assert torch.equal(one.run(runner).double(), one.expected())
 
 
+@with_checks
 @pytest.mark.parametrize("rows", [2, 17])
 @pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
 def test_strays_are_noted(runner, short, rows):
     """A checked product whose memory is too small is reported, and touches no other memory."""
-    if not runner.kernels.checked:
-        pytest.skip("kernels that do not check")
     one = Product(PRODUCTS[1], rows, 64, 96)
     values = one.values(runner, one.x, one.new_out(0, rows))
     values["x"] = values["x"][:rows]

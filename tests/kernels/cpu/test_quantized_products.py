@@ -18,7 +18,7 @@ from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close
 from tests.support.examples import examples
-from tests.support.kernel_runner import isa_or_skip, normal, outer_tiles, padded, rows_step, runner_of
+from tests.support.kernel_runner import isa_or_skip, normal, outer_tiles, padded, rows_step, runner_of, with_checks
 
 # The kinds whose constants are float32, and that of codes that float32 constants do not have.
 CODES = [name for name, kind in CODE_KINDS.items() if kind.constant_bytes == 4 or kind.codes not in CODE_KINDS]
@@ -168,12 +168,11 @@ def test_every_code_is_exact(runner, kind, rows):
         assert torch.equal(one.run(runner, x[row : row + 1])[0], found[row])
 
 
+@with_checks
 @pytest.mark.parametrize("rows", [2, 17])
 @pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
 def test_strays_are_noted(runner, short, rows):
     """A checked product whose memory is too small is reported, and touches no other memory."""
-    if not runner.kernels.checked:
-        pytest.skip("kernels that do not check")
     one = case(PLAIN[1], rows, 64, 96, 32)
     out = one.new_out(rows)
     values: dict[str, Any] = one.values(padded(one.x), out)

@@ -20,7 +20,7 @@ from tests.support.batches import Sequences
 from tests.support.cpu_references import reference_rotate, reference_write, reference_write_codes
 from tests.support.eight_bit_kv import TYPES, dequantized
 from tests.support.examples import examples
-from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride
+from tests.support.kernel_runner import batch_step, normal, padded, runner_of, stride, with_checks
 
 LAYERS, LAYER = 3, 1
 # Large enough to be seen.
@@ -226,9 +226,8 @@ def test_a_row_with_nan_stays_one(runner):
         assert rows[:, :, ::2].isfinite().all()
 
 
+@with_checks
 def test_a_slot_that_the_pool_does_not_have_is_noted(runner):
-    if not runner.kernels.checked:
-        pytest.skip("nobody would note it")
     spec = SHAPES[0]
     batch, slots = batch_of([(0, 3)], spec.block_size)
     batch.block_tables[0, 0] = slots
