@@ -39,6 +39,11 @@ class S3Service:
         """What ``--object-url`` says where no trouble is wanted: rclone is asked without the relay."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self._port}"
 
+    def hang_up(self) -> None:
+        """End all connections, so that a request which was stalled fails now, and may be sent again."""
+        for relay in self._relays:
+            relay.cancel()
+
     def objects(self) -> list[pathlib.Path]:
         """The files of all objects."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
@@ -64,8 +69,7 @@ class S3Service:
             yield self
         finally:
             server.close()
-            for relay in self._relays:
-                relay.cancel()
+            self.hang_up()
             process.kill()
             await process.wait()
 

@@ -13,6 +13,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import psutil
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 from pillion.kvstore.index import redis_keys as keys
 from pillion.types import ComponentStatus
@@ -74,7 +76,7 @@ def of_node(status: NodeStatus, components: Iterable[ComponentStatus]) -> list[s
 def of_redis(socket: pathlib.Path, names: Collection[str], nodes: dict[str, NodeStatus]) -> list[str]:
     """What Redis still has: components by name, keys of gateways, and entries of living nodes in the index."""
     try:
-        with redis.Redis(unix_socket_path=str(socket)) as client:
+        with redis.Redis(unix_socket_path=str(socket), retry=Retry(NoBackoff(), 0)) as client:
             return [*_of_registry(client, names, nodes), *_of_keys(client), *_of_index(client, nodes)]
     except redis.RedisError as error:
         return [f"Redis does not answer: {error}"]

@@ -9,9 +9,12 @@ import pytest
 from pillion.kvstore.index import index as index_module
 from pillion.kvstore.index import redis_writer, registry
 from pillion.kvstore.index.index import Index
+from pillion.kvstore.index.redis_link import LEAST_PATIENCE_MS
 from testbed.redis import RedisServer
 
 PATIENT_DEADLINE_MS = 30_000
+# Twice the time that a silent server has before its breaker opens.
+HASTY_DEADLINE_MS = 2 * LEAST_PATIENCE_MS
 
 
 @pytest.fixture
@@ -22,9 +25,18 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def lengthen_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
     """What ``patient`` does, for a part of a test."""
-    monkeypatch.setattr(index_module, "LOOKUP_DEADLINE_MS", PATIENT_DEADLINE_MS)
-    monkeypatch.setattr(registry, "REGISTRY_DEADLINE_MS", PATIENT_DEADLINE_MS)
-    monkeypatch.setattr(redis_writer, "ANNOUNCE_DEADLINE_MS", PATIENT_DEADLINE_MS)
+    _set_deadlines(monkeypatch, PATIENT_DEADLINE_MS)
+
+
+def shorten_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the part of a test in which Redis says nothing, and every call is to meet its deadline."""
+    _set_deadlines(monkeypatch, HASTY_DEADLINE_MS)
+
+
+def _set_deadlines(monkeypatch: pytest.MonkeyPatch, deadline_ms: int) -> None:
+    monkeypatch.setattr(index_module, "LOOKUP_DEADLINE_MS", deadline_ms)
+    monkeypatch.setattr(registry, "REGISTRY_DEADLINE_MS", deadline_ms)
+    monkeypatch.setattr(redis_writer, "ANNOUNCE_DEADLINE_MS", deadline_ms)
 
 
 @pytest.fixture

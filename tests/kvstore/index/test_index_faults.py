@@ -19,7 +19,7 @@ from pillion.kvstore.index.redis_writer import IndexWriter, SweepPlace
 from pillion.kvstore.index.registry import Registry
 from testbed.conditions import WITHIN_S, until
 from testbed.redis import RedisServer, running_redis
-from tests.kvstore.index.conftest import lengthen_deadlines
+from tests.kvstore.index.conftest import lengthen_deadlines, shorten_deadlines
 from tests.support.redis_nodes import Chain, fake_nodes, node_record, until_found
 
 
@@ -63,7 +63,8 @@ async def test_a_stopped_redis_is_not_waited_for(
         return tries[-1]
 
     monkeypatch.setattr(Breaker, "may_try", counted)
-    with redis.stopped():
+    with redis.stopped(), monkeypatch.context() as patch:
+        shorten_deadlines(patch)
         async with asyncio.timeout(WITHIN_S):
             for _ in range(200):
                 assert await index.longest_prefix(Chain([3]).packed) == []
@@ -124,7 +125,11 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize("nonsense", NONSENSE.values(), ids=NONSENSE.keys())
-async def test_a_server_that_speaks_nonsense(short_folder: str, nonsense: bytes) -> None:
+async def test_a_server_that_speaks_nonsense(
+    short_folder: str, nonsense: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shorten_deadlines(monkeypatch)
+
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while await reader.read(65_536):

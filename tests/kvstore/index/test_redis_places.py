@@ -177,7 +177,10 @@ async def test_a_shard_that_was_emptied_is_told_again(
     await index.aclose()
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dies", "hangs"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(signal.SIGKILL, id="dies"), pytest.param(signal.SIGSTOP, id="hangs", marks=pytest.mark.long)],
+)
 async def test_sentinels_lead_to_the_new_master(sentinels: SentinelSet, how: signal.Signals) -> None:
     hosts = ",".join(f"127.0.0.1:{port}" for port in sentinels.sentinels)
     url = f"redis+sentinel://{hosts}/{sentinels.service}"
