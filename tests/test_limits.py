@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 
 import pytest
+
+from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 HEARD = """
@@ -42,36 +45,57 @@ def test_after(): ...
 """
 
 
-def run(folder: pathlib.Path, program: str, *options: str) -> subprocess.CompletedProcess[str]:
+QUICK = ("--timeout=1", "-o", "timeout_grace_s=1")
+RUNS = {
+    "a test": (STUBBORN, *QUICK),
+    "a fixture": (CLEANING, *QUICK),
+    "a test of one of several processes": (STUBBORN, *QUICK, "-n", "1"),
+    "a run": (STUBBORN, "-o", "run_limit_s=3"),
+    "a run of several processes": (STUBBORN, "-o", "run_limit_s=3", "-n", "1"),
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, subprocess.Popen[str]]]:
+    """All runs at once: each does little but wait for its limit."""
+    with contextlib.ExitStack() as stack:
+        yield {
+            name: stack.enter_context(_running(tmp_path_factory.mktemp("run"), *program))
+            for name, program in RUNS.items()
+        }
+
+
+@contextlib.contextmanager
+def _running(folder: pathlib.Path, program: str, *options: str) -> Iterator[subprocess.Popen[str]]:
     (folder / "test_it.py").write_text(program)
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.limits", "--rootdir", str(folder), *options]
-    command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini"]
-    return subprocess.run([*command, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini", str(folder)]
+    with started(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
 
 
-@pytest.mark.parametrize("program", [STUBBORN, CLEANING])
-def test_a_test_that_cannot_be_interrupted_ends_its_process(tmp_path: pathlib.Path, program: str) -> None:
-    done = run(tmp_path, program, "--timeout=1", "-o", "timeout_grace_s=1")
-    assert done.returncode == 1
-    assert "Timeout (0:00:0" in done.stderr
-    assert "in test_hangs" in done.stderr or "in room" in done.stderr
+@pytest.mark.parametrize("name", ["a test", "a fixture"])
+def test_a_test_that_cannot_be_interrupted_ends_its_process(runs: dict[str, subprocess.Popen[str]], name: str) -> None:
+    _, said = runs[name].communicate(timeout=200)
+    assert runs[name].returncode == 1
+    assert "Timeout (0:00:0" in said
+    assert "in test_hangs" in said or "in room" in said
 
 
-def test_of_several_processes_only_that_one_ends(tmp_path: pathlib.Path) -> None:
-    done = run(tmp_path, STUBBORN, "--timeout=1", "-o", "timeout_grace_s=1", "-n", "1")
-    assert done.returncode == 1
-    assert "crashed while running 'test_it.py::test_hangs'" in done.stdout
-    assert "1 failed, 1 passed" in done.stdout
+def test_of_several_processes_only_that_one_ends(runs: dict[str, subprocess.Popen[str]]) -> None:
+    one = runs["a test of one of several processes"]
+    printed, _ = one.communicate(timeout=200)
+    assert one.returncode == 1
+    assert "crashed while running 'test_it.py::test_hangs'" in printed
+    assert "1 failed, 1 passed" in printed
 
 
-@pytest.mark.parametrize("processes", ["0", "1"])
-def test_a_run_ends_at_its_limit(tmp_path: pathlib.Path, processes: str) -> None:
-    began = time.monotonic()
-    done = run(tmp_path, STUBBORN, "-o", "run_limit_s=3", "-n", processes)
-    assert done.returncode == 1
-    assert "Timeout (0:00:0" in done.stderr
-    assert time.monotonic() - began < 60
+@pytest.mark.parametrize("name", ["a run", "a run of several processes"])
+def test_a_run_ends_at_its_limit(runs: dict[str, subprocess.Popen[str]], name: str) -> None:
+    _, said = runs[name].communicate(timeout=200)
+    assert runs[name].returncode == 1
+    assert "Timeout (0:00:0" in said
 
 
 def test_programs_hear_what_tests_send() -> None:

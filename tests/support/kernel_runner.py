@@ -41,6 +41,11 @@ def kernel_mode(mode: tuple[str, bool]) -> Any:
 with_checks = pytest.mark.parametrize("runner", [kernel_mode(mode) for mode in MODES if mode[1]], indirect=True)
 
 
+def registers_of(name: str) -> Any:
+    """A parameter for an instruction set whose code is read and not run: one of each width of vectors is not long."""
+    return pytest.param(name, marks=() if name in (*ISAS, "neon") else pytest.mark.long)
+
+
 def isa_or_skip(name: str) -> Isa:
     """The instruction set ``name``; skips the test where this processor does not have it."""
     try:

@@ -243,8 +243,9 @@ class NodeProcess:
 
 
 async def killed_and_taken_over(lives: Lives, environ: dict[str, str], hashes: bytes) -> None:
-    """A node process with a pool on GPUs is killed twice, with this process as its worker, and each time all blocks are
-    there again with their bytes, in the mapping that this process has had from the beginning."""
+    """A node process with a pool on GPUs is killed, with this process as its worker, and all blocks are there again
+    with their bytes, in the mapping that this process has had from the beginning. Another one is killed when nobody
+    maps the pool."""
     blocks = len(hashes) // HASH_BYTES
     node = NodeProcess(lives, environ)
     try:
@@ -254,14 +255,13 @@ async def killed_and_taken_over(lives: Lives, environ: dict[str, str], hashes: b
         mapped = worker.pool
         await lives.commit(worker, hashes)
         await until("all blocks to be in the table", lambda: node.in_table() == blocks)
-        for _ in range(2):
-            node.kill()
-            await until("the node's end to be seen", lambda: worker.node_gone)
-            node.begin()
-            await lives.renew(worker)
-            assert worker.pool is mapped
-            assert await lives.hits(worker, hashes) == blocks
-            assert (await node.status()).taken_over_blocks == blocks
+        node.kill()
+        await until("the node's end to be seen", lambda: worker.node_gone)
+        node.begin()
+        await lives.renew(worker)
+        assert worker.pool is mapped
+        assert await lives.hits(worker, hashes) == blocks
+        assert (await node.status()).taken_over_blocks == blocks
         # The process that has made the memory is gone. Now nobody maps it, and the keeper's descriptor alone is left.
         worker.close()
         # This process lives on, and nothing but its node's word says that it uses the pool no more.

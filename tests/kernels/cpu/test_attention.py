@@ -22,6 +22,7 @@ from pillion.kernels.cpu.attention.cpu_attention_plan import (
 )
 from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
+from tests.support.covering import each_value
 from tests.support.examples import examples
 from tests.support.kernel_runner import Runner, isa_or_skip, kernel_mode, with_checks
 
@@ -48,6 +49,8 @@ SIZES = [
     AttentionShape(128, 4, 32, True, "int8"),
     AttentionShape(80, 7, 16, False, "fp8_e4m3"),
 ]
+# Of these, one of each size of head, type of rows and type of codes.
+SHORT = each_value(SIZES, lambda shape: (shape.head_dim, shape.bf16, shape.codes))
 MODES = [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx2", False), ("avx2", True)]
 # Each sequence: (text, tokens already there, tokens of this step).
 MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030, 2)]
@@ -212,7 +215,10 @@ def sizes_runner():
     found.close()
 
 
-@pytest.mark.parametrize("shape", SIZES, ids=lambda shape: shape.name)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(shape, id=shape.name, marks=() if shape in SHORT else pytest.mark.long) for shape in SIZES],
+)
 def test_head_sizes_and_groups(sizes_runner, shape):
     check(sizes_runner, AttentionCase.of(shape, MIXED))
     long = AttentionCase.of(shape, [(0, 2000, 1)])

@@ -21,7 +21,17 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, ro
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import reference_gemm
 from tests.support.examples import examples
-from tests.support.kernel_runner import Runner, isa_or_skip, normal, padded, rows_step, runner_of, stride, with_checks
+from tests.support.kernel_runner import (
+    Runner,
+    isa_or_skip,
+    normal,
+    padded,
+    registers_of,
+    rows_step,
+    runner_of,
+    stride,
+    with_checks,
+)
 
 SCHEMES = (RowCodes(), RowCodes("asymmetric"), RowCodes("static", 0.03), RowCodes("static", 0.03, -7))
 PRODUCTS = (
@@ -246,7 +256,10 @@ def test_strays_are_noted(runner, short, rows):
         runner.run(one.spec, values, rows_step(rows))
 
 
-@pytest.mark.parametrize("name", ["avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon"])
+@pytest.mark.parametrize(
+    "name",
+    [*map(registers_of, ("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon"))],
+)
 def test_sums_stay_in_registers_and_are_dot_products(name):
     """In code for this processor if it has these instructions."""
     isa = BY_NAME[name]

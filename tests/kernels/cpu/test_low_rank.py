@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pillion.engine.backends.cpu.cpu_adapters import AdapterRows
-from pillion.kernels.cpu.language.isa import TABLE
+from pillion.kernels.cpu.language.isa import BY_NAME, TABLE
 from pillion.kernels.cpu.products.gemm import Gemm
 from pillion.kernels.cpu.products.low_rank import PLACE, AdapterGemm, Shrink, run_rows
 from pillion.kernels.cpu.products.packing import pack_gated, pack_linear
@@ -18,7 +18,7 @@ from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.kernels.cpu.test_gemm import FACTOR, SPILL
 from tests.support.batches import Sequences
 from tests.support.cpu_references import reference_gemm
-from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
+from tests.support.kernel_runner import normal, padded, registers_of, rows_step, runner_of, stride
 
 DEPTH, COLUMNS = 80, 96
 # Weights of the base, type of the rows, epilogue, and which rows.
@@ -183,8 +183,8 @@ def test_a_row_without_an_adapter_has_the_bits_of_the_plain_product(runner, laye
     assert not torch.equal(mixed[0], plain[0])
 
 
-@pytest.mark.parametrize("isa", TABLE, ids=lambda isa: isa.name)
+@pytest.mark.parametrize("isa", [registers_of(isa.name) for isa in TABLE])
 def test_tiles_keep_their_sums_in_registers(isa):
-    for name, text in assembly(SHRINKS, isa).items():
+    for name, text in assembly(SHRINKS, BY_NAME[isa]).items():
         if name.startswith("shrink_tile"):
             assert not SPILL.search(text), name

@@ -99,7 +99,7 @@ def other_worker(lives: Lives, how: str) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("shards", [pytest.param(1, marks=pytest.mark.long), 2])
 async def test_blocks_outlive_a_node_that_is_killed(lives: Lives, shards: int) -> None:
     lives.flags = lives.flags if shards == 1 else lives.of(kv_device=two())
     await killed_and_taken_over(lives, fake_cuda.environment(), CHAIN)

@@ -402,7 +402,7 @@ async def test_kill_9_of_the_node(short_folder: str, keeper_socket: str) -> None
         async with routing(lives.flags.node_listen) as router:
             worker = await lives.worker()
             await router.has(dict)
-            for life in range(1, 3):
+            for life in (1,):
                 for number in (2 * life - 2, 2 * life - 1):
                     await lives.compute(worker, chain(number))
                 lives.kill()
@@ -415,7 +415,7 @@ async def test_kill_9_of_the_node(short_folder: str, keeper_socket: str) -> None
                 assert router.follower.mirror.prefix_blocks(prompt) == sum(block in found for block in prompt)
                 as_text = {block_hash.hex(): parent.hex() for block_hash, parent in found.items()}
                 await until("the printed events", partial(printed.say, as_text))
-            assert router.follower.snapshots == 3
+            assert router.follower.snapshots == 2
         once = PrintedEvents(lives.flags.node_listen, short_folder, "--once")
         assert await asyncio.to_thread(once.process.wait, WITHIN_S) == 0
         assert once.say(as_text)

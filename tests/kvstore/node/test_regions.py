@@ -271,6 +271,8 @@ def put(region: Region, data: bytes) -> None:
         DeviceBytes(region.device_memory).write(0, data)
 
 
+# In `make test` a filler is killed on a GPU, and processes share host memory in the next test.
+@pytest.mark.parametrize("kind", [pytest.param("cpu", marks=pytest.mark.long), "cuda"], indirect=True)
 async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str) -> None:
     async with running(short_folder, kind) as node:
         with children(short_folder, 1) as (first,):
@@ -303,6 +305,7 @@ async def test_a_filler_that_is_killed_is_followed(short_folder: str, kind: str)
             fourth.close()
 
 
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.long)], indirect=True)
 async def test_processes_share_what_one_of_them_filled(short_folder: str, kind: str) -> None:
     async with running(short_folder, kind):
         with children(short_folder, 3) as made:

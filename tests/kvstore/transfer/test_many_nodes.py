@@ -218,9 +218,14 @@ async def test_another_node_gets_what_is_only_on_a_disk(
             await a.stop()
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("seed", "rounds"), [(1, 25), pytest.param(2, 60, marks=pytest.mark.long)])
 async def test_random_lives(
-    short_folder: str, redis: RedisServer, tmp_path_factory: pytest.TempPathFactory, transport: str, seed: int
+    short_folder: str,
+    redis: RedisServer,
+    tmp_path_factory: pytest.TempPathFactory,
+    transport: str,
+    seed: int,
+    rounds: int,
 ) -> None:
     """Three nodes, one of them with a disk; workers die, nodes restart, Redis is emptied, callers go away."""
     draw = random.Random(seed)
@@ -230,7 +235,7 @@ async def test_random_lives(
         await c.start()
         everybody = [a, b, c]
         try:
-            for _ in range(60):
+            for _ in range(rounds):
                 await asyncio.gather(*(_request(draw, everybody) for _ in range(4)))
                 await _mischief(draw, everybody, redis)
             for host in everybody:

@@ -9,7 +9,7 @@ import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 
 import pytest
 
@@ -21,7 +21,7 @@ from pillion.kvstore.transfer.nixl_plane import NixlPlane
 from pillion.kvstore.transfer.peers import Peers
 from pillion.kvstore.transfer.plane import BlockShape, DataPlane
 from testbed.conditions import WITHIN_S, until
-from testbed.plane_source import NAMESPACE, block_of, chain_of, running_source
+from testbed.plane_source import NAMESPACE, SourceProcess, block_of, chain_of, running_source
 from tests.support.processes import started
 
 BLOCK_BYTES = 2**18
@@ -84,40 +84,49 @@ def _with_nixl() -> None:
         pytest.skip(trouble)
 
 
-async def test_readers_that_are_killed_take_no_source_with_them() -> None:
+@pytest.fixture(scope="module")
+def source() -> Iterator[SourceProcess]:
+    """A source with NIXL, for the tests that leave it unharmed."""
+    if trouble := nixl_trouble():
+        pytest.skip(trouble)
+    with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as started:
+        yield started
+
+
+async def test_readers_that_are_killed_take_no_source_with_them(source: SourceProcess) -> None:
     """UCX's reads over TCP would: it aborts a source whose reader is gone."""
-    with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
-        for _ in range(3):
-            command, pipe = [sys.executable, "-c", READER, source.address], subprocess.PIPE
-            with started(command, stdout=pipe, stderr=subprocess.DEVNULL) as reader:
-                assert reader.stdout is not None
-                assert await asyncio.to_thread(reader.stdout.readline) == b"read\n"
-            assert source.process.poll() is None
-        async with reading_side(source.address) as (peers, plane, memory):
-            peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
-            await peer.read(plane, pinned.ticket_id, pinned.slots[:2], (0, 1))
-            assert bytes(memory[BLOCK_BYTES : 2 * BLOCK_BYTES]) == block_of(1, pinned.slots[1], BLOCK_BYTES)
-            assert source.process.poll() is None
+    for _ in range(2):
+        command, pipe = [sys.executable, "-c", READER, source.address], subprocess.PIPE
+        with started(command, stdout=pipe, stderr=subprocess.DEVNULL) as reader:
+            assert reader.stdout is not None
+            assert await asyncio.to_thread(reader.stdout.readline) == b"read\n"
+        assert source.process.poll() is None
+    async with reading_side(source.address) as (peers, plane, memory):
+        peer = await peers.get("source")
+        pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
+        await peer.read(plane, pinned.ticket_id, pinned.slots[:2], (0, 1))
+        assert bytes(memory[BLOCK_BYTES : 2 * BLOCK_BYTES]) == block_of(1, pinned.slots[1], BLOCK_BYTES)
+        assert source.process.poll() is None
 
 
-async def test_blocks_come_one_sided_where_there_is_a_way(caplog: pytest.LogCaptureFixture) -> None:
+async def test_blocks_come_one_sided_where_there_is_a_way(
+    source: SourceProcess, caplog: pytest.LogCaptureFixture
+) -> None:
     """Else this file and half of the other would show nothing about NIXL."""
     caplog.set_level("INFO")
-    with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
-        async with reading_side(source.address) as (peers, plane, memory):
-            peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
-            # The stream would refuse a ticket that does not exist.
-            assert NUM_SLOTS * BLOCK_BYTES > 2 * nixl_plane.MAX_PART_BYTES
-            await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
-            assert bytes(memory) == b"".join(block_of(1, slot, BLOCK_BYTES) for slot in pinned.slots)
-            # And it asks nothing of the source's processor.
-            source.signal(signal.SIGSTOP)
-            memory[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
-            await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
-            assert bytes(memory[:BLOCK_BYTES]) == block_of(1, pinned.slots[0], BLOCK_BYTES)
-            source.signal(signal.SIGCONT)
+    async with reading_side(source.address) as (peers, plane, memory):
+        peer = await peers.get("source")
+        pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
+        # The stream would refuse a ticket that does not exist.
+        assert NUM_SLOTS * BLOCK_BYTES > 2 * nixl_plane.MAX_PART_BYTES
+        await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
+        assert bytes(memory) == b"".join(block_of(1, slot, BLOCK_BYTES) for slot in pinned.slots)
+        # And it asks nothing of the source's processor.
+        source.signal(signal.SIGSTOP)
+        memory[:BLOCK_BYTES] = bytes(BLOCK_BYTES)
+        await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
+        assert bytes(memory[:BLOCK_BYTES]) == block_of(1, pinned.slots[0], BLOCK_BYTES)
+        source.signal(signal.SIGCONT)
     assert "by gRPC" not in caplog.text
 
 
@@ -162,34 +171,32 @@ async def test_a_source_without_nixl_is_streamed_from() -> None:
             assert bytes(memory[2 * BLOCK_BYTES : 3 * BLOCK_BYTES]) == block_of(1, pinned.slots[1], BLOCK_BYTES)
 
 
-async def test_many_first_reads_share_one_probe() -> None:
-    with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
-        async with reading_side(source.address) as (peers, plane, memory):
-            peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
-            reads = [peer.read(plane, pinned.ticket_id, (slot,), (own,)) for own, slot in enumerate(pinned.slots[:16])]
-            await asyncio.gather(*reads)
-            for own, slot in enumerate(pinned.slots[:16]):
-                here = memory[own * BLOCK_BYTES : (own + 1) * BLOCK_BYTES]
-                assert bytes(here) == block_of(1, slot, BLOCK_BYTES)
+async def test_many_first_reads_share_one_probe(source: SourceProcess) -> None:
+    async with reading_side(source.address) as (peers, plane, memory):
+        peer = await peers.get("source")
+        pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
+        reads = [peer.read(plane, pinned.ticket_id, (slot,), (own,)) for own, slot in enumerate(pinned.slots[:16])]
+        await asyncio.gather(*reads)
+        for own, slot in enumerate(pinned.slots[:16]):
+            here = memory[own * BLOCK_BYTES : (own + 1) * BLOCK_BYTES]
+            assert bytes(here) == block_of(1, slot, BLOCK_BYTES)
 
 
-async def test_an_idle_node_costs_next_to_nothing() -> None:
+async def test_an_idle_node_costs_next_to_nothing(source: SourceProcess) -> None:
     """NIXL's progress thread would use all of this time."""
-    with running_source("nixl", num_slots=NUM_SLOTS, block_bytes=BLOCK_BYTES) as source:
-        async with reading_side(source.address) as (peers, plane, _):
-            peer = await peers.get("source")
-            pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
-            await peer.read(plane, pinned.ticket_id, pinned.slots[:1], (0,))
-            pids = (source.process.pid, os.getpid())
+    async with reading_side(source.address) as (peers, plane, _):
+        peer = await peers.get("source")
+        pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
+        await peer.read(plane, pinned.ticket_id, pinned.slots[:1], (0,))
+        pids = (source.process.pid, os.getpid())
 
-            async def idle() -> bool:
-                before = [_cpu_s(pid) for pid in pids]
-                await asyncio.sleep(IDLE_S)
-                return max(_cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)) < 0.15
+        async def idle() -> bool:
+            before = [_cpu_s(pid) for pid in pids]
+            await asyncio.sleep(IDLE_S)
+            return max(_cpu_s(pid) - was for pid, was in zip(pids, before, strict=True)) < 0.15
 
-            # Threads that other tests have left behind may end only now.
-            await until("a second in which neither process computes", idle)
+        # Threads that other tests have left behind may end only now.
+        await until("a second in which neither process computes", idle)
 
 
 def _cpu_s(pid: int) -> float:
