@@ -49,7 +49,7 @@ def test_hashes_agree_exactly_as_far_as_the_tokens(a: list[int], b: list[int], b
         assert (left == right) == (a[:end] == b[:end])
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(80))
 @given(st.tuples(texts, texts, texts, st.integers(1, 64), st.integers(1, 8)), st.data())
 def test_every_field_of_the_namespace_counts(fields: tuple[str, str, str, int, int], data: st.DataObject) -> None:
     names = ("fingerprint", "dtype", "layout", "block_size", "tp")

@@ -1,8 +1,8 @@
 """How many examples hypothesis draws for a property.
 
-``make test`` draws half of a property's number, the same ones in each run, so that its result depends on the code alone.
-``make test-long`` draws ``TEST_EXAMPLES`` times the number, new ones in each run; hypothesis prints how to draw a failed
-example again.
+``make test`` draws half of a property's number, the same ones in each run, so that its result depends on the code
+alone. ``make test-long`` draws ``TEST_EXAMPLES`` times the number, new ones in each run; hypothesis prints how to draw
+a failed example again.
 """
 
 from __future__ import annotations

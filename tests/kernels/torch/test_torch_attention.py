@@ -73,7 +73,7 @@ def compare(
         torch.testing.assert_close(got.view(wanted.shape), wanted, atol=tolerance, rtol=tolerance)
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(120))
 @given(
     parts=PARTS,
     block_size=st.sampled_from([1, 3, 16, 32]),
@@ -166,7 +166,7 @@ def test_what_a_step_allocates_does_not_grow_with_the_context(window, softcap):
     assert largest(800) == largest(200)
 
 
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(100))
 @given(
     parts=PARTS,
     block_size=st.sampled_from([1, 3, 16]),

@@ -107,7 +107,7 @@ async def play(url: str, script: list[tuple[str, str, int, int]]) -> None:
         await node.aclose()
 
 
-@settings(max_examples=examples(15), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(25), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_one_server_agrees_with_a_dictionary(redis: RedisServer, script: list[tuple[str, str, int, int]]) -> None:
     redis.command("FLUSHALL")
@@ -120,7 +120,7 @@ def cluster_ports() -> Iterator[list[int]]:
         yield [server.port for server in servers]
 
 
-@settings(max_examples=examples(4), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(8), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps)
 def test_a_cluster_agrees_with_a_dictionary(cluster_ports: list[int], script: list[tuple[str, str, int, int]]) -> None:
     import redis as client

@@ -143,7 +143,7 @@ class FollowedLives(RuleBasedStateMachine):
             self.patch.undo()
 
 
-FollowedLives.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40)
+FollowedLives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestFollowedLives = FollowedLives.TestCase
 
 

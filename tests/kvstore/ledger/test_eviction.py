@@ -82,7 +82,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(steps=STEPS)
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(60))
 def test_a_chain_goes_from_its_tail(name: str, steps: list[tuple[str, object]]) -> None:
     """Whatever is served, held, let go and dropped out of turn: children stand before parents, only what nobody
     protects is known, and the order that is shown is the order in which blocks go."""

@@ -87,7 +87,7 @@ class KeptLives(RuleBasedStateMachine):
             assert set(self.node.ledger.tree.by_hash) == known, "what was sealed is there again"
 
 
-KeptLives.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=40)
+KeptLives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40)
 TestKeptLives = KeptLives.TestCase
 
 

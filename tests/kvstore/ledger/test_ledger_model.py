@@ -327,5 +327,5 @@ class NodeLife(RuleBasedStateMachine):
                 del self.tickets[ticket_id]
 
 
-NodeLife.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=50)
+NodeLife.TestCase.settings = settings(max_examples=examples(100), stateful_step_count=50)
 TestNodeLife = NodeLife.TestCase

@@ -148,5 +148,5 @@ class DiskLife(RuleBasedStateMachine):
         self.scratch.cleanup()
 
 
-DiskLife.TestCase.settings = settings(max_examples=examples(10), stateful_step_count=30)
+DiskLife.TestCase.settings = settings(max_examples=examples(20), stateful_step_count=30)
 TestDiskLife = DiskLife.TestCase

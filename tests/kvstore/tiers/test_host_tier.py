@@ -163,7 +163,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=examples(80))
+@settings(max_examples=examples(150))
 @given(STEPS)
 def test_it_never_gives_wrong_bytes_and_never_loses_a_buffer(steps: list[tuple[str, int, int]]) -> None:
     asyncio.run(_play(steps))
