@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,10 +69,20 @@ def check_against_torch(matrix, count, dtype, *, biased=False, wide=False):
     assert out.margins_are_whole()
 
 
-# Inputs that fill whole units and that do not, groups within a column tile, of one and of several, and one for all.
-@pytest.mark.parametrize("group", [16, 32, 48, 64, 128, 1024])
-@pytest.mark.parametrize("coding", sorted(CODINGS))
+# Groups within a column tile, of one and of several, and one for all; ``make test`` has each coding and group once.
+GROUPS = (16, 32, 48, 64, 128, 1024)
+EACH = list(zip(itertools.cycle(sorted(CODINGS)), GROUPS, strict=False))
+
+
+@pytest.mark.parametrize(
+    ("coding", "group"),
+    [
+        pytest.param(*pair, marks=[] if NATIVE or pair in EACH else pytest.mark.long)
+        for pair in itertools.product(sorted(CODINGS), GROUPS)
+    ],
+)
 def test_every_coding_and_group(coding, group):
+    """Inputs that fill whole units and that do not."""
     for inputs, offsets in ((512, False), (328, True)):
         check_against_torch(random_matrix(coding, 19, inputs, group, offsets=offsets), 3, torch.float32)
 
@@ -84,14 +96,14 @@ def test_every_coding_and_group(coding, group):
     flags=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(25 if NATIVE else 12))
 def test_any_shape(coding, shape, group, count, dtype, flags, seed):
     offsets, ordered, biased, wide = flags
     matrix = random_matrix(coding, *shape, group, offsets=offsets, ordered=ordered, seed=seed)
     check_against_torch(matrix, count, dtype, biased=biased, wide=wide)
 
 
-@pytest.mark.parametrize("coding", ["uint4", "fp8_e4m3"])
+@pytest.mark.parametrize("coding", ["fp8_e4m3", pytest.param("uint4", marks=[] if NATIVE else pytest.mark.long)])
 def test_a_rows_bits_do_not_depend_on_the_others(coding):
     """Every number of rows takes another tile, and few rows share the parts of the inputs among programs."""
     inputs = 4 * (256 if coding == "uint4" else 128) + 40
