@@ -57,7 +57,7 @@ def seconds(harness: TimedHarness, streams: int, length: int = 60) -> float:
     return harness.now - began - 0.01 * steps
 
 
-@pytest.mark.parametrize("streams", [1, 4, 16])
+@pytest.mark.parametrize("streams", [1, 4, pytest.param(16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("wrong", [0, 1, 2, 5])
 def test_guesses_are_never_much_slower_than_none(streams: int, wrong: int) -> None:
     plain, guessing = TimedHarness(None), TimedHarness(OracleDrafter(wrong))
@@ -164,16 +164,16 @@ def count_decisions(monkeypatch: pytest.MonkeyPatch, harness: TimedHarness) -> l
 def test_a_full_batch_that_nothing_is_worth_guessing_for_is_seldom_thought_about(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    drafter = CountingDrafter(1)
+    drafter, length = CountingDrafter(1), 100
     harness = TimedHarness(drafter)
     decisions = count_decisions(monkeypatch, harness)
     for seed in range(16):
-        harness.submit(prompt(seed % 4, 6), 200, seed=seed)
+        harness.submit(prompt(seed % 4, 6), length, seed=seed)
     steps = harness.run_all()
     assert not harness.guessed
     # Each decision computes the shares twice: as they can be in this step, and as they could be at best.
     assert len(decisions) < 2 * steps / 3
-    assert drafter.asked < 16 * 200 / 16 / 2
+    assert drafter.asked < 16 * length / 16 / 2
 
 
 @pytest.mark.parametrize(("found", "tokens"), [(1, 1), (16, 4)])

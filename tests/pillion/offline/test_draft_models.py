@@ -46,7 +46,9 @@ def answers(folder: pathlib.Path, draft: pathlib.Path | None) -> list[list[int]]
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(name, marks=pytest.mark.long) for name in FAMILIES if name != "llama")]
+)
 def test_no_answer_changes(family: str, tmp_path: pathlib.Path) -> None:
     base = save_model(tmp_path / "base", num_hidden_layers=4, **FAMILIES[family])
     main = with_quiet_layers(base, tmp_path / "main", 1, 0.05)

@@ -35,17 +35,17 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
 
 
 @needs_kernels
-def test_no_answer_changes(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that the machine's speed does not decide whether anything is guessed.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
     monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     main = save_model(tmp_path / "main", num_hidden_layers=6)
     plain, _ = answers(main, None)
     head = save_head(tmp_path / "head", main)
-    for ranks in (1, 2):
-        found, guessed = answers(main, head, tensor_parallel_size=ranks)
-        assert found == plain
-        assert guessed > 0
+    found, guessed = answers(main, head, tensor_parallel_size=ranks)
+    assert found == plain
+    assert guessed > 0
 
 
 def test_a_head_of_another_model_is_refused(tmp_path: pathlib.Path) -> None:

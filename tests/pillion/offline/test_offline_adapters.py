@@ -30,7 +30,12 @@ def offline(folder, **options):
 
 
 @pytest.mark.parametrize(
-    ("kernels", "ranks"), [("torch", 1), *(pytest.param("auto", ranks, marks=needs_kernels) for ranks in (1, 2))]
+    ("kernels", "ranks"),
+    [
+        ("torch", 1),
+        pytest.param("auto", 1, marks=[needs_kernels, pytest.mark.long]),
+        pytest.param("auto", 2, marks=needs_kernels),
+    ],
 )
 def test_one_call_mixes_adapters_and_the_model(kernels, ranks, made):
     folder, adapters = made
