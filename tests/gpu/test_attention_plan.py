@@ -87,7 +87,7 @@ def merges_of(record, planner, window, chunk):
     chunk=TILINGS,
     windows=st.sampled_from([(0,), (0, 5), (30, 1)]),
 )
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(150))
 def test_every_row_meets_every_key_it_sees_once(parts, kv_heads, group, decode, chunk, windows):
     batch = batch_of(parts)
     planner = planner_of(batch, kv_heads, group, decode, chunk, windows)

@@ -62,7 +62,7 @@ SHAPES = st.tuples(
     table_dtype=st.sampled_from([None, "wide", "plain"]),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(40))
 def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape
@@ -93,7 +93,7 @@ def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype,
 
 
 @given(shape=SHAPES, block_size=st.sampled_from([2, 16]), dtype=st.sampled_from(DTYPES), seed=st.integers(0, 99))
-@settings(max_examples=examples(25))
+@settings(max_examples=examples(40))
 def test_rows_of_fp8_have_codes_and_scales(shape, block_size, dtype, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape

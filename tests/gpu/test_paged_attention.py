@@ -42,7 +42,7 @@ def check(case: PagedCase, **more: object) -> None:
     window=st.sampled_from([0, 1, 33, 128]),
     softcap=st.sampled_from([0.0, 1.5]),
 )
-@settings(max_examples=examples(100 if NATIVE else 8), phases=UNSHRUNK)
+@settings(max_examples=examples(100 if NATIVE else 10), phases=UNSHRUNK)
 def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, block_size, dtype, window, softcap):
     check(PagedCase.of(PagedShape(group, head_dim, block_size, dtype, softcap, window), parts))
 
@@ -55,7 +55,7 @@ def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, bl
     dtype=st.sampled_from([torch.float16, torch.bfloat16]),
     window=st.sampled_from([0, 40]),
 )
-@settings(max_examples=examples(50 if NATIVE else 4), phases=UNSHRUNK)
+@settings(max_examples=examples(50 if NATIVE else 6), phases=UNSHRUNK)
 def test_float8_is_attended_by_its_codes_and_scales(parts, group, head_dim, block_size, dtype, window):
     check(PagedCase.of(PagedShape(group, head_dim, block_size, dtype, window=window), parts, fp8=True))
 

@@ -96,7 +96,7 @@ def test_every_coding_and_group(coding, group):
     flags=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
-@settings(max_examples=examples(25 if NATIVE else 12))
+@settings(max_examples=examples(25))
 def test_any_shape(coding, shape, group, count, dtype, flags, seed):
     offsets, ordered, biased, wide = flags
     matrix = random_matrix(coding, *shape, group, offsets=offsets, ordered=ordered, seed=seed)

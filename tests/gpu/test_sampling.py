@@ -26,7 +26,7 @@ from tests.support.gpu_sampling import chosen_on_device, edited_row, nearly_tie
 from tests.support.sampling import RowParameters, all_noise, chi_square_fits, rows_of, unpruned, warp
 
 # The interpreter takes about a second for a row.
-EXAMPLES = 150 if NATIVE else 6
+EXAMPLES = 150 if NATIVE else 8
 # numpy warns about infinities.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")
 

@@ -111,7 +111,7 @@ all_params = st.builds(
 )
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(200))
 @given(
     params=all_params,
     seed=st.integers(0, 2**20),
@@ -123,7 +123,7 @@ def test_pruning_changes_nothing(params: RowParameters, seed: int, size: int, sp
     assert chosen(logits[None], params) == [unpruned(logits, params)]
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(200))
 @given(
     seed=st.integers(0, 2**20),
     size=st.sampled_from([5, 64, 3000, 70_000]),
@@ -223,7 +223,7 @@ def test_no_rows() -> None:
 ODD = [-torch.inf, torch.inf, torch.nan, 0.0, 1.0, 3e38, -3e38]
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(200))
 @example(values=[-torch.inf, torch.nan, 0.0, 1.0], params=RowParameters(), logprobs=2, greedy=False)
 @example(values=[torch.nan, -torch.inf], params=RowParameters(), logprobs=2, greedy=True)
 @given(

@@ -78,7 +78,7 @@ def plain(logits: list[float], params: RowParameters) -> list[float]:
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=40)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(
     seed=st.integers(0, 1000),
     bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=20),

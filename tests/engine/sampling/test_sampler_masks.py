@@ -51,7 +51,7 @@ def a_case(seed: int, vocab_size: int, count: int, density: float) -> tuple[torc
     return logits, allowed
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(
     st.integers(0, 10_000),
     st.sampled_from([33, 97, 300, 1280, 5000]),

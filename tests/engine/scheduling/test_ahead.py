@@ -378,7 +378,7 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     check_integrity(harness.ledger)
 
 
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(300))
 @given(
     SHAPES, EVENTS, st.integers(0, 99), PUNCTUAL, st.integers(0, 2), st.none() | st.integers(0, 3).map(OracleDrafter)
 )

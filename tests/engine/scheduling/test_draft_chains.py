@@ -231,7 +231,7 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
     assert len(chain.guesses) == (0 if came else 3)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),

@@ -71,7 +71,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
                 harness.answer()
 
 
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(200))
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
@@ -105,7 +105,7 @@ def test_any_history(
     harness.check_answers()
 
 
-@settings(max_examples=examples(40))
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 30), st.integers(1, 9))
 def test_spans_of_any_chunks_are_acknowledged_in_order(lengths: list[int], budget: int, answers: int) -> None:
     harness = SchedulerHarness(slots=64, budget=budget, max_num_seqs=min(budget, 3))

@@ -58,7 +58,7 @@ def naive(text: list[int], tokens: list[int], places: list[int], config: Specula
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(TEXTS, st.integers(2, 9), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.5, 1.0, 3.0]))
 def test_the_text_itself(text: list[int], depth: int, least: float, factor: float) -> None:
     config = replace(
@@ -72,7 +72,7 @@ def test_the_text_itself(text: list[int], depth: int, least: float, factor: floa
     assert looked_up(SuffixDrafter(config), text, 16) == naive(text, text, places, config)[0]
 
 
-@settings(max_examples=examples(60))
+@settings(max_examples=examples(150))
 @given(st.lists(TEXTS, max_size=6), TEXTS)
 def test_earlier_answers(answers: list[list[int]], text: list[int]) -> None:
     ring = AnswerRing(100)

@@ -59,10 +59,7 @@ def run(model: pathlib.Path, body: str, folder: str = "") -> tuple[str, str]:
     return out, err
 
 
-def test_close_an_interrupt_and_a_fork_leave_everything_in_order(model: pathlib.Path) -> None:
-    out, err = run(
-        model,
-        """
+CLOSED_INTERRUPTED_AND_FORKED = """
 made().close()  # what is made once per process
 before = held()
 with made() as llm:
@@ -117,8 +114,11 @@ try:
     llm.generate(["x"] * 9, LONG, use_tqdm=False)
 except Cancelled as error:
     print(error)
-""",
-    )
+"""
+
+
+def test_close_an_interrupt_and_a_fork_leave_everything_in_order(model: pathlib.Path) -> None:
+    out, err = run(model, CLOSED_INTERRUPTED_AND_FORKED)
     assert out.splitlines() == [
         *["this LLM is closed"] * 2,
         "interrupted",
