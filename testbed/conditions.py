@@ -1,8 +1,8 @@
 """Waiting for a condition with a bound, in place of a sleep of a guessed length.
 
-``wait_for`` blocks the thread, ``until`` gives way to the event loop, ``within`` awaits something, and ``loop_turns``
-lets whatever is ready on the loop run a known number of times. A test that shows that something does *not* happen
-counts turns or drives a clock.
+``wait_for`` blocks the thread, ``until`` gives way to the event loop, ``within`` awaits something, ``result_of`` takes
+what another thread's call returns, and ``loop_turns`` lets whatever is ready on the loop run a known number of times. A
+test that shows that something does *not* happen counts turns or drives a clock.
 
 A wait that is given up says in the first line of its error what it waited for, what it saw instead, and since when.
 What it saw is the condition's answer, and where that is no more than "not yet", the operands of what the condition
@@ -20,6 +20,7 @@ import reprlib
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -84,6 +85,17 @@ async def within(
     except TimeoutError:
         seen = f"; it saw {short(saw())}" if saw is not None else ""
         raise AssertionError(f"waited {timeout_s:g} s for {what}{seen}") from None
+
+
+def result_of(what: str, future: Future[T], timeout_s: float = WITHIN_S) -> T:
+    """Return what another thread's call returns, or raise what it raises. Raises AssertionError with ``what`` when it
+    does not end in time."""
+    try:
+        return future.result(timeout_s)
+    except TimeoutError:
+        if future.done():
+            raise
+        raise AssertionError(f"waited {timeout_s:g} s for {what}; it saw {short(future)}") from None
 
 
 async def loop_turns(count: int = 50) -> None:

@@ -18,7 +18,7 @@ from pillion.engine.grammars import compiler as compiler_module
 from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler, read_ahead, read_tokenizer
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
-from testbed.conditions import WITHIN_S, wait_for
+from testbed.conditions import WITHIN_S, result_of, wait_for
 from tests.support.fake_backend import EOS, VOCAB_SIZE
 from tests.support.grammars import text_of, write_tokenizer
 
@@ -54,14 +54,14 @@ def test_a_tokenizer_that_was_read_ahead_is_taken_until_its_file_changes(tmp_pat
 def started(
     compiler: GrammarCompiler, text: str, answer: tuple[int, ...] = (), stops: frozenset[int] = STOPS
 ) -> GrammarState:
-    return compiler.start(text, answer, stops).result(WITHIN_S)
+    return result_of("a grammar to be compiled", compiler.start(text, answer, stops))
 
 
 def allowed(state: GrammarState, *drafts: int) -> list[int]:
     """The tokens that may follow the drafts."""
     assert state.follow()
     masks = state.place_masks(drafts, 1 + len(drafts))
-    assert masks.wait(WITHIN_S)
+    assert masks.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the masks of {1 + len(drafts)} tokens"
     return np.flatnonzero(np.unpackbits(masks.bits[-1].view(np.uint8), bitorder="little")).tolist()
 
 
@@ -91,7 +91,8 @@ def test_an_answer_replayed_from_any_token_meets_the_same_masks(compiler: Gramma
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own there")
 def test_threads_that_compile_give_way_to_steps(compiler: GrammarCompiler) -> None:
-    nice = compiler._executor.submit(os.getpriority, os.PRIO_PROCESS, 0).result(WITHIN_S)
+    asked = compiler._executor.submit(os.getpriority, os.PRIO_PROCESS, 0)
+    nice = result_of("a thread that compiles", asked)
     assert nice == min(19, os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)
 
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from pillion.engine.grammars import mask_threads
+from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MAX_MASK_THREADS, MAX_QUEUED_MASKS, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
-from testbed.conditions import WITHIN_S, wait_for
+from testbed.conditions import WITHIN_S, result_of, wait_for
 from tests.support.fake_backend import VOCAB_SIZE
 from tests.support.fake_grammar import NumberMatcher, place
 
@@ -34,7 +35,7 @@ class HeldMatcher(NumberMatcher):
 
     def fill(self, bits: UInt32, guesses: Sequence[int]) -> None:
         HeldMatcher.begun += 1
-        assert self.gate.wait(WITHIN_S)
+        assert self.gate.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the test to open the gate"
         super().fill(bits, guesses)
 
 
@@ -42,6 +43,11 @@ def held(gate: threading.Event, answer: Sequence[int] = ()) -> HeldMatcher:
     matcher = HeldMatcher(FREE, answer)
     matcher.gate = gate
     return matcher
+
+
+def check_that_all_come(masks: Sequence[MaskRows]) -> None:
+    came = [each.wait(WITHIN_S) for each in masks]
+    assert all(came), f"waited {WITHIN_S:g} s for each of {len(masks)} steps' masks; those that came: {came}"
 
 
 class Woken:
@@ -54,7 +60,7 @@ class Woken:
         self.times.release()
 
     def wait(self) -> None:
-        assert self.times.acquire(timeout=WITHIN_S)
+        assert self.times.acquire(timeout=WITHIN_S), f"waited {WITHIN_S:g} s for the step loop to be woken"
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +121,7 @@ def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken
     masks = [other.place_masks((), 1) for other in others]
     # The step that finds masks missing has another thread started.
     wait_for("another thread", lambda: not late.follow() and masks[-1].wait(0))
-    assert all(each.wait(WITHIN_S) for each in masks)
+    check_that_all_come(masks)
     assert all(other.follow() for other in others)
 
 
@@ -130,7 +136,7 @@ def test_late_masks_of_one_grammar_take_one_thread(threads: MaskThreads, gate: t
     wait_for("another grammar's mask", lambda: not siblings[0].follow() and mask.wait(0))
     assert HeldMatcher.begun == 1
     gate.set()
-    assert all(each.wait(WITHIN_S) for each in masks)
+    check_that_all_come(masks)
 
 
 def test_a_mask_that_never_comes_fails_its_request_alone(
@@ -150,7 +156,7 @@ def test_a_mask_that_never_comes_fails_its_request_alone(
     now_s += 0.031
     assert endless.follow()
     assert "took longer than 30 ms" in str(endless.failure)
-    assert other.place_masks((), 1).wait(WITHIN_S)
+    check_that_all_come([other.place_masks((), 1)])
 
 
 def test_a_grammar_whose_masks_are_slow_asks_for_them_ahead(
@@ -175,7 +181,7 @@ def test_a_fork_begins_where_the_answer_does(threads: MaskThreads, gate: threadi
     child = state.fork()
     assert child.follow()
     assert child.num_tokens == 0
-    assert child.place_masks((), 1).wait(WITHIN_S)
+    check_that_all_come([child.place_masks((), 1)])
 
 
 def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThreads, gate: threading.Event) -> None:
@@ -188,7 +194,7 @@ def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThread
     # Another thread has the grammar until the gate opens, which this wait would outlast.
     masks = state.place_masks((), 1)
     with ThreadPoolExecutor(1) as waiting:
-        assert waiting.submit(masks.wait, 2 * WITHIN_S).result(WITHIN_S) is False
+        assert result_of("the wait's end", waiting.submit(masks.wait, 2 * WITHIN_S)) is False
 
 
 def test_a_long_queue_has_more_threads(
@@ -202,4 +208,4 @@ def test_a_long_queue_has_more_threads(
     wait_for("three threads", lambda: HeldMatcher.begun == 3)
     assert threads._threads == 3
     gate.set()
-    assert all(each.wait(WITHIN_S) for each in masks)
+    check_that_all_come(masks)

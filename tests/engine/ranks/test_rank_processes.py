@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import signal
@@ -24,7 +23,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.kvstore.memory.segment import Segment, map_shared
 from pillion.wire.attach import AttachReply, line_to_bytes
 from testbed.cluster import alive
-from testbed.conditions import WITHIN_S, until, wait_for
+from testbed.conditions import until, wait_for, within
 from tests.support import fake_ranks
 from tests.support.batches import Sequences
 from tests.support.fake_backend import greedy
@@ -68,7 +67,7 @@ async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
                 for first, ticket in enumerate(tickets)
             ]
             for first, answer in streams:
-                await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+                await answer.ended()
                 assert answer.token_ids == greedy(TOKENS[first:], 12)
             await workers.release(*tickets)
         await workers.quiet()
@@ -78,7 +77,7 @@ async def test_a_worker_of_three_ranks_says_what_one_says() -> None:
         assert not gone(pids)
         # No step runs: nobody would miss the rank before the next one.
         os.kill(pids[1], signal.SIGKILL)
-        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
+        reason = await within("the decode worker to fail", workers.decode.wait_failed())
         assert reason == "rank 2 ended with status -9"
     assert gone(pids)
 
@@ -106,10 +105,10 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
             os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
             monkeypatch.setattr(rank_processes, "STEP_SILENCE_MS", 300)
         own.gate.set()
-        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
+        reason = await within("the decode worker to fail", workers.decode.wait_failed())
         assert backend.ranks.lost
         assert "rank" in reason
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await answer.ended()
         assert answer.last is not None
         assert answer.last.error is not None
         assert answer.last.error.code == UNAVAILABLE

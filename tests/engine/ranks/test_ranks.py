@@ -17,7 +17,7 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.ranks.rank_memory import NEVER
 from pillion.errors import Internal
 from pillion.kernels.cpu.products.packing import FEW_BITS
-from testbed.conditions import WITHIN_S, wait_for
+from testbed.conditions import result_of, wait_for
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.mixed_adapters import mixed_steps, with_adapters
@@ -139,7 +139,7 @@ def in_turn(group, batch, order):
             # All that are there sleep until the first one that is not says that it has come.
             asleep = functools.partial(group.memory.sleepers, min(missing))
             wait_for("all ranks that are there sleep", lambda asleep=asleep: asleep() == len(futures))
-    results = [futures[rank].result(WITHIN_S) for rank in sorted(order)]
+    results = [result_of(f"the step of rank {rank}", futures[rank]) for rank in sorted(order)]
     return results[0]
 
 
@@ -169,7 +169,7 @@ def test_an_abort_ends_a_wait_and_every_later_one(prepared_of):
             assert not waiting.done()
             group.memory.abort()
         with pytest.raises(BackendLost, match="a rank was lost, or hangs"):
-            waiting.result(WITHIN_S)
+            result_of(f"the end of rank {rank}'s step", waiting)
     group.close()
 
 
@@ -198,9 +198,9 @@ def test_a_rank_that_fails_ends_the_others(prepared_of, monkeypatch):
     monkeypatch.setattr(group.backends[1], "_fill", fail)
     futures = [group.threads.submit(backend.forward, batch) for backend in group.backends]
     with pytest.raises(BackendLost):
-        futures[0].result(WITHIN_S)
+        result_of("the end of rank 0's step", futures[0])
     with pytest.raises(MemoryError):
-        futures[1].result(WITHIN_S)
+        result_of("the end of rank 1's step", futures[1])
     group.close()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import os
@@ -82,14 +81,14 @@ async def line(flags: dict[str, Any] = LORA) -> AsyncIterator[AdapterLine]:
 
 
 async def check(answer: Answer, adapter: str) -> None:
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     assert answer.last is not None
     assert answer.last.error is None, answer.last.error
     assert answer.token_ids == greedy(PROMPT, 6, adapter)
 
 
 async def failure(answer: Answer) -> tuple[type[Exception] | int, bool, str]:
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     assert answer.last is not None
     assert answer.last.error is not None
     return answer.last.error.code, answer.last.error.retryable, answer.last.error.message

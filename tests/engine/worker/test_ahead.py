@@ -16,7 +16,7 @@ import pytest
 from pillion.engine.backends.batch import StepBatch
 from pillion.engine.worker.worker import Worker
 from pillion.types import SamplingParams, TokenLogprob
-from testbed.conditions import WITHIN_S, loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until, within
 from tests.support.ahead_backend import AheadBackend, watch
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.workers import Answer, Connection, Workers, connected, prompt, running_workers, submit_of
@@ -60,7 +60,7 @@ async def start_together(
 
 
 async def over(answer: Answer) -> None:
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     assert answer.last is not None
 
 
@@ -196,7 +196,7 @@ async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
         def hang(batch: StepBatch) -> None:
             if batch.num_tokens == batch.num_seqs == 3:
                 stuck.set()
-                assert go.wait(WITHIN_S)
+                assert go.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the test to let the step go"
 
         decode.before_step = hang
         # They need a slot in different steps, so that one of them at least can always run.
@@ -214,7 +214,7 @@ async def test_an_epoch_ends_only_when_every_step_has_landed(gone: str) -> None:
         assert len(decode.under_way) == 2
         assert pool.ledger.holders[old].leased
         go.set()
-        await asyncio.wait_for(left, WITHIN_S)
+        await within("the epoch to end", left)
         assert not decode.under_way
         if gone == "fenced":
             await returned(worker, old)

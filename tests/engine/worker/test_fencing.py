@@ -23,7 +23,7 @@ from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool import Pool
 from pillion.v1.kvnode_pb2 import HeartbeatReply
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import WITHIN_S, loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until, within
 from testbed.redis import running_redis
 from tests.support.fake_backend import FakeBackend, greedy
 from tests.support.redis_nodes import patient
@@ -50,7 +50,7 @@ async def returned(worker: Worker, old: int) -> None:
 
 async def lost(answer: Answer) -> None:
     """Its end says: try elsewhere."""
-    await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+    await answer.ended()
     assert answer.last is not None
     assert answer.last.error is not None
     assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
@@ -75,7 +75,7 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
         other = await workers.ticket(PROMPT)
         assert other.pinned_blocks == 4, "what it had committed is found"
         again = await connection.submit(submit_of(2, other, PROMPT, 30))
-        await asyncio.wait_for(again.over.wait(), WITHIN_S)
+        await again.ended()
         assert again.token_ids == greedy(PROMPT, 30)
         assert answer.token_ids == received, "an old epoch's stream emitted again"
         await workers.release(ticket, other)
@@ -193,7 +193,7 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
         await loop_turns()
         assert len(sent) == len(answer.token_ids) == received
         asking.set()
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        await answer.ended()
         assert answer.token_ids == greedy(PROMPT, 500), "a token was lost, or sent twice"
         await workers.release(ticket)
         await workers.quiet()
@@ -264,7 +264,7 @@ async def test_slots_that_arrive_after_the_fence_are_nobodys(monkeypatch: pytest
         go_on.set()
         await lost(answer)
         again = await connection.submit(submit_of(2, ticket, PROMPT[:3], 10))
-        await asyncio.wait_for(again.over.wait(), WITHIN_S)
+        await again.ended()
         assert again.token_ids == greedy(PROMPT[:3], 10)
         await workers.release(ticket)
         await workers.quiet()
@@ -295,7 +295,7 @@ async def test_an_answer_that_got_lost_costs_the_epoch_and_not_the_process(monke
         # What was committed stands, all of the prompt under this ticket: a new one leaves a token to compute.
         other = await workers.ticket(PROMPT)
         again = await connection.submit(submit_of(2, other, PROMPT))
-        await asyncio.wait_for(again.over.wait(), WITHIN_S)
+        await again.ended()
         assert again.token_ids == greedy(PROMPT, 8)
         await workers.release(ticket, other)
         await workers.quiet()
@@ -312,7 +312,7 @@ async def test_a_node_that_gives_no_new_epoch_is_the_workers_end(monkeypatch: py
 
         monkeypatch.setattr(workers.decode.worker.node, "reattach", refused)
         old = fence(workers, workers.decode.worker)
-        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
+        reason = await within("the decode worker to fail", workers.decode.wait_failed())
         assert "no new epoch" in reason
         assert asked == [old] * worker_epoch.MAX_REATTACH_TRIES
         with pytest.raises(Unavailable):
@@ -329,7 +329,7 @@ async def test_stopping_meanwhile_ends_it(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(worker.node, "reattach", never)
         fence(workers, worker)
         await until("the fence to be noticed", lambda: worker.epoch.over)
-        await asyncio.wait_for(workers.decode.stop(0.0), WITHIN_S)
+        await within("the decode worker to stop", workers.decode.stop(0.0))
         await until("its end at the node", lambda: not workers.kvnode.pool.ledger.status().fenced_components)
         await workers.node.check_integrity()
 
@@ -346,7 +346,7 @@ async def test_stopping_ends_the_wait_for_the_nodes_next_life(monkeypatch: pytes
         monkeypatch.setattr(worker.attachment, "renew", renew)
         worker._on_node_gone()
         await until("the worker to wait for its node", waits.is_set)
-        await asyncio.wait_for(workers.decode.stop(0.0), WITHIN_S)
+        await within("the decode worker to stop", workers.decode.stop(0.0))
         assert ended == [True], "its thread uses the attachment, and was not waited for"
 
 

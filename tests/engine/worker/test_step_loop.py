@@ -14,7 +14,7 @@ from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import Outcome, StepPlan, Update
 from pillion.engine.worker.step_loop import MAX_UNREAD_OUTCOMES, StepLoop
 from pillion.errors import PillionError
-from testbed.conditions import WITHIN_S, loop_turns, until
+from testbed.conditions import loop_turns, until, within
 
 
 class Counting:
@@ -87,7 +87,7 @@ async def test_a_thread_that_waits_for_leave_to_speak_can_be_stopped() -> None:
     scheduler = Counting()
     loop = step_loop(scheduler, may_publish=lambda: False)
     await all_that_may_be_unread(scheduler)
-    await asyncio.wait_for(loop.stop(), WITHIN_S)
+    await within("the loop to stop", loop.stop())
     assert not loop.running
 
 
@@ -157,5 +157,5 @@ async def test_a_device_that_is_lost_ends_the_thread(at_launch: bool) -> None:
         return _Lost().wait() if at_launch else _Lost()  # type: ignore[return-value]
 
     loop = step_loop(Counting(), launch, on_death=died.set_result)
-    assert "no device" in await asyncio.wait_for(died, WITHIN_S)
-    await asyncio.wait_for(loop.stop(), WITHIN_S)
+    assert "no device" in await within("the loop to die", died)
+    await within("the loop to stop", loop.stop())

@@ -14,7 +14,7 @@ from pillion.engine.worker.worker import WARM_UP_TOKENS
 from pillion.errors import ConfigError
 from pillion.kvstore.index import registry as registry_module
 from pillion.kvstore.index.registry import Registry
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import WITHIN_S, until, within
 from testbed.redis import running_redis
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory, greedy
 from tests.support.redis_nodes import patient
@@ -31,10 +31,10 @@ async def test_the_nodes_end_is_the_workers_end() -> None:
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
         await until("a step at the gate and a token", lambda: backend.waiting.is_set() and answer.token_ids)
         await workers.kvnode.stop(0.0)
-        reason = await asyncio.wait_for(workers.decode.wait_failed(), WITHIN_S)
+        reason = await within("the decode worker to fail", workers.decode.wait_failed())
         assert "KV node" in reason
-        assert "KV node" in await asyncio.wait_for(workers.prefill.wait_failed(), WITHIN_S)
-        await asyncio.wait_for(answer.over.wait(), WITHIN_S)
+        assert "KV node" in await within("the prefill worker to fail", workers.prefill.wait_failed())
+        await answer.ended()
         assert answer.last is not None
         assert answer.last.error is not None
         assert (answer.last.error.code, answer.last.error.retryable) == (UNAVAILABLE, True)
@@ -50,7 +50,7 @@ async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
         stopping = asyncio.create_task(workers.decode.stop(WITHIN_S))
         await until("the stop to be noticed", lambda: workers.decode.worker.draining)
         late = await connection.submit(submit_of(2, tickets[1], PROMPT))
-        await asyncio.wait_for(late.over.wait(), WITHIN_S)
+        await late.ended()
         assert late.last is not None
         assert late.last.error is not None
         assert late.last.error.code == UNAVAILABLE
@@ -102,7 +102,7 @@ class _HeldTurn:
 
     def wait(self) -> float:
         self.waited_for.set()
-        assert self.come.wait(WITHIN_S)
+        assert self.come.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the test to let it come"
         return 0.0
 
 
