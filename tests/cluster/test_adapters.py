@@ -148,7 +148,7 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
         def read(task: tuple[str, list[int]]) -> tuple[list[int], int]:
             model, ids = task
             stream = client.generate(
-                ids, model=model, temperature=0.0, max_tokens=250, ignore_eos=True, cache_salt=f"{role} {model}"
+                ids, model=model, temperature=0.0, max_tokens=100, ignore_eos=True, cache_salt=f"{role} {model}"
             )
             deltas = list(stream)
             assert deltas[-1].timings is not None
@@ -158,8 +158,8 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
             # So the spans that it gets are not done when it dies.
             cluster.kill(role, signal.SIGSTOP)
         else:
-            # A batch has four tokens of a stream at most, of 250.
-            cluster.arm(30, signal.SIGSTOP)
+            # A batch has four tokens of a stream at most, of 100.
+            cluster.arm(10, signal.SIGSTOP)
         reading = [pool.submit(read, task) for task in tasks]
         if role == "prefill":
             wait_for("all spans", lambda: cluster.node_status().tickets >= len(tasks))
@@ -170,7 +170,7 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
             victim.kill()
         found = [future.result() for future in reading]
     for (model, ids), (tokens, _) in zip(tasks, found, strict=True):
-        assert first_difference(expected(model, ids, 250), tokens, EPSILON) == "", model
+        assert first_difference(expected(model, ids, 100), tokens, EPSILON) == "", model
     assert sum(replays for _, replays in found) >= 1
     settled(cluster)
 

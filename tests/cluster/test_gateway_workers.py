@@ -46,13 +46,15 @@ TENANTS += "[tenant.once]\nrequests_per_minute = 1\n"
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
 FLAGS += ("--drain-timeout-s", "300")
 HTTP_PORT = free_port()
-STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 600
+STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 300
 # Every other line of a batch has an answer that takes so many steps that it is held amid of it.
 LINES, STEPS, HELD_AT_BATCH = 60, {0: 40, 1: 250}, 100
 # How often the decode worker goes on for a while, at most, until all of its streams have begun.
-BATCHES_BETWEEN_LOOKS = 10
-# An answer of some 500 tokens, which are bytes.
-WORDS = 6
+BATCHES_BETWEEN_LOOKS = 5
+# The message of an answer, counted from 0, with which it counts as begun where the SDK is to resume it.
+AMID = 2
+# An answer of some 250 tokens, which are bytes.
+WORDS = 3
 _ARRAY = {"type": "array", "items": {"type": "string", "pattern": "^[a-z]{80}$"}, "minItems": WORDS, "maxItems": WORDS}
 LONG = {"type": "object", "properties": {"w": _ARRAY}, "required": ["w"], "additionalProperties": False}
 LONG_SHAPE = StructuredOutputs(json=json.dumps(LONG))
@@ -339,7 +341,7 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
         collector = OutputCollector(None, None, True)
         for count, delta in enumerate(client.generate(texts[number], request_id=f"r-{number}", **fields)):
             collector.add(delta)
-            if count == STREAMS:
+            if count == AMID:
                 begun.release()
         return collector.output()
 

@@ -42,8 +42,8 @@ pytestmark = pytest.mark.cluster
 
 # Rounds in which all streams may be on one worker. A supervisor gives up where a component dies too often.
 MAX_MOVES = 4
-# Which batch of deltas is held, of both workers together: each stream has 500 tokens, and at most one in each of them.
-HELD_AT, HELD_AT_BATCH = BY_NAME[AMID_ANSWERS], 40
+# Which batch of deltas is held, of both workers together: each stream has 200 tokens, and at most one in each of them.
+HELD_AT, HELD_AT_BATCH, MOVED_TOKENS = BY_NAME[AMID_ANSWERS], 40, 200
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 
 
@@ -252,9 +252,9 @@ def test_a_killed_prefill_worker_costs_a_pause(cluster: ServedCluster) -> None:
     """Decode workers and KV nodes are killed amid answers in the next two tests."""
     ids = byte_prompt(5, 400)
     with Client(cluster.target) as client:
-        expected = answer(client, ids, 600, "before")
+        expected = answer(client, ids, 20, "before")
         cluster.arm(2, signal.SIGKILL, point="prefill, before a launch")
-        deltas = list(client.generate(ids, temperature=0.0, max_tokens=600, ignore_eos=True, cache_salt="after"))
+        deltas = list(client.generate(ids, temperature=0.0, max_tokens=20, ignore_eos=True, cache_salt="after"))
         dead = cluster.struck()
         assert tuple(token for delta in deltas for token in delta.token_ids) == expected
         assert deltas[-1].timings is not None
@@ -267,7 +267,7 @@ def test_a_killed_prefill_worker_costs_a_pause(cluster: ServedCluster) -> None:
 def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
     """First under eight streams, of which none is lost, and then with nothing under way: what was committed is hit, and
     no worker has to be started again."""
-    prompts, salt, most = [byte_prompt(400 + seed, 300) for seed in range(8)], "kept", 700
+    prompts, salt, most = [byte_prompt(400 + seed, 300) for seed in range(8)], "kept", 300
 
     def read(client: Client, ids: list[int]) -> tuple[tuple[int, ...], int]:
         deltas = list(client.generate(ids, temperature=0.0, max_tokens=most, ignore_eos=True, cache_salt=salt))
@@ -294,8 +294,8 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
         wait_for("all slots back", cluster.idle)
         workers = {process.pid for role in ("decode", "prefill") for process in cluster.components(role)}
         before = cluster.node_status()
-        # A stream has 700 tokens, and at most one in each batch.
-        cluster.arm(300, signal.SIGKILL, victim="kvnode")
+        # A stream has 300 tokens, and at most one in each batch.
+        cluster.arm(100, signal.SIGKILL, victim="kvnode")
         streams = [threads.submit(read, client, ids) for ids in prompts]
         cluster.struck()
         returned(before)
@@ -408,7 +408,7 @@ def test_streams_move_to_another_worker(model: str) -> None:
         served(pathlib.Path(folder), model, *flags, faults=True) as cluster,
     ):
         with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(prompts)) as pool:
-            expected = list(pool.map(lambda ids: answer(client, ids, 500, "before"), prompts))
+            expected = list(pool.map(lambda ids: answer(client, ids, MOVED_TOKENS, "before"), prompts))
             for number in (signal.SIGKILL, signal.SIGTERM):
                 check_streams_move(cluster, client, pool, prompts, expected, number)
         wait_for("all slots back", cluster.idle)
@@ -435,7 +435,7 @@ def check_streams_move(
 
     def moved(ids: list[int], salt: str) -> tuple[tuple[int, ...], bool]:
         got: list[int] = []
-        for last in client.generate(ids, temperature=0.0, max_tokens=500, ignore_eos=True, cache_salt=salt):
+        for last in client.generate(ids, temperature=0.0, max_tokens=MOVED_TOKENS, ignore_eos=True, cache_salt=salt):
             got += last.token_ids
         assert last.timings is not None
         return tuple(got), last.timings.replays > 0

@@ -147,9 +147,9 @@ def test_serve_with_keys_and_certificates(certs: pathlib.Path, tmp_path: pathlib
     temporary.mkdir()
     flags = [f"--tls-cert={certs}/server.pem", f"--tls-key={certs}/server.key", f"--tls-ca={certs}/ca.pem"]
     internal = [f"--internal-tls-{kind}={certs}/{file}" for kind, file in _INTERNAL]
-    ports = [f"--grpc-port={port}", "--http-port=0"]
+    ports = [f"--grpc-port={port}", "--http-port=0", "--max-model-len=512", "--kv-pool-bytes=16MiB"]
     command = [sys.executable, "-m", "pillion", "serve", str(model), *ports, *flags, *internal, f"--api-keys={keys}"]
-    environ = {**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1"}
+    environ = {**os.environ, "TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", "PILLION_STANDBY": "false"}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
     cluster = ServedCluster(process, temporary, port, log)
