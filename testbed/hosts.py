@@ -57,7 +57,8 @@ class Hosts:
         return name
 
     def gateway(self, *flags: str, name: str = "gateway") -> str:
-        """Begin to start a gateway; returns where clients find it."""
+        """Begin to start a gateway; returns where clients find it. It keeps the record of a worker that has left for
+        as long as its own --heartbeat-timeout-ms says."""
         target = f"127.0.0.1:{free_port()}"
         # Every prompt goes through a prefill worker; the planner would sometimes see no gain in that.
         edge = ("--grpc-port", target.split(":")[1], "--http-port", "0", "--split-policy", "disaggregated")
@@ -138,13 +139,14 @@ class Hosts:
 
     def _start(self, name: str, *command: str, machine: str = "") -> None:
         self._commands[name] = command, machine
+        role, *own = command
         environment = {**os.environ, **self.environ}
         environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
         with self._log(name).open("ab") as out:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "pillion", *command, *self._common],
+                [sys.executable, "-m", "pillion", role, *self._common, *own],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,

@@ -66,7 +66,9 @@ def test_blocks_move_and_answers_stay(folder: pathlib.Path, transport: str) -> N
         cluster.environ.update(hook_environment(folder / "board"))
         cluster.node("kv-a", *flags)
         cluster.node("kv-b", *flags)
-        decode, target = cluster.worker("decode", "kv-b"), cluster.gateway("--chunk-size", "64")
+        # Workers leave one after the other, and the gateway is to forget each soon.
+        decode = cluster.worker("decode", "kv-b")
+        target = cluster.gateway("--chunk-size", "64", "--heartbeat-timeout-ms", "1000")
 
         # The decode worker of kv-b serves alone at first, then with the prefill worker of kv-a.
         cluster.sees(target, decode)
