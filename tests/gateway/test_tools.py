@@ -274,7 +274,10 @@ WRITTEN = {
 }
 
 
-@pytest.mark.parametrize("parser", WRITTEN)
+@pytest.mark.parametrize(
+    "parser",
+    ["hermes", "llama3_json", *(pytest.param(one, marks=pytest.mark.long) for one in ("qwen3_coder", "mistral"))],
+)
 async def test_a_worker_dies_in_the_middle_of_a_call(parser: str) -> None:
     """Wherever the answer breaks, the client reads the call that it would have read."""
     async with running_fake_cluster(WRITTEN[parser], template=TEMPLATE, tool_call_parser=parser) as fakes:

@@ -108,7 +108,7 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
     request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
     grammar = join(answer_pieces(formats.answer_form(request, ""), formats, options, None)).text
     ended = 0
-    for seed in range(6):
+    for seed in range(4):
         ids = written(codec, grammar, seed)
         if ids is None:
             continue
@@ -121,7 +121,7 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
         if choice == "named":
             assert [name for name, _ in calls] == ["weather"]
         assert several or len(calls) <= 1
-    assert ended >= 3
+    assert ended >= 2
 
 
 def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:

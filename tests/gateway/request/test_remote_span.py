@@ -160,11 +160,11 @@ async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: py
 # ---- parts lost ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("chunks", [0, 2])
 @pytest.mark.parametrize(
-    "error", [Unavailable("gone"), NotFound("no such ticket"), Overloaded("queue full"), Internal("bug")]
+    ("error", "chunks"),
+    [(Unavailable("gone"), 2), (NotFound("no such ticket"), 0), (Overloaded("queue full"), 2), (Internal("bug"), 0)],
 )
-async def test_a_lost_worker_is_planned_again(chunks: int, error: PillionError) -> None:
+async def test_a_lost_worker_is_planned_again(error: PillionError, chunks: int) -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.far_prefill.failures = [(chunks, error)]
         deltas = await read(fakes.client.generate(PROMPT))
@@ -198,8 +198,14 @@ async def test_a_decode_worker_lost_behind_a_remote_span() -> None:
         assert len(fakes.far_node.opened) == len(fakes.node.opened) == 2
 
 
-@pytest.mark.parametrize("end", ["cancel", "deadline"])
-@pytest.mark.parametrize("stage", ["far ticket", "far fetch", "span", "fetch"])
+@pytest.mark.parametrize(
+    ("stage", "end"),
+    [
+        *((stage, "cancel") for stage in ("far ticket", "far fetch", "span", "fetch")),
+        ("span", "deadline"),
+        *(pytest.param(stage, "deadline", marks=pytest.mark.long) for stage in ("far ticket", "far fetch", "fetch")),
+    ],
+)
 async def test_both_tickets_end_with_the_request(stage: str, end: str) -> None:
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         fakes.node.pinned = 1
