@@ -284,7 +284,8 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
         assert [info.name for info in await fakes.client.models()] == ["toy", "models/toy", "fixed"]
 
 
-async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path):
+async def test_keys_decide_who_loads_and_who_uses(made, flags, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("pillion.gateway.gateway_server.WATCH_INTERVAL_S", 0.02)
     keys = tmp_path / "keys.toml"
     entries = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
     keys.write_text(TENANTS + entries)

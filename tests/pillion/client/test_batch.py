@@ -76,7 +76,8 @@ async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> 
         await fakes.settled()
 
 
-async def test_who_is_refused_for_load_comes_again(blocking: bool) -> None:
+async def test_who_is_refused_for_load_comes_again(blocking: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pillion.gateway.admission.admission.RETRY_AFTER_MS", 10)
     async with running_fake_cluster("The answer.", max_inflight_requests=2) as fakes:
         fakes.decode.gate.clear()
         work = asyncio.create_task(batch(fakes, blocking, ["x"] * 4, concurrency=4))

@@ -17,6 +17,7 @@ import uvicorn
 
 from pillion import AsyncClient, Client, ConfigError, DeadlineExceeded, PillionError, Unauthenticated, Unavailable
 from pillion.cli.certs import make_certs
+from pillion.client import connection
 from pillion.client.connection import connect
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.target import TargetError
@@ -27,6 +28,13 @@ from pillion.top.top import PageReader
 from testbed.otlp import collecting
 from testbed.ports import free_port
 from tests.pillion.client.test_connection import Scripted, server_credentials, serving
+
+
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that fails is tried again at once."""
+    monkeypatch.setattr(connection, "RETRY_FIRST_BACKOFF_S", 0.01)
+
 
 needs_openssl = pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl")
 
@@ -214,11 +222,10 @@ async def test_a_commands_spans_leave_before_it_ends_and_a_dead_receiver_does_no
 
     async with serving(Scripted()) as address:
         with collecting() as receiver:
-            assert await asyncio.to_thread(generate, address, receiver.environ(delay_ms=0)) == 0
+            quiet = {**receiver.environ(delay_ms=0), "OTEL_TRACES_EXPORTER": "none"}
+            dead = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+            ways = (receiver.environ(delay_ms=0), quiet, dead)
+            done = await asyncio.gather(*(asyncio.to_thread(generate, address, variables) for variables in ways))
+            assert done == [0] * 3
             ((service, span),) = receiver.spans
             assert (service, span.name) == ("pillion-client", "text_completion")
-            quiet = {**receiver.environ(delay_ms=0), "OTEL_TRACES_EXPORTER": "none"}
-            assert await asyncio.to_thread(generate, address, quiet) == 0
-            assert len(receiver.spans) == 1
-        dead = {"OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
-        assert await asyncio.to_thread(generate, address, dead) == 0
