@@ -20,7 +20,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import tests.support.gpu  # noqa: F401
-from tests.support.examples import LONG
+from tests.support.examples import LONG, examples
 
 pytest_plugins = ["tests.support.limits", "tests.support.own_cache"]
 
@@ -33,7 +33,12 @@ torch.set_num_threads(1)
 
 # On a loaded machine an example takes as long as it takes, and so does making it.
 settings.register_profile(
-    "loaded", deadline=None, derandomize=not LONG, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+    "loaded",
+    max_examples=examples(100),
+    deadline=None,
+    derandomize=not LONG,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("loaded")
 

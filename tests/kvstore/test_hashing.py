@@ -8,12 +8,11 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pillion.errors import InvalidRequest
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, namespace_base, request_root, split_hashes
-from tests.support.examples import examples
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=70)
 block_sizes = st.sampled_from([1, 2, 4, 16])
@@ -49,7 +48,6 @@ def test_hashes_agree_exactly_as_far_as_the_tokens(a: list[int], b: list[int], b
         assert (left == right) == (a[:end] == b[:end])
 
 
-@settings(max_examples=examples(80))
 @given(st.tuples(texts, texts, texts, st.integers(1, 64), st.integers(1, 8)), st.data())
 def test_every_field_of_the_namespace_counts(fields: tuple[str, str, str, int, int], data: st.DataObject) -> None:
     names = ("fingerprint", "dtype", "layout", "block_size", "tp")

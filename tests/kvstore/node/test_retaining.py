@@ -27,6 +27,11 @@ from tests.support.node_lives import Lives, ended
 CHAIN = chain_hashes(bytes(32), (1, 2, 3), 1)
 
 
+@pytest.fixture(autouse=True)
+def _looking_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retaining, "LOOK_S", 0.02)
+
+
 class RetainingLife:
     """One life of a node's ledger, with a caller."""
 
