@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import psutil
 import pytest
@@ -32,24 +30,12 @@ from tests.support.workers import BLOCK, connected, running_workers, submit_of
 
 TOKENS = [(position * 7) % 95 for position in range(30)]
 UNAVAILABLE = 14
+PAIRS = (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2, dtype=torch.float32)),)
 
 
 @pytest.fixture(autouse=True)
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank_processes, "MODULE", "tests.support.fake_ranks")
-
-
-@contextlib.contextmanager
-def ranked(size: int) -> Iterator[RankedBackend]:
-    """A backend of so many ranks without a pool."""
-    backend = fake_ranks.fake_ranks(size).backend
-    assert isinstance(backend, RankedBackend)
-    try:
-        yield backend
-    finally:
-        backend.close()
-        backend.close()
-        backend.check_integrity()
 
 
 def gone(pids: list[int]) -> bool:
@@ -124,34 +110,9 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         await workers.quiet()
 
 
-def take(backend: RankedBackend | RankedGpuBackend, weights: AdapterWeights) -> RankedAdapter:
+def take(backend: RankedGpuBackend, weights: AdapterWeights) -> RankedAdapter:
     """Gives a backend an adapter in the form in which the process that reads adapters brings it."""
     return backend.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
-
-
-def test_adapters_are_in_every_rank_and_a_stopped_rank_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.1)
-    pairs = (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2, dtype=torch.float32)),)
-    with ranked(2) as backend:
-        backend.bind_adapters(2, 8)
-        assert backend.max_adapters == 2
-        packed = take(backend, AdapterWeights("0" * 63 + "1", 2, {fake_ranks.LAYER: pairs}))
-        assert packed.nbytes == 2 * 8
-        backend.place_adapter(1, packed)
-        with pytest.raises(Internal, match="a rank could not pack"):
-            take(backend, AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": pairs}))
-        assert not backend.ranks.lost
-        assert list(backend._dropped) == [packed.number + 1]
-        del packed
-        take(backend, AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: pairs}))
-        # Those of before are dropped in the ranks now, and this one is with the next.
-        assert list(backend._dropped) == [3]
-        os.kill(backend.ranks.pids()[0], signal.SIGSTOP)
-    assert gone(backend.ranks.pids())
-    assert not backend.ranks.lost
-    memory = backend.ranks._memory
-    assert isinstance(memory, fake_ranks.FakeMemory)
-    assert memory.fd < 0, "its descriptor is closed"
 
 
 def test_what_a_rank_refuses_is_an_error_of_the_start() -> None:
@@ -167,11 +128,28 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_start(monkeypatch: pytest.M
         fake_ranks.fake_ranks(2)
 
 
-def test_a_step_waits_for_other_ranks_when_it_is_waited_for() -> None:
+def check_adapters(backend: RankedGpuBackend, packed: list[RankedAdapter]) -> None:
+    """What a rank cannot pack is an error of the adapter, and what nobody holds any more is dropped in all ranks."""
+    assert backend.max_adapters == 2
+    assert packed[0].nbytes == 2 * 8
+    with pytest.raises(Internal, match="a rank could not pack"):
+        take(backend, AdapterWeights("0" * 63 + "2", 2, {"layers.1.o": PAIRS}))
+    assert not backend.ranks.lost
+    assert list(backend._dropped) == [packed[0].number + 1]
+    packed.clear()
+    take(backend, AdapterWeights("0" * 63 + "3", 2, {fake_ranks.LAYER: PAIRS}))
+    # Those of before are dropped in the ranks now, and this one is with the next.
+    assert list(backend._dropped) == [3]
+
+
+def test_steps_wait_for_a_rank_that_stands_still_adapters_are_in_all_and_a_stopped_one_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Two steps are under way while the other rank stands still; what is said to it between them keeps the order."""
+    monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.1)
     backend = fake_ranks.fake_ranks(2, ahead=True).backend
     assert isinstance(backend, RankedGpuBackend)
-    size_bytes, pairs = 8 * backend.layout.block_bytes, (LowRank(0, torch.ones(2, 3), torch.zeros(4, 2)),)
+    size_bytes = 8 * backend.layout.block_bytes
     pool, connection = Segment(size_bytes), socket.socket()
     text, pid = TOKENS[:6], backend.ranks.pids()[0]
     sequences = Sequences(8, fake_ranks.BLOCK)
@@ -179,8 +157,8 @@ def test_a_step_waits_for_other_ranks_when_it_is_waited_for() -> None:
     try:
         backend.ranks.map_pool(line_to_bytes(AttachReply(num_slots=8)), [pool.fileno(), connection.fileno()])
         backend.bind_pool(memoryview(map_shared(pool.fileno(), size_bytes)), 8)
-        backend.bind_adapters(1, 8)
-        packed = take(backend, AdapterWeights("0" * 64, 2, {fake_ranks.LAYER: pairs}))
+        backend.bind_adapters(2, 8)
+        packed = [take(backend, AdapterWeights("0" * 63 + "1", 2, {fake_ranks.LAYER: PAIRS}))]
         os.kill(pid, signal.SIGSTOP)
         steps = [
             backend.launch(sequences.step([(number, [token])]), (), rows_of([RowParameters(temperature=0.0)]))
@@ -191,13 +169,21 @@ def test_a_step_waits_for_other_ranks_when_it_is_waited_for() -> None:
         steps.append(
             backend.launch(sequences.step([(number, text[2:])]), (), rows_of([RowParameters(temperature=0.0)]))
         )
-        backend.place_adapter(0, packed)
+        backend.place_adapter(1, packed[0])
         assert [step.wait().token_ids for step in steps[1:]] == [(*greedy(text[:2], 1),), (*greedy(text, 1),)]
+        check_adapters(backend, packed)
+        os.kill(pid, signal.SIGSTOP)
     finally:
+        backend.close()
         backend.close()
         pool.close()
         connection.close()
     backend.check_integrity()
+    assert gone([pid])
+    assert not backend.ranks.lost
+    memory = backend.ranks._memory
+    assert isinstance(memory, fake_ranks.FakeMemory)
+    assert memory.fd < 0, "its descriptor is closed"
 
 
 PARENT = """

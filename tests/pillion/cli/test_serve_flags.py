@@ -6,7 +6,7 @@ from __future__ import annotations
 import ast
 import pathlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import Field, fields
 from typing import Any
 
@@ -117,8 +117,19 @@ def served(monkeypatch: pytest.MonkeyPatch, argv: list[str], environ: dict[str, 
     return ran[0]
 
 
-@pytest.mark.parametrize("give", [on_the_command_line, in_the_environment, in_a_file], ids=lambda give: give.__name__)
-@pytest.mark.parametrize(("role", "field"), FORWARDED, ids=lambda value: getattr(value, "name", value))
+def ways() -> Iterator[Any]:
+    """Every flag of every component in each way. In ``make test`` a flag of several components is in the environment
+    and in a file for one of them alone."""
+    seen = set()
+    for give in (on_the_command_line, in_the_environment, in_a_file):
+        for role, field in FORWARDED:
+            again = give is not on_the_command_line and (give, field.name) in seen
+            seen.add((give, field.name))
+            marks = [pytest.mark.long] if again else []
+            yield pytest.param(role, field, give, marks=marks, id=f"{role}-{field.name}-{give.__name__}")
+
+
+@pytest.mark.parametrize(("role", "field", "give"), list(ways()))
 def test_every_flag_of_a_component_reaches_its_process(
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: pathlib.Path,
