@@ -12,7 +12,7 @@ import tempfile
 import pytest
 
 from tests.cluster.parity import CHAT, LONG, ParityCase, full_matrix, pairwise, run_cases
-from tests.support.covering import each_value
+from tests.support.covering import each_value, few_and_rest
 
 # Every value but the single prompts; one of them is a chat.
 FEW = each_value(
@@ -33,17 +33,7 @@ def test_subset_covers_every_pair() -> None:
 
 
 @pytest.mark.model
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(FEW, id="every value"),
-        pytest.param(
-            [case for case in pairwise() if case not in FEW],
-            id="every pair of values",
-            marks=[pytest.mark.long, pytest.mark.timeout(1200)],
-        ),
-    ],
-)
+@pytest.mark.parametrize("cases", few_and_rest(FEW, pairwise(), 1200))
 async def test_greedy_tokens_are_transformers(cases: list[ParityCase]) -> None:
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         results = await run_cases(cases, pathlib.Path(folder))

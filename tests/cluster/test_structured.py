@@ -11,7 +11,7 @@ from dataclasses import astuple
 import pytest
 
 from tests.cluster.structured import StructuredCase, full_matrix, pairwise, run_structured
-from tests.support.covering import each_value, pairs_of
+from tests.support.covering import each_value, few_and_rest, pairs_of
 
 FEW = each_value([case for case in pairwise() if case.guesses], astuple)
 
@@ -25,17 +25,7 @@ def test_subset_covers_every_pair() -> None:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    "cases",
-    [
-        pytest.param(FEW, id="every value on one cluster"),
-        pytest.param(
-            [case for case in pairwise() if case not in FEW],
-            id="every pair of values",
-            marks=[pytest.mark.long, pytest.mark.timeout(900)],
-        ),
-    ],
-)
+@pytest.mark.parametrize("cases", few_and_rest(FEW, pairwise(), 900))
 def test_answers_keep_their_shape_under_every_trouble(cases: list[StructuredCase]) -> None:
     results = run_structured(cases)
     assert [f"{case}: {wrong}" for case, wrong in results if wrong] == []
