@@ -7,10 +7,11 @@ import re
 import socket
 import subprocess
 import sys
+from concurrent.futures import Future
 
 import pytest
 
-from testbed.conditions import LINE_CHARACTERS, until, wait_for, within
+from testbed.conditions import LINE_CHARACTERS, result_of, until, wait_for, within
 from testbed.ports import FIRST, LAST, free_port, free_ports
 
 FOUND = [3]
@@ -64,6 +65,15 @@ async def test_what_does_not_come_is_named() -> None:
     with pytest.raises(AssertionError, match=r"^waited 0 s for a word; it saw \[3\]$"):
         await within("a word", asyncio.Event().wait(), 0, saw=lambda: FOUND)
     assert await within("an answer", told()) == 2
+
+
+def test_a_call_of_another_thread_that_does_not_end_is_named() -> None:
+    future: Future[int] = Future()
+    with pytest.raises(AssertionError, match=r"^waited 0 s for a call; it saw <Future at .* state=pending>$"):
+        result_of("a call", future, 0)
+    future.set_exception(TimeoutError("its own"))
+    with pytest.raises(TimeoutError, match="its own"):
+        result_of("a call", future)
 
 
 def test_a_port_is_given_once_whoever_asks(monkeypatch: pytest.MonkeyPatch) -> None:
