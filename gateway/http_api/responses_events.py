@@ -9,7 +9,7 @@ What does not change from event to event is encoded once for each item; an event
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -91,6 +91,7 @@ class ResponsesWriter(AnswerWriter):
             self._add_logprobs(part, delta)
         self._hold_logprobs(delta)
         self._finish_reason = delta.finish_reason or self._finish_reason
+        self._last_logprobs()
 
     def whole(self, usage: Usage) -> bytes:
         """The response."""
@@ -110,15 +111,33 @@ class ResponsesWriter(AnswerWriter):
             elif text:
                 yield self._text_event(text)
         self._hold_logprobs(delta)
+        if last := self._last_logprobs():
+            fields = {**self._place(self._parts.all[-1]), "delta": "", "logprobs": self._logprobs(last)}
+            yield self._event("response.output_text.delta", fields)
 
     def _add_logprobs(self, part: OutputPart, delta: Delta) -> list[TokenLogprob]:
         """Those of a delta with text belong to the text, and so do those of tokens before it that brought none."""
         if not self._shows or part.kind is not PartKind.TEXT:
             return []
         logprobs = [*self._held, *delta.logprobs]
+        self._keep_logprobs(part, logprobs)
+        return logprobs
+
+    def _last_logprobs(self) -> list[TokenLogprob]:
+        """At an answer's end, those of the tokens that brought no text, as the one that ends it: they belong to the
+        text before them, whether they came in its delta or in one of their own."""
+        held = self._held
+        if self._finish_reason is None or not held or not self._parts.all:
+            return []
+        part, self._held = self._parts.all[-1], []
+        if part.kind is not PartKind.TEXT:
+            return []
+        self._keep_logprobs(part, held)
+        return held
+
+    def _keep_logprobs(self, part: OutputPart, logprobs: Sequence[TokenLogprob]) -> None:
         part.logprobs.extend(logprobs)
         self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
-        return logprobs
 
     def _hold_logprobs(self, delta: Delta) -> None:
         if delta.text or delta.reasoning or delta.tool_calls:

@@ -127,7 +127,7 @@ class BatchLife(RuleBasedStateMachine):
 
 
 TestBatchLife = BatchLife.TestCase
-TestBatchLife.settings = settings(max_examples=examples(60), stateful_step_count=30)
+TestBatchLife.settings = settings(max_examples=examples(150), stateful_step_count=30)
 
 
 def test_each_line_runs_once() -> None:

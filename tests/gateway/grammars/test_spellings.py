@@ -48,7 +48,7 @@ PATTERNS = st.recursive(
     max_leaves=5,
 )
 WHOLE = st.tuples(st.sampled_from(["^", ""]), PATTERNS, st.sampled_from(["$", ""])).map("".join)
-FEW = settings(max_examples=examples(50), deadline=None, suppress_health_check=list(HealthCheck))
+FEW = settings(max_examples=examples(120), deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def in_python(pattern: str) -> re.Pattern[str]:

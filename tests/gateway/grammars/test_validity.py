@@ -128,7 +128,7 @@ KINDS: tuple[Kind, ...] = (
     nested,
     lambda rng: an_array(rng, an_object),
 )
-OF_EACH_KIND = examples(15)
+OF_EACH_KIND = examples(40)
 
 
 def schemas() -> Iterator[tuple[str, Any]]:

@@ -56,6 +56,7 @@ def without_ids(response: Any) -> dict[str, Any]:
     )
 
 
+@pytest.mark.parametrize("per_delta", [1, 5, 100])
 @pytest.mark.parametrize(
     ("more", "text", "status"),
     [
@@ -66,8 +67,10 @@ def without_ids(response: Any) -> dict[str, Any]:
     ids=str,
 )
 async def test_a_response_and_its_stream_say_the_same(
-    fakes: FakeCluster, more: dict[str, Any], text: str, status: str
+    fakes: FakeCluster, more: dict[str, Any], text: str, status: str, per_delta: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """However many tokens come at once."""
+    monkeypatch.setattr(fakes.decode, "per_delta", per_delta)
     fakes.node.pinned = 2
     async with client_of(fakes) as client:
         whole = await client.responses.create(**ASKED, **more)
@@ -87,7 +90,9 @@ async def test_a_response_and_its_stream_say_the_same(
         assert "".join(event.delta for event in deltas) == text
         if "include" in more:
             (part,) = whole.output[0].content
-            assert b"".join(bytes(one.bytes) for one in part.logprobs).decode() == text
+            # The last token ends the answer and has no text.
+            assert b"".join(bytes(one.bytes) for one in part.logprobs[:-1]).decode() == text
+            assert len(part.logprobs) == usage.output_tokens
             assert all(len(one.top_logprobs) == 1 for one in part.logprobs)
             assert [one.logprob for event in deltas for one in event.logprobs] == [one.logprob for one in part.logprobs]
     fakes.node.pinned = 0
@@ -177,7 +182,7 @@ async def test_a_shape_is_parsed(fakes: FakeCluster, scripted: ScriptedGateway) 
             assert (await stream.get_final_response()).output_parsed == Town(name="Rome")
 
 
-async def test_log_probabilities_wait_for_their_text(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
+async def test_log_probabilities_wait_for_their_text_or_the_end(fakes: FakeCluster, scripted: ScriptedGateway) -> None:
     probs = [TokenLogprob(65 + n, -n / 4) for n in range(5)]
     scripted.script = [
         said(reasoning="a", logprobs=(probs[0],)),
@@ -190,11 +195,11 @@ async def test_log_probabilities_wait_for_their_text(fakes: FakeCluster, scripte
     async with client_of(fakes) as client:
         whole = await client.responses.create(**asked)
         shown = [one.logprob for one in whole.output[1].content[0].logprobs]
-        assert shown == [one.logprob for one in probs[1:4]]
+        assert shown == [one.logprob for one in probs[1:]]
         events, last = await streamed(client, **asked)
         assert without_ids(last) == without_ids(whole)
         deltas = [event for event in events if event.type == "response.output_text.delta"]
-        assert [[one.logprob for one in event.logprobs] for event in deltas] == [shown[:2], shown[2:]]
+        assert [[one.logprob for one in event.logprobs] for event in deltas] == [shown[:2], shown[2:3], shown[3:]]
 
 
 async def test_a_stream_that_fails_brings_what_there_is(fakes: FakeCluster, scripted: ScriptedGateway) -> None:

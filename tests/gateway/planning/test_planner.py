@@ -251,7 +251,7 @@ parts_strategy = st.lists(
     avoid=st.sets(st.sampled_from(["decode-0", "decode-1", "prefill-0", "kv-0"])),
     spread=st.integers(0, 99),
 )
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(500))
 def test_properties(prompt, block_size, chunk, share, hits, pinned, components, avoid, spread) -> None:
     asked = snapshot(prompt, f"fraction:{share}", tuple(components), hits=hits, block_size=block_size,
     chunk_tokens=chunk,

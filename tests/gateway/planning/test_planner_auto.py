@@ -320,7 +320,7 @@ parts_strategy = st.lists(
     fetch_block_s=st.sampled_from([0.0, 1e-4, 1.0]),
     spread=st.integers(0, 99),
 )
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(300))
 def test_properties(
     prompt, block_size, chunk, hits, pinned, components, avoid, sticky_choice, fetch_block_s, spread
 ) -> None:
@@ -377,7 +377,7 @@ def test_properties(
     hit=st.integers(0, 100),
     demand=st.sampled_from([(0.0, 0.0), (2.0, 0.0), (5.0, 3.0)]),
 )
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(300))
 def test_monotone_in_load(
     prompt, cost, queue, more, streams, further, waiting, target, sticky_choice, hit, demand
 ) -> None:

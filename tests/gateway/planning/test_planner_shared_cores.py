@@ -136,7 +136,7 @@ def price_s(prompt: int, demand: tuple[float, float], mean: float, load: dict[st
     mean=st.sampled_from([0.0, 50.0, 3000.0]),
 )
 @example(2835, {"spans": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), 3000.0)
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(400))
 def test_more_load_of_any_kind_never_attracts(
     prompt: int, load: dict[str, int], kind: str, more: int, demand: tuple[float, float], mean: float
 ) -> None:

@@ -225,7 +225,7 @@ EVENTS = ["planned", "granted", "granted", "fetched", "spanended", "tokens", "to
 
 
 @given(st.data())
-@settings(max_examples=examples(50))
+@settings(max_examples=examples(120))
 def test_any_order_of_events(data) -> None:
     count, length = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 20))
     c = choices(count, data.draw(st.integers(1, 9)), attempts=6, prompt=tuple(range(length)))
@@ -266,7 +266,7 @@ def by_hand(text: str, stops: list[str], min_tokens: int) -> tuple[str, int]:
     st.integers(0, 8),
     st.integers(1, 5),
 )
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(500))
 def test_stop_strings_text_and_log_probabilities_are_cut_together(
     text: str, stops: list[str], min_tokens: int, step: int
 ) -> None:

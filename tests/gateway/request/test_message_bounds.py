@@ -35,7 +35,7 @@ def strings_of(value: Any) -> int:
 
 
 @given(VALUES, st.integers(0, 12), st.booleans())
-@settings(max_examples=examples(150))
+@settings(max_examples=examples(400))
 def test_strings_are_counted_wherever_they_stand(value: Any, most: int, escaped: bool) -> None:
     body, count = json.dumps(value, ensure_ascii=escaped).encode(), strings_of(value)
     with pytest.MonkeyPatch.context() as patch:
@@ -111,7 +111,7 @@ def test_the_largest_good_messages_pass() -> None:
 
 
 @given(st.binary(max_size=200), st.integers(0, 200))
-@settings(max_examples=examples(100))
+@settings(max_examples=examples(300))
 def test_noise_is_counted_to_its_end(noise: bytes, cut: int) -> None:
     """Whatever the bytes are, and wherever a good message is cut, counting ends."""
     good = gateway_pb2.GenerateRequest(text="x" * LARGE, messages=[gateway_pb2.ChatMessage(role="a")])

@@ -150,7 +150,7 @@ JOB = Job(
 
 
 @given(st.data())
-@settings(max_examples=examples(120))
+@settings(max_examples=examples(300))
 def test_any_course_of_a_remote_span(data: st.DataObject) -> None:
     def draw(strategy: Any) -> Any:
         return data.draw(strategy)

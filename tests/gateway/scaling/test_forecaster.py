@@ -75,7 +75,7 @@ def run(
     return found
 
 
-@settings(max_examples=examples(3))
+@settings(max_examples=examples(6))
 @given(per_s=st.floats(0.3, 40.0))
 def test_a_constant_load_wants_a_constant_number(per_s: float) -> None:
     wanted = run(WorkerForecaster(GOALS), lambda at_s: per_s, 1200.0)

@@ -29,7 +29,7 @@ def expected(text: str, stops: list[str]) -> tuple[str, str]:
 
 
 @given(letters, stops_strategy, st.lists(st.integers(0, 6), max_size=30))
-@settings(max_examples=examples(200))
+@settings(max_examples=examples(500))
 def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
     matcher, got, rest = StopMatcher(StopStrings(stops)), "", text
     final, found = expected(text, stops)
