@@ -20,12 +20,15 @@ from tests.support.components import running_components
 
 @pytest.fixture(scope="module")
 def exporter() -> Iterator[InMemorySpanExporter]:
+    """What all parts of the line in this process record. The provider is no global one: that could not be taken back,
+    and spans of later tests, also of simulated time, would be recorded too."""
     memory = InMemorySpanExporter()
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(memory))
-    trace.set_tracer_provider(provider)
-    yield memory
-    memory.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(telemetry, "tracer", lambda: provider.get_tracer("pillion"))
+        patch.setattr(telemetry, "recording", lambda: True)
+        yield memory
 
 
 def by_name(spans: list[ReadableSpan], name: str) -> list[ReadableSpan]:
