@@ -7,8 +7,8 @@ export MODEL
 ARGS ?=
 MINUTES ?= 10
 BENCH ?= cluster
-# Test files that run side by side; more needs more cores than that, for some start a whole cluster.
-TEST_PROCESSES ?= 2
+# Test files that run side by side: one more than two cores, for many tests wait for processes that they start or kill.
+TEST_PROCESSES ?= 3
 # Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
 # How many times a property's number of examples hypothesis draws in `make test-long`, new ones each time; `make test` draws
