@@ -21,7 +21,7 @@ from pillion.gateway.admission.tenants import Tenant, share_of
 
 # A larger job may hold its thread for long: it takes some 20 ms to tokenize so much.
 SMALL_JOB_BYTES = 64 * 2**10
-# What a job costs besides its bytes, by their measure.
+# Each job costs as much as so many bytes, besides its own.
 JOB_BYTES = 1024
 RETRY_AFTER_MS = 1000
 
@@ -46,7 +46,7 @@ class ThreadTurns:
         self._numbers = itertools.count()
         self._lines = {large: FairQueue() for large in (False, True)}
         self._waiting: dict[int, ThreadJob] = {}
-        # Running jobs, by whether they are large.
+        # It counts the running jobs, the small and the large ones apart.
         self._running: Counter[bool] = Counter()
         self._jobs_of: Counter[str] = Counter()
 

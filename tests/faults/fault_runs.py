@@ -41,8 +41,8 @@ STOP_SHARE = 0.25
 STOPS_S = (0.3, 3.0, 11.0)
 SALTED_SHARE = 0.75
 OTHER_VICTIM_SHARE = 0.25
-# Of the runs, those whose faults are a chain; how long what begins it lasts, shorter and longer than the time for which
-# a node waits for workers of its earlier life; how long behind that the first kill comes; and how far apart others are.
+# This share of the runs has its faults in a chain. What begins a chain lasts for a time that is shorter or longer than
+# a node waits for workers of its earlier life. The first kill comes a while after that, and the others follow apart.
 CHAIN_SHARE = 0.4
 CHAIN_LASTS_S, CHAIN_BEGINS_S, CHAIN_APART_S = (2.0, 4.0, 8.0), (0.05, 0.3), (0.3, 1.5, 4.0)
 # How long the last request waits for the first kill of a chain.

@@ -120,7 +120,7 @@ WORST: dict[str, tuple[str, bytes, str]] = {
         body(prompt=b'"x"', max_tokens=b"60", ignore_eos=b"true", n=b"24", logprobs=b"20"),
         "",
     ),
-    "lists of ids": (COMPLETE, body(prompt=b"[" + b",".join([ids(500)] * 128) + b"]", max_tokens=ONE), ""),
+    "lists of ids": (COMPLETE, body(prompt=b"[" + b",".join([ids(2000)] * 128) + b"]", max_tokens=ONE), ""),
     "empty prompts": (COMPLETE, body(prompt=many(b"[]", MANY)), "prompt"),
     "empty texts": (COMPLETE, body(prompt=many(b'""')), "prompt"),
     "a mixture": (COMPLETE, body(prompt=b'["x",' + ids(MILLION)[1:]), "prompt[1]"),
