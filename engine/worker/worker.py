@@ -403,11 +403,15 @@ class Worker:
             self._returning.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more work, and give the sequences that run up to ``grace_s`` seconds."""
+        """Take no more work, and give the sequences that run up to ``grace_s`` seconds from now on.
+
+        A registry that answers late takes nothing from the time of whoever waits for the worker's end."""
         self.draining = True
+        end_s = asyncio.get_running_loop().time() + grace_s
         await self.epoch.heartbeats.leave(self.component_id)
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.epoch.idle.wait(), grace_s)
+            async with asyncio.timeout_at(end_s):
+                await self.epoch.idle.wait()
 
     async def close(self) -> None:
         """Cancel the sequences that are left, send the node the last orders, and detach. Idempotent."""

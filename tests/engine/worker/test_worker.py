@@ -139,3 +139,31 @@ async def test_a_worker_that_stands_by_has_only_to_attach_when_its_turn_comes(mo
             assert socket.exists()
         finally:
             await serving.stop(0.0)
+
+
+async def test_a_registry_that_is_late_takes_nothing_from_the_time_until_a_worker_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The grace of a stop begins when the worker is told to end, not when the registry has heard of it."""
+    loop, grace_s, left = asyncio.get_running_loop(), 3600.0, asyncio.Event()
+    async with running_workers() as workers, connected(workers) as connection:
+        worker, backend = workers.decode.worker, workers.decode_backend
+        backend.hold_behind = 20
+        answer = await connection.submit(submit_of(1, await workers.ticket(PROMPT), PROMPT, 900))
+        await until("a token", lambda: answer.token_ids)
+        with monkeypatch.context() as patch:
+            # To the worker it is as if it had been told long ago, and the registry had answered only now.
+            now = loop.time
+            patch.setattr(loop, "time", lambda: now() - 2 * grace_s)
+
+            async def leave(component_id: str) -> None:
+                patch.undo()
+                left.set()
+
+            patch.setattr(worker.epoch.heartbeats, "leave", leave)
+            drain = asyncio.create_task(worker.drain(grace_s))
+            await left.wait()
+        await within("the drain", drain)
+        assert not worker.epoch.idle.is_set()
+        backend.hold_behind = None
+        backend.gate.set()
