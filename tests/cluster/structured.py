@@ -52,7 +52,7 @@ from pillion.types import (
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.public import delta_from_pb, request_to_pb
 from testbed.cluster import ServedCluster, served, words_of
-from testbed.conditions import WITHIN_S, wait_for
+from testbed.conditions import WITHIN_S, result_of, wait_for
 from testbed.ports import free_port
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
@@ -362,7 +362,7 @@ class StructuredCluster:
             finally:
                 over.set()
                 for each in running:
-                    each.result(WITHIN_S)
+                    result_of("an answer", each)
 
     def settle(self) -> None:
         """Wait until nothing is held any more; the node has proved its integrity."""

@@ -24,7 +24,7 @@ from pillion.gateway.tokens.answer_text import ReadAnswerText
 from pillion.gateway.tokens.detokenizer import new_detokenizer
 from pillion.gateway.tokens.stops import stop_strings
 from pillion.types import ChatMessage, GenerateRequest, Tool, ToolOptions
-from testbed.conditions import WITHIN_S
+from testbed.conditions import WITHIN_S, result_of
 from testbed.toy_tokenizer import byte_tokenizer
 
 EOS = 257
@@ -146,9 +146,9 @@ def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_p
     assert ids
     compiler = GrammarCompiler.load(tmp_path, codec.get_vocab_size(), [EOS])
     try:
-        going = compiler.start(grammar, (), frozenset([EOS])).result(WITHIN_S)
+        going = result_of("a grammar", compiler.start(grammar, (), frozenset([EOS])))
         for end, token in enumerate(ids):
-            again = compiler.start(grammar, ids[:end], frozenset([EOS])).result(WITHIN_S)
+            again = result_of("a grammar", compiler.start(grammar, ids[:end], frozenset([EOS])))
             assert known_at(again) == known_at(going)
             going.take([token])
         assert going.follow()

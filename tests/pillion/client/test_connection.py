@@ -32,7 +32,7 @@ from pillion.client import connection
 from pillion.client.connection import RETRY_ATTEMPTS, connect, service_config
 from pillion.net import rpc
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
-from testbed.conditions import WITHIN_S, until
+from testbed.conditions import WITHIN_S, result_of, until
 from testbed.ports import free_port
 from tests.support.fake_components import running_fake_cluster
 from tests.support.processes import started
@@ -276,7 +276,7 @@ def test_a_stream_ends_whose_gateway_is_killed_before_its_first_message() -> Non
             assert process.stdout.readline() == "called\n"
             process.kill()
             with pytest.raises(Unavailable):
-                asked.result(WITHIN_S)
+                result_of("the call", asked)
 
 
 PATIENT = """
