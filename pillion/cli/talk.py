@@ -51,9 +51,10 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
             sys.stderr.write(delta.reasoning or "\n\n")
             sys.stderr.flush()
             thinks = bool(delta.reasoning) and not delta.text
+        # Before it is shown: whoever interrupts has read it.
+        texts.append(delta.text)
         sys.stdout.write(delta.text)
         sys.stdout.flush()
-        texts.append(delta.text)
         logprobs += delta.logprobs
     sys.stdout.write("\n" + logprob_lines(logprobs))
     sys.stdout.flush()
