@@ -107,7 +107,7 @@ class _Pages:
         raise Unavailable(self._gateway.missing(entry.limits.name))
 
     async def start(self, call: HttpCall) -> None:
-        """Leads a browser on: to the page for people where there is one, else to this page."""
+        """Redirects a browser to the page for people (/ui) where the gateway has one, and to /docs otherwise."""
         # The place is a relative one, so it is right behind a proxy's path, too.
         await call.answer(307, b"", [(b"location", self._first_page)])
 

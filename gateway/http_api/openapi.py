@@ -1,4 +1,4 @@
-"""The description of the HTTP API as OpenAPI has it.
+"""This module describes the HTTP API as an OpenAPI document.
 
 routes, and the types that bodies are read as --describe--> /openapi.json --docs_page.page--> /docs, without scripts
 

@@ -116,7 +116,7 @@ def serve(**values: Any) -> int:
 @takes_model
 @flag_options(ServeFlags, placement=False)
 def demo(**values: Any) -> int:
-    """Start the cluster, ask it three things, and stop it.
+    """Start a cluster, send it three prompts, and stop it.
 
     A table shows where the tokens of each prompt went.
     """
@@ -257,7 +257,7 @@ answers = options(
 @answers
 @option("--schema", "A file with a JSON schema that every answer fits.", type=click.File(encoding="utf-8"))
 def generate(prompt: str, schema: TextIO | None, **values: Any) -> None:
-    """Continue PROMPT and stream the text ('-' reads standard input)."""
+    """Stream a continuation of PROMPT ('-': of standard input)."""
     from pillion.cli.talk import run_generate
 
     text = "" if schema is None else schema.read()

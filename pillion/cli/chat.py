@@ -116,8 +116,8 @@ def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> No
 
 
 def _turn(client: Client, talk: Conversation, message: str, options: dict[str, Any]) -> None:
-    """Asks and shows one answer. One that fails leaves the conversation as it was; of one that Ctrl-C ends, what was
-    shown stays in it, so that the model knows what the person has read."""
+    """Asks for one answer and shows it. A request that fails leaves the conversation as it was. Where Ctrl-C ends the
+    answer, the text that was shown stays in the conversation, so that the model knows what the person has read."""
     asked = ChatMessage("user", message)
     texts: list[str] = []
     try:

@@ -159,7 +159,7 @@ class CommandGroup(click.Group):
     group_class = type
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the commands into the help: those of ``pillion`` in groups."""
+        """Writes the list of commands into the help. The one of ``pillion`` itself is divided into groups."""
         if ctx.parent is None:
             write_commands(self.commands, formatter)
         else:

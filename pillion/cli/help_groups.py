@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import click
 
-# Every command of ``pillion``, in the order of the help; a test keeps this complete.
+# The help lists the commands of ``pillion`` in this order; a test checks that none is missing.
 COMMANDS = {
     "Run a cluster": "serve demo prepare models",
     "Use a running cluster": "chat generate status top cache adapters events",

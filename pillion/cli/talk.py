@@ -41,7 +41,7 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
     to standard error, so that the output is the answer alone.
 
     Args:
-        texts: gets each piece of the text as soon as it is printed, for a caller who interrupts.
+        texts: gets each piece of the text just before it is printed, so that a caller still has it after Ctrl-C.
     """
     texts = [] if texts is None else texts
     logprobs: list[TokenLogprob] = []
@@ -51,7 +51,7 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
             sys.stderr.write(delta.reasoning or "\n\n")
             sys.stderr.flush()
             thinks = bool(delta.reasoning) and not delta.text
-        # Before it is shown: whoever interrupts has read it.
+        # The piece is kept before it is shown, since a person who presses Ctrl-C in between has read it.
         texts.append(delta.text)
         sys.stdout.write(delta.text)
         sys.stdout.flush()

@@ -135,7 +135,8 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
                 os._exit(0)
             return 0
         component = started.result()
-        # What is loaded stays. A full collection that looks through it holds all streams for 50 to 100 ms.
+        # Everything that is loaded now stays alive: a full collection that looked through it would hold all streams for
+        # 50 to 100 ms.
         gc.freeze()
         if standby is not None:
             standby.serves()

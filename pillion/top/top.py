@@ -193,8 +193,8 @@ def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
 
 @contextlib.contextmanager
 def _keyboard(console: Console) -> Iterator[Callable[[float], bool]]:
-    """Yields what waits for some seconds, and returns at once, with true, where somebody presses "q". Without a
-    terminal it only waits."""
+    """Yields a function that waits for some seconds and returns early, with true, when somebody presses "q". Without a
+    terminal the function only waits."""
     if not (console.is_terminal and sys.stdin.isatty()):
 
         def wait(seconds: float) -> bool:

@@ -103,7 +103,7 @@ def compare(
     if len(chosen) > MAX_COMPARED_FLEETS:
         raise ConfigError(f"{len(chosen)} combinations of flags are more than {MAX_COMPARED_FLEETS}")
     fleets = [with_flags(config, {name: value for name, (_, value) in zip(names, one, strict=True)}) for one in chosen]
-    # A value that no fleet takes is told before the first one is simulated, which may take minutes.
+    # A wrong value of a flag is refused before the first fleet is simulated, which may take minutes.
     for fleet in fleets:
         fleet.check()
     found: list[FleetVariant] = []

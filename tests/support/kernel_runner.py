@@ -37,7 +37,7 @@ def kernel_mode(mode: tuple[str, bool]) -> Any:
     return pytest.param(mode, marks=pytest.mark.long if long else (), id=f"{mode[0]}{'-checked' * mode[1]}")
 
 
-# Marks a test that runs in those of MODES alone whose kernels check what they touch.
+# This mark runs a test only in those MODES whose kernels check what they touch.
 with_checks = pytest.mark.parametrize("runner", [kernel_mode(mode) for mode in MODES if mode[1]], indirect=True)
 
 

@@ -49,7 +49,7 @@ SIZES = [
     AttentionShape(128, 4, 32, True, "int8"),
     AttentionShape(80, 7, 16, False, "fp8_e4m3"),
 ]
-# Of these, one of each size of head, type of rows and type of codes.
+# SHORT is the subset of SIZES that make test runs: it has every head size, every row type and every code type.
 SHORT = each_value(SIZES, lambda shape: (shape.head_dim, shape.bf16, shape.codes))
 MODES = [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx2", False), ("avx2", True)]
 # Each sequence: (text, tokens already there, tokens of this step).
