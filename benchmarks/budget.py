@@ -23,12 +23,10 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cluster import prompts
-from benchmarks.plot import Chart, line_charts
 from benchmarks.report import save, show_table
 from pillion import AsyncClient
 from pillion.loadgen.figures import percentile
 
-PICTURES = pathlib.Path(__file__).resolve().parent.parent / "docs"
 ALWAYS = ("--prefill-workers=0", "--split-policy=colocated", "--max-num-seqs=16", "--max-model-len=2048")
 
 
@@ -122,35 +120,6 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
     return [figures.row(name, budgets[name]) for name, figures in found.items()]
 
 
-def draw(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
-    """Draw the constant budgets as curves and the other settings as level lines beside them."""
-    constant = [row for row in rows if row["setting"].startswith("budget")]
-    others = [row for row in rows if row not in constant]
-    ends = [min(r["max_num_batched_tokens"] for r in constant), max(r["max_num_batched_tokens"] for r in constant)]
-
-    def chart(title: str, unit: str, *keys: tuple[str, str]) -> Chart:
-        series: dict[str, list[tuple[float, float]]] = {}
-        for key, percentile_key in keys:
-            label = percentile_key or "constant budget"
-            series[label] = [
-                (r["max_num_batched_tokens"], r[key][percentile_key] if percentile_key else r[key]) for r in constant
-            ]
-        key, percentile_key = keys[-1]
-        for row in others:
-            value = row[key][percentile_key] if percentile_key else row[key]
-            series[f"{row['setting']} {percentile_key}".strip()] = [(float(x), value) for x in ends]
-        return Chart(title=title, x_label="tokens per step", y_label=unit, series=series, log_x=True)
-
-    line_charts(
-        path,
-        [
-            chart("Time to first token", "ms", ("ttft_ms", "p50")),
-            chart("Inter-token latency", "ms", ("itl_ms", "p50"), ("itl_ms", "p99")),
-            chart("Throughput", "tokens/s", ("output_tokens_per_s", "")),
-        ],
-    )
-
-
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table."""
     table = Table(title="one decode worker, prompts beside decodes")
@@ -168,7 +137,7 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Measure, print, draw docs/budget.svg, write results/budget.json, or by another --name."""
+    """Measure, print, write results/budget.json, or by another --name."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--budgets", type=int, nargs="+", default=[32, 64, 128, 256, 512, 1024])
@@ -180,13 +149,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=0, help="threads of the worker; 0: all cores")
     parser.add_argument("--flags", default="", help="more flags of `pillion serve`, such as those of a slow machine")
-    parser.add_argument("--name", default="budget", help="name of the result's file and of the picture")
+    parser.add_argument("--name", default="budget", help="name of the result's file")
     args = parser.parse_args()
     rows = measure(args)
     show(rows)
     settings_used = {key: value for key, value in vars(args).items() if key not in ("budgets", "targets")}
     save(args.name, {**settings_used, "rows": rows})
-    draw(rows, PICTURES / f"{args.name}.svg")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from benchmarks.cpu_limits import AttentionRead
 from benchmarks.report import save, show_table
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
@@ -100,6 +100,7 @@ class AttentionBench:
             "out": torch.zeros(streams, heads * shape.group * shape.head_dim, dtype=dtype),
             "partials": torch.zeros(heads, PARTIAL_ROWS, shape.sum_bytes // 4),
             "sink": aligned_bytes(64),
+            "sinks": None,
             "head_stride": streams * row_bytes,
             "out_stride": heads * row_bytes,
             "partial_stride": PARTIAL_ROWS * shape.sum_bytes,

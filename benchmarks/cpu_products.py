@@ -1,6 +1,6 @@
 """Products with weights in few bits beside bfloat16 and beside a streaming read of the same bytes.
 
-A program is the products of some layers of Llama-3.2-1B's shape, one matrix behind the other, as a step runs them: with
+A program is the products of some layers of Llama-3.2-1B's shape, one matrix after the other, as a step runs them: with
 one row it reads all weights once. Runs of all kinds alternate, and a figure is the quickest run. Run it on a quiet
 machine:
 
@@ -23,10 +23,11 @@ from benchmarks.cpu_limits import PeakDots, ReadAll
 from benchmarks.cpu_steps import PEAK_ROUNDS
 from benchmarks.report import show_table
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS, KINDS
+from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES
 from pillion.kernels.cpu.language.isa import Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.gemm import Gemm
-from pillion.kernels.cpu.products.input_rows import ROW_CONSTANTS_BYTES
-from pillion.kernels.cpu.products.packing import FEW_BITS, INT8_DOTS, panel_bytes
+from pillion.kernels.cpu.products.packing import panel_bytes
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels, compile_kernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord, Operation, Program, Workspace, aligned_bytes
@@ -125,7 +126,7 @@ def main() -> None:
     peaks = [PeakDots(rows) for rows in (args.row_type, "int8")]
     kernels = compile_kernels([*specs.values(), read, *peaks], isa)
     pool = ThreadPool(kernels, args.threads)
-    assert {kind for kind, _, _ in CASES} <= {"bf16", *FEW_BITS}
+    assert {kind for kind, _, _ in CASES} <= {"bf16", *KINDS}
     alone = {peak.rows: _registers_alone(peak, isa, kernels, pool, args.threads) for peak in peaks}
     print(", ".join(f"registers alone: {rate:.0f} G operations/s of {rows}" for rows, rate in alone.items()))
     for rows in map(int, args.rows.split(",")):

@@ -8,16 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.cpu_limits import AttentionRead, PeakDots, ReadAll
-from pillion.engine.backends.batch import StepBatch
+from benchmarks.cpu_limits import PeakDots, ReadAll
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
-from pillion.engine.backends.cpu.cpu_model import attention_shape
-from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
@@ -56,7 +52,7 @@ class CpuStepBench:
         )
 
     def chunk(self, tokens: int, prefix: int, sample: bool = False) -> StepBatch:
-        """Return a step with a chunk of a prompt behind ``prefix`` tokens."""
+        """Return a step with a chunk of a prompt after ``prefix`` tokens."""
         blocks = -(-(tokens + prefix) // BLOCK_SIZE)
         return StepBatch(
             token_ids=np.full(tokens, 5, np.int32),
@@ -90,8 +86,7 @@ def kernels_bench(
         raise ConfigError("there are no kernels for this processor")
     model = load_cpu_model(prepared, BLOCK_SIZE, isa, kv_cache_dtype=kv_cache_dtype)
     specs = [operation.spec for operation in model.plan.operations]
-    stream = AttentionRead(attention_shape(model.config, model.layout, model.dtype))
-    limits: list[KernelSpec] = [stream, *map(PeakDots, ("bf16", "fp32", "int8")), ReadAll()]
+    limits: list[KernelSpec] = [*map(PeakDots, ("bf16", "fp32", "int8")), ReadAll()]
     return CpuStepBench(CpuBackend(replace(model, kernels=compile_kernels([*specs, *limits], isa)), threads))
 
 
@@ -121,24 +116,3 @@ def fastest(call: Callable[[], None], repeats: int) -> float:
         call()
         best = min(best, time.perf_counter() - begin)
     return best
-
-
-def attention_alone(backend: CpuBackend) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return calls of all layers' attention over the last step, and of a streaming read of the same bytes."""
-    operations = [each for each in backend.model.plan.operations if isinstance(each.spec, Attention | AttentionMerge)]
-    # In a step the last layer's attention runs for sampled rows only; here it runs like the others.
-    attend = [replace(each, when="" if isinstance(each.spec, Attention) else each.when) for each in operations]
-    stream = AttentionRead(attention_shape(backend.model.config, backend.model.layout, backend.model.dtype))
-    sink = aligned_bytes(64 * SINK_THREADS)
-    read = [
-        Operation(stream, {name: {**each.values, "sink": sink}[name] for name in stream.layout.place})
-        for each in operations
-        if isinstance(each.spec, Attention)
-    ]
-    return backend.again(attend), backend.again(read)
-
-
-def torch_bench(prepared: PreparedModel, threads: int) -> CpuStepBench:
-    """Return a bench of torch with packed oneDNN weights, the second-best path."""
-    torch.set_num_threads(threads)
-    return CpuStepBench(TorchBackend(prepared, BLOCK_SIZE, threads))

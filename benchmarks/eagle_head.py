@@ -3,9 +3,9 @@
     python -m benchmarks.eagle_head FOLDER && python -m benchmarks.drafts --eagle-head FOLDER
 
 The head begins with the model's embedding, its final norm, the most frequent rows of its LM head and the MLP of its
-last layer. It learns what the model expects behind each token of its answers, half of them sampled and half greedy
+last layer. It learns what the model expects after each token of its answers, half of them sampled and half greedy
 unless --temperatures says otherwise: by the model's states, and, as where it guesses on, by its own (the training-time
-test of EAGLE-3). Right guesses are counted on texts that it has not seen, by how many entries are behind a guess: a
+test of EAGLE-3). Right guesses are counted on texts that it has not seen, by how many entries are after a guess: a
 head whose chain begins with a prompt's tail has only those of the tail. Guesses are chosen as a worker chooses them,
 with the noise of the guessed token.
 """
@@ -23,7 +23,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from rich.table import Table
 from torch import nn
@@ -186,16 +185,8 @@ def chosen(text: Answered, logits: torch.Tensor, ids: torch.Tensor, vocab_size: 
     wide = torch.full((len(logits), vocab_size), -torch.inf)
     wide[:, ids] = logits
     count = len(logits)
-    zeros = np.zeros(count, np.int64)
-    rows = SamplingRows(
-        temperature=np.full(count, text.temperature, np.float32),
-        top_k=zeros,
-        top_p=np.ones(count, np.float32),
-        min_p=np.zeros(count, np.float32),
-        seeds=np.full(count, text.seed, np.uint64),
-        positions=np.arange(first, first + count, dtype=np.int64),
-        logprobs=zeros - 1,
-    )
+    params = [SamplingParams(temperature=text.temperature)] * count
+    rows = SamplingRows.of(params, [text.seed] * count, range(first, first + count))
     return torch.tensor(sample(wide, rows).token_ids)
 
 
@@ -229,7 +220,7 @@ def loss_of(head: TrainedHead, target_rows: torch.Tensor, text: Answered, passes
         for at in range(passes):
             count = len(states)
             states, logits = head(states, text.tokens[1 + at :][:count], cache, seen(count, at, count))
-            # The model's output one position behind an entry's state says what it expects behind the entry's token.
+            # The model's output one position after an entry's state says what it expects after the entry's token.
             loss = loss + 0.8**at * cross_entropy(logits.float(), expected[1 + at :][:count])
     return loss
 
@@ -279,7 +270,7 @@ def main() -> None:
     parser.add_argument("--texts", type=int, default=240)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--temperatures", type=float, nargs="+", default=TEMPERATURES, help="of the answers, in turn")
-    parser.add_argument("--minutes", type=float, default=12.0, help="of training, behind the answers")
+    parser.add_argument("--minutes", type=float, default=12.0, help="of training, after the answers")
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--draft-vocab-size", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
@@ -311,7 +302,7 @@ def main() -> None:
         }
         for temperature in args.temperatures
     }
-    table = Table("temperature", "entries", "first", "second", "third", title="right guesses by entries behind them")
+    table = Table("temperature", "entries", "first", "second", "third", title="right guesses by entries after them")
     for temperature, of_context in shares.items():
         for context, found in of_context.items():
             table.add_row(temperature, context, *(f"{share:.0%}" for share in found))

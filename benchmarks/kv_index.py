@@ -37,7 +37,7 @@ PROMPT_TOKENS = 32_768
 PROMPT_BLOCKS = PROMPT_TOKENS // BLOCK_SIZE
 TTL_MS = 3_600_000
 VOCAB = 128_000
-# The other shape of data: many short conversations behind one system prompt.
+# The other shape of data: many short conversations after one system prompt.
 SHARED_BLOCKS, OWN_BLOCKS = 20, 30
 
 

@@ -65,7 +65,7 @@ class TicketDriver:
         return ticket.ticket_id
 
     async def commit(self, ticket_id: int, slots: Sequence[int], hashes: bytes) -> float:
-        """Commit blocks behind the ticket's tail; return the seconds of the call."""
+        """Commit blocks after the ticket's tail; return the seconds of the call."""
         begin = time.perf_counter()
         (result,) = await self.client.commit(
             self.worker.epoch, [CommitRun(ticket_id=ticket_id, slots=slots, block_hashes=hashes)]
@@ -188,7 +188,7 @@ async def _tail_pins(rounds: int) -> Any:
     assert ticket is not None
     slots = ledger.adopt(holder, ticket.ticket_id, CHAIN_BLOCKS).leased_slots
     ledger.commit(holder, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=packed)])
-    tail = ticket.tail
+    tail = ticket.last_block
     assert tail is not None
     ledger.release(holder, [ticket.ticket_id])
 

@@ -3,7 +3,7 @@
     memcpy   one thread copies the same blocks between two mapped pools of its own process
     kernel   process_vm_readv alone, block by block: the upper limit of UCX's "cma" between two processes
     nixl     NixlPlane.read, from call to return on the event loop
-    grpc     GrpcPlane.read, likewise
+    grpc     DataPlane.read, likewise
 
 Every request reads blocks in random order into random slots, so that little is left in the caches. The ways alternate
 over rounds, so that a drift of the machine's speed meets all of them.
@@ -23,12 +23,11 @@ from typing import Any
 from rich.table import Table
 
 from benchmarks.report import save, show_table
+from pillion.kvstore.exchange.peers import Peers
+from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.memory.memory import HostMemory
 from pillion.kvstore.memory.segment import Segment, map_shared
-from pillion.kvstore.transfer.grpc_plane import GrpcPlane
-from pillion.kvstore.transfer.nixl_plane import NixlPlane
-from pillion.kvstore.transfer.peers import Peers
-from pillion.kvstore.transfer.plane import BlockShape, DataPlane
+from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 
 KIB = 1024
 SIZES_KIB = (256, 1024, 16 * 1024, 256 * 1024)
@@ -85,7 +84,7 @@ async def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
     size, num_slots = args.block_kib * KIB, args.pool_mib * KIB // args.block_kib
     own, other = MappedPool(num_slots, size), MappedPool(num_slots, size)
-    planes: list[DataPlane] = [NixlPlane(own.pool), GrpcPlane(own.pool)]
+    planes: list[DataPlane] = [NixlPlane(own.pool), DataPlane(own.pool)]
     with running_source("nixl", num_slots=num_slots, block_bytes=size) as source:
 
         async def directory() -> Mapping[str, str]:

@@ -9,7 +9,7 @@ import argparse
 import subprocess
 import sys
 
-NAMES = ("kv_node", "kv_handoff", "kv_index", "kv_plane", "kv_fetch", "kv_disk", "kv_eviction")
+NAMES = ("kv_node", "kv_handoff", "kv_index", "kv_plane", "kv_fetch")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """What adapters cost: steps of the CPU kernels with LoRA adapters beside the same steps without them.
 
 Each pair of steps is run in turn, so that what else runs on the machine slows both; the share of the rate that is left
-is the median of the rounds' shares. The adapters change every projection. "Enabled" is a backend with places for
+is the median of the rounds' shares. The adapters change every projection. "Enabled" is a backend with slots for
 adapters that runs a step without any, beside a backend that has none. Steps are also timed while adapters are read and
 packed as a worker does it. Then a whole service is measured (:mod:`benchmarks.lora_service`).
 """
@@ -29,8 +29,7 @@ from benchmarks.report import save, show_table
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
-from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import PackedAdapter, StepBatch
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from testbed.plain_model import plain_folder
@@ -43,9 +42,9 @@ STEPS_BETWEEN_LOADS = 8
 BESIDE_A_LOAD = f"p99 of {STREAMS} streams beside a load"
 
 
-def with_places(batch: StepBatch, places: list[int]) -> StepBatch:
-    """Return the step with an adapter's place for each sequence."""
-    return replace(batch, adapters=np.array(places, np.int32))
+def with_slots(batch: StepBatch, slots: list[int]) -> StepBatch:
+    """Return the step with an adapter's slot for each sequence."""
+    return replace(batch, adapters=np.array(slots, np.int32))
 
 
 def in_turn(base: Callable[[], Any], other: Callable[[], Any], rounds: int) -> dict[str, float]:
@@ -126,7 +125,7 @@ def loading(backend: Any, batch: StepBatch, loads: Loads, rounds: int) -> dict[s
         "ratio": p99 / p99_beside,
         "ratio_of_middle": middle / middle_beside,
         "steps_beside": float(len(beside)),
-        "place_ms": max(placing) * 1000,
+        "slot_ms": max(placing) * 1000,
         "load_ms": statistics.median(loads.seconds) * 1000,
     }
 
@@ -139,17 +138,17 @@ def measure(prepared: PreparedModel, args: argparse.Namespace, folder: pathlib.P
     backend.bind_adapters(ADAPTERS, args.rank)
     folders = [random_adapter_folder(config, folder / str(seed), seed, args.rank) for seed in range(ADAPTERS)]
     loads = Loads(LoadedModel(prepared, backend), folders, args.rank)
-    for place in range(ADAPTERS):
+    for slot in range(ADAPTERS):
         packed = loads.one()
-        backend.place_adapter(place, packed)
+        backend.place_adapter(slot, packed)
     milliseconds = statistics.median(loads.seconds) * 1000
     print(f"an adapter takes {packed.nbytes / 2**20:.1f} MiB, and {milliseconds:.0f} ms to read and pack")
     decode, chunk = bench.decode(STREAMS, CONTEXT_TOKENS), bench.chunk(CHUNK_TOKENS, 0)
     every = [stream % ADAPTERS for stream in range(STREAMS)]
     rounds = args.rounds
 
-    def compare(batch: StepBatch, places: list[int]) -> dict[str, float]:
-        adapted = with_places(batch, places)
+    def compare(batch: StepBatch, slots: list[int]) -> dict[str, float]:
+        adapted = with_slots(batch, slots)
         return in_turn(lambda: backend.forward(batch), lambda: backend.forward(adapted), rounds)
 
     found = {
@@ -161,7 +160,7 @@ def measure(prepared: PreparedModel, args: argparse.Namespace, folder: pathlib.P
         f"{STREAMS} streams, one with an adapter": compare(decode, [0] + [-1] * (STREAMS - 1)),
         "1 stream": compare(bench.decode(1, CONTEXT_TOKENS), [0]),
         f"a chunk of {CHUNK_TOKENS} tokens": compare(chunk, [0]),
-        BESIDE_A_LOAD: loading(backend, with_places(decode, every), loads, rounds),
+        BESIDE_A_LOAD: loading(backend, with_slots(decode, every), loads, rounds),
     }
     loads.close()
     return found
@@ -208,7 +207,7 @@ def show(rows: dict[str, dict[str, float]], args: argparse.Namespace, prepared: 
     load = rows[BESIDE_A_LOAD]
     print(
         f"an adapter took {load['load_ms']:.0f} ms beside {load['steps_beside'] / args.rounds:.1f} steps, whose median"
-        f" kept {load['ratio_of_middle']:.3f} of the rate, and at most {load['place_ms']:.2f} ms to be placed"
+        f" kept {load['ratio_of_middle']:.3f} of the rate, and at most {load['slot_ms']:.2f} ms to be placed"
     )
 
 

@@ -23,7 +23,7 @@ from benchmarks.report import show_table, spread
 from pillion import AsyncClient
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from pillion.loadgen.figures import percentile
 from pillion.loadgen.target import PillionTarget
 from testbed.cluster import served

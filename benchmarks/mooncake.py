@@ -9,7 +9,7 @@ these is copied. Of `toolagent` only Table 2 is used: how its lengths spread, an
 shared, are assumptions.
 
 Lengths are two halves of log-normal distributions around their median. A conversation is some turns, each with all of
-the text so far; a document is asked about several times. Conversations begin behind one of some system prompts (Zipf).
+the text so far; a document is asked about several times. Conversations begin after one of some system prompts (Zipf).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class TextKind:
         share: of the sessions.
         system_prompts, zipf, system: how many prompts they begin with (0: none), the exponent of their popularity, and
             their lengths.
-        first: tokens behind that in the first request.
+        first: tokens after that in the first request.
         more: tokens that each further one has beside the text before it.
         turns: mean number of requests (geometric).
         gap_s: seconds between two of them.
@@ -188,7 +188,7 @@ def generate_like(workload: Workload, seed: int, requests: int = 0) -> list[Trac
 
 
 def _systems(kind: TextKind, rng: random.Random, ids: Iterator[int]) -> list[tuple[tuple[int, ...], int]]:
-    """Each system prompt's whole blocks, and the tokens behind them."""
+    """Each system prompt's whole blocks, and the tokens after them."""
     found = []
     for _ in range(kind.system_prompts):
         tokens = kind.system.tokens(rng)

@@ -52,7 +52,7 @@ CASES = (
 STREAMS = 8
 STOP_S = 12.0
 READY_WITHIN_S = 240.0
-# A pause begins so long behind its signal at most: tokens may be under way, and a KV node's workers end after it.
+# A pause begins so long after its signal at most: tokens may be under way, and a KV node's workers end after it.
 BEGINS_WITHIN_S = 1.0
 # How long first tokens are measured before the first fault.
 UNDISTURBED_S = 20.0
@@ -121,7 +121,7 @@ class StreamLoad:
 
 
 def pauses_of(streams: Sequence[StreamTimes], at_s: float) -> tuple[list[float], list[float]]:
-    """Seconds without a token behind a fault, of each stream that was under way then and was replayed: of those that
+    """Seconds without a token after a fault, of each stream that was under way then and was replayed: of those that
     had a token before, and of those that had none."""
     pauses: list[float] = []
     first_tokens: list[float] = []

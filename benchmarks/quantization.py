@@ -18,10 +18,10 @@ from tokenizers import Tokenizer
 from benchmarks.report import save, show_table
 from benchmarks.shuffled_model import save_shuffled_model
 from pillion.config import ModelFlags
-from pillion.engine.backends.accuracy import WINDOW_TOKENS, Accuracy, TextScorer, text_windows
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.quantized.accuracy import WINDOW_TOKENS, Accuracy, TextScorer, text_windows
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from testbed.plain_model import plain_folder

@@ -28,14 +28,14 @@ from rich.table import Table
 from benchmarks.cpu_steps import BLOCK_SIZE, SLOTS, CpuStepBench, kernels_bench
 from benchmarks.report import save, show_table, spread
 from pillion.config import DTYPE_CHOICES, ModelFlags
-from pillion.engine.backends.backend import kv_layout
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch, kv_layout
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, load_cpu_model
-from pillion.engine.backends.cpu.cpu_model import OperationBuilder
+from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.engine.models.model_config import load_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.ranks.cpu_rank import CpuRankBackend, RankMeeting
 from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from testbed.plain_model import plain_folder
 
@@ -66,10 +66,10 @@ class RankBench:
         isa = choose_isa("auto", host_features())
         assert isa is not None
         dist.init_process_group(
-            "gloo", init_method=f"file://{meeting}", rank=member.split.rank, world_size=member.split.size
+            "gloo", init_method=f"file://{meeting}", rank=member.shard.rank, world_size=member.shard.size
         )
-        model = load_cpu_model(prepared, BLOCK_SIZE, isa, split=member.split)
-        self.steps = SharedPool(CpuBackend(model, 1, ranks=member), pool)
+        model = load_cpu_model(prepared, BLOCK_SIZE, isa, shard=member.shard)
+        self.steps = SharedPool(CpuRankBackend(model, 1, member=member), pool)
         self._width = model.config.hidden_size
 
     def cases(self) -> dict[str, StepBatch]:
@@ -81,8 +81,8 @@ class RankBench:
         """SUMS_EACH sums in one program, over the record of a step of ``rows`` rows."""
         backend, model = self.steps.backend, self.steps.backend.model
         backend.forward(self.steps.decode(rows, BLOCK_SIZE))
-        builder = rank_builder(model)
-        return backend.again([builder.sum_ranks(builder.hidden, add=True)[1] for _ in range(SUMS_EACH)])
+        builder, meeting = rank_builder(model), RankMeeting(model.shard)
+        return backend.again([meeting.sum(builder, builder.hidden, add=True)[1] for _ in range(SUMS_EACH)])
 
     def gloo_sums(self, rows: int) -> Callable[[], None]:
         """SUMS_EACH sums by gloo, each with its addition."""
@@ -98,9 +98,9 @@ class RankBench:
 
 def rank_builder(model: CpuModel) -> OperationBuilder:
     """A builder of single operations of a rank."""
-    plan, split = model.plan, model.split
-    config = split.local(model.config)
-    return OperationBuilder(config, model.weights, model.layout, model.dtype, plan.ropes, split, model.config.num_heads)
+    plan, shard = model.plan, model.shard
+    config = shard.local(model.config)
+    return OperationBuilder(config, model.weights, model.layout, model.dtype, plan.ropes, shard, model.config.num_heads)
 
 
 def least_us(call: Callable[[], None], rounds: int) -> float:
@@ -150,8 +150,8 @@ def _compared(pairs: Sequence[tuple[float, float]]) -> dict[str, Any]:
 def run(rank: int, args: argparse.Namespace, memory: int, pool: int, meeting: str) -> dict[str, Any]:
     """A rank's process. Rank 0 returns what was measured."""
     prepared = prepare(ModelFlags(model=str(plain_folder(args.model)), dtype=args.dtype))
-    split = RankSplit.of(load_config(prepared.folder), rank, RANKS)
-    bench = RankBench(prepared, RankMember(split, RankMemory.open(memory)), pool, meeting)
+    shard = RankShard.of(load_config(prepared.folder), rank, RANKS)
+    bench = RankBench(prepared, RankMember(shard, RankMemory.open(memory)), pool, meeting)
     whole = kernels_bench(prepared, RANKS) if rank == 0 else None
     return {"steps": measure_steps(bench, whole, args.rounds), "sums": measure_sums(bench, args.rounds)}
 

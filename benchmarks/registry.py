@@ -21,8 +21,7 @@ from rich.table import Table
 
 from benchmarks.report import save, show_table, spread
 from pillion.gateway.links.cluster import LINKS, Cluster
-from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
-from pillion.gateway.planning.planner import make_plan
+from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.wire.registry import ComponentRecord
@@ -182,22 +181,19 @@ def plan_one(cluster: Cluster, number: int, nodes: int) -> None:
     cluster.request_slots("m")
     max(cluster.pools_tokens("m"))
     served = cluster.served("m", "f" * 64)
-    make_plan(
-        ClusterSnapshot(
-            model="m",
-            prompt_tokens=PROMPT_TOKENS,
-            hits=hits,
-            components=cluster.candidates(served, PROMPT_TOKENS, hits, number),
-            policy=parse_policy("auto"),
-            block_size=served.block_size,
-            chunk_tokens=512,
-            sent_load=cluster.load.by_component,
-            sent_tokens=cluster.load.tokens,
-            demand_per_s=cluster.demand_per_s(),
-            demand_tokens=cluster.demand.mean_tokens,
-            spread=number,
-        )
+    seen = ClusterSnapshot(
+        model="m",
+        prompt_tokens=PROMPT_TOKENS,
+        hits=hits,
+        components=cluster.candidates(served, PROMPT_TOKENS, hits, number),
+        policy=parse_policy("auto"),
+        block_size=served.block_size,
+        chunk_tokens=512,
+        sent_load=cluster.load.by_component,
+        sent_tokens=cluster.load.tokens,
+        spread=number,
     )
+    cluster.routes.plan(seen, time.monotonic(), gateways=cluster.gateways)
 
 
 if __name__ == "__main__":

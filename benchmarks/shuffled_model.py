@@ -13,7 +13,7 @@ import shutil
 import torch
 from safetensors.torch import load_file, save_file
 
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 
 
 def save_shuffled_model(source: pathlib.Path, folder: pathlib.Path, seed: int = 0) -> pathlib.Path:

@@ -39,12 +39,13 @@ from benchmarks.traces import Mix, generate
 from pillion.config import AUTO, ServeFlags
 from pillion.kvstore.index.registry import Registry
 from pillion.loadgen.figures import Record, percentile, summarize
+from pillion.loadgen.goodput import good
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
-from pillion.loadgen.slo import good, parse_slo
 from pillion.loadgen.target import PillionTarget
 from pillion.loadgen.traces import TraceRequest, read_trace, write_trace
 from pillion.simulator.fleet.traffic import Request, requests_of
 from pillion.simulator.fleet.world import FleetConfig, lab_fleet, simulate, simulate_closed
+from pillion.slo import parse_slo
 
 MODEL = "demo"
 MAX_MODEL_LEN = 4096

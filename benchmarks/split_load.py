@@ -1,8 +1,8 @@
-"""The mixed load of the split benchmarks, short chats and long prompts that arrive at random, and its figures.
+"""A mixed load, short chats and long prompts that arrive at random, and its figures: split_sim and herding use it.
 
-Arrivals are a Poisson process; everything follows from the seed, so that each policy, and the simulation, meets the
-very same requests at the same times. A request is good if its first token came in time for its length and the 99th
-percentile of its own gaps between tokens kept to the target. Goodput is good requests per second of arrivals.
+Arrivals are a Poisson process; everything follows from the seed, so that each policy meets the very same requests at
+the same times. A request is good if its first token came in time for its length and the 99th percentile of its own gaps
+between tokens kept to the target. Goodput is good requests per second of arrivals.
 """
 
 from __future__ import annotations
@@ -13,19 +13,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.closed_loop import TOKEN_RANGE
 from pillion.loadgen.figures import percentile
 from pillion.simulator.fleet.traffic import ClientRecord, Request
 
 
-def prompt_of(request: Request, rate: float, seed: int) -> list[int]:
-    """Return random token ids for a request of a load with ``rate`` arrivals a second; no two prompts are alike."""
-    draw = random.Random(f"{seed} {rate} {request.number}")
-    return [draw.randrange(*TOKEN_RANGE) for _ in range(request.prompt_tokens)]
-
-
 def add_load_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the load and its targets, which measurement and simulation share."""
+    """Add the flags of the load and its targets."""
     parser.add_argument("--seconds", type=float, default=45.0, help="length of the arrivals of each rate")
     parser.add_argument("--long-share", type=float, default=0.2, help="share of requests with a long prompt")
     parser.add_argument("--long-tokens", type=int, default=2000)

@@ -3,7 +3,7 @@
 Only time is simulated (:mod:`pillion.simulator.fleet`): a step costs as much as real steps did in
 :mod:`benchmarks.split_fit`, with some noise. As in a worker, schedulers fit their own models to these times, publish
 them by heartbeats and keep to their targets. Clusters have 2 to 16 workers with a core each; all policies get the same
-arrivals, of several seeds. :mod:`benchmarks.split` simulates its measured runs with this too, which shows the error.
+arrivals, of several seeds. :mod:`benchmarks.simulation_error` shows how far such a simulation is from real clusters.
 
 With --shared, two workers lend each other the cores of a host instead, and serve the closed loops of
 :mod:`benchmarks.cpu_service`.
@@ -39,20 +39,6 @@ SHARED_LOADS = (
     ClosedLoad(1024, 64, 8, 40),
     ClosedLoad(2048, 64, 4, 24),
 )
-
-
-def as_measured(measured: dict[str, Any]) -> list[dict[str, Any]]:
-    """Simulate the runs of benchmarks.split with the step costs that their own workers had fitted."""
-    load = argparse.Namespace(**measured["load"])
-    rows = []
-    for row in measured["rows"]:
-        workers = measured["workers"][row["policy"]]
-        decode = tuple(workers["decode"]["step_cost_s"])
-        prefill = tuple(workers.get("prefill", {}).get("step_cost_s", ()))
-        fleet = lab_fleet(1 if prefill else 0, 1, prefill, decode, load.target_itl_ms, split_policy=row["policy"])
-        records, _ = simulate(fleet, arrivals(load, row["rate"], row["seed"]))
-        rows.append({name: row[name] for name in ("policy", "rate", "round", "seed")} | figures(load, records))
-    return rows
 
 
 def sweep(args: argparse.Namespace, cost_s: tuple[float, ...]) -> list[dict[str, Any]]:

@@ -28,19 +28,22 @@ from typing import Any
 import numpy as np
 from rich.table import Table
 
+from benchmarks.decode_loop import PHASES, DecodeLoop
 from benchmarks.report import save, show_table, spread
-from benchmarks.step import PHASES, DecodeLoop
 from benchmarks.wide_vocabulary import save_wide_model
 from pillion import AsyncClient, StructuredOutputs
 from pillion.config import DecodeFlags, ModelFlags
-from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loading import LoadedModel, load_model
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.grammars.answer_grammar import follow
 from pillion.engine.grammars.compiler import GrammarCompiler
+from pillion.engine.grammars.grammar_feature import GrammarSteps
 from pillion.engine.sampling.sampler import sample
+from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
-from pillion.gateway.grammars.shapes import shape_piece
+from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.types import SamplingParams
 from testbed.cluster import served
 from testbed.plain_model import plain_folder
@@ -99,7 +102,7 @@ def shape_of(schema: dict[str, Any]) -> StructuredOutputs:
 
 def grammar_of(schema: dict[str, Any]) -> JoinedGrammar:
     """Return the grammar that a gateway makes of a schema."""
-    return join([shape_piece(shape_of(schema))])
+    return join([structured_piece(shape_of(schema))])
 
 
 class Engine:
@@ -124,11 +127,11 @@ class Engine:
         sampling = SamplingParams(temperature=0.8, top_p=1.0, top_k=0, seed=1)
         texts = [grammar_of(schema).text for schema in schemas]
 
-        def grammar(number: int) -> Any:
-            if not texts:
-                return None
-            state = self.compiler.start(texts[number % len(texts)], (), frozenset()).result()
-            return state if forced else _OneByOne(state)
+        def attach(number: int, sequence: Stream) -> None:
+            if texts:
+                state = self.compiler.start(texts[number % len(texts)], (), frozenset()).result()
+                made: Any = state if forced else _OneByOne(state)
+                follow(sequence, made)
 
         made = DecodeLoop(
             self.backend,
@@ -137,7 +140,8 @@ class Engine:
             CONTEXT_TOKENS,
             sampling,
             prompt=self._prompt,
-            make_grammar=grammar,
+            features=[GrammarSteps],
+            attach=attach,
         )
         made.step()
         return made
@@ -296,7 +300,7 @@ async def edge(name: str, count: int) -> dict[str, Any]:
     return result
 
 
-# A device's time of a forward pass, and of choosing the tokens behind it.
+# A device's time of a forward pass, and of choosing the tokens after it.
 DEVICE_FORWARD_MS = (2.0, 5.0, 10.0, 20.0)
 DEVICE_CHOICE_MS = 0.1
 
@@ -310,7 +314,7 @@ def host_times(engine: Engine, rounds: int) -> list[tuple[float, float, float]]:
         began_s = time.perf_counter()
         plan = loop.scheduler.schedule(began_s)
         loop.scheduler.flush(began_s)
-        batch = build_batch(plan, engine.block_size)
+        batch = build_step_batch(plan, engine.block_size)
         built_s = time.perf_counter()
         rows = build_sampling(plan)
         assert rows.masks is not None

@@ -54,7 +54,7 @@ class Mix:
 
 
 class TraceText:
-    """A session's text so far: numbers of whole blocks, and the count of tokens behind them."""
+    """A session's text so far: numbers of whole blocks, and the count of tokens after them."""
 
     def __init__(self, ids: Iterator[int], shared: tuple[int, ...], tokens: int) -> None:
         self._ids = ids

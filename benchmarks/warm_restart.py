@@ -152,7 +152,7 @@ def main() -> None:
     load = os.getloadavg()
     results = {mode: measure(args, mode) for mode in args.modes}
     show_table(table_of(results))
-    print(f"load average before {load[0]:.1f}, behind {os.getloadavg()[0]:.1f}")
+    print(f"load average before {load[0]:.1f}, after {os.getloadavg()[0]:.1f}")
     if args.save:
         asked = {name: getattr(args, name) for name in ("model", "kills", "flags")}
         save(args.save, {"asked": asked, "load_before": load, "load_behind": os.getloadavg(), "results": results})

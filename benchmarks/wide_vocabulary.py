@@ -1,6 +1,6 @@
 """A model with a vocabulary of any size: the demo model, whose tokenizer gets longer tokens and whose table gets rows.
 
-The new tokens join two tokens of English letters that the tokenizer has, a word and what may stand behind it, as the
+The new tokens join two tokens of English letters that the tokenizer has, a word and what may stand after it, as the
 merges of a larger vocabulary do. Their rows of the embedding are random. Its answers are worth nothing, but a step, a
 mask over its vocabulary and a look at its tokens cost what they cost in a model of that size.
 """

@@ -1,4 +1,4 @@
-"""A decode worker as a component, and its service Decode.Connect: commands in, batches of deltas out.
+"""Runs a decode worker as a component, and its service Decode.Connect: commands in, batches of deltas out.
 
 ``pillion decode`` and tests call :func:`start_decode`. What happens to a command is in
 :mod:`pillion.decode_service.session`.
@@ -16,10 +16,12 @@ import grpc
 
 from pillion.config import AUTO, DecodeFlags
 from pillion.decode_service.session import DecodeSession
+from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loading import BackendFactory, load_model
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
 from pillion.engine.worker import worker_epoch
-from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
+from pillion.engine.worker.worker import AT_ONCE, Worker
+from pillion.engine.worker.worker_feature import StartTurn
 from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import InvalidRequest
 from pillion.v1 import decode_pb2, decode_pb2_grpc
@@ -35,6 +37,7 @@ async def start_decode(
 ) -> WorkerServer:
     """Start a decode worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
     work."""
+    flags = await asyncio.to_thread(with_budgets, flags)
     auto = flags.target_itl_ms == AUTO
     worker = await Worker.start(
         flags,
@@ -43,8 +46,6 @@ async def start_decode(
         max_num_seqs=flags.max_num_seqs,
         target_itl_ms=0.0 if auto else float(flags.target_itl_ms),
         target_itl_steps=AUTO_TARGET_STEPS if auto else 0.0,
-        speculative_config=flags.speculative_config,
-        follows_grammars=True,
         backend_factory=backend_factory,
         turn=turn,
     )
@@ -72,7 +73,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServicer):
         request_iterator: AsyncIterator[decode_pb2.DecodeCommand],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> AsyncIterator[decode_pb2.DecodeBatch]:
-        """One gateway's connection."""
+        """Serves one gateway's connection."""
         session = DecodeSession(self._worker, self._max_streams, self._adopting)
         self._sessions[session] = None
         # Two ways to notice the connection's end: the callback while a message is sent, finally otherwise.
@@ -99,12 +100,12 @@ async def _tell_queued(session: DecodeSession) -> None:
         try:
             await session.tell_queued()
         except Exception:
-            # Without signs of life, a long line would be taken for a worker that hangs.
+            # Without signs of life, a gateway would take a long line for a worker that hangs.
             log.exception("streams that wait could not be told so")
 
 
 async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: DecodeSession) -> None:
-    """Feed the session until the gateway's side ends; then the session ends."""
+    """Feeds the session until the gateway's side ends; then the session ends."""
     try:
         greeted = False
         async for command in commands:

@@ -1,14 +1,17 @@
-"""One gateway's connection to a decode worker: its streams, and the deltas that are sent next.
+"""Serves one gateway's connection to a decode worker: its streams, and the deltas that are sent next.
 
-    submit --> checked --> ticket adopted --> its chain is there --> queued, prompt tail, decode --> finished | failed
-                  |              |                     |                        |
-                  +--------------+-----error-----------+------------------------+-----> last delta
+    submit --> checked --> ticket adopted, or opened --> its chain is there --> queued, prompt tail, decode --> finished
+                  |              |                             |                        |                      | failed
+                  +--------------+-----------error-------------+------------------------+-----> last delta
     cancel, or the connection's end: silence
 
-A submit comes while a prefill worker is still at work on its span: this worker then waits at the KV node for the blocks
-that the span will commit, so the node's answer is the whole hand-off.
+A submit that names no ticket is this worker's alone: it opens and adopts one in a single call, which waits at the KV
+node while memory is short, and gets none where the node has less of the prompt than the gateway counted on.
 
-A submit's forks are streams from its first token on. If the submit ends before that, they end with it, and only its
+A submit comes while a prefill worker is still at work on its prefill range: this worker then waits at the KV node for
+the blocks that the prefill range will commit, so the node's answer is the whole hand-off.
+
+A submit's siblings are streams from its first token on. If the submit ends before that, they end with it, and only its
 own key gets a delta.
 
 All updates of a stream since the last message are merged into one delta, so a slow gateway costs one entry per stream;
@@ -26,13 +29,14 @@ from dataclasses import replace
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.grammars.answer_grammar import AnswerGrammar
-from pillion.engine.scheduling.block_chain import ChunkDone
-from pillion.engine.scheduling.sequence import ForkSpec, SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.block_chain import ChunkDone, Holding
+from pillion.engine.scheduling.sequence import SequenceProgress, SequenceSpec, SiblingSpec
 from pillion.engine.scheduling.step_plan import Update
-from pillion.engine.worker.step_spans import record_stream
-from pillion.engine.worker.tickets import Tickets
+from pillion.engine.worker.step_spans import record, record_stream
+from pillion.engine.worker.tickets import MEMORY_WAIT_S, Tickets
 from pillion.engine.worker.worker import Worker
+from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch
+from pillion.engine.worker.worker_feature import NO_NEEDS, RequestNeeds
 from pillion.errors import (
     BrokenModel,
     Conflict,
@@ -46,6 +50,7 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.grammar_limits import MAX_GRAMMAR_BYTES
+from pillion.kvstore.hashing import HASH_BYTES
 from pillion.observability import telemetry
 from pillion.priority import bounded
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
@@ -56,39 +61,45 @@ from pillion.wire.public import finish_to_pb, logprob_to_pb, sampling_from_pb
 
 log = logging.getLogger("pillion.decode")
 
-# Streams that wait for their chains, over all connections; they hold no sequence of the worker yet.
+# This many streams may wait for memory or for their chains, over all connections; they hold no sequence of the worker
+# yet.
 MAX_AWAITING = 4096
-# Refusals that nobody has read yet; with more of them, no further command is read from the connection.
+# With more refusals than this that nobody has read yet, no further command is read from the connection.
 MAX_UNREAD_REFUSALS = 1024
 ROOT_HASH_BYTES = 32
 MAX_STOP_TOKEN_IDS = 1024
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
 
 
-class _DecodeStream:
-    """One submit that is alive, or one of its forks; listens to its sequence."""
+class MemoryShort(Overloaded):
+    """Says that a prompt has waited in vain for memory at the KV node; the client gets this error."""
 
-    def __init__(self, session: DecodeSession, submit: Submit, key: int, fork: ForkSpec) -> None:
-        """``key`` names the stream on the connection, ``fork`` on the worker."""
+
+class _DecodeStream:
+    """Is one answer that the worker streams to a gateway: that of a Submit message, or of one of its siblings. It
+    receives the tokens of its sequence."""
+
+    def __init__(self, session: DecodeSession, trace: Context, key: int, sibling: SiblingSpec) -> None:
+        """``key`` names the stream on the connection, ``sibling`` on the worker."""
         self.session = session
-        self.submit = submit
+        self.trace = trace
         self.key = key
-        self.fork = fork
-        self.seq_id = fork.seq_id
-        self.forks: tuple[_DecodeStream, ...] = ()
-        self.trace: Context = telemetry.from_traceparent(submit.traceparent)
+        self.sibling = sibling
+        self.seq_id = sibling.seq_id
+        self.siblings: tuple[_DecodeStream, ...] = ()
         self.timer: asyncio.TimerHandle | None = None
-        # Set from the adoption of the ticket on; a fork has none.
+        # This is set from the moment in which the ticket is asked for; a sibling has none.
         self.tickets: Tickets | None = None
         self.generated = 0
-        # Of its guesses, how many the gateway knows of.
+        # The gateway knows of this many of the stream's guesses.
         self.told_guesses = 0
-        # The step thread writes it; here it is only read.
+        # The step thread writes the progress, and this class only reads it.
         self.progress: SequenceProgress | None = None
 
     def tell_timings(self, new_tokens: int) -> bool:
-        """Whether a delta that is not the last one has timings, since a stream that the gateway ends has no last delta:
-        that of the first tokens has, and one before which guesses were judged. These count as told then."""
+        """Returns whether a delta that is not the last one has timings, because a stream that the gateway ends has no
+        last delta. The delta of the first tokens has timings, and so has one before which guesses were judged. They
+        then count as told."""
         if self.progress is None:
             return False
         told, self.told_guesses = self.told_guesses, self.progress.guessed_tokens
@@ -110,10 +121,10 @@ class _DecodeStream:
 
 
 class DecodeSession:
-    """One connection; :meth:`close` is called at its end, however it ends.
+    """Serves one connection; :meth:`close` is called at its end, however it ends.
 
-    ``max_streams`` bounds the streams of all connections of the worker, which share ``adopting``: for each adoption
-    under way the number of streams that it is for.
+    ``max_streams`` bounds the streams of all connections of the worker, which share ``adopting``: for each running
+    adoption the number of its streams.
     """
 
     def __init__(self, worker: Worker, max_streams: int, adopting: dict[asyncio.Task[None], int]) -> None:
@@ -121,9 +132,9 @@ class DecodeSession:
         self._max_streams = max_streams
         self._streams: dict[int, _DecodeStream] = {}
         self._adopting = adopting
-        # The next delta of each stream that has one.
+        # This is the next delta of each stream that has one.
         self._pending: dict[int, DecodeDelta] = {}
-        # Those of them that hold log probabilities of prompts.
+        # These streams' next deltas hold log probabilities of prompts.
         self._scored: set[int] = set()
         self._awake = asyncio.Event()
         self._room = asyncio.Event()
@@ -131,37 +142,35 @@ class DecodeSession:
         self._closed = False
         self._finishing = False
 
-    # Commands.
-
     async def submit(self, submit: Submit) -> None:
         """Start a stream; an error is its only delta. InvalidRequest, for a key in use, ends the connection."""
         await self._room.wait()
-        keys = (submit.key, *(fork.key for fork in submit.forks))
+        keys = (submit.key, *(sibling.key for sibling in submit.siblings))
         if len(set(keys)) < len(keys):
-            raise InvalidRequest("a submit and its forks need a key each")
+            raise InvalidRequest("a submit and its siblings need a key each")
         for key in keys:
             if key in self._streams or key in self._pending:
                 raise InvalidRequest(f"key {key} is in use on this connection")
+        worker, waits = self._worker, _waits(submit)
         try:
-            worker = self._worker
             worker.check_open()
-            check_submit(submit, vocab_size=worker.model.backend.vocab_size, max_model_len=worker.max_model_len)
-            if submit.forks and submit.prompt_tokens != len(submit.token_ids):
-                raise InvalidRequest("only a prompt without an answer forks")
-            if submit.awaited_blocks:
-                if len(self._adopting) >= MAX_AWAITING:
-                    raise Overloaded(f"{worker.component_id} awaits {MAX_AWAITING} chains already")
-            else:
+            check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
+            if submit.siblings and submit.prompt_tokens != len(submit.token_ids):
+                raise InvalidRequest("only a prompt without an answer has siblings")
+            if not submit.awaited_blocks:
+                # A ticket that the worker opens may evict blocks, which is not done for a stream that gets no place.
                 self._check_room(len(keys))
+            if waits and len(self._adopting) >= MAX_AWAITING:
+                raise Overloaded(f"{MAX_AWAITING} streams wait at {worker.component_id} already")
         except PillionError as error:
             self._fail(submit.key, error)
             return
         stream = self._open(submit, submit.key, submit.sampling.seed)
-        forks = [self._open(submit, fork.key, fork.seed) for fork in submit.forks]
-        stream.forks = tuple(forks)
-        task = asyncio.create_task(self._start(stream))
-        # A stream takes its place when its chain is there.
-        self._adopting[task] = 0 if submit.awaited_blocks else len(keys)
+        siblings = [self._open(submit, sibling.key, sibling.seed) for sibling in submit.siblings]
+        stream.siblings = tuple(siblings)
+        task = asyncio.create_task(self._start(stream, submit))
+        # A stream that waits takes its place when it has all that it waits for.
+        self._adopting[task] = 0 if waits else len(keys)
         task.add_done_callback(self._adopting.pop)
 
     def cancel(self, key: int) -> None:
@@ -172,26 +181,24 @@ class DecodeSession:
             return
         self._worker.epoch.cancel(stream.seq_id)
         if stream.progress is not None:
-            # A stop string is found by the gateway, which then cancels: the usual end of a stream, for its trace.
+            # The gateway finds a stop string and then cancels: for the trace this is the usual end of a stream.
             record_stream(stream.trace, replace(stream.progress, ended_s=time.monotonic()), stream.generated)
 
     def close(self) -> None:
-        """The connection is over: so is everything submitted on it (I8). Idempotent."""
+        """Ends everything submitted on the connection, which is over (I8). Idempotent."""
         self._closed = True
         for key in tuple(self._streams):
             self.cancel(key)
         self._awake.set()
 
     def finish(self) -> None:
-        """The worker stops: send the pending deltas, then end the connection."""
+        """Sends the pending deltas, then ends the connection, because the worker stops."""
         self._finishing = True
         self._awake.set()
 
-    # Deltas.
-
     async def deltas(self) -> AsyncIterator[DecodeBatch]:
-        """Batches of deltas, one per step that had updates, and one more for each stream whose prompt is scored; ends
-        with :meth:`close` or :meth:`finish`."""
+        """Yields batches of deltas, one per step that had updates, and one more for each stream whose prompt is scored;
+        ends with :meth:`close` or :meth:`finish`."""
         while not self._closed:
             await self._awake.wait()
             self._awake.clear()
@@ -199,7 +206,7 @@ class DecodeSession:
             self._room.set()
             scored, self._scored = self._scored, set()
             for key in scored & pending.keys():
-                # It may be large, so its message holds nothing else.
+                # This delta may be large, so its message holds nothing else.
                 yield DecodeBatch(deltas=[pending.pop(key)])
             if pending:
                 yield DecodeBatch(deltas=pending.values())
@@ -244,8 +251,6 @@ class DecodeSession:
             if position is not None:
                 self._pending_delta(key).queued.CopyFrom(Queued(position=position))
 
-    # Inside.
-
     def _check_room(self, streams: int) -> None:
         worker = self._worker
         if len(worker.epoch.listeners) + sum(self._adopting.values()) + streams > self._max_streams:
@@ -253,65 +258,104 @@ class DecodeSession:
                 f"{worker.component_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)"
             )
 
-    async def _start(self, stream: _DecodeStream) -> None:
-        """Adopt the ticket and queue the stream. Never cancelled: what was adopted must end up somewhere."""
-        submit, worker = stream.submit, self._worker
+    async def _start(self, stream: _DecodeStream, submit: Submit) -> None:
+        """Adopt or open the ticket and queue the stream. It is never cancelled, because a ticket must be released."""
         try:
-            grammar = await _grammar_of(submit, worker)
-            await worker.bring_adapter(submit.adapter)
-            if self._streams.get(submit.key) is not stream:
-                return
-            total_blocks = len(submit.token_ids) // worker.block_size + 1
-            epoch = worker.epoch
-            tickets = stream.tickets = epoch.tickets
-            holding, tail_hash = await tickets.adopt(
-                submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks
+            needs = _needs_of(submit)
+            started = await self._worker.run_sequence(
+                needs,
+                hold=lambda epoch: self._hold(stream, submit, needs, epoch),
+                begin=lambda: self._begin(stream, submit),
+                wanted=lambda: self._streams.get(submit.key) is stream,
             )
-            with tickets.watched(holding):
-                if len(holding.chain_slots) < submit.awaited_blocks and self._streams.get(submit.key) is stream:
-                    if submit.adapter:
-                        epoch.preload(submit.adapter)
-                    holding, tail_hash = await tickets.await_chain(holding, submit.awaited_blocks)
-                if self._streams.get(submit.key) is not stream:
-                    tickets.let_go(holding)
-                    return
-                stream.forks = tuple(fork for fork in stream.forks if self._streams.get(fork.key) is fork)
-                if submit.awaited_blocks:
-                    try:
-                        self._check_room(1 + len(stream.forks))
-                    except Overloaded:
-                        tickets.let_go(holding)
-                        raise
-                sequence = epoch.make(_spec_of(stream, worker), holding, tail_hash, grammar)
-                stream.progress = sequence.progress
-                epoch.add(sequence, stream, {fork.seq_id: fork for fork in stream.forks})
         except Exception as error:  # noqa: BLE001  (a stream must not stay without an end, whatever has failed)
             if self._drop(submit.key) is not None:
                 self._fail(submit.key, as_pillion_error(error, "Decode"))
             return
-        # An empty delta: the worker holds the ticket now, so the gateway may let go of it.
-        self._pending_delta(submit.key)
+        if started is not None:
+            stream.progress, holding = started
+            # The delta tells that the worker holds the ticket now, so the gateway may let go of it.
+            self._pending_delta(submit.key).pinned_blocks = len(holding.chain_slots)
+
+    async def _hold(
+        self, stream: _DecodeStream, submit: Submit, needs: RequestNeeds, epoch: WorkerEpoch
+    ) -> tuple[Holding, bytes]:
+        """Adopts the gateway's ticket and awaits its chain, or opens one of the worker's own. Raises as
+        :class:`Tickets` does, but MemoryShort where another worker would wait in vain, too."""
+        tickets = stream.tickets = epoch.tickets
+        total_blocks = len(submit.token_ids) // self._worker.block_size + 1
+        if submit.ticket_id:
+            held = await tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
+            if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
+                return held
+            for need, what in needs.by_name().items() if needs is not NO_NEEDS else ():
+                epoch.expect(need, what)
+            return await tickets.await_chain(stream.seq_id, held[0], submit.awaited_blocks)
+        began_s, found = time.monotonic(), {"pillion.pinned_blocks": 0}
+        try:
+            holding, last_hash = await tickets.open(
+                stream.seq_id,
+                submit.block_hashes,
+                total_blocks,
+                resume=submit.attempt > 1,
+                priority=submit.priority,
+                expected_blocks=submit.expected_blocks,
+            )
+            found["pillion.pinned_blocks"] = len(holding.chain_slots)
+        except DeadlineExceeded:
+            node_id = self._worker.attachment.node_id
+            late = f"no KV memory came free at {node_id} within {MEMORY_WAIT_S:.0f} s"
+            raise MemoryShort(late, retry_after_ms=1000) from None
+        except Overloaded as error:
+            raise MemoryShort(error.message, error.retry_after_ms) from None
+        finally:
+            record("kv.pin", stream.trace, began_s, time.monotonic(), found)
+        return holding, last_hash
+
+    def _begin(self, stream: _DecodeStream, submit: Submit) -> tuple[SequenceSpec, dict[int, SequenceListener]]:
+        """Returns the sequence of a stream that has waited, with those of its siblings that are still there. Raises
+        Overloaded where the worker has no room for them."""
+        stream.siblings = tuple(sibling for sibling in stream.siblings if self._streams.get(sibling.key) is sibling)
+        if _waits(submit):
+            self._check_room(1 + len(stream.siblings))
+        spec = SequenceSpec(
+            seq_id=stream.seq_id,
+            token_ids=np.fromiter(submit.token_ids, np.int32, len(submit.token_ids)),
+            parent_hash=submit.root_hash,
+            prompt_tokens=submit.prompt_tokens,
+            sampling=sampling_from_pb(submit.sampling),
+            stop_token_ids=frozenset(submit.stop_token_ids),
+            max_tokens=submit.max_tokens,
+            max_model_len=self._worker.max_model_len,
+            rope_shift=self._worker.model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
+            priority=bounded(submit.priority),
+            siblings=tuple(other.sibling for other in stream.siblings),
+            scored_tokens=submit.scored_tokens,
+            adapter=submit.adapter,
+        )
+        return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
 
     def _open(self, submit: Submit, key: int, seed: int) -> _DecodeStream:
-        stream = self._streams[key] = _DecodeStream(self, submit, key, ForkSpec(self._worker.next_id(), seed))
+        trace = telemetry.from_traceparent(submit.traceparent)
+        stream = self._streams[key] = _DecodeStream(self, trace, key, SiblingSpec(self._worker.next_id(), seed))
         if submit.timeout_ms:
             loop = asyncio.get_running_loop()
             stream.timer = loop.call_later(submit.timeout_ms / 1000, self._time_out, key)
         return stream
 
     def _drop(self, key: int) -> _DecodeStream | None:
-        """Remove a stream; forks that have not begun go with their stream, without a delta."""
+        """Remove a stream; siblings that have not begun go with their stream, without a delta."""
         stream = self._streams.pop(key, None)
         if stream is None:
             return None
         if stream.timer is not None:
             stream.timer.cancel()
         if stream.tickets is not None and stream.progress is None:
-            stream.tickets.stop_awaiting(stream.submit.ticket_id)
+            stream.tickets.stop_waiting(stream.seq_id)
         if not stream.generated:
-            for fork in stream.forks:
-                if self._drop(fork.key) is not None:
-                    self._worker.epoch.cancel(fork.seq_id)
+            for sibling in stream.siblings:
+                if self._drop(sibling.key) is not None:
+                    self._worker.epoch.cancel(sibling.seq_id)
         return stream
 
     def _time_out(self, key: int) -> None:
@@ -333,39 +377,26 @@ class DecodeSession:
         return delta
 
 
-async def _grammar_of(submit: Submit, worker: Worker) -> AnswerGrammar | None:
-    """The place in its grammar of a submit's answer, which is compiled on a thread. Raises InvalidRequest for a grammar
-    that does not compile or that refuses the answer so far."""
-    if not submit.grammar:
-        return None
-    if worker.grammars is None:
-        raise InvalidRequest(f"the answer has a grammar, which {worker.component_id} cannot follow; its log says why")
-    answer, stop_token_ids = submit.token_ids[submit.prompt_tokens :], frozenset(submit.stop_token_ids)
-    return await asyncio.wrap_future(worker.grammars.start(submit.grammar, answer, stop_token_ids))
+def _waits(submit: Submit) -> bool:
+    """Says whether the stream may have to wait for blocks or for memory before the scheduler gets it."""
+    return bool(submit.awaited_blocks) or not submit.ticket_id
 
 
-def _spec_of(stream: _DecodeStream, worker: Worker) -> SequenceSpec:
-    submit = stream.submit
-    return SequenceSpec(
-        seq_id=stream.seq_id,
-        token_ids=np.fromiter(submit.token_ids, np.int32, len(submit.token_ids)),
-        parent_hash=submit.root_hash,
-        prompt_tokens=submit.prompt_tokens,
-        sampling=sampling_from_pb(submit.sampling),
-        stop_token_ids=frozenset(submit.stop_token_ids),
-        max_tokens=submit.max_tokens,
-        max_model_len=worker.max_model_len,
-        rope_shift=worker.model.prepared.rope_shift(submit.prompt_tokens + submit.max_tokens),
-        priority=bounded(submit.priority),
-        forks=tuple(other.fork for other in stream.forks),
-        scored_tokens=submit.scored_tokens,
+def _needs_of(submit: Submit) -> RequestNeeds:
+    if not (submit.grammar or submit.adapter):
+        return NO_NEEDS
+    return RequestNeeds(
         adapter=submit.adapter,
+        grammar=submit.grammar,
+        answer=submit.token_ids[submit.prompt_tokens :],
+        stop_token_ids=frozenset(submit.stop_token_ids),
     )
 
 
 def _error_of(error: PillionError) -> DecodeError:
-    retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenModel)
-    return DecodeError(code=error.code, message=error.message, retryable=retryable)
+    retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenModel | MemoryShort)
+    retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
+    return DecodeError(code=error.code, message=error.message, retryable=retryable, retry_after_ms=retry_after_ms)
 
 
 def _timings_of(progress: SequenceProgress) -> DecodeTimings:
@@ -379,17 +410,17 @@ def _timings_of(progress: SequenceProgress) -> DecodeTimings:
     )
 
 
-def check_submit(submit: Submit, *, vocab_size: int, max_model_len: int) -> None:
+def check_submit(submit: Submit, block_size: int, vocab_size: int, max_model_len: int) -> None:
     """Check a submit before anything is done for it. Raises InvalidRequest with every violation.
 
     A gateway has checked its clients' requests already; these checks keep a broken or older gateway from the step loop.
     """
-    violations = (*_shape(submit, vocab_size, max_model_len), *_sampling(submit, vocab_size))
+    violations = (*_shape(submit, block_size, vocab_size, max_model_len), *_sampling(submit, vocab_size))
     if violations:
         raise InvalidRequest.of(*violations)
 
 
-def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[FieldViolation]:
+def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int) -> Iterator[FieldViolation]:
     total = len(submit.token_ids)
     if not 1 <= total < max_model_len:
         yield FieldViolation("token_ids", f"{total} tokens; from 1 to {max_model_len - 1} can be continued")
@@ -400,7 +431,7 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
     elif total - submit.prompt_tokens >= max(submit.max_tokens, 1):
         yield FieldViolation("max_tokens", f"{submit.max_tokens}; {total - submit.prompt_tokens} are generated already")
     if submit.scored_tokens >= max(submit.prompt_tokens, 1):
-        yield FieldViolation("scored_tokens", f"{submit.scored_tokens} behind the first of {submit.prompt_tokens}")
+        yield FieldViolation("scored_tokens", f"{submit.scored_tokens} after the first of {submit.prompt_tokens}")
     asked = submit.prompt_tokens * (1 + submit.sampling.prompt_logprobs) * submit.sampling.HasField("prompt_logprobs")
     if asked > MAX_PROMPT_LOGPROBS:
         yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
@@ -408,6 +439,10 @@ def _shape(submit: Submit, vocab_size: int, max_model_len: int) -> Iterator[Fiel
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
     if submit.awaited_blocks > total:
         yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
+    if submit.awaited_blocks and not submit.ticket_id:
+        yield FieldViolation("awaited_blocks", "there is no ticket under which others bring blocks")
+    if len(submit.block_hashes) % HASH_BYTES or len(submit.block_hashes) > (total - 1) // block_size * HASH_BYTES:
+        yield FieldViolation("block_hashes", f"{len(submit.block_hashes)} bytes for {total} tokens")
     if len(submit.grammar) > MAX_GRAMMAR_BYTES or len(submit.grammar.encode()) > MAX_GRAMMAR_BYTES:
         yield FieldViolation("grammar", f"more than {MAX_GRAMMAR_BYTES} bytes")
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:

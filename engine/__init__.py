@@ -1,15 +1,21 @@
-"""The engine: what a prefill and a decode worker share, from a step's schedule to the tokens that it samples.
+"""Is the engine that prefill and decode workers share, from a step's schedule to the tokens that it samples.
 
     scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
     worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
     models/        model families, and the decoder that all of them share
     checkpoints/   weights and configurations on disk
+    quantized/     checkpoints in few bits, and plain weights that are quantized here
     sampling/      logits to tokens
-    adapters/      LoRA: small matrices that change the model for the requests that name them
+    adapters/      LoRA: small matrices that change the model for the requests that name them;  gpu_adapters/: on GPUs
+    adapter_slots/ which adapters are ready in a worker, and how they come there
     grammars/      which tokens an answer may go on with
-    ranks/         a rank's share of weights and adapters, and the memory that the ranks of a worker have in common
+    drafts/        speculative decoding: guesses of next tokens, which steps judge
+    partial_blocks/ last blocks of answers that are not full, kept for the next turns
+    ranks/         workers of several processes, each with a share of the model;  gpu_ranks/: those on GPUs
+    stages/        prefill workers of several processes, each with some of the layers
     backends/      a step on a device: torch, cpu, gpu
 
 Open first: scheduling/scheduler.py for a decision, worker/step_loop.py for the loop schedule -> launch -> wait ->
-commit. No gRPC service (prefill_service, decode_service), no HTTP, and no block's life beyond this worker (kvstore).
+commit. It has no gRPC service (prefill_service, decode_service), no HTTP, and no block's life beyond this worker
+(kvstore).
 """

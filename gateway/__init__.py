@@ -1,20 +1,26 @@
-"""The gateway: takes requests over gRPC and HTTP, plans where they run, and streams their answers.
+"""Is the gateway, which takes requests over gRPC and HTTP, plans where they run, and streams their answers.
 
 gateway.py          Gateway.generate: checks, tokenizes, admits and starts a request; open this first
 gateway_server.py   the gateway as a component: ports, heartbeat, draining
 boxed_process.py    a process for jobs of strangers' making, which can be killed
 boxed_worker.py     that process; it imports nothing of Pillion
+gateway_part.py     what a room may add to that: pages, and work beside requests
+named_adapters.py   what requests may name as adapters; without a room there are none
+answer_formats.py   what answers hold besides content; without a room that is nothing
 http_api/           OpenAI's HTTP API
+anthropic/          Anthropic's Messages, at the same port
+responses/          OpenAI's Responses, at the same port
 grpc_api/           the public gRPC service
 admission/          API keys, tenants, bounds, quotas, queues
 adapters/           names of LoRA adapters, which come and go
 tokens/             tokenizer, chat template, detokenizer, stop strings
 formats/            how models write reasoning and calls of tools, and how both are read
 batches/            files of requests that run in the background
-grammars/           the shape that an answer must have, as one grammar
-prefixes/           prompts that are computed ahead, and pinned
+grammars/           the structure that an answer must have, as one grammar
+prefix_pins/        prompts that are computed ahead, and pinned
 planning/           which workers serve a request, and where its prompt is split
 scaling/            how many workers are wanted for the objectives
+read_ahead/         KV that is brought from lower tiers for requests that wait
 request/            the life of one request: state machine, calls to components, replays
 ui/                 the page for people: its files, and what its live picture shows
 links/              connections to the registry, KV nodes, prefill and decode workers

@@ -1,12 +1,12 @@
-"""A process that runs jobs of strangers' making, one at a time, and can be killed.
+"""Runs jobs that clients have written one at a time, in a process of their own that can be killed.
 
 no process --job--> idle --request--> busy --answer--> idle
                       ^                 |
                       |                 +-- out of time, memory or life --> killed, no process
                       +-- the next job starts a fresh one
 
-All clients share the process. So one that goes away does not take it with it: its job goes on, for no longer than a
-fresh process would take to start.
+All clients share the process. So a client that goes away does not end it: its job goes on, for no longer than a fresh
+process would take to start.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 
 T = TypeVar("T")
 
-# The variables that a Python with libraries of its own needs to start, and those of the local time.
+# A Python with libraries of its own needs these variables to start, and the local time needs the last two.
 _ENVIRONMENT = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "TZ", "TZDIR")
-# How long a job goes on for which nobody waits: about what a fresh process takes until it answers.
+# A job for which nobody waits any more goes on this long, about as long as a fresh process takes until it answers.
 ABANDONED_S = 1.0
 _WORKER = Path(__file__).with_name("boxed_worker.py")
 
 
 class BoxFailure(Exception):  # noqa: N818
-    """A job has no answer; the message says why. ``its_own``: the same job would fail again."""
+    """Says that a job has no answer, and why. ``its_own`` says that the job itself is at fault and would fail again."""
 
     def __init__(self, reason: str, its_own: bool) -> None:
         super().__init__(reason)
@@ -46,9 +46,10 @@ class BoxFailure(Exception):  # noqa: N818
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoxLimits:
-    """What a job may take: computing time, wall-clock time (of a process's start too), and the process's memory.
+    """Limits what a job in the process may take: computing time, wall-clock time (of a process's start too), and the
+    process's memory.
 
-    ``max_waiting`` jobs are under way or wait; ``what`` they are, in words.
+    At most ``max_waiting`` jobs run or wait; ``what`` names them in words.
     """
 
     cpu_s: float
@@ -62,8 +63,8 @@ class BoxedProcess:
     """Runs jobs in a process of its own.
 
     Args:
-        handler: a file with a function ``opened(setup)``, which returns what makes a job's answer of a job.
-        setup: what that function gets.
+    handler: a file with a function ``opened(setup)``, which returns a function that makes a job's answer of the job.
+        setup: the argument of that function.
     """
 
     def __init__(self, handler: Path, setup: Mapping[str, Any], limits: BoxLimits) -> None:
@@ -75,14 +76,15 @@ class BoxedProcess:
         }
         self._limits = limits
         self._process: Process | None = None
-        # Whether it has answered nothing yet.
+        # This says whether the process has answered nothing yet.
         self._fresh = True
         self._running: asyncio.Task[dict[str, Any]] | None = None
         self._turn = asyncio.Lock()
         self._waiting = 0
 
     async def run(self, job: Any, size_bytes: int) -> dict[str, Any]:
-        """The answer to a job of about so many bytes. Raises BoxFailure, and Overloaded where too many jobs wait."""
+        """Returns the answer to a job of about so many bytes. Raises BoxFailure, and Overloaded if too many jobs
+        wait."""
         limits = self._limits
         if self._waiting >= limits.max_waiting:
             raise Overloaded(f"{limits.max_waiting} {limits.what}", retry_after_ms=1000)
@@ -92,7 +94,8 @@ class BoxedProcess:
         except BaseException:
             self._waiting -= 1
             raise
-        # It is not the caller's own, and gives the turn back when it is through.
+        # The job runs in a task of its own, so that it goes on where its caller is cancelled, and gives the turn back
+        # when it ends.
         running = self._running = asyncio.create_task(self._run(job, size_bytes), name="boxed job")
         running.add_done_callback(self._ended)
         try:
@@ -106,7 +109,7 @@ class BoxedProcess:
         self._waiting -= 1
         self._turn.release()
         if not running.cancelled():
-            # Looked at here: perhaps nobody waits for it.
+            # The exception is looked at here, because perhaps nobody else waits for it.
             running.exception()
 
     async def _run(self, job: Any, size_bytes: int) -> dict[str, Any]:
@@ -123,7 +126,7 @@ class BoxedProcess:
         except (asyncio.IncompleteReadError, ConnectionError):
             assert self._process is not None
             ended = await self._process.wait()
-            # Whoever kills the process from outside says nothing about the job.
+            # A kill from outside the process does not show that the job was at fault.
             reason = f"it took more than {self._limits.cpu_s:g} s of computing or too much memory"
             raise BoxFailure(reason, its_own=ended != -signal.SIGKILL) from None
         finally:
@@ -132,8 +135,8 @@ class BoxedProcess:
         return answer
 
     async def _start(self) -> Process:
-        # -I: the process sees the installed packages, not the folder it was started from. It inherits neither keys and
-        # addresses in the environment nor descriptors.
+        # With -I the process sees the installed packages, and not the folder it was started from. The process inherits
+        # neither keys and addresses in the environment nor descriptors.
         env = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-I", str(_WORKER), stdin=PIPE, stdout=PIPE, stderr=DEVNULL, env=env, close_fds=True

@@ -1,9 +1,9 @@
-"""The process of :mod:`pillion.gateway.boxed_process`: run as a file, never imported.
+"""Is the program of :mod:`pillion.gateway.boxed_process`'s process, which is run as a file and never imported.
 
-Nothing inside a Python process can stop a thread that computes ``10 ** 10 ** 9``. So the box is the operating system's:
-a timer whose signal ends this process, and a limit on its memory. It speaks over its standard streams: a four-byte
-length, then JSON; first the set-up, which names the file that makes answers, then jobs. It needs the standard library
-only; what that file needs is its own matter.
+Nothing inside a Python process can stop a thread that computes ``10 ** 10 ** 9``. So the operating system makes the
+box: a timer whose signal ends this process, and a limit on its memory. The process reads and writes JSON on its
+standard streams, each text after its length in four bytes; the first one sets the process up and names the file that
+makes answers, and jobs follow. This program needs the standard library only; the file may need more.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Any
 def _read() -> bytes:
     head = sys.stdin.buffer.read(4)
     if len(head) < 4:
-        # The gateway is gone.
+        # The gateway is gone, because standard input has ended.
         sys.exit(0)
     return sys.stdin.buffer.read(int.from_bytes(head, "big"))
 
 
 def _write(message: dict[str, Any]) -> None:
     try:
-        # As it is, without escapes: the gateway reads it on its event loop.
+        # Text is written without escapes, because the gateway reads it on its event loop.
         data = json.dumps(message, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         data = json.dumps({"broken": "it wrote what is not valid Unicode"}).encode()
@@ -47,8 +47,8 @@ def _handler(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def main() -> None:
-    """Serves until standard input ends."""
-    # Ctrl-C is for the gateway; this process ends with its input.
+    """Serves jobs until standard input ends."""
+    # Ctrl-C is meant for the gateway; this process ends with its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setup = json.loads(_read())
     with contextlib.suppress(ValueError, OSError):

@@ -1,9 +1,9 @@
-"""The gateway as a component: both ports, the links, and its own heartbeat.
+"""Runs the gateway as a component: both ports, the links, and its own heartbeat.
 
 keys and certificates read -> models prepared -> tokenizers loaded -> links up -> gRPC port -> HTTP port -> heartbeats
 while it runs: keys and certificates are read again when their files change; --probe-listen says whether it is ready
 stop(grace_s):  out of the registry, health NOT_SERVING
-             -> both ports take no connections; those that are open end behind their requests under way (GOAWAY, close)
+             -> both ports take no connections; those that are open end after their requests under way (GOAWAY, close)
              -> streams under way end by themselves, or grace_s is over -> what is left is cut -> tokenizers, links
 """
 
@@ -15,7 +15,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -24,36 +24,30 @@ from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_c
 from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError, PillionError
-from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
-from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES
 from pillion.gateway.admission.api_keys import KeyFile
 from pillion.gateway.admission.shared_quotas import SharedQuotas
-from pillion.gateway.batches.batch_folder import BatchFolder
-from pillion.gateway.batches.batch_runner import BatchRunner
-from pillion.gateway.formats.model_formats import choose_formats
+from pillion.gateway.answer_formats import FormatSource, formats_of
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.grammars.grammar_checker import GrammarChecker
+from pillion.gateway.gateway_part import PARTS, GatewayPart
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer, KeyCheck, RawGenerate
-from pillion.gateway.http_api.batch_calls import LineCalls
 from pillion.gateway.http_api.http_server import HttpServer, start_http
-from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.links.defects import Defects
-from pillion.gateway.planning.cluster_snapshot import parse_policy
-from pillion.gateway.request.job import GatewayOptions
+from pillion.gateway.named_adapters import ServedFolders, adapters_of
+from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.planning.forecast import forecaster_of
+from pillion.gateway.request.admitted_request import GatewayOptions
 from pillion.gateway.request.validation import ModelLimits
-from pillion.gateway.scaling.forecaster import WorkerForecaster
-from pillion.gateway.scaling.objectives import parse_objectives
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.index.shared_buckets import SharedBuckets
 from pillion.kvstore.index.shared_loads import SharedLoads
-from pillion.kvstore.index.shared_names import SharedNames
 from pillion.net import rpc, tls
 from pillion.net.addresses import is_local
 from pillion.net.watched import WATCH_INTERVAL_S
+from pillion.rooms import entered
 from pillion.served_models import other_models
 from pillion.v1 import gateway_pb2_grpc
 from pillion.wire.registry import ComponentRecord
@@ -61,31 +55,31 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.gateway")
 
 SERVICE = "pillion.v1.Gateway"
-# Open calls of the public gRPC service, those that watch the health included.
+# The public gRPC service may have this many open calls, those that watch the health included.
 MAX_GRPC_CALLS = 8192
 DRAIN_POLL_S = 0.02
 READY_POLL_S = 0.1
 PREFILL = "prefill"
-# Time for the last messages of streams that have ended; calls that watch the health are cut then.
+# The last messages of streams that have ended may take this long to be sent; then calls that watch the health are cut.
 LAST_MESSAGES_S = 0.5
-DAY_S = 24 * 3600
 
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """What a gateway listens on: both public ports, and the address of --probe-listen."""
+    """Holds what a gateway listens on: both public ports, and the address of --probe-listen."""
 
     grpc: rpc.RunningServer
     http: HttpServer
     probe: rpc.RunningServer | None = None
 
 
-# Listens for a gateway. Raises OSError for an address that cannot be bound.
-Listen = Callable[[Gateway, GatewayServicer, BatchRunner | None], Awaitable[Ports]]
+# Such a function listens for a gateway and its parts. It raises OSError for an address that cannot be bound.
+Listen = Callable[[Gateway, GatewayServicer, Sequence[GatewayPart]], Awaitable[Ports]]
 
 
 class GatewayServer:
-    """A running gateway. ``address`` and ``grpc_address`` are the same; ``http_address`` is the other port."""
+    """Represents a running gateway. ``address`` and ``grpc_address`` are both the gRPC port's; ``http_address`` is the
+    other port's."""
 
     def __init__(
         self,
@@ -96,7 +90,7 @@ class GatewayServer:
         ports: Ports,
         heartbeat_s: float,
         keys: KeyFile | None = None,
-        batches: BatchRunner | None = None,
+        parts: Sequence[GatewayPart] = (),
     ) -> None:
         self.component_id = record.component_id
         self.address = self.grpc_address = ports.grpc.address
@@ -109,26 +103,19 @@ class GatewayServer:
         self._registry = registry
         self._servicer = servicer
         self._server, self.http, self._probe = ports.grpc, ports.http, ports.probe
-        self._batches = batches
-        if batches is not None:
-            batches.start()
+        self._parts = parts
+        for part in parts:
+            part.start(heartbeat_s)
         self._tasks = [asyncio.create_task(self._beat(heartbeat_s), name="heartbeat")]
-        if gateway.adapters is not None:
-            self._tasks.append(asyncio.create_task(gateway.adapters.run(heartbeat_s), name="adapters"))
-        if gateway.adapter_spread is not None:
-            self._tasks.append(asyncio.create_task(gateway.adapter_spread.run(heartbeat_s), name="files of adapters"))
         if keys is not None:
             self._tasks.append(asyncio.create_task(_follow(keys, gateway), name="API keys"))
         if ports.probe is not None:
             self._tasks.append(asyncio.create_task(_tell_ready(ports.probe, gateway), name="readiness"))
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Drains: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
+        """Drains the gateway: streams may finish for ``grace_s`` seconds; then everything they held is freed."""
         for task in self._tasks:
             task.cancel()
-        if self.gateway.adapters is not None:
-            # What receives an adapter's files may wait for the process that reads them.
-            await self.gateway.adapters.end_reading()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         try:
             await self._registry.leave(self.component_id)
@@ -136,31 +123,30 @@ class GatewayServer:
             log.debug("could not leave the registry: %s", error.message)
         self.gateway.drain()
         await asyncio.gather(*(server.not_serving() for server in (self._server, self._probe) if server is not None))
-        # A client's next request then goes over a new connection, which another process behind this port or another
-        # replica takes. Refused over the old one, it would come again over the old one.
+        # A client's next request then goes over a new connection, which another process on this port or another replica
+        # takes. A request that is refused over the old connection would be sent again over the same one.
         self._server.close()
         closing = asyncio.create_task(self.http.stop(grace_s))
-        if self._batches is not None:
-            # At once: their lines run again elsewhere, and nobody waits for them.
-            await self._batches.stop()
+        for part in self._parts:
+            await part.stop()
         await self._drained(grace_s)
         await self._server.stop(min(grace_s, LAST_MESSAGES_S))
         await closing
         if self._probe is not None:
-            # Until here it showed that this process drains and does not hang.
+            # Until this point the probe's port showed that the process drains and does not hang.
             await self._probe.stop(0)
-        if self._batches is not None:
-            self._batches.close()
+        for part in self._parts:
+            await part.aclose()
         await self.gateway.aclose()
         await self.cluster.aclose()
 
     async def wait_failed(self) -> str:
-        """Why the gateway cannot go on by itself. It only returns when its HTTP port has died."""
+        """Returns why the gateway cannot go on by itself, which happens only when its HTTP port has died."""
         await asyncio.wait({self.http.task})
         return "the HTTP server ended"
 
     async def _drained(self, grace_s: float) -> None:
-        """Returns when no stream is under way, or after ``grace_s`` seconds."""
+        """Returns when no stream runs any more, or after ``grace_s`` seconds."""
         until_s = time.monotonic() + grace_s
         while (self._servicer.streams or self.gateway.active_requests) and time.monotonic() < until_s:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
@@ -207,16 +193,17 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
     entries = await asyncio.to_thread(_entries, flags, prepared)
 
-    async def listen(gateway: Gateway, servicer: GatewayServicer, batches: BatchRunner | None) -> Ports:
-        return await _listen(flags, gateway, servicer, identity, batches)
+    async def listen(gateway: Gateway, servicer: GatewayServicer, parts: Sequence[GatewayPart]) -> Ports:
+        return await _listen(flags, gateway, servicer, identity, parts)
 
     return await serve_models(flags, entries, listen, keys)
 
 
 def _check(flags: GatewayFlags) -> None:
-    """Raises ConfigError for flags that cannot work, whatever the models are."""
+    """Raises ConfigError for flags that no gateway can work with, whatever its models are."""
+    refuse_contradictions(flags)
     parse_policy(flags.split_policy)
-    parse_objectives(flags.slo, flags.attainment, flags.worker_start_s)
+    forecaster_of(flags)
     if flags.chunk_size < flags.block_size or flags.chunk_size % flags.block_size:
         raise ConfigError(f"--chunk-size {flags.chunk_size} is no multiple of --block-size {flags.block_size}")
     if not flags.redis_url:
@@ -227,38 +214,40 @@ def _check(flags: GatewayFlags) -> None:
 async def serve_models(
     flags: GatewayFlags, entries: Mapping[str, ModelEntry], listen: Listen, keys: KeyFile | None = None
 ) -> GatewayServer:
-    """Connects a gateway of these models, by served name, to its cluster; then it listens, and its heartbeats begin.
-    Without ``keys`` it serves everybody. Raises ConfigError as :func:`start_gateway`."""
-    adapters = await asyncio.to_thread(_adapters, flags, entries)
+    """Connects a gateway of these models, by served name, to its cluster; then the gateway listens and begins its
+    heartbeats. Without ``keys`` it serves everybody. Raises ConfigError as :func:`start_gateway` does."""
+    adapters = await asyncio.to_thread(adapters_of, flags, _folders(entries))
     component_id = flags.component_id or f"gateway-{os.getpid()}-{secrets.token_hex(3)}"
     registry = Registry(flags.redis_url, flags.heartbeat_timeout_ms)
     grace_s, loads = flags.heartbeat_timeout_ms / 1000, SharedLoads(flags.redis_url)
-    forecaster = WorkerForecaster(parse_objectives(flags.slo, flags.attainment, flags.worker_start_s))
-    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads, forecaster)
-    # Without tenants there is nothing to count.
+    cluster = Cluster(component_id, registry, Index(flags.redis_url), grace_s, loads, forecaster_of(flags))
+    # Without API keys there are no tenants whose quotas could be counted.
     quotas = SharedQuotas(None if keys is None else SharedBuckets(flags.redis_url))
     ring = None if keys is None else keys.ring
     gateway = Gateway(entries, cluster, _options(flags, entries), ring, quotas, adapters)
-    batches = _batches(flags, gateway)
+    parts = [make(gateway, flags) for make in entered(PARTS)]
     await asyncio.gather(cluster.start(), *(entry.template.warm_up() for entry in entries.values()))
-    servicer = GatewayServicer(gateway)
+    # The calls of the service that this class lacks are served by rooms.
+    servicer = GatewayServicer(gateway)  # type: ignore[abstract]
     try:
-        ports = await listen(gateway, servicer, batches)
+        ports = await listen(gateway, servicer, parts)
     except OSError as error:
+        for part in parts:
+            await part.aclose()
         await gateway.aclose()
         await cluster.aclose()
         raise ConfigError(f"the gateway cannot listen: {error}") from None
     record = ComponentRecord(
         component_id=component_id, role="gateway", address=ports.grpc.address, model=", ".join(entries)
     )
-    return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, keys, batches)
+    return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, keys, parts)
 
 
 def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayOptions:
     longest = max(entry.limits.max_model_len_tokens for entry in entries.values())
     return GatewayOptions(
         policy=parse_policy(flags.split_policy),
-        # No span is longer than the longest prompt: that is one chunk.
+        # Without chunked prefill a prefill range is one chunk, which is as long as the longest prompt.
         chunk_tokens=flags.chunk_size if flags.enable_chunked_prefill else max(longest, flags.block_size),
         max_attempts=flags.max_attempts,
         max_inflight_requests=flags.max_inflight_requests,
@@ -268,44 +257,15 @@ def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayO
     )
 
 
-def _batches(flags: GatewayFlags, gateway: Gateway) -> BatchRunner | None:
-    """What runs the batches of --batch-path. Raises ConfigError."""
-    if not flags.batch_path:
-        return None
-    folder = BatchFolder(
-        flags.batch_path,
-        max_bytes=flags.batch_bytes,
-        file_bytes=flags.batch_file_bytes,
-        keep_s=flags.batch_keep_days * DAY_S,
-        tenant_percent=flags.batch_tenant_percent,
-    )
-    lines = LineCalls(ModelCalls(gateway))
-    return BatchRunner(folder, lines.serve, gateway.tenant_named, gateway.meters, flags.max_batch_requests)
-
-
-def _adapters(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> AdapterNames | None:
-    """The names of adapters, those of --lora-modules loaded. Reads files; raises ConfigError."""
-    refuse_contradictions(flags)
-    if not flags.enable_lora:
-        return None
-    names = AdapterNames(
+def _folders(entries: Mapping[str, ModelEntry]) -> ServedFolders:
+    return ServedFolders(
         {name: entry.folder for name, entry in entries.items() if entry.folder is not None},
         {entry.alias: name for name, entry in entries.items() if entry.alias and entry.alias not in entries},
-        AdapterOptions(
-            max_rank=flags.max_lora_rank,
-            max_loras=flags.max_loras,
-            folders=flags.lora_path,
-            updating=flags.allow_runtime_lora_updating,
-            limits=flags.store_limits,
-        ),
-        SharedNames(flags.redis_url, MAX_CHANGES, FORGET_MS) if flags.allow_runtime_lora_updating else None,
     )
-    names.load_fixed(parse_lora_modules(flags.lora_modules))
-    return names
 
 
 def _entries(flags: GatewayFlags, prepared: PreparedModel | None) -> dict[str, ModelEntry]:
-    """All models that the flags name, by served name. Reads files; raises ConfigError."""
+    """Reads all models that the flags name, by served name. Raises ConfigError."""
     served: list[ServedModelFlags] = [flags, *other_models(flags)]
     models = [prepared if prepared is not None else prepare(flags), *map(prepare, served[1:])]
     entries = {model.name: model_entry(model, chosen) for model, chosen in zip(models, served, strict=True)}
@@ -319,22 +279,23 @@ async def _listen(
     gateway: Gateway,
     servicer: GatewayServicer,
     identity: tls.Identity | None,
-    batches: BatchRunner | None,
+    parts: Sequence[GatewayPart],
 ) -> Ports:
-    """Raises OSError for an address that cannot be bound; nothing half-started stays."""
+    """Listens on the gateway's ports. Raises OSError for an address that cannot be bound, and leaves nothing
+    half-started."""
     host = f"[{flags.host}]" if ":" in flags.host else flags.host
     server = await rpc.start_server(
         f"{host}:{flags.grpc_port}",
         [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
         credentials=None if identity is None else tls.server_credentials(identity),
-        interceptors=[KeyCheck(gateway.tenant_of), RawGenerate()],
+        interceptors=[KeyCheck(gateway.tenant_of), RawGenerate(servicer.raw_calls)],
         max_calls=MAX_GRPC_CALLS,
         max_message_bytes=flags.max_message_bytes,
         share_port=flags.share_ports,
     )
     async with contextlib.AsyncExitStack() as started:
         started.push_async_callback(server.stop, 0)
-        http = await start_http(gateway, flags, identity, batches)
+        http = await start_http(gateway, flags, identity, parts)
         started.push_async_callback(http.stop, 0)
         probe: rpc.RunningServer | None = None
         if flags.probe_listen:
@@ -345,8 +306,8 @@ async def _listen(
 
 
 async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
-    """Keeps the health at the probes' address: whether a request would be served now, and under the name "prefill"
-    whether a prefill worker could be given its prompt."""
+    """Keeps the health at the probes' address up to date: it says whether a request would be served now, and under the
+    name "prefill" whether a prefill worker could compute its prompt."""
     while True:
         await probe.set_serving(not gateway.not_ready())
         await probe.set_serving(gateway.cluster.knows(PREFILL), (PREFILL,))
@@ -354,27 +315,22 @@ async def _tell_ready(probe: rpc.RunningServer, gateway: Gateway) -> None:
 
 
 async def _follow(keys: KeyFile, gateway: Gateway) -> None:
-    """Takes new keys soon after their file changed."""
+    """Takes the API keys anew, soon after their file has changed."""
     while True:
         await asyncio.sleep(WATCH_INTERVAL_S)
         try:
             if await asyncio.to_thread(keys.refresh):
                 gateway.take_keys(keys.ring)
         except Exception:
-            # A defect must not be the end of all changes: a key that was taken away would stay good.
+            # A defect must not end all later changes, because a key that was taken away would stay good.
             log.exception("the keys could not be read again")
 
 
 def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
-    """What a gateway needs of a model. Reads files; raises ConfigError."""
+    """Collects what a gateway needs to know of a model. Reads files; raises ConfigError."""
     tokenizer = ModelTokenizer.load(model.folder, flags.chat_template)
-    formats = choose_formats(
-        tokenizer.chat_template,
-        tokenizer.codec,
-        flags.tool_call_parser,
-        flags.reasoning_parser,
-        flags.enable_auto_tool_choice,
-    )
+    file = model.folder / "tokenizer.json"
+    formats = formats_of(FormatSource(tokenizer, file, model.vocab_size, model.eos_token_ids), flags)
     log.info(
         "model %s: tool-call parser %s, reasoning parser %s", model.name, formats.tool_parser, formats.reasoning_parser
     )
@@ -385,7 +341,6 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
         template=ChatTemplate(tokenizer.chat_template, tokenizer.specials, spells_out=formats.spells_out),
-        grammars=GrammarChecker(model.folder / "tokenizer.json", model.vocab_size, model.eos_token_ids),
         formats=formats,
         weights=model.weights,
         folder=model.folder,

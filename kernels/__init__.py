@@ -1,4 +1,4 @@
-"""Kernels: arithmetic over tensors and arrays, without requests, sequences or files of models.
+"""Has the kernels: arithmetic over tensors and arrays, without requests, sequences or files of models.
 
     torch/   paged attention and linear layers by torch's own CPU kernels, and the reference of all attention kernels
     cpu/     a compiler for CPU kernels (AVX2, AVX-512, AMX, NEON) and the kernels written with it

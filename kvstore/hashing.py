@@ -1,4 +1,4 @@
-"""Block hashes, which make KV blocks content-addressed (I2).
+"""Computes block hashes, which make KV blocks content-addressed (I2).
 
     namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size, sharding
     request root     the base, narrowed by the adapter, the tenant's ``cache_salt``, and rotary frequencies by length
@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from pillion.errors import InvalidRequest
 
 HASH_BYTES = 32
-# Consecutive blocks of a chain that the index keeps in one place: a shard answers for so many at once, and no shard for
-# a whole chain.
+# The index keeps this many consecutive blocks of a chain in one place: one shard of a Redis Cluster answers for so many
+# blocks at once, and none for a whole chain.
 SEGMENT_BLOCKS = 32
 TOKEN_BYTES = 4
 _HASH = struct.Struct(f"{HASH_BYTES}s")
@@ -41,7 +41,7 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
         dtype: type of the cached values, e.g. "bfloat16".
         layout: version of the attention backend's layout inside a block.
         block_size: tokens per block.
-        tp: tensor-parallel degree; each shard's blocks differ.
+        tp: number of shards; each shard's blocks differ.
     """
     return _digest(_BASE_TAG, fingerprint, dtype, layout, str(block_size), str(tp))
 
@@ -49,14 +49,14 @@ def namespace_base(*, fingerprint: str, dtype: str, layout: str, block_size: int
 def request_root(base: bytes, adapter: str = "", cache_salt: str = "", *, short_text: bool = False) -> bytes:
     """Returns the parent hash (32 bytes) of a request's first block; other adapters or salts share no block.
 
-    ``short_text``: whether it has the rotary frequencies of texts within the model's original length, where those of
-    longer texts differ; such requests share no block with longer ones.
+    ``short_text`` says whether the request has the rotary frequencies of texts within the model's original length,
+    where those of longer texts differ; such requests share no block with longer ones.
     """
     return _digest(_ROOT_TAG, base.hex(), adapter, cache_salt, *(("short text",) if short_text else ()))
 
 
 def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> bytes:
-    """Returns the hashes of the whole blocks of ``token_ids``, 32 bytes each, concatenated; a partial one is ignored.
+    """Returns the hashes of the whole blocks of ``token_ids``, 32 bytes each, concatenated; a partial block is ignored.
 
     Args:
         parent: hash of the block before, or the request's root (32 bytes).
@@ -69,7 +69,7 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
     tokens = packed.tobytes()
     width = block_size * TOKEN_BYTES
     whole = memoryview(tokens)[: len(tokens) - len(tokens) % width]
-    # A comprehension over iter_unpack: half the time of slicing in a loop, and hashing stands on every request's path.
+    # A comprehension over iter_unpack takes half the time of slicing in a loop, and every request waits for its hashes.
     sha256 = hashlib.sha256
     return b"".join([parent := sha256(parent + block).digest() for (block,) in struct.iter_unpack(f"{width}s", whole)])
 
@@ -82,7 +82,7 @@ def split_hashes(packed: bytes) -> list[bytes]:
 
 
 def digest_share(block_hash: bytes) -> int:
-    """A block's share of the digest of many blocks, which is the XOR of all shares: the first 64 bits of its hash."""
+    """Returns a block's share of the digest of many blocks, the XOR of all shares: its hash's first 64 bits."""
     return int.from_bytes(block_hash[:8], "big")
 
 

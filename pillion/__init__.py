@@ -1,18 +1,21 @@
-"""Pillion's SDK: clients, their values and errors, and :class:`LLM`, the engine in the caller's process.
+"""Offers Pillion's SDK: the clients with their values and errors, and :class:`LLM`, which runs the engine in the
+caller's process.
 
 Importing it imports no torch and no numpy. The clients and LLM are imported when they are first used, because kernels
 and engine import errors and types from here and run where gRPC and OpenTelemetry are not installed.
 
-What the SDK's user meets:
+Users of the SDK meet:
 - `types`, `errors`: the values and errors of the public API. Open them first.
 - `client`: the clients. `offline`: LLM.
 
-What all components share:
+All components share:
 - `net`: servers, channels, TLS. `wire`, `v1`: converters and the generated messages. `observability`: metrics, traces.
-- `priority`, `sampling_ranges`, `sampling_defaults`, `grammar_limits`, `adapter_folders`, `config`,
-  `speculative_config`, `cores`, `core_board`, `served_models`: rules that several packages must agree on.
+- `priority`, `slo`, `sampling_ranges`, `sampling_defaults`, `grammar_limits`, `adapter_folders`, `config`,
+  `speculative_config`, `cores`, `core_lending_table`, `served_models`: rules that several packages must agree on.
 
-What an operator meets: `cli`, `supervisor`, `top`, `loadgen`. The servers themselves (`gateway`, `prefill_service`,
+- `rooms`: the table of features that can be taken away, and where they meet the core.
+
+Operators meet `cli`, `supervisor`, `top`, `loadgen`. The servers themselves (`gateway`, `prefill_service`,
 `decode_service`, `engine`, `kvstore`, `kernels`) and their `simulator` are links to folders at the root of the
 repository; nothing here but `cli`, `supervisor`, `top` and `offline` imports them, and those do so inside functions.
 """
@@ -60,22 +63,33 @@ from pillion.types import (
 if TYPE_CHECKING:
     from pillion.client.async_client import AsyncClient
     from pillion.client.client import Client
-    from pillion.offline.llm import LLM
+    from pillion.offline.llm import LLM  # type: ignore[import-not-found, unused-ignore]
+    from pillion.offline.vllm_options import EngineArgs, LoRARequest  # type: ignore[import-not-found, unused-ignore]
 else:
-    _LATE = {
-        "AsyncClient": "pillion.client.async_client",
-        "Client": "pillion.client.client",
-        "LLM": "pillion.offline.llm",
-    }
+    _LATE = {"AsyncClient": "pillion.client.async_client", "Client": "pillion.client.client"}
+    _OFFLINE = ("LLM", "EngineArgs", "LoRARequest")
 
     def __getattr__(name: str) -> Any:
-        if name not in _LATE:
+        if name in _LATE:
+            value = getattr(import_module(_LATE[name]), name)
+        elif name in _OFFLINE:
+            value = _offline(name)
+        else:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_LATE[name]), name)
+        globals()[name] = value
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_LATE})
+        return sorted({*globals(), *_LATE, *_OFFLINE})
+
+    def _offline(name: str) -> Any:
+        from pillion.rooms import Seam, entered_one, require_room
+
+        try:
+            require_room("offline", f"pillion.{name}")
+        except ConfigError as error:
+            raise ImportError(error.message) from None
+        return entered_one(Seam(f"pillion.{name}"))
 
 
 __version__ = VERSION
@@ -93,10 +107,12 @@ __all__ = [
     "Conflict",
     "DeadlineExceeded",
     "Delta",
+    "EngineArgs",
     "FieldViolation",
     "FinishReason",
     "Internal",
     "InvalidRequest",
+    "LoRARequest",
     "Logprob",
     "ModelInfo",
     "NotFound",

@@ -1,7 +1,8 @@
-"""The release, in one place; pyproject.toml holds the same number and a test compares them."""
+"""Holds the number of the release; pyproject.toml holds the same number and a test compares them."""
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 
-# Grows when a message changes meaning (see protos/pillion/v1/common.proto), and by two where a neighbour could not even
-# read it. 3: a line to an attach socket names its sender component_id.
-PROTOCOL = 3
+# The number of the protocol grows by one when a message changes meaning (see protos/pillion/v1/common.proto), and by
+# two when components of the release before could not even read it. With 7, decode workers open tickets, and lease slots
+# with the same call, which KV nodes of protocol 5 do not do.
+PROTOCOL = 7

@@ -1,4 +1,4 @@
-"""Where a machine keeps its copies of adapters: by their digests, in the model cache that all components share.
+"""Says where a machine keeps its copies of adapters: by their digests, in the model cache that all components share.
 
 $PILLION_CACHE or ~/.cache/pillion
 `-- adapters/
@@ -25,22 +25,23 @@ from pathlib import Path
 
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTERS = "adapters"
-# The most that an adapter's config may have, and the header of its tensors; that of a large model's adapter has some
-# hundred kilobytes.
+# An adapter's config may have this many bytes, and so may the header of its tensors; the header of a large model's
+# adapter has some hundred kilobytes.
 MAX_CONFIG_BYTES = 2**20
 MAX_HEADER_BYTES = 2**24
-# What copies leave free on the disk.
+# Copies of adapters leave this much of the disk free.
 MIN_FREE_BYTES = 2**30
-# A copy that was not used for so long may be removed.
+# A copy of an adapter that was not used for this long may be removed.
 KEEP_S = 3600.0
-# From this age on, a draft without a lock has lost its writer.
+# From this age on, a draft without a lock has lost the process that wrote it.
 MIN_DRAFT_AGE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreLimits:
-    """What copies may take on a machine. ``file_bytes``: the tensors of one adapter; ``store_bytes``: all copies;
-    ``transfer_s``: the time in which the files of one come from another machine."""
+    """Limits what copies of adapters may take on a machine. ``file_bytes``: the tensors of one adapter;
+    ``store_bytes``: all copies; ``transfer_s``: the longest time for bringing an adapter's files from another
+    machine."""
 
     file_bytes: int = 8 * 2**30
     store_bytes: int = 64 * 2**30
@@ -53,12 +54,12 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 def cache_root() -> Path:
-    """The model cache's folder, which may not exist yet."""
+    """Returns the model cache's folder, which may not exist yet."""
     return Path(os.environ.get("PILLION_CACHE") or "~/.cache/pillion").expanduser()
 
 
 def is_adapter_digest(text: str) -> bool:
-    """Whether ``text`` may name an adapter: a SHA-256 in hexadecimal."""
+    """Returns whether ``text`` may name an adapter: a SHA-256 in hexadecimal."""
     return _DIGEST.fullmatch(text) is not None
 
 
@@ -78,8 +79,8 @@ def adapter_draft(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS
 
 
 def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS.store_bytes) -> None:
-    """Removes what nobody needs until ``size_bytes`` more fit below ``max_bytes`` and on the disk. Raises OSError where
-    that is not enough."""
+    """Removes old drafts and copies of adapters until ``size_bytes`` more fit below ``max_bytes`` and on the disk.
+    Raises OSError where that is not enough."""
     now, kept = time.time(), []
     for folder in adapters.iterdir():
         try:
@@ -91,7 +92,7 @@ def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS.sto
                     if alone:
                         shutil.rmtree(folder, ignore_errors=True)
         except OSError:
-            continue  # Another process removed it.
+            continue  # Another process has removed the folder meanwhile.
     total_bytes = size_bytes + sum(size for _, size, _ in kept)
     free_bytes = shutil.disk_usage(adapters).free
     excess_bytes = max(total_bytes - max_bytes, size_bytes + MIN_FREE_BYTES - free_bytes)
@@ -110,7 +111,7 @@ def make_room(adapters: Path, size_bytes: int, max_bytes: int = STORE_LIMITS.sto
 
 @contextlib.contextmanager
 def _locked(draft: Path) -> Iterator[bool]:
-    """Holds a draft's lock, which ends with its process; False where another one holds it."""
+    """Holds a draft's lock, which ends with this process. Yields False where another process holds the lock."""
     descriptor = os.open(draft, os.O_RDONLY)
     try:
         try:

@@ -1,4 +1,4 @@
-"""Every flag's one declaration: a field of a frozen dataclass, one class for each kind of process.
+"""Declares every flag once, as a field of a frozen dataclass; each kind of process has one class.
 
 A field ``max_num_seqs`` is ``--max-num-seqs``, ``PILLION_MAX_NUM_SEQS`` and the key ``max-num-seqs`` of the config file
 (TOML); :mod:`pillion.cli.flags` fills the dataclass from these three. The command line wins over the environment, the
@@ -29,18 +29,23 @@ from pillion.adapter_folders import STORE_LIMITS, StoreLimits
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
+from pillion.rooms import require_room
 from pillion.sampling_defaults import parse_override
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
 
 MAX_PORT = 65535
-# The value of a flag that leaves a choice to what is measured or found.
+# With this value a flag leaves a choice to what is measured or found.
 AUTO = "auto"
 MAX_WORKERS = 64
-# A worker reads its adapters into memory and names them in every heartbeat.
+# A worker has no more adapters than this ready, because it holds them in memory and names them in every heartbeat.
 MAX_LORAS = 256
 MAX_LORA_RANK = 512
 MAX_RANKS = 16
-# Below the least, a stream's own messages may not fit; above the most, gRPC's 32-bit sizes end.
+MAX_STAGES = 16
+# Most tokens of one step.
+MAX_STEP_TOKENS = 65_536
+# A limit on messages below MIN_MESSAGE_BYTES may be too small for a stream's own messages; one above MAX_MESSAGE_BYTES
+# does not fit gRPC's 32 bits.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = (
     "auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon", "torch",
@@ -48,15 +53,15 @@ CPU_KERNEL_CHOICES = (
 QUANTIZATION_CHOICES = ("none", "int8", "int8-dynamic", "int4")
 QUANTIZATION_GROUP_CHOICES = ("auto", "32", "128")
 DEVICE_CHOICES = ("auto", "cpu", "cuda")
-# float16, alias half, computes in float32, which holds its numbers exactly.
+# With float16, alias half, a model is computed in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
-# The formats that a gateway reads, by vLLM's names; its tables have a row for each.
+# A gateway reads these formats, by vLLM's names; its tables have a row for each format.
 TOOL_PARSER_CHOICES = ("auto", "none", "generic", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
 REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (
-    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,quantization=Q]"
+    "Another served model: NAME=MODEL[,dtype=D][,max-model-len=N][,revision=R][,tokenizer=T][,quantization=Q]"
     "[,quantization-group-size=G][,tool-call-parser=P][,reasoning-parser=P][,generation-config=C]"
     "[,chat-template=F]. Repeat it for more."
 )
@@ -64,6 +69,18 @@ ALSO_MODEL = (
 ALLOWED_ORIGINS = (
     "Web pages of this origin, such as https://chat.example.org, may use the HTTP API; '*' is any. Repeat it for more, "
     "or give a JSON list."
+)
+
+# Claude Code begins the system prompt of each request with a line that has a hash of the request.
+BILLING_HEADER = "x-anthropic-billing-header:"
+CUT_SYSTEM_LINES = (
+    "Beginning of a line that is left out of the first system text of Anthropic's Messages, because it differs in each"
+    " request and no prefix would be found. Repeat it for more; '' leaves out none."
+)
+
+IGNORED_FIELDS = (
+    "A field of HTTP bodies, sent by newer clients, that is taken without effect instead of being refused. Repeat it"
+    " for more."
 )
 
 LORA_MODULES = (
@@ -76,6 +93,7 @@ SPECULATIVE = (
     '\'{"method": "ngram", "num_speculative_tokens": 5}\'. Empty: none are.'
 )
 
+_FIELD = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -87,12 +105,12 @@ def parse_size(text: str) -> int:
     suffix = cleaned[len(digits) :]
     if suffix not in _SUFFIXES or not digits.replace(".", "", 1).isdigit():
         raise ConfigError(f"{text!r} is not a size; write 4096, 32K or 1GiB")
-    # Fractions, not floats: a size above 2**53 must not lose its last bits.
+    # Fractions are exact, while floats would lose the last bits of a size above 2**53.
     return int(Fraction(digits) * _SUFFIXES[suffix])
 
 
 def parse_target_itl_ms(text: str) -> float | str:
-    """Milliseconds, or AUTO. Raises ConfigError on anything else."""
+    """Reads milliseconds or "auto". Raises ConfigError on anything else."""
     if text == AUTO:
         return text
     try:
@@ -105,7 +123,7 @@ def parse_target_itl_ms(text: str) -> float | str:
 
 
 def parse_split_policy(text: str) -> Fraction | None:
-    """The share of a prompt's uncached blocks that prefill workers compute; None for "auto", where it is predicted.
+    """Gives the share of a prompt's uncached blocks that prefill workers compute; None for "auto", which predicts it.
 
     "disaggregated" is 1, "colocated" is 0, and "fraction:x" is any x from 0 to 1, such as 0.5 or 1/3. Raises
     ConfigError on anything else.
@@ -126,7 +144,7 @@ def parse_split_policy(text: str) -> Fraction | None:
 
 
 def refuse_strangers(flags: GatewayFlags) -> None:
-    """Raises ConfigError for what a gateway without keys may only offer on an address of this machine alone."""
+    """Raises ConfigError for flags that a gateway without API keys may only use on an address of this machine alone."""
     if flags.api_keys or is_local(f"{flags.host}:0"):
         return
     if flags.ui:
@@ -135,13 +153,22 @@ def refuse_strangers(flags: GatewayFlags) -> None:
         raise ConfigError("--allow-runtime-lora-updating needs --api-keys: anybody could load adapters")
 
 
+def refuse_missing_rooms(flags: Any) -> None:
+    """Raises ConfigError for the first flag that asks for a room which is gone."""
+    for one in fields(flags):
+        room = one.metadata.get("room", "")
+        if room and getattr(flags, one.name) != one.default:
+            require_room(room, f"--{one.name.replace('_', '-')}")
+
+
 def refuse_contradictions(flags: Any) -> None:
-    """Raises ConfigError for the first pair of flags that contradict each other, or of which one is for nothing without
-    the other. Flags that ``flags`` does not have are as if they were not given."""
+    """Raises ConfigError for the first pair of flags that contradict each other, or of which one is useless without the
+    other. Flags that ``flags`` does not have count as not given."""
 
     def given(name: str) -> Any:
         return getattr(flags, name, None)
 
+    refuse_missing_rooms(flags)
     for name in ("lora_modules", "lora_path", "allow_runtime_lora_updating"):
         if given(name) and not flags.enable_lora:
             raise ConfigError(f"--{name.replace('_', '-')} needs --enable-lora")
@@ -153,14 +180,17 @@ def refuse_contradictions(flags: Any) -> None:
         raise ConfigError(f"--http-port and --grpc-port are both {flags.http_port}: each needs a port of its own")
     if given("allow_credentials") and not flags.allowed_origins:
         raise ConfigError("--allow-credentials needs --allowed-origins: it is about the pages of these")
+    for name in given("ignored_fields") or ():
+        if not _FIELD.fullmatch(name):
+            raise ConfigError(f"--ignored-fields: {name!r} is not a field's name: letters, digits, _ and -, at most 64")
     if given("batch_path") and flags.batch_file_bytes > flags.batch_bytes:
         raise ConfigError(
             f"--batch-file-bytes {flags.batch_file_bytes} is more than --batch-bytes {flags.batch_bytes}, which is for"
             " all files together"
         )
     if given("verify_blocks") is False:
-        # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away.
-        # Nothing but the checksum tells then, and a wrong block would be served under a right name (I2).
+        # A crash leaves damaged files behind, and a one-sided read may meet a slot that its source has given away. Only
+        # the checksum shows the damage, and without it a wrong block would be served under a right name (I2).
         for flag, value in (("--disk-path", flags.disk_path), ("--object-url", flags.object_url)):
             if value:
                 raise ConfigError(
@@ -174,7 +204,7 @@ def refuse_contradictions(flags: Any) -> None:
 
 
 def listed_origins(values: Sequence[str]) -> list[str]:
-    """All origins of --allowed-origins. Raises ConfigError for what no browser sends as an origin."""
+    """Returns all origins of --allowed-origins. Raises ConfigError for a text that no browser sends as an origin."""
     origins: list[str] = []
     for value in values:
         try:
@@ -198,35 +228,37 @@ def flag(
     least: float | None = None,
     most: float | None = None,
     also: str = "",
+    room: str = "",
 ) -> Any:
-    """A dataclass field that is a flag; one whose default is a tuple may be repeated.
+    """Makes the dataclass field of a flag. A flag whose default is a tuple may be repeated.
 
     Args:
         default: the value where nothing is given.
         help: a sentence for ``--help``.
-        kind: parses the flag's text; default: the type of ``default``.
+        kind: parses the flag's text; without it, the type of ``default`` does.
         choices: the only values that are allowed; empty: any.
         placement: the flag names or places one process, so ``pillion serve`` chooses it for each component.
         least, most: the bounds of a number, both allowed; :mod:`pillion.cli.checks` refuses others.
         also: another spelling, on the command line and in the file; it is no variable of the environment.
+        room: the room (:mod:`pillion.rooms`) without which it can only have its default.
     """
     about = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
-    return field(default=default, metadata=about | {"least": least, "most": most, "also": also})
+    return field(default=default, metadata=about | {"least": least, "most": most, "also": also, "room": room})
 
 
 def size_flag(default: int, help: str, **bounds: Any) -> Any:  # noqa: A002
-    """A flag that :func:`parse_size` reads."""
+    """Makes a flag that :func:`parse_size` reads."""
     return flag(default, help, kind=parse_size, **bounds)
 
 
 def other_default(cls: type, name: str, default: Any) -> Any:
-    """The flag ``name`` of ``cls`` with another default: everything else about it is declared there."""
+    """Makes the flag ``name`` of ``cls`` with another default; everything else about it is declared at ``cls``."""
     return field(default=default, metadata=next(one.metadata for one in fields(cls) if one.name == name))
 
 
 @dataclass(frozen=True, kw_only=True)
 class CommonFlags:
-    """Flags of every component."""
+    """Holds the flags of every component."""
 
     redis_url: str = flag(
         "", "Redis of index and registry: redis://, rediss://, unix://, redis+sentinel://, redis+cluster://."
@@ -247,11 +279,13 @@ class CommonFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFlags:
-    """Which model, and how its KV is cut. All components that serve the same model must agree on these."""
+    """Says which model is served, and how its KV is cut. All components that serve the same model must agree on these
+    flags."""
 
     model: str = flag("", "Hugging Face folder, GGUF file, hub id, or 'demo' (SmolLM2-135M-Instruct).")
     revision: str = flag("main", "Revision of a hub id.")
     served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
+    tokenizer: str = flag("", "Folder or hub id whose tokenizer and chat template are used. Default: the model's own.")
     dtype: str = flag(
         "auto", "Type of plain weights, arithmetic and KV; float16 is run in float32.", choices=DTYPE_CHOICES
     )
@@ -259,11 +293,13 @@ class ModelFlags:
         "none",
         "Linear layers' weights of a plain checkpoint in 8 or 4 bits; int8-dynamic: their inputs in 8 bits, too (CPU).",
         choices=QUANTIZATION_CHOICES,
+        room="quantized checkpoints",
     )
     quantization_group_size: str = flag(
         "auto",
         "Weights that share a scale; auto: 32 in int4, all of an output in int8.",
         choices=QUANTIZATION_GROUP_CHOICES,
+        room="quantized checkpoints",
     )
     max_model_len: int = size_flag(
         0,
@@ -272,13 +308,15 @@ class ModelFlags:
         least=0,
     )
     block_size: int = flag(16, "Tokens per KV block.", least=1, most=1024)
-    load_format: str = flag("auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"))
+    load_format: str = flag(
+        "auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"), room="GPU"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
-    """How answers are sampled where a client does not say, and how they are read: what in them is reasoning, and what
-    calls a tool."""
+    """Says how answers are sampled where a client does not say it, and how they are read: which part is reasoning, and
+    which calls a tool."""
 
     generation_config: str = flag(
         "auto",
@@ -294,40 +332,50 @@ class AnswerFlags:
         "auto",
         "How the model calls tools; auto: as its chat template says, generic where that knows no tools.",
         choices=TOOL_PARSER_CHOICES,
+        room="formats",
     )
     reasoning_parser: str = flag(
-        "auto", "How the model marks reasoning; auto: as its chat template says.", choices=REASONING_PARSER_CHOICES
+        "auto",
+        "How the model marks reasoning; auto: as its chat template says.",
+        choices=REASONING_PARSER_CHOICES,
+        room="formats",
     )
-    enable_auto_tool_choice: bool = flag(True, "Let models choose to call a tool, as tool_choice auto asks.")
+    enable_auto_tool_choice: bool = flag(
+        True, "Let models choose to call a tool, as tool_choice auto asks.", room="formats"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedModelFlags(AnswerFlags, ModelFlags):
-    """A model as a gateway serves it."""
+    """Names a model that a gateway serves, and how clients name it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeFlags(ModelFlags):
-    """How the model is computed. All workers of a cluster must agree on these."""
+    """Says how the model is computed. All workers of a cluster must agree on these flags."""
 
     device: str = flag("auto", "Computes and holds KV blocks; auto: a GPU where there is one.", choices=DEVICE_CHOICES)
     kv_cache_dtype: str = flag(
         "auto", "Type of KV; fp8, int8 (CPU): 8 bits; auto: that of --dtype.", choices=("auto", "fp8", "int8")
     )
-    enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.")
+    enforce_eager: bool = flag(False, "Launch a GPU's steps kernel by kernel instead of as CUDA graphs.", room="GPU")
     cpu_kernels: str = flag("auto", "Kernels on a CPU; auto: the best, torch: torch's own.", choices=CPU_KERNEL_CHOICES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolFlags:
-    """The KV pool's memory."""
+    """Describes the memory of the KV pool."""
 
     kv_pool_bytes: int = size_flag(0, "Memory for KV blocks. 0: 1 GiB; on a GPU, by --gpu-memory-utilization.", least=0)
     gpu_memory_utilization: float = flag(
-        0.9, "Share of the GPU's memory for weights, workspaces and KV pool together.", least=0, most=1
+        0.9,
+        "Share of the GPU's memory for weights, workspaces and KV pool together.",
+        least=0,
+        most=1,
+        room="GPU",
     )
     host_bytes: int = size_flag(
-        0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.", least=0
+        0, "Pinned host memory for blocks that leave a GPU's pool, before the disk. 0: none.", least=0, room="GPU"
     )
     decode_reserve_percent: int = flag(
         10, "Share of the pool that prompts leave to running decodes (I5).", least=0, most=90
@@ -336,28 +384,28 @@ class PoolFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class RankFlags:
-    """The processes of a worker."""
+    """Says how many processes share a worker's model."""
 
     tensor_parallel_size: int = flag(
-        1, "Processes (ranks) over which each worker splits the model.", least=1, most=MAX_RANKS
+        1, "Processes (ranks) over which each worker splits the model.", least=1, most=MAX_RANKS, room="ranks"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnableLoraFlags:
-    """Whether requests may name adapters (LoRA)."""
+    """Says whether requests may name adapters (LoRA)."""
 
-    enable_lora: bool = flag(False, "Serve LoRA adapters.")
+    enable_lora: bool = flag(False, "Serve LoRA adapters.", room="adapters")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareFlags(EnableLoraFlags, RankFlags, ComputeFlags):
-    """``pillion prepare``: makes a model ready, for one number of ranks."""
+    """Holds the flags of ``pillion prepare``, which makes a model ready for one number of ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ThreadFlags(RankFlags):
-    """The processes and threads of a forward pass."""
+    """Says on how many threads, and on which cores, a forward pass runs."""
 
     cpu_threads: int = flag(
         0, "Threads of the forward pass on a CPU. 0: this worker's share of the cores.", least=0, most=MAX_CPU_THREADS
@@ -367,39 +415,50 @@ class ThreadFlags(RankFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class StepFlags:
-    """The budgets of a decode worker's step."""
+    """Sets the budgets of a decode worker's step."""
 
-    max_num_batched_tokens: int = size_flag(256, "Token budget of a decode step (I5).", least=1)
+    max_num_batched_tokens: int = size_flag(
+        0,
+        "Token budget of a decode step (I5). 0: 256 on a CPU; on a GPU 512 to 8,192, by its speed and memory, the"
+        " model and --target-itl-ms.",
+        least=0,
+        most=MAX_STEP_TOKENS,
+    )
     max_num_seqs: int = flag(64, "Most sequences that run at once on a decode worker.", least=1)
     speculative_config: SpeculativeConfig = flag(  # noqa: RUF009  (a field, as all flags are)
-        NO_SPECULATION, SPECULATIVE, kind=parse_speculative_config
+        NO_SPECULATION, SPECULATIVE, kind=parse_speculative_config, room="drafts"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefixCachingFlags:
-    """Whether KV is reused."""
+    """Says whether KV is reused between requests."""
 
     enable_prefix_caching: bool = flag(True, "Reuse the KV of prompts and answers that begin alike.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkedPrefillFlags:
-    """Whether prompts are cut."""
+    """Says whether prompts are cut into chunks."""
 
     enable_chunked_prefill: bool = flag(True, "Cut prompts into chunks. Without it a prompt runs whole, in one step.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraStoreFlags:
-    """What copies of adapters may take on a machine, whose components all share them."""
+    """Limits what copies of adapters may take on a machine, whose components all share them."""
 
-    lora_file_bytes: int = size_flag(STORE_LIMITS.file_bytes, "Largest adapter: the bytes of its tensors.", least=1)
+    lora_file_bytes: int = size_flag(
+        STORE_LIMITS.file_bytes, "Largest adapter: the bytes of its tensors.", least=1, room="adapters"
+    )
     lora_store_bytes: int = size_flag(
-        STORE_LIMITS.store_bytes, "Most bytes that the copies of adapters may take on a machine.", least=1
+        STORE_LIMITS.store_bytes,
+        "Most bytes that the copies of adapters may take on a machine.",
+        least=1,
+        room="adapters",
     )
     lora_transfer_timeout_s: float = flag(
-        STORE_LIMITS.transfer_s, "Longest time that an adapter may take from another machine.", least=1
+        STORE_LIMITS.transfer_s, "Longest time that an adapter may take from another machine.", least=1, room="adapters"
     )
 
     @property
@@ -413,17 +472,17 @@ class LoraStoreFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraFlags(EnableLoraFlags, LoraStoreFlags):
-    """Adapters (LoRA): what workers have room for."""
+    """Says for how many adapters (LoRA), and how large ones, workers have room."""
 
     max_loras: int = flag(
-        8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS
+        8, "Most adapters that a worker keeps ready, and so that a step uses.", least=1, most=MAX_LORAS, room="adapters"
     )
-    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK)
+    max_lora_rank: int = flag(16, "Largest rank of an adapter.", least=1, most=MAX_LORA_RANK, room="adapters")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestServerFlags(ChunkedPrefillFlags, CommonFlags):
-    """Flags of workers and gateways."""
+    """Holds the flags that both workers and gateways have."""
 
     component_id: str = flag("", "Unique name of this process. Default: one made of role and pid.", placement=True)
     drain_timeout_s: float = flag(2.0, "Time that requests have to finish when the process is told to stop.", least=0)
@@ -431,7 +490,7 @@ class RequestServerFlags(ChunkedPrefillFlags, CommonFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class InternalServerFlags(CommonFlags):
-    """Flags of KV nodes and workers, which only components reach."""
+    """Holds the flags of KV nodes and workers, whose ports only components use."""
 
     insecure_internal: bool = flag(
         False, "Listen beyond loopback without TLS: all who reach it may read every prompt.", placement=True
@@ -443,7 +502,7 @@ class InternalServerFlags(CommonFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
-    """``pillion kvnode``: the owner of one memory domain's pool."""
+    """Holds the flags of ``pillion kvnode``, the owner of one memory domain's pool."""
 
     node_id: str = flag("kvnode-0", "Name of this node, unique in the cluster.", placement=True)
     node_listen: str = flag(
@@ -451,14 +510,20 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     )
     node_advertise: str = flag("", ADVERTISE, placement=True)
     kv_device: str = flag(
-        "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True
+        "cpu", "Where the KV pool is: cpu, cuda, cuda:N, or divided, as in cuda:0,cuda:1.", placement=True, room="GPU"
     )
     max_waiting_tickets: int = flag(1024, "Most requests that wait for memory.", least=1)
     eviction_policy: str = flag("lru", "Which blocks leave the pool first.", choices=EVICTION_CHOICES)
     max_pinned_percent: int = flag(
-        50, "Share of the pool that prefixes may have that users pin (pillion cache pin).", least=0, most=90
+        50,
+        "Share of the pool that prefixes may have that users pin (pillion cache pin).",
+        least=0,
+        most=90,
+        room="prefix pins",
     )
-    max_tenant_pinned_percent: int = flag(25, "Share of the pool that one tenant's pins may have.", least=0, most=90)
+    max_tenant_pinned_percent: int = flag(
+        25, "Share of the pool that one tenant's pins may have.", least=0, most=90, room="prefix pins"
+    )
     low_watermark_percent: int = flag(
         2,
         "Free share of the pool below which blocks are evicted ahead of need.",
@@ -471,48 +536,66 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         "Unix socket of the process that keeps this node's pool over its death (pillion keeper). Empty: the pool goes"
         " with the node.",
         placement=True,
+        room="pool survival",
     )
     kv_log_changes: int = flag(
-        65_536, "Newest changes of the pool's blocks that followers may still ask for (pillion events).", least=1
+        65_536,
+        "Newest changes of the pool's blocks that followers may still ask for (pillion events).",
+        least=1,
+        room="events",
     )
-    max_kv_followers: int = flag(16, "Most followers of the pool's blocks at once.", least=0)
-    kv_transport: str = flag("auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"))
+    max_kv_followers: int = flag(16, "Most followers of the pool's blocks at once.", least=0, room="events")
+    kv_transport: str = flag(
+        "auto", "What moves blocks between nodes.", choices=("auto", "nixl", "grpc"), room="transfers"
+    )
     verify_blocks: bool = flag(
         True, "Check the checksum of every block that comes from elsewhere. Without it: no disk, no NIXL."
     )
     fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node, disk or bucket.", least=1)
     max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
-    disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.")
-    disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0)
+    disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.", room="disk tier")
+    disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0, room="disk tier")
     object_url: str = flag(
-        "",
-        "Bucket to which KV blocks are copied, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.",
+        "", "Bucket to which KV blocks are copied, s3://BUCKET/PREFIX?endpoint=URL. Empty: none.", room="object tier"
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlags, ComputeFlags):
-    """Flags of both kinds of workers."""
+    """Holds the flags of both kinds of workers."""
 
     listen: str = flag("127.0.0.1:0", "Address of the worker's gRPC service (host:port or unix:path).", placement=True)
     advertise: str = flag("", ADVERTISE, placement=True)
-    core_board: str = flag(
-        "", "File on which the workers of a host lend each other cores. Empty: this worker lends none.", placement=True
+    core_lending_table: str = flag(
+        "", "File by which the workers of a host lend each other cores. Empty: this worker lends none.", placement=True
     )
-    first_core: int = flag(0, "This worker's first core on that board.", least=0, placement=True)
+    first_core: int = flag(0, "This worker's first core in that lending table.", least=0, placement=True)
+    pipeline_parallel_size: int = flag(
+        1,
+        "Stages over which each prefill worker splits the model's layers; a stage is --tensor-parallel-size processes.",
+        least=1,
+        most=MAX_STAGES,
+        room="stages",
+    )
 
     @property
     def step_budget_tokens(self) -> int:
-        """Token budget of a step; each kind of worker has a flag for it."""
+        """Gives the token budget of a step; each kind of worker has a flag for it. It is 0 until
+        :func:`pillion.engine.backends.devices.with_budgets` has chosen one."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillFlags(WorkerFlags):
-    """``pillion prefill``: turns spans of chunks into committed blocks."""
+    """Holds the flags of ``pillion prefill``, which computes parts of prompts in chunks and commits their blocks."""
 
-    max_num_batched_prefill_tokens: int = size_flag(512, "Token budget of a prefill step.", least=1)
-    max_waiting_spans: int = flag(256, "Most spans that wait or run on a prefill worker.", least=1)
+    max_num_batched_prefill_tokens: int = size_flag(
+        0,
+        "Token budget of a prefill step. 0: 512 on a CPU; on a GPU 512 to 8,192, by its speed and the model.",
+        least=0,
+        most=MAX_STEP_TOKENS,
+    )
+    max_waiting_prefills: int = flag(256, "Most prefill ranges that wait or run on a prefill worker.", least=1)
 
     @property
     def step_budget_tokens(self) -> int:
@@ -521,7 +604,7 @@ class PrefillFlags(WorkerFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeFlags(StepFlags, WorkerFlags):
-    """``pillion decode``: prompt tails and decodes under one token budget."""
+    """Holds the flags of ``pillion decode``, which runs prompt tails and decodes under one token budget."""
 
     target_itl_ms: float | str = flag(
         AUTO,
@@ -530,6 +613,13 @@ class DecodeFlags(StepFlags, WorkerFlags):
         kind=parse_target_itl_ms,
     )
     max_waiting_seqs: int = flag(1024, "Most sequences that wait on a decode worker.", least=1)
+    # Without its room the flag may have any value, and a worker keeps none.
+    partial_block_percent: int = flag(
+        1,
+        "Share of the pool in which a worker keeps the partial blocks that answers end with. 0: none.",
+        least=0,
+        most=50,
+    )
 
     @property
     def step_budget_tokens(self) -> int:
@@ -538,7 +628,7 @@ class DecodeFlags(StepFlags, WorkerFlags):
 
 @dataclass(frozen=True, kw_only=True)
 class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedModelFlags):
-    """``pillion gateway``: the public edge."""
+    """Holds the flags of ``pillion gateway``, the public edge."""
 
     also_model: tuple[str, ...] = flag((), ALSO_MODEL, kind=str)
     host: str = flag("127.0.0.1", "Address of the public ports.")
@@ -548,29 +638,45 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     chunk_size: int = size_flag(512, "Tokens per prefill chunk; a multiple of the block size.", least=1)
     max_inflight_requests: int = flag(256, "Most requests in the gateway at once; more are refused.", least=1)
     max_inflight_tokens: int = size_flag(2_000_000, "Most prompt tokens in the gateway at once.", least=1)
+    max_read_ahead: int = flag(
+        2,
+        "Most waiting requests at once whose KV is brought from lower tiers while they wait. 0: none.",
+        least=0,
+        most=64,
+        room="read-ahead",
+    )
     max_running_requests: int = flag(
         0, "Most requests that a model's workers get at once; 0: by their --max-num-seqs.", least=0
     )
     slo: str = flag(
-        "ttft=2.5+0.002*n,itl_p99=0.1", "Objectives in seconds that wanted workers are counted for (n: prompt tokens)."
+        "ttft=2.5+0.002*n,itl_p99=0.1",
+        "Objectives in seconds that wanted workers are counted for (n: prompt tokens).",
+        room="forecast",
     )
-    attainment: float = flag(0.95, "Share of the requests that shall meet all objectives.", least=0.5, most=0.999)
+    attainment: float = flag(
+        0.95, "Share of the requests that shall meet all objectives.", least=0.5, most=0.999, room="forecast"
+    )
     worker_start_s: float = flag(
         0.0,
         "Seconds from the wish for a worker until it serves. 0: as long as workers took to load.",
         least=0,
         most=600,
+        room="forecast",
     )
     allowed_origins: tuple[str, ...] = flag((), ALLOWED_ORIGINS, kind=str)
     allow_credentials: bool = flag(
         False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )
+    ignored_fields: tuple[str, ...] = flag((), IGNORED_FIELDS, kind=str)
+    cut_system_lines: tuple[str, ...] = flag((BILLING_HEADER,), CUT_SYSTEM_LINES, kind=str)
     ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
-    lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str)
+    lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str, room="adapters")
     allow_runtime_lora_updating: bool = flag(
-        False, "Let operators load and unload adapters of --lora-path while the gateway runs."
+        False, "Let operators load and unload adapters of --lora-path while the gateway runs.", room="adapters"
     )
-    lora_path: tuple[str, ...] = flag((), "Folder whose adapters operators may load. Repeat it for more.", kind=str)
+    lora_path: tuple[str, ...] = flag(
+        (), "Folder whose adapters operators may load. Repeat it for more.", kind=str, room="adapters"
+    )
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")
@@ -581,7 +687,7 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     max_message_bytes: int = size_flag(
         16 * 2**20, "Largest gRPC message that is received or sent.", least=MIN_MESSAGE_BYTES, most=MAX_MESSAGE_BYTES
     )
-    batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.")
+    batch_path: str = flag("", "Folder for files and batches (/v1/batches). Empty: there are none.", room="batches")
     batch_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=2**20)
     batch_file_bytes: int = size_flag(200 * 2**20, "Largest file that clients may bring there.", least=1)
     batch_keep_days: int = flag(30, "Days after which files there, and batches that have ended, are removed.", least=2)
@@ -597,9 +703,10 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
 
 @dataclass(frozen=True, kw_only=True)
 class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
-    """``pillion serve``: the whole cluster on this machine. Placement flags stay at their defaults here."""
+    """Holds the flags of ``pillion serve``, which runs the whole cluster on this machine. Placement flags stay at their
+    defaults here."""
 
-    # The terminal is for what its user has to know; a component that runs alone tells its log more.
+    # The terminal shows only what its user has to know; a component that runs alone writes more into its log.
     log_level: str = other_default(CommonFlags, "log_level", "warning")
     log_file: str = flag("", "File that gets the components' log lines instead of the terminal.")
     fence_kill_after_s: float = flag(
@@ -610,12 +717,16 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
     )
     decode_workers: int = flag(1, "Decode workers to start.", least=1, most=MAX_WORKERS)
     prefill_tensor_parallel_size: int = flag(
-        0, "Ranks of each prefill worker. 0: as many as --tensor-parallel-size says.", least=0, most=MAX_RANKS
+        0,
+        "Ranks of each prefill worker. 0: as many as --tensor-parallel-size says.",
+        least=0,
+        most=MAX_RANKS,
+        room="ranks",
     )
     share_cores: bool = flag(True, "Let workers on a CPU compute on the cores of those that have nothing to do.")
     keep_pool: bool = flag(
         True,
-        "Keep the KV pool in memory when the KV node dies: the next one takes over its blocks. CPU alone; for"
+        "Keep the KV pool in memory when the KV node dies: the next one recovers its blocks. CPU alone; for"
         " GPUs see docs/gpu.md.",
     )
     fork_server: bool = flag(
@@ -630,6 +741,4 @@ class ServeFlags(GatewayFlags, DecodeFlags, PrefillFlags, KVNodeFlags):
 class OfflineFlags(
     LoraFlags, StepFlags, PoolFlags, ThreadFlags, PrefixCachingFlags, ChunkedPrefillFlags, AnswerFlags, ComputeFlags
 ):
-    """``pillion.LLM``: a decode worker and its pool in the caller's process."""
-
-    max_num_batched_tokens: int = other_default(StepFlags, "max_num_batched_tokens", 512)
+    """Holds the flags of ``pillion.LLM``, which runs a decode worker and its pool in the caller's process."""

@@ -1,31 +1,31 @@
-"""Which of the machine's cores there are for us, and threads that leave them to others."""
+"""Finds the machine's cores that this process may use, and makes background threads leave the cores to others."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
 from threading import get_native_id
 
 from pillion.errors import ConfigError
 
 MAX_CORES = 1024
-# The most threads that a pool of the CPU kernels can have.
+# A thread pool of the CPU kernels can have at most this many threads.
 MAX_CPU_THREADS = 512
 # Threads beside steps are this much nicer than those that compute steps: both use the same cores, and a step is as slow
-# as its slowest thread. Not the nicest of all: such a thread may hold the interpreter's lock while a step waits for it.
+# as its slowest thread. Their niceness is not the highest, because such a thread may hold the interpreter's lock while
+# a step waits for it.
 BACKGROUND_NICENESS = 10
 
 
 def allowed_cores() -> frozenset[int]:
-    """Numbers of the cores that this process may run on."""
+    """Returns the numbers of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))
 
 
 def usable_cores() -> int:
-    """How many cores this process may use: its affinity, and a container's quota where there is one."""
+    """Returns how many cores this process may use, by its affinity and by a container's quota where there is one."""
     cores = len(allowed_cores())
     try:
         with open("/sys/fs/cgroup/cpu.max") as file:
@@ -36,7 +36,8 @@ def usable_cores() -> int:
 
 
 def parse_cores(text: str) -> tuple[int, ...]:
-    """ "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a list that is none, or of cores that this process lacks."""
+    """Parses a list of cores: "0,2-4" -> (0, 2, 3, 4). Raises ConfigError for a text that is no list, and for cores
+    that this process lacks."""
     cores: list[int] = []
     for part in filter(None, text.replace(" ", "").split(",")):
         first, dash, last = part.partition("-")
@@ -53,16 +54,7 @@ def parse_cores(text: str) -> tuple[int, ...]:
     return tuple(cores)
 
 
-def shared_cores(threads: int, cores: Sequence[int], rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
-    """The threads of a worker's rank and their cores, out of its ``threads`` and its ``cores``, one for each thread or
-    none at all. Where there are more ranks than threads, each has one, and some share a core."""
-    if threads < ranks:
-        return 1, tuple(cores[rank % threads : rank % threads + 1])
-    first, last = (rank * threads // ranks, (rank + 1) * threads // ranks)
-    return last - first, tuple(cores[first:last])
-
-
 def give_way() -> None:
-    """Make this thread, and those that it starts, nice, where threads have a niceness of their own."""
+    """Makes this thread, and those that it starts, nice, where threads have a niceness of their own."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, get_native_id(), os.getpriority(os.PRIO_PROCESS, 0) + BACKGROUND_NICENESS)

@@ -1,4 +1,5 @@
-"""Every error that Pillion raises on purpose: a subclass of PillionError for each google.rpc.Code, and ConfigError.
+"""Defines every error that Pillion raises on purpose: a subclass of PillionError for each google.rpc.Code, and
+ConfigError.
 
 Servicers raise these errors; one interceptor (:mod:`pillion.net.rpc`) turns them into rich gRPC statuses, and the
 client turns statuses back into them. Nothing else maps errors.
@@ -8,14 +9,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Numbers of google.rpc.Code, spelled out so that this module needs no gRPC.
+# These are numbers of google.rpc.Code, written here so that this module needs no gRPC.
 _CANCELLED, _INVALID, _DEADLINE, _NOT_FOUND, _DENIED = 1, 3, 4, 5, 7
 _EXHAUSTED, _PRECONDITION, _INTERNAL, _UNAVAILABLE, _UNAUTHENTICATED = 8, 9, 13, 14, 16
 
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """One wrong field of a request: its path as the client spelled it, and what is wrong with it."""
+    """Names one wrong field of a request: its path as the client spelled it, and what is wrong with it."""
 
     field: str
     description: str
@@ -23,14 +24,14 @@ class FieldViolation:
 
 @dataclass(frozen=True, slots=True)
 class QuotaViolation:
-    """One bound that was met: whose bound it is or its name, and by how much, in words."""
+    """Names one bound that was met: whose bound it is, or its name, and by how much it was exceeded, in words."""
 
     subject: str
     description: str
 
 
 class PillionError(Exception):
-    """The base of all errors. ``code`` is a google.rpc.Code."""
+    """Represents any error that Pillion raises on purpose. ``code`` is a google.rpc.Code."""
 
     code: int = _INTERNAL
 
@@ -40,7 +41,7 @@ class PillionError(Exception):
 
 
 class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
-    """The request itself is wrong; sending it again cannot help."""
+    """Says that the request itself is wrong; sending it again cannot help."""
 
     code = _INVALID
 
@@ -50,12 +51,12 @@ class InvalidRequest(PillionError):  # noqa: N818  (named as the field names it)
 
     @classmethod
     def of(cls, *violations: FieldViolation) -> InvalidRequest:
-        """The error whose message reads its violations out."""
+        """Makes the error whose message lists its violations."""
         return cls("; ".join(f"{v.field}: {v.description}" for v in violations), violations)
 
 
 class NotFound(PillionError):  # noqa: N818
-    """What the call names is not there (any more)."""
+    """Says that something which the call names does not exist, or not any more."""
 
     code = _NOT_FOUND
 
@@ -67,7 +68,8 @@ class Conflict(PillionError):  # noqa: N818
 
 
 class Overloaded(PillionError):  # noqa: N818
-    """A named bound was met: ``quotas`` say which. ``retry_after_ms`` is the server's guess, 0 where it has none."""
+    """Says that a named bound was met; ``quotas`` say which one. ``retry_after_ms`` is the server's guess, 0 if it has
+    none."""
 
     code = _EXHAUSTED
 
@@ -78,7 +80,7 @@ class Overloaded(PillionError):  # noqa: N818
 
 
 class Unavailable(PillionError):  # noqa: N818
-    """A component that the call needs does not answer; the message names it.
+    """Says that a component which the call needs does not answer; the message names it.
 
     ``retry_after_ms``: when to send the call again, 0 where the server has tried all it could itself.
     """
@@ -91,7 +93,7 @@ class Unavailable(PillionError):  # noqa: N818
 
 
 class DeadlineExceeded(PillionError):  # noqa: N818
-    """The caller's time is over."""
+    """Says that the time is over that the caller gave the call."""
 
     code = _DEADLINE
 
@@ -103,34 +105,36 @@ class Cancelled(PillionError):  # noqa: N818
 
 
 class PermissionDenied(PillionError):  # noqa: N818
-    """The caller may not do this."""
+    """Says that this caller may not make the call."""
 
     code = _DENIED
 
 
 class Unauthenticated(PillionError):  # noqa: N818
-    """The call carries no API key, or none that is known."""
+    """The call carries no API key, or an unknown one."""
 
     code = _UNAUTHENTICATED
 
 
 class Internal(PillionError):  # noqa: N818
-    """A defect of Pillion; the log of the component that raised it says more."""
+    """Says that Pillion has a defect; the log of the component that raised the error says more."""
 
     code = _INTERNAL
 
 
 class BrokenModel(Internal):
-    """The model computed no numbers for this request, which would be so again: nobody tries it once more."""
+    """Says that the model's numbers for this request are not finite, and would not be finite the next time: the request
+    is not tried again."""
 
 
 class LethalRequest(Internal):
-    """Workers were lost in a step with this request, and others would be: nobody tries it once more."""
+    """Workers were lost in a step with this request, and other workers would be lost as well: the request is not tried
+    again."""
 
 
 class ConfigError(PillionError):
-    """A flag, model or machine that cannot work. Raised at start only, printed as one line."""
+    """Says that a flag, model or machine cannot work. The error is raised at start only, and is printed as one line."""
 
 
-# ConfigError is not in here: it never leaves its process.
+# ConfigError has no code and is left out, because it never leaves its process.
 BY_CODE = {cls.code: cls for cls in PillionError.__subclasses__() if cls is not ConfigError}

@@ -1,16 +1,18 @@
-"""What llguidance may spend on a grammar. The gateway compiles with the limits of the worker that follows the grammar,
-so that it refuses what would fail there. Imports nothing."""
+"""Limits what llguidance may spend on a grammar. The gateway compiles with the limits of the worker that follows the
+grammar, so that it refuses what would fail at the worker. The module imports nothing.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-# How a worker's refusals begin that concern a request's grammar; the gateway names the client's fields.
+# A refusal by a worker that concerns a request's grammar begins with these words; the gateway replaces the words by the
+# names of the client's fields.
 GRAMMAR_FAULT = "the answer's grammar"
-# Most text of a grammar that one submit may carry.
+# One submit may carry a grammar of at most this many bytes.
 MAX_GRAMMAR_BYTES = 2**20
-# The arguments of llguidance's LLParserLimits. With its own defaults an ambiguous grammar can hold one mask up for
-# seconds; with these the worst that was found takes 0.15 s, and a lexer 100 MB.
+# These are the arguments of llguidance's LLParserLimits. With its own defaults an ambiguous grammar can hold one mask
+# up for seconds; with these the worst that was found takes 0.15 s, and a lexer 100 MB.
 PARSER_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,

@@ -1,20 +1,22 @@
-"""The one order in which requests wait, wherever they wait: by priority, aged so that nobody starves."""
+"""Defines the one order in which requests wait, wherever they wait: by priority, aged so that nobody starves."""
 
 from __future__ import annotations
 
-# Waiting so long makes up for one level of priority. That bounds every wait: a request that arrived PRIORITY_AGING_S
-# later for each level of difference is never served first.
+# A wait of this length makes up for one level of priority. So every wait is bounded: a request that arrived
+# PRIORITY_AGING_S later for each level of difference is never served first.
 PRIORITY_AGING_S = 10.0
 # The largest priority of a request, and with a minus the smallest; 0 is the default, smaller is more urgent.
 MAX_PRIORITY = 100
 
 
-def rank(priority: int, arrived_s: float) -> float:
-    """A request's place in any waiting queue: the smallest rank goes first. A rank never changes while a request waits,
-    so a sorted queue stays sorted: each level less urgent counts as having arrived PRIORITY_AGING_S later."""
+def queue_order(priority: int, arrived_s: float) -> float:
+    """Returns a request's place in any waiting queue: the smallest goes first. The place never changes while a request
+    waits, so a sorted queue stays sorted: for each level of less urgency, a request counts as having arrived
+    PRIORITY_AGING_S later."""
     return arrived_s + priority * PRIORITY_AGING_S
 
 
 def bounded(priority: int) -> int:
-    """``priority`` cut to what a request may have: the gateway has checked it, but a broken peer may send anything."""
+    """Returns ``priority`` cut to the range that a request may have: the gateway has checked it, but a broken peer may
+    send anything."""
     return max(-MAX_PRIORITY, min(priority, MAX_PRIORITY))

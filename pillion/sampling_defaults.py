@@ -1,8 +1,8 @@
-"""The sampling values that a model recommends, which hold where a client gives none: ``--generation-config`` and
+"""Reads the sampling values that a model recommends, which hold where a client gives none: ``--generation-config`` and
 ``--override-generation-config``, with vLLM's keys and meanings.
 
-The keys are those of a ``generation_config.json``. Its ``max_new_tokens`` bounds every answer, asked for or not, and
-whether it says ``do_sample`` does not matter. Both are as in vLLM.
+The keys are those of a ``generation_config.json``. As in vLLM, its ``max_new_tokens`` bounds every answer, also of
+requests with a bound of their own, and its ``do_sample`` is ignored.
 """
 
 from __future__ import annotations
@@ -15,37 +15,21 @@ from typing import Any
 
 from pillion.errors import ConfigError
 from pillion.sampling_ranges import range_violations
-from pillion.types import SamplingParams
+from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
 OVERRIDE = "--override-generation-config"
-# What holds where neither the client nor the model says anything.
+# These values hold where neither the client nor the model gives one.
 NEUTRAL = SamplingParams(
-    temperature=1.0,
-    top_p=1.0,
-    top_k=0,
-    min_p=0.0,
-    repetition_penalty=1.0,
-    presence_penalty=0.0,
-    frequency_penalty=0.0,
+    **{name: one.neutral for name, one in SAMPLING_OPTIONS.items() if one.neutral is not None}  # type: ignore[arg-type]
 )
 NO_DEFAULTS = SamplingParams()
-# The names of the values in SamplingParams, and in a generation_config.json.
-SAMPLING_KEYS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "top_k": "top_k",
-    "min_p": "min_p",
-    "repetition_penalty": "repetition_penalty",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "max_tokens": "max_new_tokens",
-}
-_WHOLE = ("top_k", "max_tokens")
+# This maps the names of values in SamplingParams to those in a generation_config.json.
+SAMPLING_KEYS = {name: one.recommended_as for name, one in SAMPLING_OPTIONS.items() if one.recommended_as}
 
 
 def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
-    """The defaults that a generation config gives; None for those that it does not. Keys about other things are not
-    looked at. Raises ConfigError, naming ``where`` and the key, for a value that no request could have."""
+    """Returns the defaults that a generation config gives; None for those that it does not give. Keys about other
+    things are ignored. Raises ConfigError, naming ``where`` and the key, for a value that no request could have."""
     found: dict[str, Any] = {}
     for name, key in SAMPLING_KEYS.items():
         value = said.get(key)
@@ -53,11 +37,10 @@ def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
             continue
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ConfigError(f"{where}: {key} must be a number, not {value!r}")
-        if not abs(value) < 2**31 or (name in _WHOLE and value != int(value)):
-            raise ConfigError(
-                f"{where}: {key} must be a {'whole ' * (name in _WHOLE)}number in its range, not {value!r}"
-            )
-        found[name] = int(value) if name in _WHOLE else float(value)
+        whole = SAMPLING_OPTIONS[name].whole
+        if not abs(value) < 2**31 or (whole and value != int(value)):
+            raise ConfigError(f"{where}: {key} must be a {'whole ' * whole}number in its range, not {value!r}")
+        found[name] = int(value) if whole else float(value)
     defaults = SamplingParams(**found)
     for violation in range_violations(defaults, 0):
         key = SAMPLING_KEYS[violation.field.removeprefix("sampling.")]
@@ -68,14 +51,14 @@ def read_defaults(said: Mapping[str, Any], where: str) -> SamplingParams:
 
 
 def parse_override(text: str) -> str:
-    """Checks the text of --override-generation-config, which is a JSON object of SAMPLING_KEYS' values, and returns it.
-    Raises ConfigError for what cannot be meant, and names the key."""
+    """Checks the text of --override-generation-config, a JSON object of SAMPLING_KEYS' values, and returns it. Raises
+    ConfigError, which names the key, for a value that no request could have."""
     override_of(text)
     return text
 
 
 def override_of(text: str) -> SamplingParams:
-    """The defaults that --override-generation-config gives; "" gives none. Raises ConfigError."""
+    """Returns the defaults that --override-generation-config gives; "" gives none. Raises ConfigError."""
     if not text.strip():
         return NO_DEFAULTS
     try:
@@ -94,6 +77,6 @@ def override_of(text: str) -> SamplingParams:
 
 
 def joined(first: SamplingParams, then: SamplingParams) -> SamplingParams:
-    """The defaults of ``first``, and those of ``then`` where it has none."""
+    """Returns the defaults of ``first``, and those of ``then`` where ``first`` has none."""
     missing = {name: getattr(then, name) for name in SAMPLING_KEYS if getattr(first, name) is None}
     return replace(first, **missing)

@@ -1,6 +1,6 @@
-"""Which models a gateway serves: --model, and --also-model for each further one.
+"""Reads which models a gateway serves: --model, and --also-model for each further one.
 
-Flags alone say where a gateway reads tokenizers from. A worker's record in Redis names a model and never a place, so
+Flags alone say where a gateway reads tokenizers from. A worker's record in Redis names a model and never a path, so
 nobody who writes to Redis can make a gateway read a path or fetch something.
 """
 
@@ -28,6 +28,7 @@ _SETTINGS: dict[str, Callable[[str], Any]] = {
     "quantization": str,
     "quantization_group_size": str,
     "revision": str,
+    "tokenizer": str,
     "tool_call_parser": str,
     "generation_config": str,
     "chat_template": str,
@@ -43,8 +44,9 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 
 def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
-    """The models of --also-model. Settings that an entry lacks are those of --model, except the length, the parsers,
-    the sampling defaults, the chat template and the quantization, which are the model's own. Raises ConfigError."""
+    """Returns the models of --also-model. Settings that an entry lacks are those of --model, except the length, the
+    parsers, the sampling defaults, the chat template and the quantization, which are the model's own. Raises
+    ConfigError."""
     if len(flags.also_model) >= MAX_MODELS:
         raise ConfigError(f"--also-model: a gateway serves at most {MAX_MODELS} models")
     found = tuple(_read(text, flags) for text in flags.also_model)

@@ -1,4 +1,4 @@
-"""``--speculative-config``: how a decode worker guesses tokens, with the keys and names that vLLM gives them.
+"""Reads ``--speculative-config``, which says how a decode worker guesses tokens, with vLLM's keys and names.
 
     {"method": "ngram", "num_speculative_tokens": 5}
 
@@ -21,25 +21,26 @@ F = TypeVar("F")
 
 FLAG = "--speculative-config"
 METHODS = ("ngram", "suffix", "draft_model", "eagle3")
-# Methods that vLLM has, and that are refused with a word of their own.
+# These methods exist in vLLM and not in Pillion, which refuses them with a message of their own.
 NOT_SERVED = ("eagle", "medusa", "mlp_speculator", "mtp", "ngram_gpu", "custom_class")
 
 
 def _key(default: Any, *methods: str, least: float = 1, most: float = math.inf) -> Any:
-    """A key of the JSON object: the methods that read it, or all of them, and the bounds of a number, both allowed."""
+    """Declares a key of the JSON object: the methods that read it (none: all of them), and the bounds of a number, both
+    allowed."""
     return field(default=default, metadata={"methods": methods or METHODS, "least": least, "most": most})
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed. As a text it is the JSON object that it was read from, with all defaults.
+    """Says how tokens are guessed. Its text is the JSON object that it was read from, with all defaults.
 
     Attributes:
         method: one of METHODS; "" where nothing is guessed.
         num_speculative_tokens: most tokens that are guessed for a sequence in one step.
         disable_by_batch_size: steps of more decodes than this guess nothing; 0: the measured costs alone decide.
         prompt_lookup_min, prompt_lookup_max: fewest and most tokens that a text's end is compared by, with "ngram".
-        suffix_decoding_max_tree_depth: most tokens of a match and of what is guessed behind it, together.
+        suffix_decoding_max_tree_depth: most tokens of a match and of what is guessed after it, together.
         suffix_decoding_max_cached_requests: answers that guesses are taken from, beside the sequence's own text; 0:
             none. Tenants that share no cached prefixes share no answers, either, and each has as many.
         suffix_decoding_max_spec_factor: tokens that are guessed for each token of the match.
@@ -74,7 +75,8 @@ class SpeculativeConfig:
         return json.dumps(said)
 
     def model_flags(self, flags: F) -> F:
-        """The flags by which the draft model is loaded: those of its model, but for what names one."""
+        """Returns the flags by which the draft model is loaded: ``flags``, with what names a model set to the draft
+        model."""
         own: Any = flags
         found: F = replace(
             own,
@@ -94,7 +96,8 @@ NO_SPECULATION = SpeculativeConfig()
 
 
 def parse_speculative_config(text: str) -> SpeculativeConfig:
-    """Reads the flag's text; "" is NO_SPECULATION. Raises ConfigError for what cannot be meant, and names the key."""
+    """Reads the flag's text; "" is NO_SPECULATION. Raises ConfigError, which names the key, for a value that makes no
+    sense."""
     if not text.strip():
         return NO_SPECULATION
     try:
@@ -121,8 +124,8 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _is_head(model: str) -> bool:
-    """Whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as in vLLM,
-    a hub id that does."""
+    """Returns whether a model that is named without a method is an EAGLE-3 head: a folder whose config says so, or, as
+    in vLLM, a hub id that contains "eagle3"."""
     folder = Path(model).expanduser()
     if not folder.is_dir():
         return "eagle3" in model.lower()
@@ -145,7 +148,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _checked(name: str, value: Any, method: str) -> Any:
-    """The value of one key. Raises ConfigError for another type, and for numbers out of bounds."""
+    """Returns the value of one key, checked. Raises ConfigError for a wrong type, and for numbers out of bounds."""
     known = {one.name: one for one in fields(SpeculativeConfig)}
     if name not in known:
         mine = (one.name for one in known.values() if method in one.metadata["methods"])

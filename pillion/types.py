@@ -1,18 +1,28 @@
-"""The values that callers pass and get back: plain frozen dataclasses, free of protobuf and of torch."""
+"""Defines the values that callers pass and get back: plain frozen dataclasses, free of protobuf and of torch."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic
 
-# The roles of components that run the model.
+if TYPE_CHECKING:
+    # Every checker of types brings this package along. What runs does without it, and without the default.
+    from typing_extensions import TypeVar
+
+    Value = TypeVar("Value", default=Any, covariant=True)
+else:
+    from typing import TypeVar
+
+    Value = TypeVar("Value", covariant=True)
+
+# Components of these roles run the model.
 WORKERS = ("prefill", "decode")
 
 
 class FinishReason(Enum):
-    """Why a stream ended, in OpenAI's words."""
+    """Says why a stream ended, in OpenAI's words."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -21,15 +31,15 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutputs:
-    """The shape that an answer must have: exactly one field is set. The names are vLLM's.
+    """Describes the structure that an answer must have: exactly one field is set. The names are vLLM's.
 
     Attributes:
         json: a JSON schema, as JSON text.
         json_object: whether any JSON object will do.
         regex: a regular expression that the whole answer matches.
-        choice: the answer is one of these texts.
+        choice: texts of which the answer is one.
         grammar: a grammar in Lark's notation, or in GBNF's.
-        structural_tag: free text with parts of a given shape between given marks; JSON text, as vLLM reads it.
+        structural_tag: free text with parts of a given structure between given marks; JSON text, as vLLM reads it.
     """
 
     json: str | None = None
@@ -40,9 +50,77 @@ class StructuredOutputs:
     structural_tag: str | None = None
 
 
+MAX_INT32 = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Describes the numbers from ``low`` to ``high``, both included; with ``above``, ``low`` itself is excluded."""
+
+    low: float
+    high: float
+    above: bool = False
+
+    def __contains__(self, value: float) -> bool:
+        """Returns whether ``value`` is in the range. NaN, which compares false with everything, is in no range."""
+        return (self.low < value if self.above else self.low <= value) and value <= self.high
+
+    def complaint(self, value: float) -> str:
+        """Says what is wrong with a value that is not in the range."""
+        if self.high < MAX_INT32:
+            return f"{value} is not in {self}"
+        bits = 64 if self.high > MAX_INT32 else 32
+        return f"{value} is below {self.low}" if -MAX_INT32 < self.low > value else f"does not fit {bits} bits"
+
+    def __str__(self) -> str:
+        return f"{'(' if self.above else '['}{self.low:g}, {self.high:g}]"
+
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOption:
+    """Describes a number among the sampling parameters, as all doors and checks know it. Its row is in
+    :class:`SamplingParams`.
+
+    Attributes:
+        allowed: the values that a request may have; None where they depend on the request, or any will do.
+        whole: whether it is a whole number.
+        neutral: the value that holds where neither the client nor the model gives one; None where each request has its
+            own.
+        recommended_as: its key in a model's generation_config.json, "" where models recommend none.
+        gguf: its key among the sampling values of GGUF files, "" where these have none.
+        doors: the bodies of the HTTP API that have it by its own name, "completions" (chat, too) and "responses".
+        about: the help of the command's option; "" where the command writes an option of its own.
+        of_rows: whether every row of a step has a value, which cuts the row's distribution; the other options change
+            single logits.
+    """
+
+    allowed: Range | None
+    whole: bool = False
+    neutral: float | None = None
+    recommended_as: str = ""
+    gguf: str = ""
+    doors: tuple[str, ...] = ()
+    about: str = ""
+    of_rows: bool = False
+
+
+_COMPLETIONS = ("completions",)
+_BOTH = ("completions", "responses")
+
+
+def _option(allowed: Range | None = None, **more: Any) -> Any:
+    """Makes a field of :class:`SamplingParams` with its row."""
+    return field(default=None, metadata={"option": SamplingOption(allowed, **more)})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How tokens are chosen. ``None`` is "not set": the gateway resolves it before any worker sees it.
+    """Says how tokens are chosen. ``None`` means "not set": the gateway resolves it before any worker sees it.
+
+    The row of a number says what all doors and checks know of it.
 
     The defaults of temperature, top_p, top_k, min_p and the penalties are the model's own (``ModelInfo.sampling``);
     where it recommends none, they are those that are given here.
@@ -63,39 +141,97 @@ class SamplingParams:
         logit_bias: added to the logits, by token id.
         min_tokens: no stop before so many tokens; default 0.
         logprobs: report log probabilities of the answer's tokens and of this many alternatives; None reports none.
-        n: answers to the prompt; default 1.
+        n: number of answers to the prompt; default 1.
         best_of: generate so many and give the best n; default n.
-        structured_outputs: the shape that every answer must have.
+        structured_outputs: the structure that every answer must have.
         prompt_logprobs: report log probabilities of the prompt's tokens but the first, and of this many alternatives.
     """
 
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    max_tokens: int | None = None
+    temperature: float | None = _option(
+        Range(0, 100),
+        neutral=1.0,
+        recommended_as="temperature",
+        gguf="temp",
+        doors=_BOTH,
+        about="0 is greedy.",
+        of_rows=True,
+    )
+    top_p: float | None = _option(
+        Range(0, 1, above=True),
+        neutral=1.0,
+        recommended_as="top_p",
+        gguf="top_p",
+        doors=_BOTH,
+        about="Nucleus mass.",
+        of_rows=True,
+    )
+    top_k: int | None = _option(
+        Range(-1, MAX_INT32),
+        whole=True,
+        neutral=0,
+        recommended_as="top_k",
+        gguf="top_k",
+        doors=_BOTH,
+        about="Only the k most likely tokens.",
+        of_rows=True,
+    )
+    seed: int | None = _option(Range(-(2**63), 2**63 - 1), whole=True, doors=_BOTH, about="Makes sampling repeatable.")
+    max_tokens: int | None = _option(whole=True, recommended_as="max_new_tokens")
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    min_p: float | None = _option(
+        Range(0, 1),
+        neutral=0.0,
+        recommended_as="min_p",
+        gguf="min_p",
+        doors=_BOTH,
+        about="Only tokens at least so many times as likely as the most likely one.",
+        of_rows=True,
+    )
+    repetition_penalty: float | None = _option(
+        Range(0, 10, above=True),
+        neutral=1.0,
+        recommended_as="repetition_penalty",
+        gguf="penalty_repeat",
+        doors=_BOTH,
+        about="Divides logits of tokens in prompt and answer; 1 is none.",
+    )
+    presence_penalty: float | None = _option(
+        Range(-2, 2),
+        neutral=0.0,
+        recommended_as="presence_penalty",
+        doors=_BOTH,
+        about="Taken from logits of tokens in the answer, once.",
+    )
+    frequency_penalty: float | None = _option(
+        Range(-2, 2),
+        neutral=0.0,
+        recommended_as="frequency_penalty",
+        doors=_BOTH,
+        about="Taken from logits of tokens in the answer, each time.",
+    )
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    min_tokens: int | None = None
-    logprobs: int | None = None
-    n: int | None = None
-    best_of: int | None = None
+    min_tokens: int | None = _option(whole=True, doors=_COMPLETIONS)
+    logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True)
+    n: int | None = _option(whole=True, doors=_COMPLETIONS)
+    best_of: int | None = _option(whole=True, doors=_COMPLETIONS)
     structured_outputs: StructuredOutputs | None = None
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _option(Range(0, MAX_LOGPROBS), whole=True, doors=_COMPLETIONS)
+
+
+# These are the rows of the numbers in SamplingParams, by name.
+SAMPLING_OPTIONS: Mapping[str, SamplingOption] = {
+    one.name: one.metadata["option"] for one in fields(SamplingParams) if one.metadata
+}
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """How likely the model found a token, before temperature, penalties and bias: natural logarithms.
+    """Says how likely the model found a token, before temperature, penalties and bias, in natural logarithms.
 
-    ``top_ids`` are the most likely tokens in its place, falling; the token itself may be among them. ``rank``, of a
-    prompt's token alone, is 1 where no token was likelier; 0: not known.
+    ``top_ids`` are the most likely tokens in its place, falling; the token itself may be among them. ``rank`` is known
+    for a prompt's tokens alone: it is 1 where no token was likelier, and 0 where it is not known.
     """
 
     token_id: int
@@ -107,7 +243,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool. ``arguments`` is a JSON object, as text."""
+    """Describes a call of a tool. ``arguments`` is a JSON object, as text."""
 
     id: str
     name: str
@@ -116,7 +252,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tool:
-    """A tool that the model may call.
+    """Describes a tool that the model may call.
 
     Attributes:
         name, description: what the model reads of it.
@@ -132,12 +268,13 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolOptions:
-    """The tools of a conversation and how they may be called.
+    """Lists the tools of a conversation and how they may be called.
 
     Attributes:
-        tools: those that may be called.
+        tools: the tools that may be called.
         choice: "auto" (the default where there are tools), "none", "required", or "named".
         name: the tool that a named choice asks for.
+        allowed: the names of the tools that may be called, where these are not all of which the model is told.
         parallel_tool_calls: whether one answer may call several; None is true.
     """
 
@@ -145,11 +282,17 @@ class ToolOptions:
     choice: str = ""
     name: str = ""
     parallel_tool_calls: bool | None = None
+    allowed: tuple[str, ...] = ()
+
+    @property
+    def asks_for_calls(self) -> bool:
+        """Says whether answers may call tools."""
+        return bool(self.tools) and self.choice != "none"
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The next part of call ``index`` of an answer. ``id`` and ``name`` come with its first part."""
+    """Holds the next part of call ``index`` of an answer. ``id`` and ``name`` come with its first part."""
 
     index: int
     id: str = ""
@@ -159,11 +302,11 @@ class ToolCallDelta:
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message of a conversation.
+    """Is one message of a conversation.
 
     Attributes:
         role: "system", "user", "assistant" or "tool"; the model's own template may know more.
-        content: its text.
+        content: the message's text.
         tool_calls: calls that this message of the assistant made.
         tool_call_id: the call that this message of role "tool" brings the result of.
         name: who speaks, or the tool whose result it is.
@@ -180,7 +323,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class StreamOrigin:
-    """What resuming a stream needs beside its tokens; see ``StreamOrigin`` in gateway.proto for each field."""
+    """Holds what resuming a stream needs beside its tokens; ``StreamOrigin`` in gateway.proto explains each field."""
 
     seed: int
     digest: bytes
@@ -189,7 +332,7 @@ class StreamOrigin:
 
 @dataclass(frozen=True, slots=True)
 class AnswerSoFar:
-    """What one answer of a broken stream has brought, and its finish reason where it has ended."""
+    """Holds what one answer of a broken stream has brought, and its finish reason where it has ended."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -197,9 +340,9 @@ class AnswerSoFar:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """How a client goes on with a broken stream: its origin, and what each answer has brought, by index.
+    """Says how a client goes on with a broken stream: its origin, and what each answer has brought, by index.
 
-    ``scored_tokens`` log probabilities of the prompt have come.
+    ``scored_tokens`` is the number of log probabilities of the prompt that have come.
     """
 
     origin: StreamOrigin
@@ -209,7 +352,7 @@ class Resume:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """How a conversation becomes a prompt. The names are vLLM's, and so is what they mean.
+    """Says how a conversation becomes a prompt. The names and their meanings are vLLM's.
 
     Attributes:
         add_generation_prompt: end the prompt where the assistant's next message begins; default: true, unless the last
@@ -225,14 +368,14 @@ class ChatOptions:
 
     @property
     def begins_message(self) -> bool:
-        """Whether the prompt ends where the assistant's next message begins."""
+        """Says whether the prompt ends where the assistant's next message begins."""
         chosen = self.add_generation_prompt
         return not self.continue_final_message if chosen is None else chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """A client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` and
+    """Describes a client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` and
     ``tools`` go with messages alone.
 
     ``resume`` goes on with a broken stream; the clients set it by themselves.
@@ -253,11 +396,12 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts of a request.
+    """Counts the tokens of a request.
 
     ``cached_tokens`` are the prompt's tokens whose KV was found, ``reasoning_tokens`` those of the completion that were
     reasoning, where the gateway tells it from the answer. Decode workers guessed ``guessed_tokens``, of which
-    ``accepted_tokens`` were right.
+    ``accepted_tokens`` were right. Of the cached tokens, ``fetched_tokens`` came from other nodes, ``restored_tokens``
+    from the node's own lower tiers (host memory, disk) and ``bucket_tokens`` from a bucket.
     """
 
     prompt_tokens: int
@@ -266,23 +410,24 @@ class Usage:
     reasoning_tokens: int = 0
     guessed_tokens: int = 0
     accepted_tokens: int = 0
+    fetched_tokens: int = 0
+    restored_tokens: int = 0
+    bucket_tokens: int = 0
 
     def __add__(self, other: Usage) -> Usage:
-        """The counts of two requests together."""
-        return Usage(
-            self.prompt_tokens + other.prompt_tokens,
-            self.cached_tokens + other.cached_tokens,
-            self.completion_tokens + other.completion_tokens,
-            self.reasoning_tokens + other.reasoning_tokens,
-            self.guessed_tokens + other.guessed_tokens,
-            self.accepted_tokens + other.accepted_tokens,
-        )
+        """Adds the counts of two requests."""
+        return Usage(**{one.name: getattr(self, one.name) + getattr(other, one.name) for one in fields(Usage)})
+
+    def cached_by_tier(self) -> dict[str, int]:
+        """Divides the cached tokens by where their KV was found; what was brought from nowhere was in the pool."""
+        brought = {name: getattr(self, name) for name in ("fetched_tokens", "restored_tokens", "bucket_tokens")}
+        return {"pool_tokens": self.cached_tokens - sum(brought.values()), **brought}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timings:
-    """Where the prompt and the time of a request went, and what computed it; see ``Timings`` in common.proto for each
-    field."""
+    """Says where the prompt and the time of a request went, and what computed it; ``Timings`` in common.proto explains
+    each field."""
 
     cached_tokens: int = 0
     prefilled_tokens: int = 0
@@ -308,15 +453,16 @@ class Timings:
 
 
 @dataclass(frozen=True, slots=True)
-class Delta:
-    """One message of a stream: the next text of answer ``index``, as far as it cannot change any more.
+class Delta(Generic[Value]):
+    """Is one message of a stream: the next text of answer ``index``, as far as it cannot change any more.
 
     The last message of an answer has a finish reason; the last one of the stream also has usage and timings.
     ``logprobs`` has one entry for each of ``token_ids``, if they were asked for. ``reasoning`` and ``tool_calls`` are
     what the model thought and the tools that it called; neither is part of ``text``. ``stop_string`` is, in the last
     message of an answer, the stop string that ended it, and "" where none did. ``prompt_logprobs`` are those of the
     prompt's next tokens, from its second one on; they come once, for all answers, in messages of their own. ``parsed``
-    is made by a client that was given a schema: the value of an answer, in its last message.
+    is made by a client that was given a schema: the value of an answer, in its last message. It is of the type that was
+    given.
     """
 
     request_id: str
@@ -331,12 +477,12 @@ class Delta:
     tool_calls: tuple[ToolCallDelta, ...] = ()
     stop_string: str = ""
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    parsed: Any = None
+    parsed: Value | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that live workers serve.
+    """Describes a model that live workers serve.
 
     The parsers are the formats in which it calls tools and reasons, or "none". An adapter has the name of its model as
     ``parent``, and the digest of its content as ``adapter``; another name of a model has that model's as ``alias_of``.
@@ -359,14 +505,14 @@ class ModelInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PinnedPrefix:
-    """A prompt whose KV leaves its node's pool behind everything that nobody has pinned.
+    """Is a prompt whose KV leaves its node's pool after everything that nobody has pinned.
 
     Attributes:
-        name: by which its tenant lists and drops it.
+        name: the name by which its tenant lists and drops it.
         model: the model, or the adapter.
-        tokens: of the prompt.
+        tokens: number of the prompt's tokens.
         blocks, present_blocks: its whole blocks, which are pinned, and those of them that are in the pool now.
-        expires_in_s: when it lapses.
+        expires_in_s: seconds until it lapses.
         hits: prompts that began with all of its blocks, and found them in the pool when they were admitted there, since
             it was pinned.
         node_id: the KV node that has it.
@@ -386,7 +532,8 @@ class PinnedPrefix:
 
 @dataclass(frozen=True, slots=True)
 class WarmedPrefix:
-    """What warming a prompt took: its tokens that were computed and that were found, and its pin, if one was asked."""
+    """Says what warming a prompt took: its tokens that were computed and that were found, and its pin, if one was asked
+    for."""
 
     computed_tokens: int
     found_tokens: int
@@ -395,7 +542,7 @@ class WarmedPrefix:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComponentStatus:
-    """One component of the cluster as its last heartbeat described it; block counts are a KV node's.
+    """Describes one component of the cluster by its last heartbeat; block counts are a KV node's.
 
     ``kernels``: what a worker computes with, such as "cpu/avx512_bf16" or "torch"; ``tensor_parallel_size``: the
     processes over which it splits its model. ``queued_tokens``, ``free_seqs``:
@@ -405,6 +552,7 @@ class ComponentStatus:
     ``steps``, ``steps_ms``, ``step_*_tokens``: a worker's steps since its process started, the time that they took,
     and what filled their token budgets. ``pinned_blocks``: those of a node's ``committed_blocks`` that are pinned;
     ``disk_blocks``: blocks in its disk tier. ``trouble``: why a component whose role is "down" does not run.
+    ``figures``: further figures of a worker's load by name, as its planner sees them; versions may differ in them.
     """
 
     component_id: str
@@ -439,11 +587,12 @@ class ComponentStatus:
     disk_blocks: int = 0
     trouble: str = ""
     address: str = ""
+    figures: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterStatus:
-    """The whole cluster, as ``pillion status`` shows it."""
+    """Describes the whole cluster, as ``pillion status`` shows it."""
 
     version: str
     components: tuple[ComponentStatus, ...]

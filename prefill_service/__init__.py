@@ -1,9 +1,10 @@
-"""The prefill service: turns whole blocks of prompts into committed KV, chunk by chunk.
+"""Is a worker's door for prefill ranges: whole blocks of prompts, which become committed KV chunk by chunk. The worker
+itself, pillion.engine.worker, is the same as behind the decode service.
 
-Open first: span.py, which follows one span from its ticket to its last acknowledgement.
+Open first: prefill_run.py, which follows one prefill range from its ticket to its last acknowledgement.
 
-    prefill_server.py   starts a prefill worker; the gRPC service Prefill.RunSpan
-    span.py             one span: checked, ticket adopted, run, acknowledged
+    prefill_server.py   starts a prefill worker; the gRPC service Prefill.RunPrefill
+    prefill_run.py      one prefill range: checked, ticket adopted, run, acknowledged
 
-No sampling, no client and no scheduling policy: what runs in a step is pillion.engine.scheduling's to decide.
+It has no sampling, no client and no scheduling policy: pillion.engine.scheduling decides what runs in a step.
 """

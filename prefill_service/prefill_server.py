@@ -1,11 +1,13 @@
-"""A prefill worker as a component, and its service Prefill.RunSpan: a span in, an acknowledgement per committed chunk.
+"""Runs a prefill worker as a component, and its service Prefill.RunPrefill: a prefill range in, an acknowledgement for
+each committed chunk out.
 
-``pillion prefill`` and tests call :func:`start_prefill`. What happens to a span is in
-:mod:`pillion.prefill_service.span`.
+``pillion prefill`` and tests call :func:`start_prefill`. What happens to a prefill range is in
+:mod:`pillion.prefill_service.prefill_run`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from functools import partial
@@ -14,12 +16,14 @@ from typing import Any
 import grpc
 
 from pillion.config import PrefillFlags
+from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loading import BackendFactory, load_model
-from pillion.engine.worker.worker import AT_ONCE, StartTurn, Worker
+from pillion.engine.worker.worker import AT_ONCE, Worker
+from pillion.engine.worker.worker_feature import StartTurn
 from pillion.engine.worker.worker_server import WorkerServer, serve
 from pillion.errors import Overloaded
 from pillion.observability import telemetry
-from pillion.prefill_service.span import SpanRun, check_span
+from pillion.prefill_service.prefill_run import PrefillRun, check_range
 from pillion.v1 import prefill_pb2, prefill_pb2_grpc
 from pillion.wire.common import check_hello
 
@@ -31,45 +35,47 @@ async def start_prefill(
 ) -> WorkerServer:
     """Start a prefill worker, which takes part when its ``turn`` comes. Raises ConfigError for flags that cannot
     work."""
-    # Without chunks a span runs alone: nothing needs to fit beside it.
-    chunked_seqs = min(flags.max_waiting_spans, flags.max_num_batched_prefill_tokens)
+    flags = await asyncio.to_thread(with_budgets, flags)
+    # Without chunks a prefill range runs alone, so nothing needs to fit beside it; the stages of a pipeline have one
+    # each.
+    chunked_seqs = min(flags.max_waiting_prefills, flags.max_num_batched_prefill_tokens)
     worker = await Worker.start(
         flags,
         "prefill",
         max_num_batched_tokens=flags.max_num_batched_prefill_tokens,
-        max_num_seqs=chunked_seqs if flags.enable_chunked_prefill else 1,
+        max_num_seqs=chunked_seqs if flags.enable_chunked_prefill else flags.pipeline_parallel_size,
         backend_factory=backend_factory,
         turn=turn,
     )
-    servicer = PrefillServicer(worker, flags.max_waiting_spans)
+    servicer = PrefillServicer(worker, flags.max_waiting_prefills)
     return await serve(worker, SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):
-    """Runs spans; ``max_spans`` bounds those that wait or run on the worker."""
+    """Runs prefill ranges; ``max_prefills`` bounds those that wait or run on the worker."""
 
-    def __init__(self, worker: Worker, max_spans: int) -> None:
+    def __init__(self, worker: Worker, max_prefills: int) -> None:
         self._worker = worker
-        self._max_spans = max_spans
-        self._live: set[SpanRun] = set()
+        self._max_prefills = max_prefills
+        self._live: set[PrefillRun] = set()
 
-    async def RunSpan(  # noqa: N802
-        self, request: prefill_pb2.RunSpanRequest, context: grpc.aio.ServicerContext[Any, Any]
+    async def RunPrefill(  # noqa: N802
+        self, request: prefill_pb2.RunPrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[prefill_pb2.ChunkAck]:
-        """See prefill.proto."""
+        """Serves the call that prefill.proto describes."""
         check_hello(request.hello)
         worker = self._worker
         worker.check_open()
-        check_span(request, worker)
-        if len(self._live) >= self._max_spans:
-            raise Overloaded(f"{worker.component_id} has {self._max_spans} spans (--max-waiting-spans)")
+        check_range(request, worker)
+        if len(self._live) >= self._max_prefills:
+            raise Overloaded(f"{worker.component_id} has {self._max_prefills} prefill ranges (--max-waiting-prefills)")
         metadata = [(key, value) for key, value in context.invocation_metadata() or () if isinstance(value, str)]
-        run = SpanRun(worker, request, telemetry.extract(metadata))
+        run = PrefillRun(worker, telemetry.extract(metadata))
         self._live.add(run)
         # Two ways to notice the call's end: the callback while an acknowledgement is sent, aclosing otherwise.
         context.add_done_callback(lambda *_: run.cancel())  # type: ignore[arg-type]  # the stubs name its arguments
         try:
-            async with aclosing(run.acks()) as acks:
+            async with aclosing(run.acks(request)) as acks:
                 async for ack in acks:
                     yield ack
         finally:

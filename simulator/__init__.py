@@ -1,4 +1,5 @@
-"""The whole cluster in simulated time: the production components on one virtual clock, with faults that a seed draws.
+"""Runs the whole cluster in simulated time: the production components on one virtual clock, with faults that a seed
+draws.
 
 Open first: world.py, which runs one schedule; then virtual_loop.py, on which everything runs.
 

@@ -1,4 +1,4 @@
-"""``python -m pillion.simulator``: one seed with its history, or many seeds and what they found."""
+"""Runs ``python -m pillion.simulator``: one seed with its history, or many seeds and what they found."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HASH_SEED = "0"
 
 
 def main() -> int:
-    """Returns 1 where something was found."""
+    """Runs what the command line asks for; returns 1 where a violation was found."""
     parser = argparse.ArgumentParser(prog="pillion.simulator", description=__doc__)
     parser.add_argument("--seed", type=int, help="run this seed and print its history")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--mutate", action="store_true", help="look for each of the defects made by hand")
     flags = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != HASH_SEED:
-        # The order of sets of texts is part of what a seed decides.
+        # The seed of hashes is fixed, because the order of sets of texts is part of what a seed decides.
         os.environ["PYTHONHASHSEED"] = HASH_SEED
         os.execv(sys.executable, [sys.executable, "-m", "pillion.simulator", *sys.argv[1:]])
     from pillion.simulator.campaign import run_mutations, run_one, run_seeds

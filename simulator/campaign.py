@@ -1,4 +1,4 @@
-"""Runs seeds and prints what came of them."""
+"""Runs the simulated worlds of many seeds, and prints the violations that they showed."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from pillion.simulator.schedule import SimSchedule, draw
 from pillion.simulator.shrink import shrink
 from pillion.simulator.world import Result, World
 
-# Errors that a request may end with where something goes wrong, and that are worth a look all the same.
+# A request may end with one of these errors where a fault happens. The errors are counted and printed all the same, so
+# that a person sees when there are many.
 ALLOWED_BUT_RARE = ("Unavailable", "Overloaded", "Internal")
-# Findings that are printed.
+# At most this many violations are printed.
 MAX_SHOWN = 20
 
 
 def run_schedule(schedule: SimSchedule, *, careful: bool = False, told: bool = False) -> Result:
-    """Runs a world."""
+    """Runs the simulated world of one schedule, without the garbage collector."""
     gc.disable()
-    # What was imported stays: only what this world has made is looked through when nobody has it any more.
+    # Modules that are imported stay alive, so the garbage collector need only look through the objects that this world
+    # has made.
     gc.freeze()
     try:
         return World(schedule, careful=careful, told=told).run()
@@ -32,7 +34,7 @@ def run_schedule(schedule: SimSchedule, *, careful: bool = False, told: bool = F
 
 
 def run_one(seed: int, *, careful: bool, smallest: bool) -> int:
-    """Runs a seed and prints its history; 1 where something was found."""
+    """Runs the schedule of a seed and prints its history; returns 1 where a violation was found."""
     schedule = draw(seed)
     if smallest:
         schedule = shrink(schedule, lambda one: bool(run_schedule(one, careful=careful).findings))
@@ -47,7 +49,7 @@ def run_one(seed: int, *, careful: bool, smallest: bool) -> int:
 
 
 def run_seeds(seeds: Iterable[int], began_s: float, *, careful: bool) -> int:
-    """Runs many seeds; 1 where something was found."""
+    """Runs the schedules of many seeds; returns 1 where a violation was found."""
     states: set[int] = set()
     endings: Counter[str] = Counter()
     failing: dict[int, list[str]] = {}
@@ -78,7 +80,8 @@ def run_seeds(seeds: Iterable[int], began_s: float, *, careful: bool) -> int:
 
 
 def seeds_to_find(mutation: Mutation, most: int, first: int = 0) -> tuple[int, str]:
-    """How many schedules it takes until a defect made by hand is found, and what is found; 0 where it is not."""
+    """Returns the number of schedules that were run until a defect made by hand was found, or 0 where it was not found;
+    and the violations that showed it."""
     with mutation():
         for count, seed in enumerate(range(first, first + most), 1):
             findings = run_schedule(draw(seed)).findings
@@ -88,7 +91,8 @@ def seeds_to_find(mutation: Mutation, most: int, first: int = 0) -> tuple[int, s
 
 
 def run_mutations(most: int, first: int) -> int:
-    """Looks for each of the defects made by hand; 1 where one is not found within ``most`` schedules."""
+    """Looks for each of the defects made by hand; returns 1 where one of them is not found within ``most``
+    schedules."""
     missed = 0
     for name, mutation in MUTATIONS.items():
         count, finding = seeds_to_find(mutation, most, first)

@@ -1,4 +1,4 @@
-"""What must hold in a simulated cluster, looked at while it runs and when it has come to rest.
+"""Checks what must hold in a simulated cluster, while it runs and when it has come to rest.
 
     each step        reads and writes what is its worker's, within its token budget (I4, I5)
     its tokens       are handed on before the worker can have been fenced (I4)
@@ -15,24 +15,27 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from pillion.engine.scheduling.sequence import SequenceState
+from pillion.engine.worker.tickets import MEMORY_WAIT_S
 from pillion.errors import PillionError
 from pillion.gateway.request.request_machine import RequestState
 from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, OPEN_TICKET_TIMEOUT_S
 from pillion.simulator.lives import Life
 from pillion.simulator.virtual_loop import PROCESS, Process, ProcessState, VirtualLoop
 
-# Events between two looks.
+# The checker looks at the whole cluster after each of so many events.
 EVENTS_BETWEEN_LOOKS = 100
-# How long a sequence may run that nobody listens to: until the steps have landed that were under way, and the next one
-# was planned. This is added for messages.
+# A sequence whose tokens nobody reads may run on for this many steps: those in flight have to end, and the next one may
+# be planned already. The time that messages may take is added.
 STEPS_OF_ORPHANS = 3
 ORPHAN_SLACK_S = 0.1
-# How long a call may wait for memory at a node: the caller's time, and the news of its end.
-LONGEST_TICKET_WAIT_S = OPEN_TICKET_TIMEOUT_S + CALL_TIMEOUT_S
+# A call may wait this long for memory at a node: as long as its caller waits, a gateway or a decode worker, and until
+# the news of its end arrives.
+LONGEST_TICKET_WAIT_S = max(OPEN_TICKET_TIMEOUT_S, MEMORY_WAIT_S) + CALL_TIMEOUT_S
 
 
 class Checker:
-    """Looks at ``lives``; ``generations`` are all requests of all gateways. ``find`` takes what must not be.
+    """Checks the components in ``lives`` while they run; ``runners`` are all requests of all gateways. ``find`` is
+    called with each violation.
 
     ``node_of`` names a worker's node; ``careful`` looks after every event.
     """
@@ -41,7 +44,7 @@ class Checker:
         self,
         loop: VirtualLoop,
         lives: Mapping[str, Life],
-        generations: list[Any],
+        runners: list[Any],
         find: Callable[[str], None],
         node_of: Callable[[str], str],
         step_tokens: int,
@@ -51,23 +54,25 @@ class Checker:
         self.states: set[int] = set()
         self._loop = loop
         self._lives = lives
-        self._generations = generations
+        self._runners = runners
         self._find = find
         self._node_of = node_of
         self._step_tokens = step_tokens
         self._between = 1 if careful else EVENTS_BETWEEN_LOOKS
         self._turn = 0
-        # By worker: since when each sequence runs that nobody listens to, by process and seq_id.
+        # For each worker, process and seq_id of a sequence whose tokens nobody reads any more, this says since when
+        # that is so.
         self._orphans: dict[str, dict[tuple[int, int], float]] = {}
 
     def begin(self) -> None:
-        """Looks from now on."""
+        """Begins to check the cluster."""
         self._loop.next_look, self._loop.look = self._loop.events, self._look
 
-    # -- each step
+    # These checks are made at each step.
 
     def watch_step(self, life: Life, process: Process, tokens: int, reads: set[int], writes: set[int]) -> None:
-        """A step of a worker begins, or ends; it uses these slots."""
+        """Checks, when a worker's step begins and again when it ends, that the worker may use the slots which the step
+        reads and writes."""
         if tokens > self._step_tokens:
             self._find(f"{life.name}: a step of {tokens} tokens, {self._step_tokens} are allowed")
         if life.process is not process or life.component is None:
@@ -75,7 +80,7 @@ class Checker:
         link = life.component.worker.attachment.link
         node = self._lives[self._node_of(life.name)]
         if node.process is not link.point.process or not node.runs:
-            # Its node is gone, and the memory is nobody else's any more.
+            # The worker's KV node is gone, so no other worker can have been given these slots.
             return
         ledger = node.component.pool.ledger
         own = [holder.leased for holder in ledger.holders.values() if holder.name == life.name]
@@ -90,7 +95,8 @@ class Checker:
             self._find(f"{life.name} reads slots {sorted(read)}, which nobody pins")
 
     def watch_tokens(self, epoch: int) -> None:
-        """The worker whose process runs hands tokens on under ``epoch``, which its node must not have fenced (I4)."""
+        """Checks that the worker whose process runs may hand on tokens under ``epoch``: its node must not have fenced
+        it (I4)."""
         process = PROCESS.get()
         life = self._lives[process.name]
         node = self._lives[self._node_of(life.name)]
@@ -101,10 +107,10 @@ class Checker:
             if holder is None or holder.fenced:
                 self._find(f"{life.name} hands tokens on under epoch {epoch}, which its node has fenced")
 
-    # -- every few events
+    # These checks are made every few events.
 
     def _look(self) -> int:
-        """Looks at a component, or at all; returns the number of the event behind which to look again."""
+        """Checks one component, or all of them; returns the number of the event after which to check again."""
         self._turn += 1
         lives = list(self._lives.values())
         for life in lives if self._between == 1 else (lives[self._turn % len(lives)],):
@@ -115,7 +121,7 @@ class Checker:
         return self._loop.events + self._between
 
     def _waits(self, life: Life) -> Iterator[str]:
-        """What has been computed, or has waited, for too long."""
+        """Yields a finding for each sequence that has been computed, and each call that has waited, for too long."""
         now = self._loop.time()
         if life.role == "kvnode":
             for waiter in life.component.pool.waiting._queue:
@@ -123,7 +129,7 @@ class Checker:
                     yield f"{life.name}: a call has waited for memory for {now - waiter.asked_s:.1f} s"
         elif life.is_worker and life.costs is not None and life.process is not None:
             epoch = life.component.worker.epoch
-            # A step of an epoch that is over never begins.
+            # A worker begins no step under an epoch that is over, so sequences of such an epoch need no check.
             running = () if epoch.over else epoch._steps.scheduler.sequences.items()
             orphans = {
                 (life.process.number, seq_id)
@@ -139,39 +145,43 @@ class Checker:
                     yield f"{life.name} has run sequence {seq_id} for {now - began_s:.2f} s, and nobody listens to it"
 
     def _state(self) -> tuple[Any, ...]:
-        """What of the cluster's state makes a difference, without numbers that only grow."""
+        """Returns the part of the cluster's state that tells two states apart, without numbers that only grow."""
         components = tuple(_component_state(life) for life in self._lives.values())
         requests = sorted(
-            (machine.state.value, machine.attempt, machine._span_open, machine._stream_open, machine.hold is None)
-            for generation in self._generations
-            if not generation.ended
-            for machine in generation._choices.machines
+            (machine.state.value, machine.attempt, machine._prefill_open, machine._stream_open, machine.hold is None)
+            for runner in self._runners
+            if not runner.ended
+            for machine in runner._samples.machines
         )
         return components, tuple(requests)
 
-    # -- at rest
+    # These checks are made at rest.
 
     def troubles(self) -> list[str]:
-        """What is held still although every request has ended, and what does not add up."""
+        """Returns findings: what a component still holds although every request has ended, and accounts that do not add
+        up."""
         found: list[str] = []
         for life in self._lives.values():
             if not life.runs:
                 found.append(f"{life.name} does not run")
                 continue
             found += (*_books(life), *_left(life), *(self._leases(life) if life.role == "kvnode" else ()))
-        for generation in self._generations:
-            open_ = [m.state for m in generation._choices.machines if m.state is not RequestState.DONE]
-            if open_ and generation.owner.alive:
-                found.append(f"{generation.job.request_id} is {open_[0].value} at a gateway that has nobody to tell")
+        for runner in self._runners:
+            open_ = [m.state for m in runner._samples.machines if m.state is not RequestState.DONE]
+            if open_ and runner.owner.alive:
+                found.append(f"{runner.admitted.request_id} is {open_[0].value} at a gateway that has nobody to tell")
         return found
 
     def _leases(self, node: Life) -> Iterator[str]:
-        """What is leased is in the stocks of workers, and nowhere else."""
-        stocks = {
-            life.component.worker.epoch.number: set(life.component.worker.epoch._steps.scheduler.stock.slots)
-            for life in self._lives.values()
-            if life.is_worker and life.runs
-        }
+        """Yields a finding for leased slots that are in neither the stock nor the features of a worker, and for
+        holders that are still fenced."""
+        stocks = {}
+        for life in self._lives.values():
+            if life.is_worker and life.runs:
+                epoch = life.component.worker.epoch
+                scheduler = epoch._steps.scheduler
+                chains = [chain.owned_slots() for one in scheduler.features for chain in one.chains()]
+                stocks[epoch.number] = set().union(scheduler.stock.slots, *chains)
         for holder in node.component.pool.ledger.holders.values():
             lost = set(holder.leased) - stocks.get(holder.epoch, set())
             if lost:
@@ -181,7 +191,7 @@ class Checker:
 
 
 def _books(life: Life) -> Iterator[str]:
-    """What a component's own proof of integrity says."""
+    """Yields the defects that a component finds in its own accounts."""
     try:
         if life.role == "kvnode":
             life.component.pool.check_integrity()
@@ -192,7 +202,7 @@ def _books(life: Life) -> Iterator[str]:
 
 
 def _left(life: Life) -> Iterator[str]:
-    """What a component at rest holds still."""
+    """Yields a finding for everything that a component still holds at rest."""
     if life.role == "kvnode":
         status = life.component.pool.status()
         for name in ("tickets", "pinned_blocks", "reserved_blocks", "quarantined_blocks", "waiting_tickets"):

@@ -1,6 +1,6 @@
-"""The mains of the simulated processes: the production components, started with flags of a schedule's shape.
+"""Starts the production components as simulated processes, with the flags that a schedule's cluster shape asks for.
 
-How a process ends, :mod:`pillion.supervisor.component_process` has; here an exit is a return value.
+In production :mod:`pillion.supervisor.component_process` ends the process; here an exit is a return value.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.gateway_server import GatewayServer, Ports, serve_models
 from pillion.gateway.grpc_api.gateway_servicer import GatewayServicer
 from pillion.gateway.request.validation import ModelLimits
-from pillion.gateway.tokens.detokenizer import Spellings
+from pillion.gateway.tokens.answer_text import Spellings
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.kvstore.node.kv_node import start_kvnode
-from pillion.kvstore.tiers.disk_files import PAGE_BYTES
+from pillion.kvstore.tiers.disk_tier.disk_files import PAGE_BYTES
 from pillion.net import rpc
-from pillion.net.in_process import SCHEME
+from pillion.net.addresses import IN_PROCESS
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.simulator.hash_model import FINGERPRINT, MODEL_NAME, VOCAB_SIZE, layout_of, loaded
 from pillion.simulator.lives import SimTurn
@@ -38,12 +38,12 @@ STOP_GRACE_S = 1.0
 
 
 def address_of(name: str) -> str:
-    """Where a component listens, in each of its lives."""
-    return f"{SCHEME}{name}"
+    """Returns the address at which a component listens, in each of its lives."""
+    return f"{IN_PROCESS}{name}"
 
 
 def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
-    """The flags of a KV node; ``disk_path`` is empty where it has no disk."""
+    """Returns the flags of a KV node; ``disk_path`` is empty where it has no disk."""
     return KVNodeFlags(
         node_id=name,
         node_listen=address_of(name),
@@ -63,7 +63,7 @@ def node_flags(shape: ClusterShape, name: str, disk_path: str) -> KVNodeFlags:
 
 
 def worker_flags(shape: ClusterShape, name: str) -> dict[str, Any]:
-    """The flags that both kinds of workers share."""
+    """Returns the flags that both kinds of workers share."""
     return {
         "component_id": name,
         "listen": address_of(name),
@@ -79,8 +79,8 @@ def worker_flags(shape: ClusterShape, name: str) -> dict[str, Any]:
 
 
 async def start_component(shape: ClusterShape, name: str, backend: Any, turn: SimTurn, disk_path: str) -> Any:
-    """Starts a component by its name when its ``turn`` comes; ``backend`` is a worker's, ``disk_path`` a KV node's.
-    Raises ConfigError."""
+    """Starts the component of this name; where it is a standby, once ``turn`` says that it takes over. Only workers
+    have a ``backend``, and only KV nodes a ``disk_path``. Raises ConfigError."""
     role = name.rpartition("-")[0]
     if role not in ("prefill", "decode") and turn.waiting:
         await turn.wait()
@@ -94,7 +94,7 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
         return loaded(MAX_MODEL_LEN, backend)
 
     if role == "prefill":
-        prefill = PrefillFlags(**flags, max_num_batched_prefill_tokens=shape.step_tokens, max_waiting_spans=64)
+        prefill = PrefillFlags(**flags, max_num_batched_prefill_tokens=shape.step_tokens, max_waiting_prefills=64)
         return await start_prefill(prefill, backend_factory=factory, turn=turn)
     guesses = SpeculativeConfig(method=shape.drafter, num_speculative_tokens=3) if shape.drafter else NO_SPECULATION
     decode = DecodeFlags(
@@ -103,12 +103,14 @@ async def start_component(shape: ClusterShape, name: str, backend: Any, turn: Si
         max_num_seqs=shape.max_seqs,
         max_waiting_seqs=64,
         speculative_config=guesses,
+        # Pools are small.
+        partial_block_percent=5,
     )
     return await start_decode(decode, backend_factory=factory, turn=turn)
 
 
 class _NoHttp:
-    """The HTTP port of a gateway that has none."""
+    """Stands for the HTTP port of a gateway that has none."""
 
     address = ""
 
@@ -116,22 +118,22 @@ class _NoHttp:
         self.task: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def stop(self, grace_s: float) -> None:
-        """Does nothing: no call is under way."""
+        """Does nothing, because no call is under way."""
 
 
 class _NoTexts:
-    """Stands for what a model needs to read texts: this world's prompts are ids."""
+    """Stands for a tokenizer, because the prompts of a simulated world are ids."""
 
     async def warm_up(self) -> None:
-        """Does nothing: there are no processes."""
+        """Does nothing, because there are no processes."""
 
     async def aclose(self) -> None:
-        """Does nothing: there are no processes."""
+        """Does nothing, because there are no processes."""
 
 
 class _SerializedServicer:
-    """A servicer that is given its messages as bytes, as its server's interceptor does, and of whose answers copies are
-    sent: it writes again and again into one message."""
+    """Gives a gateway's servicer its messages as bytes, as its server's interceptor does, and sends copies of its
+    answers, because it writes again and again into one message."""
 
     def __init__(self, servicer: GatewayServicer) -> None:
         self._servicer = servicer
@@ -154,7 +156,7 @@ def _tokenizer() -> ModelTokenizer:
 
 
 def gateway_flags(shape: ClusterShape, name: str) -> GatewayFlags:
-    """The flags of a gateway."""
+    """Returns the flags of a gateway."""
     return GatewayFlags(
         model=MODEL_NAME,
         component_id=name,
@@ -170,7 +172,7 @@ def gateway_flags(shape: ClusterShape, name: str) -> GatewayFlags:
 
 
 async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServer:
-    """A gateway that listens for gRPC alone."""
+    """Starts a gateway that listens for gRPC alone, and returns it."""
     nothing: Any = _NoTexts()
     entry = ModelEntry(
         limits=ModelLimits(MODEL_NAME, MAX_MODEL_LEN, VOCAB_SIZE),
@@ -178,10 +180,9 @@ async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServ
         eos_token_ids=(),
         tokenizer=_tokenizer(),
         template=nothing,
-        grammars=nothing,
     )
 
-    async def listen(gateway: Gateway, servicer: GatewayServicer, batches: object) -> Ports:
+    async def listen(gateway: Gateway, servicer: GatewayServicer, parts: object) -> Ports:
         served: Any = _SerializedServicer(servicer)
         server = await rpc.start_server(
             address_of(name), [("", lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(served, s))]
@@ -193,5 +194,6 @@ async def start_simulated_gateway(shape: ClusterShape, name: str) -> GatewayServ
 
 
 def exit_status(error: Exception) -> int:
-    """The status of a component whose start has failed, as :mod:`pillion.cli.app` chooses it."""
+    """Returns the exit status of a component whose start has failed: the one that :mod:`pillion.cli.app` would
+    choose."""
     return EXIT_CONFIG if isinstance(error, ConfigError) else 1

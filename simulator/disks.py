@@ -1,9 +1,9 @@
-"""The disks of simulated machines: real files, behind calls that take time, stall, and fail where a schedule says so.
+"""Simulates the disks of machines: real files, behind calls that take time, stall, and fail where a schedule says so.
 
     well --stalled until a time--> each call waits until then --> well
     well --full--> writes raise ENOSPC --> well            flip: a bit of every second block's file is another one
 
-:class:`DiskCalls` stands for the module ``os`` in :mod:`pillion.kvstore.tiers.disk_files`. What a process had open is
+:class:`DiskCalls` stands for the module ``os`` in kvstore/tiers/disk_tier/disk_files.py. What a process had open is
 closed when it dies, and what it was writing stays as it was then.
 """
 
@@ -19,18 +19,19 @@ from collections.abc import Iterable
 from random import Random
 from typing import Any
 
-from pillion.kvstore.tiers.disk_files import HEADER_BYTES, SUFFIX
+from pillion.kvstore.tiers.disk_tier.disk_files import HEADER_BYTES, SUFFIX
 from pillion.simulator.sim_threads import park
 from pillion.simulator.virtual_loop import PROCESS
 
-# Time that a call takes at most while its disk is well.
+# A call takes at most this long on a disk that is not stalled.
 MAX_CALL_S = 0.002
-# Files in memory are as good, and faster.
+# The files lie in a memory file system, which is faster than a disk and behaves alike.
 PLACES = ("/dev/shm",)  # noqa: S108
 
 
 class SimDisk:
-    """The disk of one machine. ``stalled_until_s``: no call ends before; ``full``: nothing more can be written."""
+    """Represents the disk of one machine. No call ends before the time ``stalled_until_s``, and every write fails while
+    the disk is ``full``."""
 
     def __init__(self) -> None:
         place = next((place for place in PLACES if os.path.isdir(place)), None)
@@ -39,7 +40,7 @@ class SimDisk:
         self.full = False
 
     def flip(self, random: Random) -> int:
-        """Flips a bit of the payload of every second block's file; returns of how many."""
+        """Flips a bit of the payload of every second block's file; returns how many files it changed."""
         files = [path for path in sorted(self.folder.rglob(f"*{SUFFIX}")) if random.random() < 0.5]
         for path in files:
             data, stamps = bytearray(path.read_bytes()), path.stat()
@@ -49,12 +50,12 @@ class SimDisk:
         return len(files)
 
     def remove(self) -> None:
-        """Removes the files."""
+        """Removes the disk's files."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class DiskCalls:
-    """The calls of ``os`` that reach a disk; all others are those of ``os``."""
+    """Stands for those calls of ``os`` that reach a disk; all others are passed on to ``os``."""
 
     def __init__(self, disks: Iterable[SimDisk], random: Random) -> None:
         self._disks = list(disks)
@@ -72,29 +73,29 @@ class DiskCalls:
         return fd
 
     def close(self, fd: int) -> None:
-        """Closes a file, unless its process is dead, when it has been closed."""
+        """Closes a file, unless its process is dead, because its death has closed the file."""
         if self._paths.pop(fd, None) is not None:
             os.close(fd)
 
     def writev(self, fd: int, pieces: list[memoryview]) -> int:
-        """Writes, or raises OSError where the disk is full."""
+        """Writes the pieces at the file's position, or raises OSError where the disk is full."""
         self._take_time(self._paths[fd])
         if self._disk_of(self._paths[fd]).full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return os.writev(fd, pieces)
 
     def readv(self, fd: int, pieces: list[memoryview]) -> int:
-        """Reads."""
+        """Reads into the pieces from the file's position."""
         self._take_time(self._paths[fd])
         return os.readv(fd, pieces)
 
     def read(self, fd: int, size: int) -> bytes:
-        """Reads."""
+        """Reads at most ``size`` bytes from the file's position."""
         self._take_time(self._paths[fd])
         return os.read(fd, size)
 
     def rename(self, old: str, new: str) -> None:
-        """Renames."""
+        """Renames a file, in the time that a call to its disk takes."""
         self._take_time(new)
         os.rename(old, new)
 

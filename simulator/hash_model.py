@@ -1,7 +1,8 @@
-"""A model whose next token is a hash of all tokens before it, read back from the pool, and what watches its memory.
+"""Defines a model whose next token is a hash of all tokens before it, read back from the pool, and the checks of its
+memory.
 
     cell of position p = mix(cell of position p - 1, token, p)      the KV of a token: it names the whole history
-    token behind p     = a hash of cell p, of the seed and of p     greedy: of cell p alone
+    token after p     = a hash of cell p, of the seed and of p     greedy: of cell p alone
     its log probability = a hash of cell p and of the token         the likeliest ones: of cell p alone
 
 Where it ``repeats``, three tokens of four are the next one of a short cycle, so that guesses by looking back in the
@@ -9,7 +10,7 @@ text are often right, and often wrong.
 
 A step reads every cell of a context through its block table and computes it anew from the cell before: a block of
 another prompt, a lost or a stale one, or one that somebody else writes shows at once, as does a token that is wrong,
-missing or repeated, in the step that meets it. A whole block with the bytes, and behind the cell, that it had when it
+missing or repeated, in the step that meets it. A whole block with the bytes, and after the cell, that it had when it
 was last computed needs no second time. The watch also knows the node's books: a step that reads or writes a
 slot which is not the worker's to read or write is a finding even where the bytes happen to be right (I4).
 """
@@ -21,17 +22,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-from pillion.engine.adapters.adapter_forms import AdapterForm
-from pillion.engine.backends.backend import KVLayout, PackedAdapter
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import AdaptedBackend, KVLayout, StepBatch
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.sampling.sampling_rows import MIN_TEMPERATURE, Sampled, SamplingRows
-from pillion.errors import Internal
 from pillion.types import TokenLogprob
 
 VOCAB_SIZE = 251
-# The cycle of a model that repeats.
+# A model whose answers repeat themselves goes through this cycle of tokens.
 CYCLE_TOKENS = 6
 CELL_BYTES = 16
 MODEL_NAME = "hash"
@@ -42,12 +40,12 @@ _FINISHER = 0x2545F4914F6CDD1D
 
 
 def mix(before: int, token: int, position: int) -> int:
-    """The cell of a position, 63 bits, never 0."""
+    """Returns the cell of a position, 63 bits, never 0."""
     return (((before ^ (token + 1) * _FINISHER) * _MULTIPLIER + position) & _MASK) | 1
 
 
-def token_behind(cell: int, last: int, seed: int, position: int, greedy: bool, repeats: bool) -> int:
-    """The token that follows a position, whose own one is ``last``."""
+def token_after(cell: int, last: int, seed: int, position: int, greedy: bool, repeats: bool) -> int:
+    """Returns the token that follows a position, whose own token is ``last``."""
     value = cell if greedy else mix(cell, seed & 0xFFFF_FFFF, position)
     chosen = (value * _FINISHER & _MASK) >> 40
     if repeats and chosen % 4:
@@ -56,7 +54,7 @@ def token_behind(cell: int, last: int, seed: int, position: int, greedy: bool, r
 
 
 def report_of(cell: int, token: int, alternatives: int) -> TokenLogprob:
-    """How likely a token is behind a position, and which ones are likeliest there: exact in 32 bits."""
+    """Returns how likely a token is after a position, and which ones are likeliest there: exact in 32 bits."""
     first = (cell * _FINISHER & _MASK) >> 20
     places = range(alternatives)
     return TokenLogprob(
@@ -68,7 +66,7 @@ def report_of(cell: int, token: int, alternatives: int) -> TokenLogprob:
 
 
 def reference_reports(tokens: Sequence[int], first: int, alternatives: int) -> list[TokenLogprob]:
-    """What must be reported of each of ``tokens`` from number ``first`` on, 1 or more."""
+    """Returns the log probabilities that must be reported of each of ``tokens`` from number ``first`` on, 1 or more."""
     cell = 0
     reports: list[TokenLogprob] = []
     for position, token in enumerate(tokens):
@@ -81,14 +79,14 @@ def reference_reports(tokens: Sequence[int], first: int, alternatives: int) -> l
 def reference(
     prompt: Sequence[int], count: int, seed: int, greedy: bool, stop_ids: frozenset[int], repeats: bool
 ) -> list[int]:
-    """The tokens that must follow ``prompt``: ``count`` of them, or up to the first stop id."""
+    """Returns the tokens that must follow ``prompt``: ``count`` of them, or up to the first stop id."""
     cell = 0
     for position, token in enumerate(prompt):
         cell = mix(cell, token, position)
     answer: list[int] = []
     position, token = len(prompt) - 1, prompt[-1]
     while len(answer) < count:
-        token = token_behind(cell, token, seed, position + 1, greedy, repeats)
+        token = token_after(cell, token, seed, position + 1, greedy, repeats)
         answer.append(token)
         if token in stop_ids:
             break
@@ -98,12 +96,12 @@ def reference(
 
 
 def layout_of(block_size: int) -> KVLayout:
-    """A slot of ``block_size`` cells of CELL_BYTES."""
+    """Returns the layout of a slot with ``block_size`` cells of CELL_BYTES."""
     return KVLayout("hash-1", 1, 1, 2, block_size, "float32")
 
 
 def prepared_model(max_model_len: int) -> PreparedModel:
-    """A model that has no files."""
+    """Returns a prepared model that has no files."""
     return PreparedModel(
         folder=pathlib.Path("nowhere"),
         name=MODEL_NAME,
@@ -117,13 +115,13 @@ def prepared_model(max_model_len: int) -> PreparedModel:
 
 
 def loaded(max_model_len: int, backend: HashBackend) -> LoadedModel:
-    """What a worker's factory returns."""
+    """Returns a loaded hash model, as a worker's factory of backends does."""
     return LoadedModel(prepared_model(max_model_len), backend)
 
 
 class StepCosts:
-    """What a step takes: a fixed part and one for each token, in seconds. ``stalls``: extra time of the next steps;
-    ``longest_s``: the longest one until now."""
+    """Says how many seconds a step takes: a fixed part, a part for each token, and for each of the next steps an entry
+    of ``stalls``. ``longest_s`` is the time of the longest step until now."""
 
     def __init__(self, step_s: float, token_s: float) -> None:
         self.step_s = step_s
@@ -132,7 +130,7 @@ class StepCosts:
         self.longest_s = step_s
 
     def of(self, batch: StepBatch) -> float:
-        """Seconds of a step."""
+        """Returns how many seconds a step of this batch takes."""
         extra_s = self.stalls.pop() if self.stalls else 0.0
         took_s = self.step_s + self.token_s * batch.num_tokens + extra_s
         self.longest_s = max(self.longest_s, took_s)
@@ -140,7 +138,8 @@ class StepCosts:
 
 
 class HashPiece(NamedTuple):
-    """A row of a batch: ``tokens`` from position ``first`` of a context that then has ``length`` positions."""
+    """Represents what a step computes of one sequence: ``tokens``, which begin at the position ``first``, of a context
+    that has ``length`` positions after the step."""
 
     table: list[int]
     tokens: list[int]
@@ -156,7 +155,8 @@ def _pieces_of(batch: StepBatch) -> Iterator[HashPiece]:
 
 
 class HashStep:
-    """A step in flight; what it reads and writes happens when it is waited for, as late as a device may be."""
+    """Represents a step in flight. What it reads and writes happens when it is waited for, as late as a device may do
+    it."""
 
     def __init__(
         self, backend: HashBackend, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None
@@ -176,7 +176,7 @@ class HashStep:
         return self._backend.finish(self)
 
     def _slots(self, size: int) -> tuple[set[int], set[int]]:
-        """The slots that it reads, and those that it writes."""
+        """Returns the slots that a step reads, and those that it writes."""
         reads, writes = {source for source, _ in self.copies}, {target for _, target in self.copies}
         for piece in self.pieces:
             last = -(-piece.length // size)
@@ -185,14 +185,12 @@ class HashStep:
         return reads - writes, writes
 
 
-class HashBackend:
-    """A backend (:class:`pillion.engine.backends.backend.Backend`) of the hash model.
+class HashBackend(AdaptedBackend):
+    """Runs the hash model as a worker's backend (:class:`pillion.engine.backends.backend.Backend`).
 
     ``watch`` is called when a step begins, and when it ends: (its tokens, slots that it reads, slots that it writes).
-    ``found`` is called with what the cells show to be wrong.
+    ``found`` is called with each error that the cells show.
     """
-
-    max_adapters = 0
 
     def __init__(
         self,
@@ -206,14 +204,15 @@ class HashBackend:
     ) -> None:
         self.layout = layout_of(block_size)
         self.vocab_size = VOCAB_SIZE
-        self.runs_ahead = runs_ahead
+        self.max_steps_under_way = 2 if runs_ahead else 1
         self._repeats = repeats
         self._costs = costs
         self._watch = watch
         self._found = found
         self._cells: Any = None
         self._bytes: Any = None
-        # By slot: the cell before its block, the block's bytes, and its last cell, as they were computed last.
+        # For each slot this holds the cell before its block, the block's bytes, and its last cell, as of its last
+        # computation.
         self._computed: dict[int, tuple[int, bytes, int]] = {}
         self._last: tuple[int, ...] = ()
         self._free_s = 0.0
@@ -222,23 +221,11 @@ class HashBackend:
     def bind_pool(self, memory: Any, num_slots: int) -> None:
         self._cells, self._bytes = memory.cast("q"), memory.cast("B")
 
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
-        raise Internal("the hash model has no adapters")
-
-    def adapter_form(self) -> AdapterForm:
-        raise Internal("the hash model has no adapters")
-
-    def take_adapter(self, digest: str, about: list[Any], data: Any) -> PackedAdapter:
-        raise Internal("the hash model has no adapters")
-
-    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
-        raise Internal("the hash model has no adapters")
-
     def warm_up(self, max_tokens: int) -> None:
-        """Does nothing: there is nothing to compile."""
+        """Does nothing, because there is nothing to compile."""
 
     def close(self) -> None:
-        """Does nothing: there are no threads."""
+        """Does nothing, because there are no threads."""
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> HashStep:
         step = HashStep(self, batch, copies, rows)
@@ -249,14 +236,14 @@ class HashBackend:
         return step
 
     def slept(self, seconds: float) -> None:
-        """The process stood still for so long, and the steps under way with it."""
+        """Delays the steps under way by ``seconds``, for which the process stood still."""
         for step in self._under_way:
             step.lands_s += seconds
         self._free_s += seconds
         self._costs.longest_s += seconds
 
     def finish(self, step: HashStep) -> Sampled:
-        """Does what a step does; its memory is looked at once more, for it is used until now."""
+        """Computes a step at its end. The slots are shown to ``watch`` again: they were in use until now."""
         self._under_way.remove(step)
         self._watch(step.batch.num_tokens, *step.slots)
         per_slot = self.layout.block_size * 2
@@ -270,7 +257,7 @@ class HashBackend:
 
     def _run(self, step: HashStep) -> Sampled:
         size, cells = self.layout.block_size, self._cells
-        behind: list[tuple[int, int]] = []
+        after: list[tuple[int, int]] = []
         for table, tokens, first, _ in step.pieces:
             cell = self._read(table, first)
             for position, token in enumerate(tokens, first):
@@ -279,36 +266,34 @@ class HashBackend:
                 cell = mix(cell, token, position)
                 place = (table[position // size] * size + position % size) * 2
                 cells[place], cells[place + 1] = cell, token
-                behind.append((cell, token))
+                after.append((cell, token))
         rows = step.rows
         if rows is None:
             return Sampled()
         positions, seeds = rows.positions.tolist(), rows.seeds.tolist()
         greedy = [temperature < MIN_TEMPERATURE for temperature in rows.temperature.tolist()]
         sampled = step.batch.sample_rows.tolist()
-        # Behind the rows that are sampled are those whose tokens are scored.
+        # The rows that are sampled come first; those whose tokens are scored follow.
         drawn = sampled[: len(positions)]
         chosen: list[int] = []
         reports: list[TokenLogprob | None] = []
         wanted = rows.logprobs.tolist()
         for row, seed, position, plain, alternatives in zip(drawn, seeds, positions, greedy, wanted, strict=True):
-            cell, last = behind[row]
-            token = token_behind(cell, last, seed, position, plain, self._repeats)
+            cell, last = after[row]
+            token = token_after(cell, last, seed, position, plain, self._repeats)
             chosen.append(token)
             reports.append(report_of(cell, token, alternatives) if alternatives >= 0 else None)
-        return Sampled(tuple(chosen), tuple(reports) if any(reports) else (), self._scores(rows, sampled, behind))
+        return Sampled(tuple(chosen), tuple(reports) if any(reports) else (), self._scores(rows, sampled, after))
 
-    def _scores(
-        self, rows: SamplingRows, sampled: list[int], behind: list[tuple[int, int]]
-    ) -> tuple[TokenLogprob, ...]:
+    def _scores(self, rows: SamplingRows, sampled: list[int], after: list[tuple[int, int]]) -> tuple[TokenLogprob, ...]:
         if rows.scored is None:
             return ()
         tokens, counts = rows.scored.token_ids.tolist(), rows.scored.alternatives.tolist()
         scored = zip(sampled[len(rows) :], tokens, counts, strict=True)
-        return tuple(report_of(behind[row][0], token, alternatives) for row, token, alternatives in scored)
+        return tuple(report_of(after[row][0], token, alternatives) for row, token, alternatives in scored)
 
     def _read(self, table: list[int], length: int) -> int:
-        """The last cell of the first ``length`` positions; each is computed anew from the one before."""
+        """Returns the last cell of the first ``length`` positions; each is computed anew from the one before."""
         size, block_bytes, cell = self.layout.block_size, self.layout.block_bytes, 0
         for number in range(length // size):
             slot = table[number]
@@ -326,8 +311,8 @@ class HashBackend:
         return self._compute(table[first // size], cell, first, length - first)[0] if first < length else cell
 
     def _compute(self, slot: int, cell: int, first: int, count: int) -> tuple[int, bool]:
-        """The last of ``count`` cells of a slot, whose first position is ``first``, and whether each is as it should be
-        behind ``cell``."""
+        """Returns the last of ``count`` cells of a slot, whose first position is ``first``, and whether each is as it
+        should be after ``cell``."""
         cells, place = self._cells, slot * self.layout.block_size * 2
         for position in range(first, first + count):
             cell = mix(cell, cells[place + 1], position)

@@ -1,4 +1,4 @@
-"""A component of a simulated cluster, over all its lives, and when a process begins one.
+"""Follows a component of a simulated cluster over all its lives, and decides when a process begins one.
 
 a process starts --> its turn comes: it is the component's now --> it serves --> it ends
                  '-- stands by: loads, and waits for its turn ^
@@ -16,14 +16,15 @@ from pillion.simulator.virtual_loop import Process, VirtualLoop
 
 
 class SupervisedChild(Protocol):
-    """A component's process as its supervisor knows it."""
+    """Represents a component's process as its supervisor knows it."""
 
     def kill(self) -> None: ...
     def exited(self, status: int) -> None: ...
 
 
 class SimTurn:
-    """When a process may take part: at once, or, where it stands by, when its supervisor says so (StartTurn).
+    """Holds back a process until it may take part: at once, or, where it stands by, when its supervisor lets it begin
+    (StartTurn).
 
     ``waits`` is done, with True, when the process waits for its turn; ``child`` is the process as its supervisor knows
     it, None as long as it stands by.
@@ -43,11 +44,11 @@ class SimTurn:
 
     @property
     def waiting(self) -> bool:
-        """Whether it has not come yet."""
+        """Returns whether the process still waits for its turn."""
         return not self._come.done()
 
     def begin(self) -> None:
-        """The supervisor says so."""
+        """Lets the process begin, because its supervisor has called for it."""
         self._loop.post(self.process, self._arrived)
 
     def _arrived(self) -> None:
@@ -55,7 +56,8 @@ class SimTurn:
         self._come.set_result(0.0)
 
     def wait(self) -> Any:
-        """How long it took to come: a coroutine where it has not, as work of a thread that waits is one here."""
+        """Waits until the process may take part; returns the seconds that it waited. Where it has to wait it returns a
+        coroutine, as all work does that waits on a simulated thread."""
         return self._wait() if self.waiting else 0.0
 
     async def _wait(self) -> float:
@@ -66,13 +68,14 @@ class SimTurn:
 
 @dataclass(eq=False)
 class Life:
-    """What is there of a component now. ``process``, ``component`` and the rest are None while it does not run.
+    """Holds the process and the objects of a component that exist now. ``process``, ``component`` and the rest are None
+    while it does not run.
 
     Attributes:
         child: its process as the supervisor knows it.
         component: what the production start function returned.
         backend, costs: a worker's model, and what its steps take.
-        stop: set to have it drain and exit.
+        stop: an event that is set to make the component drain and exit.
         standby: the last process that was started to stand by.
     """
 
@@ -95,5 +98,5 @@ class Life:
 
     @property
     def runs(self) -> bool:
-        """Whether its process lives and it has started."""
+        """Returns whether the component's process lives and the component has started."""
         return self.component is not None and self.process is not None and self.process.alive

@@ -1,4 +1,5 @@
-"""What a simulated machine gives its processes: memory that a KV node shares with workers, and the attach socket.
+"""Provides what a simulated machine gives its processes: memory that a KV node shares with workers, and the attach
+socket.
 
     worker: attach --hello--> node: AttachPoint --epoch, memory--> SimAttachment
     the worker's process ends  --> the node learns that its epoch is over (the proof of I4)
@@ -6,7 +7,7 @@
     a keeper has the pool      --> the worker attaches again to the node's next life, when its last step has ended
 
 They stand in for Unix sockets, mapped segments and the locks of their places, and for nothing else: who is admitted,
-what an end means, and when a pool may be taken over, the production classes decide.
+what an end means, and when a pool may be recovered, the production classes decide.
 """
 
 from __future__ import annotations
@@ -24,22 +25,21 @@ from msgspec.structs import replace
 
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.client.attachment import CONNECT_RETRY_S, RENEW_PAUSE_S
-from pillion.kvstore.memory.domain import HostDomain
-from pillion.kvstore.memory.keeper import KeptDescriptors
+from pillion.kvstore.memory.domain import Division, HostDomain
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory
-from pillion.kvstore.memory.segment import Segment
-from pillion.kvstore.memory.shards import Shards
+from pillion.kvstore.pool_survival.keeper_client import KeptDescriptors
+from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
 from pillion.simulator.disks import SimDisk
 from pillion.simulator.sim_threads import SimThread, SimThreadPool
 from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
 from pillion.wire.attach import AttachHello, AttachReply
 
-# The time that the end of a process takes to be noticed on its socket, at most.
+# The process at the other end of a socket notices after at most this long that a process has ended.
 MAX_NOTICE_S = 0.005
 
 
-class SimSegment(Segment):
-    """Memory of ``machine``, which is set while a world runs; it is named by a number.
+class SimSegment(OwnedSegment):
+    """Stands for memory of ``machine``, which is set while a world runs; it is named by a number.
 
     Attributes:
         places: the processes that have locked a place of it, as those do that use a pool.
@@ -69,45 +69,45 @@ class SimSegment(Segment):
         return {place for place, process in self.places.items() if process.alive}
 
     def words(self) -> memoryview:
-        """Stands for :func:`pillion.kvstore.memory.kept_pool.table_words`."""
+        """Stands for :func:`pillion.kvstore.pool_survival.surviving_pool.table_words`."""
         return memoryview(self.data).cast("Q")
 
     def close(self) -> None:
-        """Does nothing: who maps the memory keeps it."""
+        """Does nothing, because a process that maps the memory keeps it."""
 
 
 class SimKeeper:
-    """Stands for :class:`pillion.kvstore.memory.keeper.PoolKeeper`, of a keeper that never dies. ``kept`` has the
-    segments of each node, by its name."""
+    """Stands for :class:`pillion.kvstore.pool_survival.keeper_client.PoolKeeper`, whose keeper never dies here.
+    ``kept`` has the segments of each node, by its name."""
 
     def __init__(self, kept: dict[str, tuple[int, ...]]) -> None:
         self._kept = kept
         self._lost = True
 
     def take(self, name: str) -> KeptDescriptors | None:
-        """What an earlier life of the node has given."""
+        """Returns the segments that an earlier life of the node has handed to the keeper."""
         found = self._kept.get(name)
         return None if found is None else _KeptNumbers(list(found), [])
 
     def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
-        """Keeps segments."""
+        """Keeps a node's segments, so that they outlive it."""
         self._kept[name], self._lost = tuple(memories), False
 
     def lost(self) -> bool:
-        """Whether it has to be given the pool."""
+        """Returns whether the keeper lacks the pool, so that it has to be given again."""
         return self._lost
 
     def close(self) -> None:
-        """Does nothing: there is no connection."""
+        """Does nothing, because there is no connection."""
 
 
 class _KeptNumbers(KeptDescriptors):
     def close(self) -> None:
-        """Does nothing: they are numbers, and no descriptors of this process."""
+        """Does nothing, because segments are numbers here, and no descriptors of this process."""
 
 
 class SimDomain(HostDomain):
-    """Host memory of the simulation."""
+    """Represents the host memory of the simulation."""
 
     def __init__(self, flags: Any, machine: Machine) -> None:
         super().__init__(flags)
@@ -116,22 +116,22 @@ class SimDomain(HostDomain):
     def segment(self, size_bytes: int, shard: int = 0) -> Any:
         return SimSegment(size_bytes)
 
-    def memory(self, segments: Sequence[Any], num_slots: int, shards: Shards) -> PoolMemory:
+    def memory(self, segments: Sequence[Any], num_slots: int, division: Division) -> PoolMemory:
         (segment,) = segments
-        return HostMemory(segment.data, num_slots, shards.block_bytes)
+        return HostMemory(segment.data, num_slots, division.block_bytes)
 
 
 class Machine:
-    """The machine that all processes of a world run on, as far as files and memory go."""
+    """Represents the machine that all processes of a world run on, as far as files and memory go."""
 
     def __init__(self, loop: VirtualLoop, random: Random) -> None:
         self.loop = loop
         self.random = random
         self.points: dict[str, AttachPoint] = {}
         self.segments: dict[int, SimSegment] = {}
-        # By KV node: what the keeper has of its pool.
+        # For each KV node, this holds the descriptors of the pool that the keeper has.
         self.kept: dict[str, tuple[int, ...]] = {}
-        # By KV node.
+        # These are the disks of the KV nodes, by the nodes' names.
         self.disks: dict[str, SimDisk] = {}
         self.threads: list[SimThread] = []
         self._numbers = itertools.count(100)
@@ -148,7 +148,7 @@ class Machine:
         return SimThreadPool(self.loop, self.threads, workers)
 
     def descriptor(self) -> int:
-        """A new number for something that may become readable."""
+        """Returns a new number, which stands for a descriptor that may become readable."""
         return next(self._numbers)
 
     def open_domain(self, flags: Any) -> SimDomain:
@@ -169,7 +169,7 @@ class Machine:
     async def greeted(
         self, path: str, hello: AttachHello, timeout_s: float
     ) -> tuple[AttachReply, Link, SimSegment | None]:
-        """Waits for the node, and for its answer. Raises Unavailable."""
+        """Waits for the node, and for its answer to the worker. Raises Unavailable."""
         until_s = time.monotonic() + timeout_s
         while (point := self.points.get(path)) is None or not point.process.alive:
             if time.monotonic() >= until_s:
@@ -188,7 +188,7 @@ class Machine:
 
 @dataclass(slots=True, eq=False)
 class Link:
-    """The connection of an attachment: ``fd`` is the worker's end."""
+    """Represents the connection of an attachment: ``fd`` is the worker's end."""
 
     fd: int
     worker: Process
@@ -218,7 +218,7 @@ class AttachPoint:
         self._unanswered: list[asyncio.Future[Any]] = []
 
     def start(self) -> None:
-        """Raises ConfigError where another process listens there."""
+        """Listens for workers. Raises ConfigError where another process listens at the same path."""
         there = self._machine.points.get(self._path)
         if there is not None and there.process.alive:
             raise ConfigError(f"another KV node serves {self._path}")
@@ -234,11 +234,11 @@ class AttachPoint:
         self._hang_up()
 
     def on_end(self, answer: asyncio.Future[Any]) -> None:
-        """Refuses a worker that was not answered when the node ends."""
+        """Refuses a worker that was not answered before the node's end."""
         self._unanswered.append(answer)
 
     def greet(self, hello: AttachHello, worker: Process, answer: asyncio.Future[Any]) -> None:
-        """A worker has connected; runs in the node's process."""
+        """Answers a worker that has connected; runs in the node's process."""
         self._machine.loop.create_task(self._greet(hello, worker, answer))
 
     async def _greet(self, hello: AttachHello, worker: Process, answer: asyncio.Future[Any]) -> None:
@@ -261,7 +261,7 @@ class AttachPoint:
             answer.set_result((reply, link, segment))
 
     def left(self, link: Link) -> None:
-        """The worker maps nothing any more: the node hears of it a moment later."""
+        """Tells the node, a moment later, that a worker no longer maps its memory."""
         loop, random = self._machine.loop, self._machine.random
         loop.post_at(loop.time() + random.random() * MAX_NOTICE_S, self.process, self._end, link)
 
@@ -271,7 +271,7 @@ class AttachPoint:
             self._ended(link.epoch)
 
     def _hang_up(self) -> None:
-        """The node's side of all connections is gone."""
+        """Closes the node's side of all connections."""
         for link in self._links:
             if link.worker.alive:
                 self._machine.loop.readable(link.fd)
@@ -281,7 +281,7 @@ class AttachPoint:
 
 
 class SimAttachment:
-    """The mapped pool, with what workers use of :class:`pillion.kvstore.client.attachment.Attachment`."""
+    """Stands for a mapped pool, with what workers use of :class:`pillion.kvstore.client.attachment.Attachment`."""
 
     device_memory = None
 
@@ -303,7 +303,7 @@ class SimAttachment:
 
     @property
     def node_gone(self) -> bool:
-        """Whether the node has ended."""
+        """Returns whether the KV node's process has ended."""
         return not self.link.point.process.alive
 
     def renew(
@@ -337,6 +337,6 @@ class SimAttachment:
         return self.link.fd
 
     def close(self) -> None:
-        """The worker uses the pool no more."""
+        """Ends the worker's use of the pool."""
         self._segment.places.pop(self._place, None)
         self.link.point.left(self.link)

@@ -1,4 +1,4 @@
-"""Defects made by hand, to see that the checks find them: each takes one rule out of the production code for a while,
+"""Makes defects by hand, to see that the checks find them: each takes one rule out of the production code for a while,
 or out of the task that stands for a worker's step thread.
 
 A check that misses one of these would miss a real one like it. The names say what is left out.
@@ -13,13 +13,13 @@ from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
-from pillion.engine.scheduling.forks import Forks
 from pillion.engine.scheduling.in_flight import InFlightSteps, _LaunchedStep
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.siblings import Siblings
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import Outcome
-from pillion.engine.worker.heartbeat import Lease
+from pillion.engine.worker.heartbeat import EpochTerm
 from pillion.gateway.admission.admission import Admission
 from pillion.gateway.gateway_server import GatewayServer
 from pillion.gateway.links.decode_link import DecodeLink
@@ -30,20 +30,20 @@ from pillion.gateway.request import events as ev
 from pillion.gateway.request.component_calls import ComponentCalls
 from pillion.gateway.request.request_machine import RequestMachine
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.exchange.plane import DataPlane
 from pillion.kvstore.hashing import request_root
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.tiers.disk_files import BlockFiles
+from pillion.kvstore.tiers.disk_tier.disk_files import BlockFiles
 from pillion.kvstore.tiers.tiers import Corrupt
 from pillion.kvstore.transfer.fetch import Fetcher
-from pillion.kvstore.transfer.grpc_plane import GrpcPlane
 from pillion.simulator.step_driver import VirtualStepLoop
 
 Mutation = Callable[[], AbstractContextManager[object]]
 
 
 def _instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Mutation:
-    """Replaces a method by what ``made`` makes of it."""
+    """Replaces a method by the function that ``made`` makes of it, while this is open."""
     return lambda: mock.patch.object(owner, name, made(getattr(owner, name)))
 
 
@@ -132,10 +132,10 @@ def _one_more_token(left: Any) -> Any:
     return lambda self, *args, **more: left(self, *args, **more) + 1
 
 
-def _drafts_are_right(accept: Any) -> Any:
+def _proposals_are_right(accept: Any) -> Any:
     def mutant(self: Any, chosen: Any, now: float) -> Any:
-        drafts = self.drafts().tolist()
-        return accept(self, (*drafts, *chosen[len(drafts) :]) if drafts else chosen, now)
+        proposed = self.proposed().tolist()
+        return accept(self, (*proposed, *chosen[len(proposed) :]) if proposed else chosen, now)
 
     return mutant
 
@@ -148,7 +148,7 @@ def _awaits_nothing(_: Any) -> Any:
 
 
 def _slots_crossed() -> AbstractContextManager[object]:
-    read = GrpcPlane.read
+    read = DataPlane.read
 
     async def crossed(self: Any, source: Any, stream: Any, ticket_id: int, remote: Any, local: Any) -> None:
         await read(self, source, stream, ticket_id, remote, tuple(reversed(local)))
@@ -157,7 +157,7 @@ def _slots_crossed() -> AbstractContextManager[object]:
         return len(slots)
 
     stack = contextlib.ExitStack()
-    stack.enter_context(mock.patch.object(GrpcPlane, "read", crossed))
+    stack.enter_context(mock.patch.object(DataPlane, "read", crossed))
     stack.enter_context(mock.patch.object(Fetcher, "_count_good", all_good))
     return stack
 
@@ -165,9 +165,17 @@ def _slots_crossed() -> AbstractContextManager[object]:
 def _admitted_unpinned(admit: Any) -> Any:
     def mutant(self: Any, *args: Any) -> Any:
         ticket = admit(self, *args)
-        if ticket is not None and ticket.tail is not None:
-            self.tree.unpin(ticket.tail)
+        if ticket is not None and ticket.last_block is not None:
+            self.tree.unpin(ticket.last_block)
         return ticket
+
+    return mutant
+
+
+def _released_by_number(release: Any) -> Any:
+    def mutant(self: Any, epoch: int, ticket_ids: Any = (), nonces: Any = ()) -> None:
+        opened = [self.by_opener[epoch, nonce].ticket_id for nonce in nonces if (epoch, nonce) in self.by_opener]
+        release(self, epoch, [*ticket_ids, *opened])
 
     return mutant
 
@@ -251,7 +259,7 @@ MUTATIONS: dict[str, Mutation] = {
     "a fence frees what the worker may still write to": _instead(Pool, "fence", _fence_frees),
     "a fence lets go of what the worker still reads": _instead(Ledger, "fence", _fence_unpins),
     "orders do not wait for steps in flight": _instead(InFlightSteps, "hold_back", lambda _: lambda self, out: False),
-    "a lease lasts for ever": _instead(Lease, "held", lambda _: lambda self: True),
+    "a term lasts for ever": _instead(EpochTerm, "held", lambda _: lambda self: True),
     "a worker drains without waiting for its step": _instead(VirtualStepLoop, "stop", _stop_without_landing),
     "an adopted ticket is not held": _instead(Ledger, "adopt", _adopt_without_hold),
     "the gateway releases the ticket with the submit": _instead(RequestMachine, "_go_on", _release_at_submit),
@@ -267,14 +275,15 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "releases are forgotten": _instead(NodeLink, "release", _nothing),
     "an abandoned ticket stays": _instead(NodeClient, "_abandon", _nothing),
+    "what an abandoned call has leased stays leased": _instead(Ledger, "release", _released_by_number),
     "a step has one token too many": _instead(TokenBudget, "left", _one_more_token),
-    "all guesses are right": _instead(Sequence, "accept", _drafts_are_right),
+    "all guesses are right": _instead(Sequence, "accept", _proposals_are_right),
     "the hand-off waits for nothing": _instead(Pool, "await_chain", _awaits_nothing),
     "fetched blocks land in each other's slots, and are not verified": _slots_crossed,
     "the loser of a commit gives its slot away at once": _instead(Ledger, "_seal", _commit_twice),
     "a ticket opens without its pin": _instead(Ledger, "admit", _admitted_unpinned),
     "a dead worker's slots are kept": _instead(Ledger, "gone", _dead_workers_stay),
-    "a fork's half block is not copied": _instead(Forks, "start_running", _no_copies),
+    "a sibling's half block is not copied": _instead(Siblings, "start_running", _no_copies),
     "the KV of wrong guesses counts": _instead(Sequence, "accept", _rejected_stay),
     "a void step counts": _instead(_LaunchedStep, "counts", lambda _: lambda self, piece, generation: True),
     "salts do not keep caches apart": _salt_ignored,

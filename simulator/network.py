@@ -1,4 +1,4 @@
-"""gRPC between simulated processes: channels and servers with what Pillion uses of grpc.aio, over a seeded network.
+"""Simulates gRPC between processes: channels and servers with what Pillion uses of grpc.aio, over a seeded network.
 
     client process --connection--> server process        made by the first call of a channel, used by all of its calls
         messages of one direction arrive in their order, each after a delay; those of two connections in any order
@@ -29,23 +29,23 @@ import grpc.aio
 
 from pillion.net.in_process import Inbox, rpc_error
 from pillion.net.rpc import KEEPALIVE_TIME_MS, KEEPALIVE_TIMEOUT_MS
-from pillion.simulator.virtual_loop import PROCESS, Process, VirtualLoop
+from pillion.simulator.virtual_loop import PROCESS, Process, SimHandle, VirtualLoop
 from pillion.wire.errors import as_pillion_error
 
-# How long both sides of a connection that is cut believe in it.
+# Where a connection stays cut, in one direction or both, its two sides give it up after this time.
 KEEPALIVE_S = (KEEPALIVE_TIME_MS + KEEPALIVE_TIMEOUT_MS) / 1000
-# How long an attempt to connect takes at most.
+# An attempt to connect takes at most this long.
 CONNECT_TIMEOUT_S = 20.0
-# Messages of one stream that its receiver has not read; with more of them, a writer waits.
+# A writer waits when the receiver of its stream has this many messages unread.
 STREAM_WINDOW = 64
-# The time that the word of a process's death, or of a reset, takes at most.
+# The news of a process's death, or of a reset, takes at most this long.
 MAX_NEWS_S = 0.01
 
 Metadata = Sequence[tuple[str, str | bytes]]
 
 
 class Network:
-    """All connections. ``usual_s`` is a usual message's delay; one in twenty takes up to ``slow_s``."""
+    """Holds all connections. A message usually takes ``usual_s``; one in twenty takes up to ``slow_s``."""
 
     def __init__(self, loop: VirtualLoop, random: Random, usual_s: float = 0.0005, slow_s: float = 0.05) -> None:
         self.loop = loop
@@ -55,16 +55,16 @@ class Network:
         self.random = random
         self._usual_s = usual_s
         self._slow_s = slow_s
-        # Directions (from, to), by name of the process, in which nothing comes through.
+        # These are the directions in which no message comes through, each as a pair of process names (from, to).
         self._cuts: set[tuple[str, str]] = set()
 
     def delay_s(self) -> float:
-        """The time that the next message takes."""
+        """Returns how long the next message takes."""
         draw = self.random.random()
         return draw * self._slow_s if draw > 0.95 else draw * self._usual_s
 
     def is_cut(self, sender: Process, receiver: Process) -> bool:
-        """Whether nothing comes through from one to the other."""
+        """Returns whether nothing comes through from one process to the other."""
         return bool(self._cuts) and (sender.name, receiver.name) in self._cuts
 
     def cut(self, directions: Sequence[tuple[str, str]]) -> None:
@@ -75,20 +75,20 @@ class Network:
                 self.loop.call_later(KEEPALIVE_S, connection.keep_alive, context=self.loop.outside.context)
 
     def heal(self, directions: Sequence[tuple[str, str]]) -> None:
-        """Lets everything through in these directions again, what was held back first."""
+        """Lets everything through in these directions again, first the messages that were held back."""
         self._cuts.difference_update(directions)
         for connection in self.connections:
             connection.flush()
 
     def reset(self, one: str, other: str) -> bool:
-        """Resets the connections between two processes, by name; whether there were any."""
+        """Resets the connections between two processes, by name; returns whether there were any."""
         found = [c for c in self.connections if c.alive and {c.client.name, c.server.name} == {one, other}]
         for connection in found:
             connection.reset()
         return bool(found)
 
     def died(self, process: Process) -> None:
-        """A process has died: the other ends of its connections hear of it."""
+        """Tells the processes at the other ends of a dead process's connections that it has died."""
         for address in [address for address, server in self.servers.items() if server.process is process]:
             del self.servers[address]
         for connection in self.connections:
@@ -97,7 +97,7 @@ class Network:
         self.connections = [connection for connection in self.connections if connection.of_use]
 
     def connect(self, client: Process, target: str) -> SimConnection | None:
-        """A connection to what serves ``target``; None where nothing does."""
+        """Returns a connection to what serves ``target``; None where nothing does."""
         server = self.servers.get(target)
         if server is None:
             return None
@@ -111,8 +111,8 @@ class Network:
 
 
 class SimConnection:
-    """One connection, seen from both sides. ``calls`` are those under way at the client's, ``served`` at the server's:
-    neither side knows at once what the other has ended."""
+    """Represents one connection, seen from both sides. ``calls`` are those under way at the client's, ``served`` those
+    at the server's: neither side knows at once that the other has ended a call."""
 
     def __init__(self, network: Network, client: Process, server: SimServer) -> None:
         self.network = network
@@ -130,7 +130,7 @@ class SimConnection:
         }
 
     def send(self, sender: Process, call: Callable[..., object], *args: Any) -> None:
-        """Has the other side call ``call(*args)`` when the message has come."""
+        """Makes the other side call ``call(*args)`` when the message has come."""
         receiver = self.server if sender is self.client else self.client
         network = self.network
         if self._held[receiver] or network.is_cut(sender, receiver):
@@ -143,15 +143,16 @@ class SimConnection:
 
     @property
     def of_use(self) -> bool:
-        """Whether something may still come over it."""
+        """Returns whether a message may still arrive over the connection: it is alive, or messages that were sent
+        before are held back."""
         return self.alive or any(self._held.values())
 
     def cut(self) -> bool:
-        """Whether nothing comes through in at least one direction."""
+        """Returns whether nothing comes through in at least one direction."""
         return self.network.is_cut(self.client, self.server) or self.network.is_cut(self.server, self.client)
 
     def flush(self) -> None:
-        """Sends what was held back, as far as it comes through now."""
+        """Sends the messages that were held back, as far as the connection lets them through now."""
         for receiver, held in self._held.items():
             sender = self.client if receiver is self.server else self.server
             if held and not self.network.is_cut(sender, receiver):
@@ -160,18 +161,18 @@ class SimConnection:
                     self.send(sender, call, *args)
 
     def reset(self) -> None:
-        """Ends the connection; what is under way is lost."""
+        """Ends the connection; messages under way are lost."""
         self._lost = True
         self._end("Connection reset by peer")
 
     def end_of(self, process: Process) -> None:
-        """One side's process has died. What it had sent still comes."""
+        """Ends the connection after the process of one side has died. Messages that it had sent still arrive."""
         other = self.server if process is self.client else self.client
         self.alive = False
         self.send(process, self._over, other, "Socket closed")
 
     def keep_alive(self) -> None:
-        """Looks at a cut connection after the keepalive's time."""
+        """Checks a cut connection after the keepalive's time."""
         if not self._lost and self.cut():
             self._lost = True
             self._end("keepalive watchdog timeout")
@@ -188,7 +189,7 @@ class SimConnection:
             call(*args)
 
     def _over(self, side: Process, reason: str) -> None:
-        """One side hears that the connection is over."""
+        """Tells one side that the connection is over."""
         self.alive = False
         if side is self.client:
             for call in list(self.calls):
@@ -199,7 +200,7 @@ class SimConnection:
 
 
 class SimChannel:
-    """A channel, for the process that opens it."""
+    """Stands for a gRPC channel, for the process that opens it."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -226,7 +227,7 @@ class SimChannel:
     stream_stream = stream_unary
 
     async def close(self, grace: float | None = None) -> None:
-        """Cancels the calls; there are none after it."""
+        """Cancels the channel's calls; no call can be made after that."""
         self._closed = True
         for call in list(self._calls):
             call.cancel()
@@ -251,7 +252,7 @@ class SimChannel:
 
 
 class SimCall:
-    """A call, seen by its caller: what clients use of grpc.aio's call objects, of all four kinds."""
+    """Represents a call as its caller sees it; it has what our clients use of grpc.aio's four kinds of call objects."""
 
     def __init__(self, process: Process, calls: dict[SimCall, None], method: str, timeout_s: float | None) -> None:
         self._process = process
@@ -265,12 +266,12 @@ class SimCall:
         self._done = False
         self._error: BaseException | None = None
         calls[self] = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: SimHandle | None = None
         if timeout_s is not None:
             self._timer = self._loop.call_later(max(0.0, timeout_s), self._expire, context=process.context)
 
     def begin(self, connection: SimConnection, request: Any, metadata: Metadata) -> None:
-        """Sends the call's headers and its request, unless it has ended before."""
+        """Sends the call's headers and its request, unless the call has ended before."""
         if self._done:
             return
         self._connection = connection
@@ -279,7 +280,7 @@ class SimCall:
         self._served = ServedCall(self, connection, self._method, metadata, until_s)
         connection.send(self._process, self._served.begin, request)
 
-    # -- what the caller does
+    # The methods from here on are called by the code that makes the call.
 
     def __await__(self) -> Any:
         return self._unary().__await__()
@@ -301,7 +302,7 @@ class SimCall:
             raise self._error
 
     async def write(self, request: Any) -> None:
-        """Raises InvalidStateError where the call has ended."""
+        """Sends a request of the stream. Raises InvalidStateError where the call has ended."""
         if self._done or self._connection is None or self._served is None:
             if isinstance(self._error, grpc.aio.AioRpcError):
                 raise self._error
@@ -318,7 +319,7 @@ class SimCall:
             self._connection.send(self._process, self._served.requests.close)
 
     async def read(self) -> Any:
-        """The next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
+        """Returns the next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
         return await self._replies.receive()
 
     def __aiter__(self) -> Inbox:
@@ -331,40 +332,40 @@ class SimCall:
         return self._done
 
     def cancel(self) -> bool:
-        """Ends the call; whether it had not ended yet."""
+        """Ends the call; returns whether it had not ended yet."""
         if self._done:
             return False
         self._tell_server()
         self._finish(asyncio.CancelledError())
         return True
 
-    # -- what comes
+    # The methods from here on are called by the simulated connection.
 
     async def room(self) -> None:
-        """Returns, at the server, when another reply may be sent."""
+        """Waits, on the server's side, until the client has room for another reply."""
         await self._replies.room()
 
     def connected(self) -> None:
-        """The server has taken the call."""
+        """Notes that the server has taken the call."""
         self._connected.set()
 
     def sent(self) -> None:
-        """A reply is on its way."""
+        """Notes that a reply is on its way."""
         self._replies.sent()
 
     def reply(self, message: Any) -> None:
-        """A reply has come."""
+        """Takes a reply that has arrived."""
         if not self._done:
             self._connected.set()
             self._replies.add(message)
 
     def end(self, error: BaseException | None) -> None:
-        """The server has ended the call."""
+        """Ends the call as the server has ended it."""
         if not self._done:
             self._finish(error)
 
     def break_off(self, reason: str) -> None:
-        """The connection is over, or never was."""
+        """Fails the call, whose connection is over, or never was."""
         self.end(connection_error(reason))
 
     def _expire(self) -> None:
@@ -390,7 +391,8 @@ class SimCall:
 
 
 class WindowedInbox(Inbox):
-    """An inbox at the end of a simulated connection: messages are under way to it, and its sender waits for room."""
+    """Holds messages at the end of a simulated connection: messages under way to it count as well, and its sender waits
+    for room."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -402,17 +404,17 @@ class WindowedInbox(Inbox):
             await self._taken()
 
     def sent(self) -> None:
-        """A message is on its way."""
+        """Notes that a message is on its way."""
         self._under_way += 1
 
     def add(self, message: Any) -> None:
-        """A message has come from the connection."""
+        """Adds a message that has come from the connection."""
         self._under_way = max(0, self._under_way - 1)
         super().add(message)
 
 
 class ServedCall:
-    """A call at its server: the task that runs the handler."""
+    """Represents a call at its server: the task that runs the handler."""
 
     def __init__(
         self, call: SimCall, connection: SimConnection, method: str, metadata: Metadata, until_s: float | None
@@ -428,7 +430,7 @@ class ServedCall:
         connection.served[self] = None
 
     def begin(self, request: Any) -> None:
-        """The call has come: its handler runs, unless it was cancelled before."""
+        """Runs the handler of a call that has come, unless the call was cancelled before."""
         server, connection = self._connection.serving, self._connection
         if self._cancelled:
             return
@@ -441,7 +443,7 @@ class ServedCall:
         self._task = server.spawn(self._serve(handler, request, context))
 
     def cancel(self) -> None:
-        """The caller has gone, or the connection is over."""
+        """Cancels the handler, because the caller has gone or the connection is over."""
         self._cancelled = True
         self._connection.served.pop(self, None)
         self.requests.close(drop=False)
@@ -453,7 +455,7 @@ class ServedCall:
             self._connection.send(self._connection.server, call, *args)
 
     def write(self, message: Any) -> None:
-        """Sends a reply."""
+        """Sends a reply to the caller."""
         if self._connection.alive:
             self._call.sent()
             self._send(self._call.reply, message)
@@ -489,7 +491,7 @@ class ServedCall:
 
 
 class SimContext:
-    """The handler's side of a call: what servicers use of gRPC's ServicerContext."""
+    """Represents the handler's side of a call, with what servicers use of gRPC's ServicerContext."""
 
     def __init__(self, served: ServedCall, metadata: Metadata, until_s: float | None, loop: VirtualLoop) -> None:
         self._served = served
@@ -505,10 +507,10 @@ class SimContext:
         return None if self._until_s is None else self._until_s - self._loop.time()
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
-        """Does nothing: no caller reads it."""
+        """Does nothing, because no caller reads it."""
 
     def set_trailing_metadata(self, metadata: Metadata) -> None:
-        """Does nothing: no caller reads it."""
+        """Does nothing, because no caller reads it."""
 
     async def write(self, message: Any) -> None:
         self._served.write(message)
@@ -517,7 +519,7 @@ class SimContext:
         self._callbacks.append(callback)
 
     def finish(self) -> None:
-        """The call has ended."""
+        """Notes that the call of this handler has ended."""
         for callback in self._callbacks:
             callback(self)
 
@@ -539,7 +541,7 @@ class SimServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self)
 
     def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
-        """Does nothing: generated code registers each method too."""
+        """Does nothing, because generated code registers each method too."""
 
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         """Adds a service; generated code calls this."""
@@ -547,7 +549,7 @@ class SimServer:
         self._services.append(service)
 
     def start(self) -> None:
-        """Raises OSError where the address is taken."""
+        """Begins to listen. Raises OSError where the address is taken."""
         from grpc_health.v1.health_pb2 import HealthCheckResponse
 
         if self._network.servers.setdefault(self.address, self) is not self:
@@ -586,12 +588,12 @@ def _function_of(handler: Any) -> Any:
 
 
 def connection_error(reason: str) -> grpc.aio.AioRpcError:
-    """What gRPC itself reports where a connection is lost or cannot be made."""
+    """Returns the error that gRPC itself reports where a connection is lost or cannot be made."""
     return grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata(), reason)
 
 
 def deadline_error() -> grpc.aio.AioRpcError:
-    """What gRPC itself reports when a call's deadline has passed."""
+    """Returns the error that gRPC itself reports when a call's deadline has passed."""
     return grpc.aio.AioRpcError(
         grpc.StatusCode.DEADLINE_EXCEEDED, grpc.aio.Metadata(), grpc.aio.Metadata(), "Deadline Exceeded"
     )
@@ -607,6 +609,6 @@ def use_network(network: Network | None) -> None:
 
 
 def current_network() -> Network:
-    """The network of the world that runs."""
+    """Returns the network of the world that runs."""
     assert _network is not None, "no world runs"
     return _network

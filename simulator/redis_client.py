@@ -1,10 +1,11 @@
-"""The interface of redis-py's asyncio client to a RedisModel, as far as RedisLink uses it, on the running loop's clock.
+"""Offers the interface of redis-py's asyncio client to a RedisModel, as far as RedisLink uses it, on the running loop's
+clock.
 
     execute_command --way.there_s--> the model answers --way.back_s--> the answer
       gone:   a connection is refused at once
       silent: what arrives waits until the server goes on (SIGSTOP), and is answered then; nobody may be left to read it
 
-A command that its caller no longer waits for is carried out all the same, as on a connection that breaks behind it.
+A command that its caller no longer waits for is carried out all the same, as on a connection that breaks after it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pillion.simulator.redis_model import RedisModel, RedisWord
 
 @dataclass
 class WayToRedis:
-    """The way from some clients to a Redis.
+    """Describes the network path from some clients to a Redis.
 
     Attributes:
         there_s: how long a command takes to the server; a slow one is long.
@@ -43,13 +44,13 @@ class WayToRedis:
         self._silent = True
 
     def go_on(self) -> None:
-        """Lets it answer again, first what has arrived meanwhile, in that order."""
+        """Lets the server answer again, first the commands that have arrived meanwhile, in their order."""
         self._silent = False
         while self._waiting and not self._silent:
             self._waiting.pop(0)()
 
     def arrive(self, work: Callable[[], None]) -> None:
-        """Runs what has arrived at the server, now or when it goes on."""
+        """Runs a command that has arrived at the server, now or when the server goes on."""
         if self._silent:
             self._waiting.append(work)
         else:
@@ -57,7 +58,7 @@ class WayToRedis:
 
 
 class RedisModelClient:
-    """A client of one server. Each command travels by itself."""
+    """Stands for a client of one server. Each command is sent on its own."""
 
     def __init__(self, model: RedisModel, way: WayToRedis) -> None:
         self._model = model
@@ -76,7 +77,7 @@ class RedisModelClient:
         return RedisModelPipeline(self._send)
 
     async def aclose(self) -> None:
-        """Does nothing: there is no connection."""
+        """Does nothing, because there is no connection."""
 
     async def _send(self, commands: list[tuple[RedisWord, ...]]) -> list[Any]:
         if self._way.gone:
@@ -106,7 +107,7 @@ class RedisModelClient:
 
 
 class RedisModelPipeline:
-    """Commands that are sent together."""
+    """Holds commands that are sent together."""
 
     def __init__(self, send: Callable[[list[tuple[RedisWord, ...]]], Any]) -> None:
         self._send = send
@@ -121,7 +122,7 @@ class RedisModelPipeline:
         self._commands.clear()
 
     def execute_command(self, *words: RedisWord) -> RedisModelPipeline:
-        """Adds a command."""
+        """Adds a command to those that are sent together."""
         self._commands.append(words)
         return self
 

@@ -1,6 +1,6 @@
-"""The keys of a Redis, and the commands over them that Pillion's scripts use. Sans-IO.
+"""Holds the keys of a simulated Redis, and the commands over them that Pillion's scripts use. Sans-IO.
 
-What a command does is Redis's documentation of it; a property test holds these and a real Redis together
+Commands do what Redis's documentation says; a property test compares them with a real Redis
 (tests/simulator/test_redis_model.py). The fields of a hash keep the order in which they came, as in a real one while it
 is small.
 """
@@ -20,7 +20,7 @@ WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 
 class RedisRefusalError(Exception):
-    """A server's error answer: its code and words, as they are sent."""
+    """Represents a server's error answer: its code and words, as they are sent."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message)
@@ -28,25 +28,26 @@ class RedisRefusalError(Exception):
 
 
 class SimpleStatus(bytes):
-    """An answer such as OK, which Lua is shown as a table."""
+    """Represents an answer such as OK, which Lua is shown as a table."""
 
 
 class ScoredMembers(dict[bytes, float]):
-    """A sorted set: members with their scores."""
+    """Represents a sorted set: members with their scores."""
 
     def copy(self) -> ScoredMembers:
-        """Returns another one with the same members."""
+        """Returns another sorted set with the same members."""
         return ScoredMembers(self)
 
 
 RedisValue = bytes | dict[bytes, bytes] | ScoredMembers
-# None, int, bytes, SimpleStatus, or a list of these.
+# A reply is None, int, bytes, SimpleStatus, or a list of these.
 RedisReply = Any
 V = TypeVar("V", dict[bytes, bytes], ScoredMembers)
 
 
 class RedisCommand(NamedTuple):
-    """A command: what it does, its least number of arguments, and whether it writes, and may need memory for that."""
+    """Describes a command: what it does, its least number of arguments, and whether it writes, and may need memory for
+    that."""
 
     run: Callable[..., RedisReply]
     arguments: int
@@ -55,12 +56,12 @@ class RedisCommand(NamedTuple):
 
 
 class RedisKeyspace:
-    """Values by key. ``now_us`` returns the server's clock, in microseconds since 1970."""
+    """Holds values by key. ``now_us`` returns the server's clock, in microseconds since 1970."""
 
     def __init__(self, now_us: Callable[[], int]) -> None:
         self._now_us = now_us
         self._values: dict[bytes, RedisValue] = {}
-        # When keys with a time to live go, in ms since 1970.
+        # For each key with a time to live, this is when it expires, in ms since 1970.
         self._until_ms: dict[bytes, int] = {}
         self.commands: dict[bytes, RedisCommand] = {
             b"PING": RedisCommand(lambda: SimpleStatus(b"PONG"), 0),
@@ -94,26 +95,24 @@ class RedisKeyspace:
         return command.run(*arguments)
 
     def dump(self) -> dict[bytes, RedisValue]:
-        """Returns all that is there, by key; the values are copies."""
+        """Returns copies of all values, by key."""
         alive = ((key, self._find(key)) for key in list(self._values))
         return {key: value if isinstance(value, bytes) else value.copy() for key, value in alive if value is not None}
 
     def copy(self, now_us: Callable[[], int]) -> RedisKeyspace:
-        """Returns a keyspace that holds the same, with a clock of its own."""
+        """Returns a keyspace with the same keys and values, and with a clock of its own."""
         other = RedisKeyspace(now_us)
         other._values, other._until_ms = self.dump(), self.expiries()
         return other
 
     def expiries(self) -> dict[bytes, int]:
-        """Returns when keys with a time to live go, in ms since 1970."""
+        """Returns when keys with a time to live expire, in ms since 1970."""
         return {key: until for key, until in self._until_ms.items() if self._find(key) is not None}
 
     def check_integrity(self) -> None:
         """Raises AssertionError where a key holds nothing, or a time to live has no key."""
         assert all(value or isinstance(value, bytes) for value in self._values.values()), "an empty hash or sorted set"
         assert self._until_ms.keys() <= self._values.keys(), "a time to live without its key"
-
-    # -- inside
 
     def _find(self, key: bytes) -> RedisValue | None:
         if key in self._until_ms and self._until_ms[key] * 1000 <= self._now_us():
@@ -125,7 +124,8 @@ class RedisKeyspace:
         self._until_ms.pop(key, None)
 
     def _read(self, key: bytes, kind: type[V]) -> V:
-        """Returns the value, an empty one where there is none. Raises RedisRefusalError for one of another type."""
+        """Returns a key's value, or an empty one where it has none. Raises RedisRefusalError for a value of another
+        type."""
         value = self._find(key)
         if value is None:
             return kind()
@@ -134,7 +134,8 @@ class RedisKeyspace:
         return value
 
     def _change(self, key: bytes, kind: type[V]) -> V:
-        """Like :meth:`_read`, for a value that something is added to."""
+        """Returns a key's value as :meth:`_read` does; an empty value is stored, because something is added to it
+        next."""
         value = self._read(key, kind)
         self._values[key] = value
         return value
@@ -223,7 +224,8 @@ class RedisKeyspace:
         return [word for row in self._read(key, dict).items() for word in row]
 
     def _hscan(self, key: bytes, cursor: bytes, *options: bytes) -> list[RedisReply]:
-        """Walks a large hash in the order of its fields' checksums, so that what stays is met exactly once."""
+        """Walks a large hash in the order of its fields' checksums, so that fields that stay are returned exactly
+        once."""
         count = 10
         if options:
             if len(options) != 2 or options[0].upper() != b"COUNT":
@@ -236,7 +238,7 @@ class RedisKeyspace:
         ):
             rows = sorted((zlib.crc32(field), field) for field in value)
             rows = [row for row in rows if row[0] >= at]
-            # Fields with one checksum stay together.
+            # All fields with the same checksum are returned in the same answer.
             end = next((i for i in range(count, len(rows)) if rows[i][0] != rows[i - 1][0]), len(rows))
             left, rows = rows[end:], rows[:end]
             cursor = b"%d" % left[0][0] if left else b"0"
@@ -281,7 +283,8 @@ def _ordered(members: ScoredMembers) -> Iterator[tuple[float, bytes]]:
 
 
 def _bound(text: bytes) -> tuple[float, bool]:
-    """Reads a bound of scores: the score, and whether the bound itself is left out."""
+    """Reads a bound of a range of scores, as commands write it; returns the score, and whether the range leaves out
+    that score itself."""
     return (_score(text[1:]), True) if text.startswith(b"(") else (_score(text), False)
 
 

@@ -1,4 +1,5 @@
-"""Runs Redis's scripts in Lua 5.1, the language that Redis runs them in: no second version of a script can be wrong.
+"""Runs Redis's scripts in Lua 5.1, the language in which Redis runs them, so that no second version of a script is
+needed.
 
 lupa brings Lua. Of the library that Redis adds, ``redis.call``, ``redis.pcall`` and some of ``struct`` are here.
 Of fakeredis, which has the rest of Redis's commands, neither the clock can be handed in, nor a server's refusals be
@@ -15,18 +16,18 @@ from lupa import lua51
 
 from pillion.simulator.redis_keyspace import RedisRefusalError, RedisReply, SimpleStatus
 
-# Runs one command for a script. Raises RedisRefusalError.
+# A function of this type runs one command for a script. It raises RedisRefusalError.
 ScriptCommand = Callable[[bytes, list[bytes]], RedisReply]
 
 
 class LuaInterpreter:
-    """Lua, and the scripts that it has compiled: one for all servers of this process. ``command`` runs what the script
-    calls that runs now; each run sets it."""
+    """Runs Lua, and holds the scripts that it has compiled: one serves all servers of this process. ``command`` runs
+    the commands of the script that runs now; each run sets it."""
 
     def __init__(self) -> None:
         self.command: ScriptCommand | None = None
         self._functions: dict[bytes, Any] = {}
-        # No script of Pillion's changes what it is answered.
+        # No script of Pillion's changes the answers that it gets, so they may be shared.
         self._statuses: dict[bytes, Any] = {}
         self._lua = lua51.LuaRuntime(
             encoding=None, unpack_returned_tuples=True, register_eval=False, register_builtins=False
@@ -36,7 +37,7 @@ class LuaInterpreter:
         self._names[b"struct"] = self._lua.table_from({b"pack": _pack, b"unpack": _unpack})
 
     def run(self, text: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> RedisReply:
-        """Runs a script. Raises RedisRefusalError for what a command in it refused, and for an error of the script."""
+        """Runs a script. Raises RedisRefusalError where a command in it is refused, and for an error of the script."""
         self._names[b"KEYS"], self._names[b"ARGV"] = self._lua.table_from(keys), self._lua.table_from(arguments)
         try:
             function = self._functions.get(text)
@@ -75,7 +76,7 @@ _interpreter: LuaInterpreter | None = None
 
 
 def run_script(command: ScriptCommand, text: bytes, keys: Sequence[bytes], arguments: Sequence[bytes]) -> RedisReply:
-    """Runs a script, whose commands ``command`` runs. Raises RedisRefusalError for what one of them refused, and for an
+    """Runs a script, whose commands ``command`` runs. Raises RedisRefusalError where one of them is refused, and for an
     error of the script."""
     global _interpreter
     if _interpreter is None:
@@ -85,7 +86,7 @@ def run_script(command: ScriptCommand, text: bytes, keys: Sequence[bytes], argum
 
 
 def _word(word: Any) -> bytes:
-    """Returns an argument of a script's command as Redis is given it."""
+    """Converts an argument that a script gives to a command: Redis gets it as bytes."""
     if isinstance(word, bytes):
         return word
     if isinstance(word, bool) or not isinstance(word, int | float):
@@ -94,7 +95,8 @@ def _word(word: Any) -> bytes:
 
 
 def _reply(value: Any) -> RedisReply:
-    """Returns what a script returned as a client is sent it: numbers lose their fractions, lists end at a nil."""
+    """Returns a script's result in the form in which a client gets it: numbers lose their fractions, lists end at a
+    nil."""
     if isinstance(value, bool):
         return 1 if value else None
     if isinstance(value, float):
@@ -117,7 +119,7 @@ def _pack(layout: bytes, *numbers: Any) -> bytes:
 
 
 def _unpack(layout: bytes, packed: bytes) -> tuple[int, ...]:
-    """Returns the numbers, and where the rest of the text begins."""
+    """Returns the numbers that were unpacked, and where the rest of the text begins."""
     size = struct.calcsize(_layout(layout))
     return (*struct.unpack_from(_layout(layout), packed), size + 1)
 

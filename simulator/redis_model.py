@@ -1,4 +1,5 @@
-"""A Redis as Pillion uses it, on a clock that is handed in. Sans-IO: it answers in the moment in which it is asked.
+"""Simulates a Redis as far as Pillion uses it, on a clock that the caller provides. Sans-IO: it answers in the moment
+in which it is asked.
 
     execute(words) --a command------------------------------> RedisKeyspace
                    '-EVAL, EVALSHA--> Lua --commands----------^    |
@@ -22,10 +23,10 @@ from typing import Final
 from pillion.simulator.redis_keyspace import RedisKeyspace, RedisRefusalError, RedisReply, RedisValue, SimpleStatus
 from pillion.simulator.redis_lua import run_script
 
-# The time of day at 0 of the simulated clock. Pillion's scripts compare times as texts of 13 digits.
+# This is the time of day at 0 of the simulated clock. Pillion's scripts compare times as texts of 13 digits.
 BEGIN_US: Final = 1_700_000_000_000_000
 
-# What a write is answered, by why a server that answers refuses it.
+# A server that refuses writes for one of these reasons answers them with these words.
 WRITE_REFUSALS: Final = {
     "replica": "READONLY You can't write against a read only replica.",
     "full": "OOM command not allowed when used memory > 'maxmemory'.",
@@ -37,7 +38,7 @@ RedisWord = bytes | str | int | float
 
 
 class RedisModel:
-    """One server, or a master with the replica that takes over from it.
+    """Represents one server, or a master with the replica that takes over from it.
 
     Args:
         now_s: returns the simulated time, in seconds; it never goes back.
@@ -51,12 +52,14 @@ class RedisModel:
         self.refusing = ""
         self._now_s = now_s
         self._keys = RedisKeyspace(self._now_us)
-        # By the name under which EVALSHA asks for it.
+        # Scripts are kept by the digest under which EVALSHA asks for them.
         self._texts: dict[bytes, bytes] = {}
-        # Whether the script that runs has changed anything: memory is short for a script's first write only.
+        # This says whether the script that runs has written anything, because a full Redis refuses only a script's
+        # first write.
         self._wrote = False
         self._lag_us = None if lag_s is None else round(lag_s * 1e6)
-        # Writes that the replica does not have yet, and the time of the last one that it has.
+        # The first are the writes that the replica does not have yet; the second is the time of the last write that it
+        # has.
         self._feed: deque[tuple[int, bytes, list[bytes]]] = deque()
         self._fed_us = BEGIN_US
         self._replica = RedisKeyspace(lambda: self._fed_us)
@@ -85,9 +88,9 @@ class RedisModel:
         self.refusing = ""
 
     def fail_over(self) -> None:
-        """The replica takes over with what it had got by now: writes of the last ``lag_s`` seconds are lost. It knows
-        no script, though a real one may have got some when it was made. A new replica of it begins as its copy. Raises
-        AssertionError where there is none."""
+        """Makes the replica take over with what it had got by now: writes of the last ``lag_s`` seconds are lost. It
+        knows no script, though a real replica may have copied some when it began. A new replica begins as its copy.
+        Raises AssertionError where there is no replica."""
         assert self._lag_us is not None, "there is no replica"
         self._replicate()
         self._feed.clear()
@@ -101,16 +104,14 @@ class RedisModel:
         return self._keys.dump()
 
     def expiries(self) -> dict[bytes, int]:
-        """Returns when keys with a time to live go, in ms since 1970."""
+        """Returns when keys with a time to live expire, in ms since 1970."""
         return self._keys.expiries()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where data is not as a Redis's can be."""
+        """Raises AssertionError where the data is not such as a Redis can have."""
         self._keys.check_integrity()
         self._replica.check_integrity()
         assert self._lag_us is not None or not self._feed, "writes wait for a replica that is not there"
-
-    # -- inside
 
     def _now_us(self) -> int:
         return BEGIN_US + round(self._now_s() * 1e6)
@@ -151,7 +152,7 @@ class RedisModel:
         return keys.run(name, arguments)
 
     def _record(self, name: bytes, arguments: list[bytes]) -> None:
-        """Sends a write to the replica, with its own time; a time to live ends on both at once."""
+        """Sends a write to the replica, with its own time; a key's time to live ends on both servers at once."""
         now_us = self._now_us()
         if name == b"PEXPIRE":
             name, arguments = b"PEXPIREAT", [arguments[0], b"%d" % (now_us // 1000 + int(arguments[1]))]
@@ -159,7 +160,7 @@ class RedisModel:
         self._replicate()
 
     def _replicate(self) -> None:
-        """Lets the replica have the writes that are old enough."""
+        """Applies the writes to the replica that are old enough."""
         assert self._lag_us is not None
         until_us = self._now_us() - self._lag_us
         while self._feed and self._feed[0][0] <= until_us:
@@ -167,7 +168,7 @@ class RedisModel:
             try:
                 self._replica.run(name, arguments)
             except RedisRefusalError:
-                # The master refused it for the same reason.
+                # The replica refuses the command for the same reason as the master did, so it is skipped.
                 continue
 
 

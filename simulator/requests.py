@@ -1,4 +1,4 @@
-"""A client's side of one request: what it gets is compared with the reference, token by token.
+"""Simulates the client of one request, and compares the answer with the reference, token by token.
 
 waits until it is due -> asks -> deltas, each a further part of the reference -> whole, or a clear error
                                     +-> goes away in the middle, where the schedule says so
@@ -20,12 +20,11 @@ from pillion.types import Delta, FinishReason, SamplingParams
 
 
 class WrongToken(Exception):  # noqa: N818  (a finding, which is noted)
-    """The rest of an answer says nothing any more."""
+    """Ends the check of an answer at a wrong token, because later tokens would tell nothing more."""
 
 
-# Faults that may take so many ways to workers away that a request runs out of attempts. All others cost time at most:
-# what is killed is started again, and waited for, as is what stands still or takes long; so does whatever becomes of
-# blocks, of Redis or of a disk.
+# These faults may make so many attempts fail that a request runs out of them. All other faults cost time only: requests
+# wait for what is started again, stands still or is slow, and blocks that are lost are computed again.
 EXCUSES = {
     FaultKind.DRAIN,
     FaultKind.RESET,
@@ -35,8 +34,8 @@ EXCUSES = {
 
 
 class RequestRun:
-    """Runs one request. ``note`` takes lines of the history, ``find`` what must not be; ``faults`` are the kinds of
-    those in this world, and ``repeats`` is as its model has it."""
+    """Runs one request. ``note`` takes lines of the history, ``find`` takes violations; ``faults`` are the kinds of
+    those in this world, and ``repeats`` says whether its model repeats itself."""
 
     def __init__(
         self,
@@ -68,7 +67,7 @@ class RequestRun:
 
     @property
     def tokens(self) -> int:
-        """Tokens that have come, over all answers."""
+        """Returns how many tokens have come, over all answers of the request."""
         return sum(map(len, self._got))
 
     async def run(self, client: AsyncClient) -> None:
@@ -124,7 +123,7 @@ class RequestRun:
         got, wanted = self._got[index], self._wanted[index]
         self._judge_reports(delta, len(got))
         if delta.token_ids and self._reasons[index] is not None:
-            self._find(f"request {number}: tokens behind the end of answer {index}")
+            self._find(f"request {number}: tokens after the end of answer {index}")
         got.extend(delta.token_ids)
         if got != wanted[: len(got)]:
             at = next((n for n, pair in enumerate(zip(got, wanted, strict=False)) if pair[0] != pair[1]), len(wanted))
@@ -140,10 +139,12 @@ class RequestRun:
             self._ends += 1
             if self._calm and self.request.salt.startswith("own") and delta.usage.cached_tokens:
                 self._find(f"request {number} found {delta.usage.cached_tokens} tokens under a salt of its own")
+            if self._calm and delta.timings is not None and delta.timings.replays:
+                self._find(f"request {number} was replayed, where nothing goes wrong")
 
     def _judge_reports(self, delta: Delta, before: int) -> None:
-        """Log probabilities: those of each token with it, those of the prompt once, and none that nobody asked for.
-        ``before`` tokens of the answer have come."""
+        """Checks that each token has its log probability where that was asked for, that those of the prompt come once,
+        and that there are no others. ``before`` tokens of the answer have come."""
         request = self.request
         prompt = list(request.prompt)
         told = [*prompt, *self._wanted[delta.index][:before], *delta.token_ids]
@@ -153,8 +154,8 @@ class RequestRun:
             self._find(f"request {request.number}: log probabilities of tokens {before}... are wrong: {delta.logprobs}")
         if delta.prompt_logprobs:
             asked, scored = request.prompt_logprobs, self._scores
-            self._scores = behind = scored + len(delta.prompt_logprobs)
-            reports = () if asked is None else reference_reports(prompt, 1 + scored, asked)[: behind - scored]
+            self._scores = after = scored + len(delta.prompt_logprobs)
+            reports = () if asked is None else reference_reports(prompt, 1 + scored, asked)[: after - scored]
             if list(delta.prompt_logprobs) != list(reports):
                 self._find(f"request {request.number}: log probabilities of the prompt are wrong from {1 + scored} on")
 
@@ -174,12 +175,12 @@ class RequestRun:
                 self._find(f"request {number}: answer {index} ended with {reason}")
 
     def _judge(self, error: PillionError) -> None:
-        """Whether the error is one that may be."""
+        """Checks that the error is one with which a request may end."""
         number, timeout_s = self.request.number, self.request.timeout_s
         if isinstance(error, DeadlineExceeded) and timeout_s is not None:
             return
         if isinstance(error, Overloaded) and timeout_s is not None:
-            # What waits for longer than its time is refused.
+            # A request that waits for longer than its time in the queue is refused.
             return
         if isinstance(error, Internal) and "two workers were lost in a step" in error.message and self._workers_lost:
             return

@@ -1,4 +1,5 @@
-"""What happens in one simulated world: a cluster's shape, requests and faults. Sans-IO: a seed in, plain data out.
+"""Decides what happens in one simulated world: a cluster's shape, requests and faults. Sans-IO: a seed goes in, plain
+data comes out.
 
 A schedule is drawn whole before anything runs, so one with less in it can be run too: that is how
 :mod:`pillion.simulator.shrink` finds the few parts of a failing one that matter.
@@ -14,14 +15,14 @@ from pillion.simulator.hash_model import VOCAB_SIZE
 
 BLOCK_TOKENS = 4
 MAX_MODEL_LEN = 256
-# The time within which requests come and faults begin, but for the last kills of a chain.
+# Requests come and faults begin within this time, except for the last kills of a chain.
 ACTIVE_S = 2.5
-# Of schedules that have a chain of faults beside the others.
+# This share of all schedules has a chain of faults beside the others.
 CHAIN_SHARE = 0.4
 
 
 class FaultKind(Enum):
-    """What can go wrong. ``for_s`` of a fault says for how long, where that has a meaning."""
+    """Names the kinds of faults. The field ``for_s`` of a fault says how long it lasts, for those kinds that last."""
 
     KILL = "kill"
     KILL_STANDBY = "kill standby"
@@ -45,7 +46,7 @@ class FaultKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SimFault:
-    """A fault ``at_s`` after the first request may come, of a process, or between two, by name."""
+    """Describes a fault of a process, or between two, by name. It begins ``at_s`` after the first request may come."""
 
     at_s: float
     kind: FaultKind
@@ -60,7 +61,7 @@ class SimFault:
 
 @dataclass(frozen=True, slots=True)
 class SimRequest:
-    """A client's request. ``cancel_after``: tokens after which its client goes away; -1: it stays."""
+    """Describes a client's request. The client goes away after ``cancel_after`` tokens, and stays where that is -1."""
 
     number: int
     at_s: float
@@ -92,7 +93,7 @@ class SimRequest:
 
 @dataclass(frozen=True, slots=True)
 class ClusterShape:
-    """The components and the flags that matter."""
+    """Describes a cluster: its components and those of their flags that matter."""
 
     nodes: int = 1
     decodes: int = 2
@@ -116,11 +117,11 @@ class ClusterShape:
 
     @property
     def repeats(self) -> bool:
-        """Whether answers repeat themselves, which gives guesses something to be right about."""
+        """Says whether the model's answers repeat themselves, so that guesses are often right."""
         return bool(self.drafter)
 
     def processes(self) -> tuple[str, ...]:
-        """The names of all components that can die."""
+        """Returns the names of all components that can die."""
         return (*self.node_names(), *self.worker_names(), *self.gateway_names())
 
     def node_names(self) -> tuple[str, ...]:
@@ -134,13 +135,13 @@ class ClusterShape:
         return tuple(f"gateway-{n}" for n in range(self.gateways))
 
     def node_of(self, worker: str) -> str:
-        """The KV node of a worker: they take turns."""
+        """Returns the KV node of a worker: workers are spread over the nodes in turn."""
         return f"kvnode-{int(worker.rpartition('-')[2]) % self.nodes}"
 
 
 @dataclass(frozen=True, slots=True)
 class SimSchedule:
-    """All of a world."""
+    """Holds everything that happens in a simulated world."""
 
     seed: int
     shape: ClusterShape
@@ -149,7 +150,7 @@ class SimSchedule:
 
 
 def draw(seed: int) -> SimSchedule:
-    """The schedule of a seed."""
+    """Returns the schedule of a seed."""
     random = Random(seed)
     shape = _shape(random)
     faults = tuple(sorted(_faults(random, shape), key=lambda fault: fault.at_s))
@@ -165,7 +166,7 @@ def _shape(random: Random) -> ClusterShape:
         decodes=max(nodes, random.choice((1, 2, 2))),
         prefills=random.choice((0, 1, 1, 2)),
         gateways=random.choice((1, 1, 2)),
-        # Blocks leave a small pool for the disk.
+        # Where nodes have disks the pool is small, so that blocks are evicted and written to the disk.
         slots=random.choice((24, 24, 40) if disk_blocks else (24, 40, 64, 160)),
         step_tokens=random.choice((12, 32, 64)),
         max_seqs=random.choice((2, 4, 8)),
@@ -187,13 +188,13 @@ def _requests(random: Random, shape: ClusterShape) -> list[SimRequest]:
     # Prompts share beginnings, as conversations do.
     stems = [tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((8, 20, 33)))) for _ in range(2)]
     made: list[SimRequest] = []
-    # What can never fit is refused at the door, which has tests of its own.
+    # No request is drawn that is too large for a pool, because the gateway refuses it at once, which other tests cover.
     most = (shape.slots - 1) * BLOCK_TOKENS
     for number in range(random.randint(2, 7)):
         stem = random.choice(stems)
         own = tuple(random.randrange(VOCAB_SIZE) for _ in range(random.choice((0, 1, 3, 7, 12, 30))))
         if made and random.random() < 0.25:
-            # It was asked before, with more or less behind it.
+            # The prompt was asked for before, with more or less after it.
             stem, own = random.choice(made).prompt, own[:3]
         prompt = (stem[: random.randint(1, len(stem))] + own if random.random() < 0.5 else stem + own)[: most - 1]
         max_tokens = random.choice((1, 2, 6, 6, 15, 15, 30, 30, 80))
@@ -228,8 +229,9 @@ def _faults(random: Random, shape: ClusterShape) -> list[SimFault]:
 
 
 def _chain(random: Random, shape: ClusterShape) -> list[SimFault]:
-    """A process, most often a KV node, is killed once or several times in succession, while a worker's step takes long,
-    or a worker or Redis stands still: so what needs it may be late in noticing, and in coming back."""
+    """Draws a chain of faults: a process, most often a KV node, is killed once or several times in succession, while a
+    worker's step takes long, or a worker or Redis stands still. So what needs it may be late in noticing, and in coming
+    back."""
     victim = random.choice((*shape.node_names() * 3, *shape.processes()))
     at_s, apart_s = random.random() * ACTIVE_S, random.choice((0.2, 1.0, 3.0)) * (0.7 + 0.6 * random.random())
     kills = [SimFault(at_s + n * apart_s, FaultKind.KILL, victim) for n in range(random.choice((1, 1, 2, 3)))]
@@ -263,7 +265,8 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
     )
     kind = random.choice(kinds)
     timeout_s = shape.timeout_ms / 1000
-    # Around the silences that matter: a moment, nearly a timeout, and well beyond it.
+    # A process stands still for a moment, for nearly as long as a timeout, or for much longer, because those are the
+    # lengths that matter.
     for_s = random.choice((0.05, 0.3, timeout_s * 0.8, timeout_s * 1.1, timeout_s * 2.5)) * (
         0.7 + 0.6 * random.random()
     )
@@ -287,7 +290,7 @@ def _fault(random: Random, shape: ClusterShape) -> SimFault:
 
 
 def _pair(random: Random, shape: ClusterShape) -> tuple[str, str]:
-    """Two processes that talk to each other, in either order."""
+    """Returns two processes that talk to each other, in either order."""
     gateway = random.choice(shape.gateway_names())
     worker, node = random.choice(shape.worker_names()), random.choice(shape.node_names())
     pair = random.choice(

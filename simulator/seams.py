@@ -1,4 +1,4 @@
-"""Where the production code meets the machine, and what stands there while a world runs.
+"""Replaces the machine by the simulation, wherever production code uses it, while a world runs.
 
     clocks               time.monotonic and time.time are the virtual clock
     chance               secrets and random are seeded
@@ -21,20 +21,21 @@ import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from pillion.client.connection import GatewayConnection
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker import worker, worker_epoch
 from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.gateway import gateway
-from pillion.gateway.request.runner import Generation
+from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.tokens import tokenizer
 from pillion.kvstore.index import redis_link
-from pillion.kvstore.memory import kept_pool, node_memory
+from pillion.kvstore.memory import node_memory
 from pillion.kvstore.node import kv_node
-from pillion.kvstore.tiers import disk, disk_files
+from pillion.kvstore.pool_survival import surviving_memory, surviving_pool
+from pillion.kvstore.tiers.disk_tier import disk, disk_files
 from pillion.net import in_process
 from pillion.simulator.disks import DiskCalls
 from pillion.simulator.machine import AttachPoint, Machine, SimKeeper, SimSegment
@@ -51,14 +52,14 @@ def installed(
     network: Network,
     redis: Any,
     children: Any,
-    generations: list[Any],
+    runners: list[Any],
     told: Callable[[int], None],
     seed: int,
 ) -> Iterator[None]:
-    """Runs the block with the simulation in the place of the machine.
+    """Runs the body of a ``with`` statement with the simulation in the place of the machine.
 
     ``redis`` makes a client, ``children`` the processes of supervisors; every request that a gateway starts is added to
-    ``generations``, with its process as ``owner``. ``told`` is called with a worker's epoch, in its process, when
+    ``runners``, with its process as ``owner``. ``told`` is called with a worker's epoch, in its process, when
     tokens of it are handed on.
     """
     loop, chance = machine.loop, random.Random(seed)
@@ -69,10 +70,10 @@ def installed(
     async def explained(self: Any, error: Any, *_: Any) -> Any:
         return error
 
-    def generation(*args: Any) -> Any:
-        made: Any = Generation(*args)
+    def runner(*args: Any) -> Any:
+        made: Any = RequestRunner(*args)
         made.owner = PROCESS.get()
-        generations.append(made)
+        runners.append(made)
         return made
 
     replaced: list[tuple[Any, str, Any]] = [
@@ -84,7 +85,6 @@ def installed(
         (secrets, "token_bytes", lambda size=32: chance.randbytes(size)),
         (secrets, "token_hex", lambda size=32: chance.randbytes(size).hex()),
         (random, "uniform", chance.uniform),
-        (random, "random", chance.random),
         (random, "sample", chance.sample),
         (in_process, "InProcessChannel", SimChannel),
         (in_process, "InProcessServer", SimServer),
@@ -98,36 +98,35 @@ def installed(
         (worker_epoch, "StepLoop", VirtualStepLoop),
         (WorkerEpoch, "_on_outcome", _tells(told)),
         (redis_link, "connect", lambda place: redis()),
-        (gateway, "Generation", generation),
+        (gateway, "RequestRunner", runner),
         (supervisor, "ChildProcess", children),
-        (supervisor, "Successor", SimpleNamespace(start=children.stand_by)),
         (GatewayConnection, "open_async", lambda self, number=0: SimChannel(self.targets[number])),
         (GatewayConnection, "explained_async", explained),
     ]
-    before = [getattr(place, name, None) for place, name, _ in replaced]
+    SimSegment.machine = machine
     use_network(network)
     try:
-        for place, name, stand_in in replaced:
-            setattr(place, name, stand_in)
-        yield
+        with contextlib.ExitStack() as patches:
+            for place, name, stand_in in replaced:
+                # Patching raises AttributeError, with the name, where the production code no longer has that name.
+                patches.enter_context(mock.patch.object(place, name, stand_in))
+            yield
     finally:
-        for (place, name, _), own in zip(replaced, before, strict=True):
-            setattr(place, name, own)
+        del SimSegment.machine
         use_network(None)
 
 
 def _kept_memory(machine: Machine) -> Iterator[tuple[Any, str, Any]]:
-    """What stands for the keeper, and for the files of pools that outlive their nodes."""
-    yield node_memory, "open_keeper", lambda path: SimKeeper(machine.kept)
-    yield node_memory, "Segment", SimSegment
-    yield kept_pool, "Segment", SimSegment
-    yield kept_pool, "table_words", SimSegment.words
-    yield kept_pool.KeptPool, "_name_owner", lambda self, *, needed: None
-    yield SimSegment, "machine", machine
+    """Yields the patches that replace the keeper, and the files of pools that outlive their nodes."""
+    yield surviving_memory, "open_keeper", lambda path: SimKeeper(machine.kept)
+    yield surviving_memory, "OwnedSegment", SimSegment
+    yield surviving_pool, "OwnedSegment", SimSegment
+    yield surviving_pool, "table_words", SimSegment.words
+    yield surviving_pool.SurvivingPool, "_name_owner", lambda self, *, needed: None
 
 
 def _tells(told: Callable[[int], None]) -> Callable[[WorkerEpoch, Outcome], None]:
-    """An epoch's method that hands an outcome on, which tells of those with tokens first."""
+    """Returns an epoch's method that hands an outcome on, and that first reports an outcome with tokens."""
     hand_on = WorkerEpoch._on_outcome
 
     def on_outcome(self: WorkerEpoch, outcome: Outcome) -> None:

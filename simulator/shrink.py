@@ -1,4 +1,4 @@
-"""Finds a small schedule that fails as a given one does: without some of its faults and requests. Sans-IO.
+"""Finds a small schedule that fails as a given one does, by leaving out faults and requests. Sans-IO.
 
 One part after another is left out, and stays out where the schedule fails without it, until none can go any more
 (a one-minimal schedule in the sense of A. Zeller, R. Hildebrandt: Simplifying and Isolating Failure-Inducing Input,
@@ -14,7 +14,7 @@ from pillion.simulator.schedule import SimSchedule
 
 
 def shrink(schedule: SimSchedule, fails: Callable[[SimSchedule], bool], most_runs: int = 200) -> SimSchedule:
-    """The smallest schedule that was met and fails, after at most ``most_runs`` runs."""
+    """Returns the smallest schedule that was tried and fails, after at most ``most_runs`` runs."""
     runs = 0
     while True:
         for smaller in _smaller(schedule):
@@ -29,7 +29,7 @@ def shrink(schedule: SimSchedule, fails: Callable[[SimSchedule], bool], most_run
 
 
 def _smaller(schedule: SimSchedule) -> Iterator[SimSchedule]:
-    """Schedules with one part less, the largest parts first."""
+    """Yields schedules with one part less, the largest parts first."""
     for at in range(len(schedule.faults)):
         yield replace(schedule, faults=schedule.faults[:at] + schedule.faults[at + 1 :])
     if len(schedule.requests) > 1:

@@ -1,5 +1,5 @@
-"""Threads of simulated processes: production code that blocks runs in real threads, of which one at a time runs, and
-the event loop not beside it.
+"""Simulates threads of processes: production code that blocks runs in real threads, of which one at a time runs, while
+the event loop waits.
 
     submit --> waits for a thread of its pool --> runs --park(seconds)--> waits on the virtual clock --> runs --> done
                                                     '--its process dies--> unwound at its next wait
@@ -18,7 +18,7 @@ from typing import Any
 from pillion.simulator.virtual_loop import PROCESS, Process, SimExecutor, VirtualLoop
 
 THREAD_NAME = "simulated"
-# Time until a thread begins a job.
+# A thread begins a job after at most this long.
 START_S = 0.0002
 
 
@@ -27,7 +27,7 @@ class ThreadKilledError(BaseException):
 
 
 class SimThread:
-    """A thread of ``process`` that runs ``work`` once."""
+    """Represents a thread of ``process`` that runs ``work`` once."""
 
     current = threading.local()
 
@@ -51,7 +51,8 @@ class SimThread:
             raise ThreadKilledError
 
     def kill(self) -> None:
-        """Unwinds the thread, if it has begun; it begins no more. Nothing happens where it has ended."""
+        """Unwinds the thread if it has begun, and else keeps it from beginning. It does nothing where the thread has
+        ended."""
         self._killed = True
         if self._thread.is_alive():
             self._switch_in()
@@ -78,7 +79,7 @@ class SimThread:
 
 
 def park(seconds: float) -> None:
-    """Blocks the simulated thread that calls this; work that runs on none takes no time."""
+    """Blocks the simulated thread that calls this; outside of a simulated thread no time passes."""
     thread = getattr(SimThread.current, "thread", None)
     if thread is not None:
         thread.park(seconds)
@@ -109,7 +110,7 @@ class SimThreadPool(SimExecutor):
         return map(job, items)
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Takes nothing back: what is under way ends with its process."""
+        """Does nothing, because work that is under way ends with its process."""
 
     def __enter__(self) -> SimThreadPool:
         return self

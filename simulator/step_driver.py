@@ -1,6 +1,6 @@
-"""The step thread of a simulated worker: a task that waits for steps to land on the virtual clock.
+"""Replaces the step thread of a simulated worker by a task that waits for steps to land on the virtual clock.
 
-It drives the production's :class:`pillion.engine.worker.step_cycle.StepCycle`; only what blocks a thread is different.
+It drives the production's :class:`pillion.engine.worker.step_loop.StepCycle`; only what blocks a thread is different.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pillion.engine.worker.step_loop import StepLoop
 
 log = logging.getLogger("pillion.step")
 
-# How often a driver looks whether asyncio has read outcomes, where too many are unread.
+# Where too many outcomes are unread, a driver looks this often whether asyncio has read them.
 UNREAD_LOOK_S = 0.01
 
 
 class VirtualStepLoop(StepLoop):
-    """A StepLoop without a thread."""
+    """Drives a worker's steps as a StepLoop does, without a thread."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._signal = asyncio.Event()
         self._driver: asyncio.Task[None] | None = None
         self.scheduler = self._scheduler
-        # Whether a step is being made, and the scheduler's books are open.
+        # This says whether a step is being made, while the scheduler's books are open.
         self.in_step = False
 
     def start(self) -> None:
@@ -66,7 +66,8 @@ class VirtualStepLoop(StepLoop):
                 self.in_step = False
                 idle = not self._cycle.busy
         except Exception as error:
-            # The production's step thread logs its defect, too. The checker takes such a line for a finding.
+            # The production's step thread logs the exception that ends it, too. The checker counts such a line as a
+            # finding.
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
@@ -77,13 +78,19 @@ class VirtualStepLoop(StepLoop):
         if not isinstance(event, Outcome):
             await _landed(event)
             return
-        while not event.empty and not self._stopping and not self._unread._value:  # noqa: ASYNC110
+        while not event.empty and not self._stopping and not self._has_room():  # noqa: ASYNC110
             await asyncio.sleep(UNREAD_LOOK_S)
-        if self._unread._value or event.empty:
+        if event.empty or self._has_room():
             self._report(event)
+
+    def _has_room(self) -> bool:
+        """Returns whether an outcome can be handed to asyncio without waiting."""
+        if free := self._unread.acquire(blocking=False):
+            self._unread.release()
+        return free
 
 
 async def _landed(step: Any) -> None:
-    """Returns when a step in flight has ended; one that could not be launched has."""
+    """Waits until a step in flight has ended; a step that could not be launched has ended at once."""
     while (left_s := getattr(step, "lands_s", 0.0) - time.monotonic()) > 0:  # noqa: ASYNC110
         await asyncio.sleep(left_s)

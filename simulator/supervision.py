@@ -1,9 +1,9 @@
-"""The supervisors of a simulated cluster, one for each KV node and its workers: the production class, and what stands
-for the operating system below it. The first one keeps the gateways too.
+"""Runs the supervisors of a simulated cluster, one for each KV node and its workers: the production class, over
+simulated processes. The first one keeps the gateways too.
 
     Supervisor --ChildProcess.start--> SimChild --begin--> a process of the loop, with the component's main
                <--its exit status, or SIGKILL's-------'
-               --Successor.start--> SimSuccessor --> a process that starts and then waits for its turn
+               --stand_by--> SimSuccessor --> a process that starts and then waits for its turn
                  ready <------------------- its turn is waited for
                  begin --> SimChild, and the turn has come
 """
@@ -24,13 +24,14 @@ from pillion.supervisor.fence_watch import watch_fences
 from pillion.supervisor.supervisor import ProcessSpec, Supervisor
 
 FENCE_KILL_S = 5.0
-# Schedules are short: a standby that came as late as in production would hardly be needed in any.
+# Standbys come sooner than in production, because schedules are short: most would end before one was needed.
 STANDBY_DELAY_S = 0.3
 NODE_LEVEL, WORKER_LEVEL, GATEWAY_LEVEL = range(3)
 
 
 class SimChild:
-    """A process, with what a supervisor uses of :class:`pillion.supervisor.child_process.ChildProcess`."""
+    """Represents a simulated process, with the methods that a supervisor uses of
+    :class:`pillion.supervisor.child_process.ChildProcess`."""
 
     def __init__(self, loop: VirtualLoop, life: Life, process: Process) -> None:
         self.pid = process.number
@@ -45,11 +46,11 @@ class SimChild:
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """Sends SIGKILL; a process that has ended takes none."""
+        """Sends SIGKILL, unless the process has ended."""
         self._loop.kill(self._process)
 
     def exited(self, status: int) -> None:
-        """The process has ended, by itself or not."""
+        """Notes that the process has ended, by itself or not."""
         if self._ended.done():
             return
         self._ended.set_result(status)
@@ -59,7 +60,7 @@ class SimChild:
 
 
 class SimSuccessor:
-    """A process that stands by, with what a supervisor uses of :class:`pillion.supervisor.standby.Successor`."""
+    """Represents a process that stands by, as a supervisor has it (:class:`NextProcess`)."""
 
     def __init__(self, loop: VirtualLoop, life: Life, turn: SimTurn) -> None:
         self.pid = turn.process.number
@@ -73,11 +74,11 @@ class SimSuccessor:
         return await asyncio.shield(self._turn.waits)
 
     def output(self) -> tuple[str, ...]:
-        """No lines: those of the log are in the history."""
+        """Returns no lines, because those of the log are in the history."""
         return ()
 
     def begin(self, show: Callable[[str], None]) -> SimChild | None:
-        """Has the process take part; None where it has ended."""
+        """Lets the process take part; returns None where it has ended."""
         if not self._turn.process.alive:
             return None
         child = self._life.child = self._turn.child = SimChild(self._loop, self._life, self._turn.process)
@@ -90,7 +91,8 @@ class SimSuccessor:
 
 
 class Supervision:
-    """All supervisors. ``begin`` starts the process of a component by its name, one that waits for its turn or not."""
+    """Holds all supervisors. ``begin`` starts the process of a component; its arguments are the component's name,
+    and whether the process waits for its turn."""
 
     def __init__(
         self,
@@ -109,7 +111,7 @@ class Supervision:
         self._find = find
 
     def run(self) -> None:
-        """Starts the supervisors, and they everything else."""
+        """Starts the supervisors, which start everything else."""
         for number, node in enumerate(self._shape.node_names()):
             process = self._loop.process(f"supervisor-{number}")
             self._loop.spawn(process, self._keep(node, with_gateways=number == 0))
@@ -122,14 +124,18 @@ class Supervision:
         return child
 
     async def stand_by(self, argv: Sequence[str], environ: Mapping[str, str], launch: object) -> SimSuccessor:
-        """Stands for Successor.start: starts a process of this name that waits for its turn."""
+        """Starts a process of this name that waits for its turn."""
         life = self._lives[argv[0]]
         return SimSuccessor(self._loop, life, self._begin(life.name, True))
 
     async def _keep(self, node: str, *, with_gateways: bool) -> None:
         notices: Any = _NotedNotices(self._note)
+        stand_by: Any = self.stand_by
         supervisor = Supervisor(
-            self._specs(node, with_gateways=with_gateways), notices, standby_delay_s=STANDBY_DELAY_S
+            self._specs(node, with_gateways=with_gateways),
+            notices,
+            stand_by=stand_by,
+            standby_delay_s=STANDBY_DELAY_S,
         )
         try:
             await supervisor.start()
@@ -168,7 +174,7 @@ class Supervision:
 
 
 class _NotedNotices:
-    """What a supervisor says, for the history."""
+    """Writes what a supervisor reports into the history."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self._note = note

@@ -1,4 +1,4 @@
-"""An event loop on a virtual clock that runs many simulated processes, in an order that a seed decides.
+"""Runs many simulated processes on an event loop with a virtual clock, in an order that a seed decides.
 
     a handle's context --names--> its process      running: waits in the process's line
                                                    paused:  waits there until the process goes on (SIGSTOP, SIGCONT)
@@ -30,16 +30,16 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Longest time that work on a thread takes, where it does not wait itself.
+# Work that is run on a thread takes at most this long, unless the work itself waits.
 MAX_THREAD_S = 0.001
-# Events without which no request can be under way; a run of more is one that never ends.
+# After this many events without a request under way, the run counts as one that never ends.
 MAX_EVENTS = 2_000_000
-# Tasks of a process between two looks for ended ones.
+# Each time a process has made this many tasks, the loop forgets all its tasks that have ended.
 TASKS_BEFORE_SWEEP = 256
 
 
 class ProcessState(Enum):
-    """Whether a process runs."""
+    """Names the states of a simulated process: it runs, is paused, or is dead."""
 
     RUNNING = "running"
     PAUSED = "paused"
@@ -47,7 +47,8 @@ class ProcessState(Enum):
 
 
 class Process:
-    """A simulated process: a name, and what the loop has to do for it. Made by :meth:`VirtualLoop.process`."""
+    """Represents a simulated process: its name, and the calls that the loop has to make for it.
+    :meth:`VirtualLoop.process` makes it."""
 
     def __init__(self, name: str, number: int) -> None:
         self.name = name
@@ -57,13 +58,13 @@ class Process:
         self.listed = False
         self.context: Context = copy_context()
         self.context.run(PROCESS.set, self)
-        # All that were made and have not been seen to end: a task that nobody holds would be closed, and what it does
-        # then, a killed process does not do.
+        # These are all tasks that were made and have not been seen to end. A task that nobody holds would be closed,
+        # and would then do what a killed process does not do.
         self.tasks: list[asyncio.Task[Any]] = []
-        # Those that had died when they were seen to end, and that nobody had asked. Whoever holds them may ask yet;
-        # where nobody holds them, asyncio tells of them.
+        # These tasks had died when they were seen to end, and nobody had asked for their exception. Somebody who holds
+        # them may still ask; where nobody holds them, asyncio reports them.
         self.unseen: list[weakref.ref[asyncio.Task[Any]]] = []
-        # Called once when the process dies.
+        # These functions are called once when the process dies.
         self.on_death: list[Callable[[], None]] = []
 
     @property
@@ -78,40 +79,53 @@ PROCESS: ContextVar[Process] = ContextVar("process")
 
 
 class SimExecutor:
-    """Threads of the simulation's own (:mod:`pillion.simulator.sim_threads`)."""
+    """Runs work on threads of the simulation's own (:mod:`pillion.simulator.sim_threads`)."""
 
     def submit(self, job: Callable[..., Any], *args: Any) -> concurrent.futures.Future[Any]:
-        """Runs ``job(*args)``."""
+        """Runs ``job(*args)`` on a thread of the simulation."""
         raise NotImplementedError
 
 
-class SimHandle(asyncio.TimerHandle):
-    """What is to be called, at a time or soon, in ``process``: asyncio's handle without what only debugging reads."""
+class SimHandle:
+    """Holds a call that is to be made in ``process``, soon or at a time, with the public methods of asyncio's
+    handles."""
 
-    __slots__ = ("process",)
+    __slots__ = ("args", "call", "context", "is_cancelled", "process", "when_s")
 
-    def __init__(  # asyncio's would look each time whether the loop is debugged
-        self, when: float, callback: Callable[..., object], args: Any, context: Context, process: Process
+    def __init__(
+        self, when_s: float, call: Callable[..., object], args: Any, context: Context, process: Process
     ) -> None:
-        self._when = when
-        self._callback = callback
-        self._args = args
-        self._context = context
-        self._cancelled = False
+        self.when_s = when_s
+        self.call = call
+        self.args = args
+        self.context = context
         self.process = process
+        self.is_cancelled = False
 
     def cancel(self) -> None:
-        """Has it never called; a timer is dropped when it falls due."""
-        self._cancelled = True
+        """Keeps the call from being made; a timer is dropped when it falls due."""
+        self.is_cancelled = True
+
+    def cancelled(self) -> bool:
+        """Returns whether the call was cancelled, so that the loop never makes it."""
+        return self.is_cancelled
+
+    def when(self) -> float:
+        """Returns the time of the virtual clock at which the call is made."""
+        return self.when_s
+
+    def get_context(self) -> Context:
+        """Returns the context in which the call is made."""
+        return self.context
 
 
 class Stuck(Exception):  # noqa: N818  (a finding, not a mistake)
-    """Nothing is left that could happen, or too much has happened."""
+    """Says that no event is left that could happen, or that too many have happened."""
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
-    """The loop. ``random`` decides the order. ``look`` is called behind event ``next_look`` and returns the number of
-    the one behind which it is called next."""
+    """Runs all processes on one clock. ``random`` decides the order. ``look`` is called after event ``next_look`` and
+    returns the number of the event after which it is called next."""
 
     def __init__(self, random: Random) -> None:
         self.random = random
@@ -130,10 +144,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.processes: list[Process] = []
         self.outside = self.process("world")
 
-    # -- processes
-
     def process(self, name: str) -> Process:
-        """A new process, which runs nothing yet."""
+        """Makes a process, which runs nothing yet."""
         made = Process(name, next(self._numbers))
         self.processes.append(made)
         return made
@@ -143,11 +155,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return process.context.copy().run(self.create_task, work, name=name or None)
 
     def post(self, process: Process, call: Callable[..., object], *args: Any) -> None:
-        """Has ``process`` call ``call(*args)`` when it runs next; nothing happens where it is dead."""
+        """Makes ``process`` call ``call(*args)`` when it runs next; nothing happens where it is dead."""
         self.call_soon(call, *args, context=process.context)
 
-    def post_at(self, when: float, process: Process, call: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
-        """:meth:`post` at a time of the virtual clock."""
+    def post_at(self, when: float, process: Process, call: Callable[..., object], *args: Any) -> SimHandle:
+        """Makes ``process`` call ``call(*args)``, as :meth:`post` does, at the time ``when`` of the virtual clock."""
         return self.call_at(when, call, *args, context=process.context)
 
     def pause(self, process: Process) -> None:
@@ -164,7 +176,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                 self._list(process)
 
     def kill(self, process: Process) -> None:
-        """Ends a process: nothing of it runs any more, no cleaning up either."""
+        """Ends a process: none of its code runs any more, not even to clean up."""
         if process.alive:
             self._unlist(process)
             process.state = ProcessState.DEAD
@@ -183,7 +195,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             process.listed = False
             self._runnable.remove(process)
 
-    # -- what asyncio calls
+    # The methods from here on are those that asyncio calls.
 
     def time(self) -> float:
         return self._now
@@ -199,7 +211,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_soon(  # type: ignore[override]
         self, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.Handle:
+    ) -> SimHandle:
         if context is None:
             context = copy_context()
         process = context.get(PROCESS, self.outside)
@@ -216,12 +228,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> SimHandle:
         return self.call_at(self._now + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
-    ) -> asyncio.TimerHandle:
+    ) -> SimHandle:
         if context is None:
             context = copy_context()
         timer = SimHandle(when, callback, args, context, context.get(PROCESS, self.outside))
@@ -243,8 +255,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return task
 
     def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:  # type: ignore[override]
-        """Runs ``func`` a moment later, between two events, or on the simulation's threads. One that returns a
-        coroutine is one that waits: that is awaited."""
+        """Runs ``func`` a moment later, between two events, or on the simulation's threads. A ``func`` that waits
+        returns a coroutine, which is awaited."""
         if isinstance(executor, SimExecutor):
             return asyncio.wrap_future(executor.submit(func, *args), loop=self)
         done = self.create_future()
@@ -276,7 +288,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         return self._readers.pop(fd, None) is not None
 
     def readable(self, fd: int) -> None:
-        """From now on ``fd`` is readable."""
+        """Makes ``fd`` readable from now on."""
         self._readable.add(fd)
         self._wake_reader(fd)
 
@@ -286,17 +298,18 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.call_soon(callback, *args, context=context)
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Keeps what a callback raised, or what nobody awaited: it is a finding."""
+        """Keeps an exception that a callback raised, or that nobody awaited: it is a finding."""
         self.failures.append(context)
 
     def default_exception_handler(self, context: dict[str, Any]) -> None:
         self.failures.append(context)
 
     def unseen_deaths(self) -> list[dict[str, Any]]:
-        """What tasks of living processes have died of, where nobody has asked for it until now; each is told once.
+        """Returns the exceptions that ended tasks of living processes, where nobody has asked for them until now; each
+        is returned once.
 
-        asyncio tells it when the last holder lets such a task go; whoever keeps its tasks until it stops holds them for
-        as long as a world is looked at. A killed process might have asked later.
+        asyncio reports such an exception only when nobody refers to the task any more, and components keep references
+        to their tasks until they stop. Tasks of killed processes do not count: the process might have asked later.
         """
         return [
             {"message": f"task {task.get_name()} of {process.name} died unseen:", "exception": task.exception()}
@@ -307,12 +320,10 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         ]
 
     async def shutdown_asyncgens(self) -> None:
-        """Nothing: generators belong to their tasks."""
-
-    # -- running
+        """Does nothing, because generators belong to their tasks."""
 
     def run(self, until: asyncio.Future[Any]) -> None:
-        """Runs events until ``until`` is done. Raises Stuck where it never will be."""
+        """Runs events until the future ``until`` is done. Raises Stuck where it never will be."""
         asyncio._set_running_loop(self)
         try:
             while not until.done():
@@ -333,15 +344,15 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             process.listed = False
             runnable[index] = runnable[-1]
             runnable.pop()
-        if handle._cancelled:
+        if handle.is_cancelled:
             return
         self.events += 1
         try:
-            handle._context.run(handle._callback, *handle._args)
+            handle.context.run(handle.call, *handle.args)
         except (KeyboardInterrupt, SystemExit, Stuck):
             raise
         except BaseException as error:  # noqa: BLE001  (as asyncio's handles do)
-            self.call_exception_handler({"message": f"in {handle._callback!r}", "exception": error})
+            self.call_exception_handler({"message": f"in {handle.call!r}", "exception": error})
         if self.events >= self.next_look:
             if self.events > MAX_EVENTS or self.look is None:
                 raise Stuck(f"{MAX_EVENTS} events, and no end")
@@ -350,7 +361,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
     def _jump(self) -> None:
         """Moves the clock to the next timer, and puts all timers that are due then into their lines."""
         timers = self._timers
-        while timers and timers[0][2]._cancelled:
+        while timers and timers[0][2].is_cancelled:
             heapq.heappop(timers)
         if not timers:
             raise Stuck("nothing is left to happen")
@@ -358,14 +369,14 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         while timers and timers[0][0] <= self._now:
             timer = heapq.heappop(timers)[2]
             process = timer.process
-            if not timer._cancelled and process.state is not ProcessState.DEAD:
+            if not timer.is_cancelled and process.state is not ProcessState.DEAD:
                 process.ready.append(timer)
                 if not process.listed and process.state is ProcessState.RUNNING:
                     process.listed = True
                     self._runnable.append(process)
 
     def close(self) -> None:
-        """Ends everything; what tasks do while they are closed has no effect."""
+        """Ends all tasks; what they do while they are closed has no effect."""
         if self._closed:
             return
         self._closed = True
@@ -385,7 +396,8 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
 
 def _unseen(task: asyncio.Task[Any]) -> bool:
-    """Whether it ended with an exception that nobody has asked for. asyncio has no public way to ask that."""
+    """Returns whether a task ended with an exception that nobody has asked for, which asyncio has no public way to
+    tell."""
     return task._log_traceback
 
 
@@ -401,6 +413,6 @@ def _hand_on(done: asyncio.Future[Any], waited: asyncio.Task[Any]) -> None:
 
 
 def _close(work: Any) -> None:
-    """Closes a coroutine; its ``finally`` blocks may await, which counts for nothing any more."""
+    """Closes a coroutine; where its ``finally`` blocks await something, that is ignored."""
     with contextlib.suppress(BaseException):
         work.close()

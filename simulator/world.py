@@ -1,4 +1,4 @@
-"""One world: a schedule's cluster, its clients and its faults, run to the end and looked at all the while.
+"""Runs one simulated world to its end: a schedule's cluster, its clients and its faults, with checks all the while.
 
     set up --all serve--> active: requests come, faults happen, what dies is started again
        --every request has ended, every fault is over--> quiet: everything comes back within QUIET_S
@@ -39,17 +39,19 @@ from pillion.simulator.supervision import Supervision
 from pillion.simulator.virtual_loop import PROCESS, Process, Stuck, VirtualLoop
 from pillion.supervisor.component_process import run_to_end
 
-# Until when the components of a world have to serve, and a request to end, on the virtual clock.
+# On the virtual clock, the components of a world have to serve within the first time, and a request has to end within
+# the second.
 SET_UP_S = 120.0
 LONGEST_REQUEST_S = 240.0
-# What everything that was held may take to come back when nothing goes wrong any more.
+# Once all faults are over, slots, tickets and all else that components hold have to be given back within this time.
 QUIET_S = 8.0
 READY_LOOK_S, QUIET_LOOK_S = 0.05, 0.2
-# How far a replica of Redis is behind.
+# Writes reach the replica of Redis this long after its master.
 REPLICA_LAG_S = 0.5
 
 
-# What may make a component need longer to stop than it has: itself, or one that it says good-bye to, stands still.
+# These faults may make a component need longer to stop than it has: it stands still, or one that it takes its leave
+# from does.
 SLOW_STOP_FAULTS = {
     FaultKind.PAUSE,
     FaultKind.STALL,
@@ -61,7 +63,8 @@ SLOW_STOP_FAULTS = {
 
 @dataclass
 class Result:
-    """What came of a world. ``findings`` are what must not be; ``states`` the distinct ones that were seen."""
+    """Holds the results of a simulated world. ``findings`` are its violations; ``states`` are the distinct states that
+    were seen."""
 
     findings: list[str]
     history: list[str]
@@ -73,7 +76,7 @@ class Result:
 
 
 class World:
-    """Runs one schedule. ``careful`` checks after every event; ``told`` keeps a history."""
+    """Runs the world of one schedule. ``careful`` checks after every event; ``told`` keeps a history."""
 
     def __init__(self, schedule: SimSchedule, *, careful: bool = False, told: bool = False) -> None:
         self.schedule = schedule
@@ -94,11 +97,11 @@ class World:
             RequestRun(request, self.note, self.find, kinds, repeats=self.shape.repeats)
             for request in schedule.requests
         ]
-        self.generations: list[Any] = []
+        self.runners: list[Any] = []
         self.checker = Checker(
             self.loop,
             self.lives,
-            self.generations,
+            self.runners,
             self.find,
             self.shape.node_of,
             self.shape.step_tokens,
@@ -111,26 +114,22 @@ class World:
         self._player = FaultPlayer(self.loop, self.network, *of_machine, self.kill, self.note)
         self._log = _LogReader(self)
 
-    # -- what happened
-
     def note(self, text: str) -> None:
-        """A line of the history."""
+        """Adds a line to the history."""
         if self.told:
             process = PROCESS.get(self.loop.outside)
             after_s = self.loop.time() - self.began_s
             self.history.append(f"{self.loop.events:>7} {after_s:9.4f}  {process.name:<11} {text}")
 
     def find(self, text: str) -> None:
-        """Something that must not be; what happens while a world is taken down has no meaning."""
+        """Notes a violation, unless the world is being taken down: events of that time have no meaning."""
         if self.loop.is_closed():
             return
         self.note(f"FOUND: {text}")
         self.findings.append(text)
 
-    # -- running
-
     def run(self) -> Result:
-        """Runs the world to its end."""
+        """Runs the world until all is quiet, and returns its result."""
         logger = logging.getLogger("pillion")
         level, propagate, hook = logger.level, logger.propagate, sys.unraisablehook
         threads = set(threading.enumerate())
@@ -140,7 +139,7 @@ class World:
         if self.shape.disk_blocks:
             self.machine.disks.update((name, SimDisk()) for name in self.shape.node_names())
         try:
-            stand_ins = (self.machine, self.network, self._redis_client, self.supervision, self.generations)
+            stand_ins = (self.machine, self.network, self._redis_client, self.supervision, self.runners)
             told = self.checker.watch_tokens
             with installed(*stand_ins, told, self.schedule.seed):
                 main = self.loop.spawn(self.loop.outside, self._main(), "world")
@@ -154,7 +153,8 @@ class World:
                         if thread.name != THREAD_NAME:
                             self.find(f"a thread runs that is not simulated: {thread.name}")
                 finally:
-                    # What is closed from here on has no meaning.
+                    # What is left of the world is closed from here on, and the log lines of that time do not show
+                    # defects.
                     logger.removeHandler(self._log)
                     logging.disable(logging.CRITICAL)
                     self._failures = [*self.loop.failures, *self.loop.unseen_deaths()]
@@ -235,8 +235,6 @@ class World:
             )
         return not (life.backend is not None and life.component.worker.epoch.over)
 
-    # -- processes
-
     def begin(self, name: str, stands_by: bool) -> SimTurn:
         """Starts a process of a component, whose life begins with its turn."""
         life, process = self.lives[name], self.loop.process(name)
@@ -284,7 +282,7 @@ class World:
             self.loop.post(self.loop.outside, self.loop.kill, turn.process)
 
     def _hangs(self, name: str) -> None:
-        """A component did not stop in the time that it has for that."""
+        """Notes that a component did not stop in the time that it has for that."""
         excuses = {fault.kind for fault in self.schedule.faults} & SLOW_STOP_FAULTS
         (self.note if excuses else self.find)(f"{name} hangs while it stops")
 
@@ -303,7 +301,7 @@ class World:
 
 
 class _WatchedStop:
-    """A component of whose stop it is told when that was cut short. ``hangs`` is called with its name."""
+    """Calls ``hangs`` with a component's name when its stop was cut short."""
 
     def __init__(self, component: Any, hangs: Callable[[str], None]) -> None:
         self._component = component
@@ -321,7 +319,7 @@ class _WatchedStop:
 
 
 class _LogReader(logging.Handler):
-    """Log lines become lines of the history; a defect that a component survives is a finding all the same."""
+    """Adds log lines to the history; a defect that a component survives is a finding all the same."""
 
     def __init__(self, world: World) -> None:
         super().__init__()
@@ -330,7 +328,7 @@ class _LogReader(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         text = record.getMessage()
         for node, disk in self._world.machine.disks.items():
-            # The folder has another name each time.
+            # The name of the folder is replaced, because it is another one in each run.
             text = text.replace(str(disk.folder), f"disk of {node}")
         error = record.exc_info[1] if record.exc_info else None
         if error is not None and not isinstance(error, PillionError):

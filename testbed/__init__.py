@@ -1,4 +1,4 @@
-"""Servers, clusters and models that tests and benchmarks start. Nothing here is product code or in the wheel.
+"""Makes servers, clusters and models for tests and benchmarks. Nothing here is product code or in the wheel.
 
 - `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role.
 - `hosts` starts several KV nodes with their workers on one machine, as if they were on several hosts.
@@ -10,6 +10,7 @@
 - `s3_service` starts an S3 service, with a relay before it that does to its answers what networks do.
 - `otlp` is a receiver of OpenTelemetry traces and metrics over real gRPC.
 - `tiny_model` writes small random checkpoints into Hugging Face folders.
+- `scripted_model` writes checkpoints whose answers are written beforehand, with calls of tools.
 - `draft_models` makes draft models of a model's first layers, and models that such drafts guess well.
 - `eagle_heads` makes random EAGLE-3 heads for a model.
 - `random_adapter` makes random LoRA adapters in the form that backends take.

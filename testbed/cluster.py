@@ -1,4 +1,4 @@
-"""`pillion serve` as a user starts it: real processes, found by the role in their command line."""
+"""Runs `pillion serve` as a user starts it: real processes, found by the role in their command line."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ import psutil
 from pillion import Client
 from pillion.errors import Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.supervisor.fork_server_main import STANDBY_VARIABLE
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
-from pillion.supervisor.process_title import WAITING_NAME, WAITING_TITLE
+from pillion.supervisor.ready_process import STANDBY_VARIABLE, WAITING_NAME, WAITING_TITLE
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.faults.board import FaultBoard, hook_environment
@@ -26,19 +25,23 @@ from testbed.faults.points import BY_NAME
 from testbed.ports import free_port
 
 READY_TIMEOUT_S = 200.0
-# The longest drain, and time for all processes to end.
+# This covers the longest drain, and the time for all processes to end.
 STOP_TIMEOUT_S = 120.0
-# With this nobody is taken for lost because the machine is busy, or because a test holds a process.
+# With this heartbeat timeout no component is taken for lost because the machine is busy, or because a test holds a
+# process.
 PATIENT_MS = int(2 * WITHIN_S * 1000)
-# A point that a decode worker passes once a step, before the new tokens of all its streams leave it: unless tokens are
-# guessed, a stream has at most one in each of these batches. What happens there happens amid an answer.
+# A decode worker passes this point once for each step. Unless tokens are guessed, a step gives a stream one token at
+# most, so the number of passings is certain; whether the tokens of earlier steps have left the worker is not.
+AMID_STEPS = "decode, before a launch"
+# A decode worker passes this point before new tokens leave it: those of one step, or of many where the machine is busy.
+# So an answer may have few of these batches; the first ones may tell only that its prompt has its turn.
 AMID_ANSWERS = "decode, before a batch of deltas"
-# How long a worker is held for the sake of streams that may begin meanwhile, before it goes on for a while.
+# A worker is held this long for the sake of streams that may begin meanwhile, before it goes on for a while.
 BEGUN_WITHIN_S = 0.5
 
 
 class ServedCluster:
-    """A running `pillion serve`, with its temporary files under ``folder``."""
+    """Represents a running `pillion serve`, with its temporary files under ``folder``."""
 
     def __init__(
         self,
@@ -48,7 +51,7 @@ class ServedCluster:
         log: pathlib.Path,
         board: FaultBoard | None = None,
     ) -> None:
-        """``board`` is that of its processes, where they have hooks for faults."""
+        """Takes a running process. ``board`` is that of its processes, where they have hooks for faults."""
         self.process = process
         self.folder = folder
         self.target = f"127.0.0.1:{port}"
@@ -59,7 +62,7 @@ class ServedCluster:
 
     @property
     def board(self) -> FaultBoard:
-        """Where its processes' faults are armed."""
+        """Gives the board on which the faults of the cluster's processes are armed."""
         assert self._faults is not None, "served() was not told to have faults"
         return self._faults
 
@@ -103,9 +106,9 @@ class ServedCluster:
         return process.pid
 
     def arm(self, passing: int, number: signal.Signals, *, point: str = AMID_ANSWERS, victim: str = "") -> None:
-        """Has a signal sent at the ``passing``-th passing of a named point from now on, over all processes of its role:
-        to the process that passes it, or to that of the role ``victim``. It takes the place of what was armed before.
-        """
+        """Arms a fault: a signal is sent at the ``passing``-th passing of a named point from now on, over all processes
+        of its role: to the process that passes it, or to that of the role ``victim``. It replaces the fault that was
+        armed before."""
         process = self.component(victim) if victim else None
         assert process is not None or not victim, f"no {victim} lives"
         self.board.clear()
@@ -123,8 +126,8 @@ class ServedCluster:
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[psutil.Process]:
-        """Wait until the process has passed the point that :meth:`arm` has it stop at; it goes on when the block ends,
-        if it still lives. What it was amid of is not over before that."""
+        """Waits until the process has passed the point at which :meth:`arm` stops it; the process goes on when the
+        block ends, if it still lives. The work at that point is not over before that."""
         process = psutil.Process(self.struck())
         try:
             yield process
@@ -134,7 +137,7 @@ class ServedCluster:
 
     @contextlib.contextmanager
     def holding_all(self, what: str, begun: Callable[[], bool], batches: int) -> Iterator[psutil.Process]:
-        """As :meth:`holding`, once ``begun`` says that all streams have: the only decode worker, which was armed to
+        """Waits as :meth:`holding` does, until ``begun`` says that all streams have: the only decode worker, armed to
         stop amid the first of them, is let go on for some more ``batches`` until then."""
         while True:
             with self.holding() as process:
@@ -146,7 +149,7 @@ class ServedCluster:
                 self.arm(batches, signal.SIGSTOP)
 
     def node_status(self) -> NodeStatus:
-        """The KV node's status, after it proved its integrity. Raises AssertionError while it does not answer,
+        """Return the KV node's status after it proved its integrity. Raises AssertionError while it does not answer,
         and Conflict where it cannot prove its integrity."""
         path = next(self.folder.rglob("kvnode*.sock"), None)
         assert path, "no KV node has a socket"
@@ -192,8 +195,8 @@ class ServedCluster:
 
 
 async def proven_status(address: str) -> NodeStatus | None:
-    """A KV node's status after it proved its integrity (I4); None where it does not answer. Raises Conflict where it
-    cannot prove it."""
+    """Returns a KV node's status after it proved its integrity (I4); None where it does not answer. Raises Conflict
+    where it cannot prove it."""
     client = NodeClient(address, "test")
     try:
         await client.check_integrity()
@@ -207,22 +210,23 @@ async def proven_status(address: str) -> NodeStatus | None:
 
 
 def words_of(process: psutil.Process) -> list[str]:
-    """A process's command line, empty where it has ended. Forked components, as Redis, show one word with spaces in
-    it."""
+    """Returns a process's command line, empty where it has ended. Forked components, like Redis, show one word with
+    spaces in it."""
     with contextlib.suppress(psutil.Error):
         return " ".join(process.cmdline()).split()
     return []
 
 
 def stands_by(process: psutil.Process) -> bool:
-    """Whether a process was started as a standby and serves nothing yet: it loads, waits, or takes over just now."""
+    """Returns whether a process was started as a standby and serves nothing yet: it loads, waits, or takes over just
+    now."""
     if process.name() == WAITING_NAME or words_of(process)[:1] == [WAITING_TITLE]:
         return True
     return STANDBY_VARIABLE in process.environ() and not any(one.laddr for one in process.net_connections("unix"))
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it runs and is no zombie."""
+    """Returns whether a process runs and is no zombie."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
@@ -240,12 +244,14 @@ def served(
 ) -> Iterator[ServedCluster]:
     """Runs `pillion serve MODEL FLAGS` with its temporary files under ``folder``; stops it at the end.
 
-    It dies with the thread that calls this (on Linux), so nothing outlives a test or a benchmark that is killed.
+    The cluster dies with the thread that calls this (on Linux), so nothing outlives a test or a benchmark that is
+    killed.
 
     Without --split-policy among the flags, ``split_policy`` holds, with which a prefill worker computes every prompt;
     "" leaves it to the default of `pillion serve`. Without --standby no process stands by: starting those takes as long
-    as starting the cluster. ``environ`` is added to the environment. With ``faults`` its processes have hooks at their
-    fault points, and nobody is taken for lost by silence alone, unless flags say when.
+    as starting the cluster, and without --partial-block-percent workers keep no partial blocks, so that leaked slots
+    show. ``environ`` is added to the environment. With ``faults`` its processes have hooks at their
+    fault points, and no component is taken for lost by silence alone, unless flags say when.
     """
     port = free_port()
     temporary = folder / "t"
@@ -253,7 +259,8 @@ def served(
     log = folder / "serve.log"
     command = [sys.executable, "-m", "pillion", "serve", model, "--grpc-port", str(port), "--http-port", "0", *flags]
     policy = {"PILLION_SPLIT_POLICY": split_policy} if split_policy else {}
-    environment = policy | {"PILLION_LOG_LEVEL": "info", "PILLION_STANDBY": "false", **os.environ, **(environ or {})}
+    quiet = {"PILLION_LOG_LEVEL": "info", "PILLION_STANDBY": "false", "PILLION_PARTIAL_BLOCK_PERCENT": "0"}
+    environment = policy | {**quiet, **os.environ, **(environ or {})}
     board = None
     if faults:
         environment |= {"PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS), **hook_environment(folder / "board")}

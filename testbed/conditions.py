@@ -1,12 +1,13 @@
-"""Waiting for a condition with a bound, in place of a sleep of a guessed length.
+"""Waits for a condition with a bound, in place of a sleep of a guessed length.
 
 ``wait_for`` blocks the thread, ``until`` gives way to the event loop, ``within`` awaits something, ``result_of`` takes
 what another thread's call returns, and ``loop_turns`` lets whatever is ready on the loop run a known number of times. A
 test that shows that something does *not* happen counts turns or drives a clock.
 
 A wait that is given up says in the first line of its error what it waited for, what it saw instead, and since when.
-What it saw is the condition's answer, and where that is no more than "not yet", the operands of what the condition
-returned: of ``lambda: len(found) == 3`` it is what ``len(found)`` was. A caller that knows better gives ``saw``.
+That is the condition's answer or, where the answer is no more than "not yet", the operands of the expression that the
+condition returned: for ``lambda: len(found) == 3`` it is the value of ``len(found)``. A caller that knows better gives
+``saw``.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 POLL_S = 0.02
-# Most time that a condition is given. It is long for the sake of loaded machines; a test waits it out only where
+# A condition is given at most this time. It is long for the sake of loaded machines; a test waits it out only where
 # something is broken.
 WITHIN_S = 60.0
-# A wait that takes longer than this looks every so often at what the condition sees.
+# A wait that takes longer than this records this often what the condition sees.
 LOOK_EVERY_S = 1.0
-# Characters of a value in an error, and of all values together.
+# An error shows this many characters of a value, and of all values together.
 VALUE_CHARACTERS, LINE_CHARACTERS = 160, 600
 
 
@@ -44,7 +45,7 @@ def wait_for(
     saw: Callable[[], Any] | None = None,
 ) -> Any:
     """Return the first true answer of ``condition``. Raises AssertionError when none comes in time, with ``what`` and
-    what was seen instead: what ``saw`` returns, where it is given."""
+    what was seen instead, which is what ``saw`` returns, where it is given."""
     watch = _Watch(what, condition, timeout_s, saw)
     while True:
         with watch.looking():
@@ -62,7 +63,8 @@ async def until(
     *,
     saw: Callable[[], Any] | None = None,
 ) -> Any:
-    """Return the first true answer of ``condition``, which may be a coroutine function. Raises as ``wait_for`` does."""
+    """Return the first true answer of ``condition``, which may be a coroutine function. Raises what ``wait_for``
+    raises."""
     watch = _Watch(what, condition, timeout_s, saw)
     while True:
         with watch.looking():
@@ -78,8 +80,8 @@ async def until(
 async def within(
     what: str, awaitable: Awaitable[T], timeout_s: float = WITHIN_S, *, saw: Callable[[], Any] | None = None
 ) -> T:
-    """Return what is awaited. Raises AssertionError with ``what`` when it does not come in time, and with what ``saw``
-    returns then."""
+    """Return the result of ``awaitable``. Raises AssertionError with ``what`` when it does not come in time, and with
+    what ``saw`` returns then."""
     try:
         return await asyncio.wait_for(awaitable, timeout_s)
     except TimeoutError:
@@ -88,8 +90,8 @@ async def within(
 
 
 def result_of(what: str, future: Future[T], timeout_s: float = WITHIN_S) -> T:
-    """Return what another thread's call returns, or raise what it raises. Raises AssertionError with ``what`` when it
-    does not end in time."""
+    """Return what another thread's call returns, or raise what it raises. Raises AssertionError with ``what`` when the
+    call does not end in time."""
     try:
         return future.result(timeout_s)
     except TimeoutError:
@@ -105,7 +107,7 @@ async def loop_turns(count: int = 50) -> None:
 
 
 class _Watch:
-    """What one wait has seen so far, and when it is given up."""
+    """Records what one wait has seen so far, and when it is given up."""
 
     def __init__(
         self, what: str, condition: Callable[[], Any], timeout_s: float, saw: Callable[[], Any] | None
@@ -121,7 +123,7 @@ class _Watch:
 
     @contextlib.contextmanager
     def looking(self) -> Iterator[None]:
-        """The condition is asked; where a look is due, the frame in which it answers is kept."""
+        """Encloses a call of the condition; where a look is due, the frame in which it answers is kept."""
         self._frame = None
         if self._saw is not None or self._code is None or time.monotonic() < self._next_look_s:
             yield
@@ -134,7 +136,7 @@ class _Watch:
             sys.setprofile(before)
 
     def missed(self, answer: Any) -> None:
-        """The condition does not hold yet. Raises AssertionError where its time is over."""
+        """Notes that the condition does not hold yet. Raises AssertionError where its time is over."""
         now = time.monotonic()
         over = now >= self._began_s + self._timeout_s
         if not over and now < self._next_look_s:
@@ -163,7 +165,7 @@ class _Watch:
 
 
 def short(value: Any) -> str:
-    """A value on one line, and not too long."""
+    """Returns a value on one line, and not too long."""
     try:
         text = " ".join(value.split()) if isinstance(value, str) else " ".join(repr(value).split())
     except Exception as error:
@@ -175,9 +177,9 @@ def short(value: Any) -> str:
 
 
 def operands(frame: FrameType) -> dict[str, Any]:
-    """What the expression that a frame has returned was made of, by its text: the sides of comparisons, and what
-    ``not``, ``and`` and ``or`` join. Constants, and what cannot be evaluated once more, are left out; where nothing is
-    left, these are the frame's variables."""
+    """Returns the operands of the expression that a frame has returned, by their texts: the sides of comparisons, and
+    what ``not``, ``and`` and ``or`` join. Constants, and what cannot be evaluated once more, are left out; where
+    nothing is left, these are the frame's variables."""
     expression = _returned_expression(frame)
     found: dict[str, Any] = {}
     names = {**frame.f_globals, **frame.f_locals}
@@ -205,7 +207,7 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
         case ast.Call(func=ast.Name(id="bool"), args=[argument]):
             yield from _parts(argument)
         case ast.Call(func=ast.Name(id="any" | "all"), args=[ast.GeneratorExp() as each]):
-            # What it goes through tells more than the answer.
+            # The values that the generator goes through tell more than its answer.
             yield from _parts(each.generators[0].iter)
         case ast.Constant():
             return
@@ -214,7 +216,7 @@ def _parts(expression: ast.expr) -> Iterator[ast.expr]:
 
 
 def _returned_expression(frame: FrameType) -> ast.expr | None:
-    """The source of what a frame has just returned: of a lambda it is the whole body."""
+    """Returns the source of what a frame has just returned; for a lambda it is the whole body."""
     lines = linecache.getlines(frame.f_code.co_filename, frame.f_globals)
     positions = list(frame.f_code.co_positions())
     index = frame.f_lasti // 2
@@ -232,5 +234,5 @@ def _returned_expression(frame: FrameType) -> ast.expr | None:
 
 
 def _code_of(condition: Callable[[], Any]) -> CodeType | None:
-    """The code of a function or bound method, None for what is not written in Python."""
+    """Returns the code of a function or bound method, None for what is not written in Python."""
     return getattr(getattr(inspect.unwrap(condition), "__func__", condition), "__code__", None)

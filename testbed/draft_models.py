@@ -1,4 +1,4 @@
-"""Draft models made of a model: its own first layers, and a model whose upper layers add little by construction."""
+"""Makes draft models of a model: its own first layers, and a model whose upper layers add little by construction."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-# Matrices whose outputs a layer adds to its input, by the ends of their names in checkpoints of the Llama kind.
+# A layer adds the outputs of these matrices to its input; these are the ends of their names in checkpoints of the Llama
+# kind.
 ADDED = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
 
 
@@ -26,8 +27,8 @@ def first_layers(folder: pathlib.Path, into: pathlib.Path, layers: int) -> pathl
 
 
 def with_quiet_layers(folder: pathlib.Path, into: pathlib.Path, loud: int, factor: float) -> pathlib.Path:
-    """Write the model of ``folder`` with what each layer behind the first ``loud`` ones adds scaled by ``factor``, so
-    that a draft of the first layers guesses most tokens right; return ``into``."""
+    """Write the model of ``folder`` with the outputs of each layer after the first ``loud`` ones scaled by ``factor``,
+    so that a draft of the first layers guesses most tokens right; return ``into``."""
     config, tensors = _read(folder, into)
     for name, tensor in tensors.items():
         if _layer(name) >= loud and name.endswith(ADDED):
@@ -37,7 +38,7 @@ def with_quiet_layers(folder: pathlib.Path, into: pathlib.Path, loud: int, facto
 
 
 def _layer(name: str) -> int:
-    """The number of the layer that a tensor belongs to; -1 for none."""
+    """Returns the number of the layer that a tensor belongs to; -1 for none."""
     parts = name.split(".")
     return int(parts[parts.index("layers") + 1]) if "layers" in parts else -1
 

@@ -1,4 +1,4 @@
-"""EAGLE-3 heads with random weights, in the format of ``speculators`` or in the original one."""
+"""Makes EAGLE-3 heads with random weights, in the format of ``speculators`` or in the original one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-# Keys of a model's config that a head's layer has, too.
+# The config of a head's layer has these keys of a model's config too.
 OF_LAYER = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("rms_norm_eps", "max_position_embeddings", "rope_theta"),
@@ -20,7 +20,7 @@ OF_LAYER = (
 def head_config(
     main: dict[str, Any], model_type: str, draft_vocab_size: int, state_layers: tuple[int, ...] | None, before: bool
 ) -> dict[str, Any]:
-    """The config.json of a head for a model with the config ``main``, as ``speculators`` writes it."""
+    """Returns the config.json of a head for a model with the config ``main``, as ``speculators`` writes it."""
     layer = {key: main[key] for key in OF_LAYER if key in main} | {"model_type": model_type, "num_hidden_layers": 1}
     return {
         "architectures": ["Eagle3Speculator"],
@@ -42,7 +42,7 @@ def head_config(
 
 
 def original_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The config of a head, given as ``speculators`` writes it, in the original EAGLE-3 layout."""
+    """Returns the config of a head, given as ``speculators`` writes it, in the original EAGLE-3 layout."""
     kept = {key: config[key] for key in ("draft_vocab_size", "norm_before_residual")}
     named = config["eagle_aux_hidden_state_layer_ids"]
     options = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": named, "use_aux_hidden_state": True}}
@@ -52,7 +52,7 @@ def original_config(config: dict[str, Any]) -> dict[str, Any]:
 def head_tensors(
     config: dict[str, Any], seed: int, states: int = 3, embedding: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Random weights of a head, with the names of ``speculators``."""
+    """Returns random weights of a head, with the names of ``speculators``."""
     layer, draft = config["transformer_layer_config"], config["draft_vocab_size"]
     hidden, inner, vocab = layer["hidden_size"], layer["intermediate_size"], layer["vocab_size"]
     queries = layer["num_attention_heads"] * layer["head_dim"]

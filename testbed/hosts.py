@@ -1,4 +1,4 @@
-"""Several KV nodes on one machine, each with its pool, socket and workers, as if they were on several hosts."""
+"""Runs several KV nodes on one machine, each with its pool, socket and workers, as if they were on several hosts."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from testbed.conditions import POLL_S, WITHIN_S, wait_for
 from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
 
-# The end of each process's log that is shown.
+# The end of each process's log is shown, with at most this many characters.
 MAX_LOG_CHARS = 3000
 
 
 class Hosts:
-    """Real processes by name, and their ``redis``. Files and logs lie under ``folder``, which must be short: Unix
-    sockets are in it.
+    """Runs real processes by name, and their ``redis``. Files and logs lie under ``folder``, whose path must be short,
+    because Unix sockets are in it.
 
-    ``caches``: the model cache of a node's machine, by the node's name, where it is not that of this process. Its
-    workers share it. ``environ`` is added to the environment of all processes.
+    ``caches`` has the model cache of a node's machine, which its workers share, by the node's name, where it is not
+    that of this process. ``environ`` is added to the environment of all processes.
     """
 
     def __init__(self, folder: pathlib.Path, redis: RedisServer, model: tuple[str, ...]) -> None:
@@ -106,18 +106,18 @@ class Hosts:
         wait_for(f"{', '.join(names)} at the gateway", there, READY_TIMEOUT_S)
 
     def node_status(self, node_id: str) -> NodeStatus:
-        """A node's status, after it proved its integrity (I4)."""
+        """Returns a node's status, after it proved its integrity (I4)."""
         status = self._ask(node_id)
         assert status is not None, f"{node_id} does not answer"
         return status
 
     def idle(self, node_id: str) -> bool:
-        """Nothing is pinned, promised or awaited there."""
+        """Returns whether nothing is pinned, promised or awaited at a node."""
         status = self.node_status(node_id)
         return not (status.tickets or status.pinned_blocks or status.reserved_blocks or status.waiting_tickets)
 
     def pids(self, role: str) -> list[int]:
-        """The processes of "prefill", "decode", "gateway", "kvnode" or "redis-server"."""
+        """Returns the processes of "prefill", "decode", "gateway", "kvnode" or "redis-server"."""
         if role == "redis-server":
             return [self.redis.process.pid] if self.redis.process is not None else []
         return [one.pid for name, one in self.processes.items() if self._commands[name][0][0] == role]
@@ -129,12 +129,12 @@ class Hosts:
         process.wait(WITHIN_S)
 
     def stop_all(self) -> None:
-        """Gateways and workers first, for they end when their node does."""
+        """Stops gateways and workers first, because these end when their node does."""
         for name in reversed(tuple(self.processes)):
             self.stop(name)
 
     def logs(self, chars: int = MAX_LOG_CHARS) -> str:
-        """The last ``chars`` of each process's log."""
+        """Returns the last ``chars`` of each process's log."""
         return "\n".join(f"--- {path.name}\n{path.read_text()[-chars:]}" for path in sorted(self.folder.glob("*.log")))
 
     def _start(self, name: str, *command: str, machine: str = "") -> None:
@@ -173,7 +173,7 @@ class Hosts:
 
 @contextlib.contextmanager
 def hosts(folder: pathlib.Path, *model: str) -> Iterator[Hosts]:
-    """Redis alone at first; ``model`` are the flags that all of its parts share. Ends every process."""
+    """Starts Redis, and no other process yet; ``model`` are the flags that all components share. Ends every process."""
     with running_redis() as redis:
         running = Hosts(folder, redis, model)
         try:

@@ -1,4 +1,4 @@
-"""A receiver of OTLP traces and metrics over real gRPC, which keeps everything."""
+"""Receives OTLP traces and metrics over real gRPC, and keeps everything."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ EXPORT_DELAY_MS = 200
 
 
 class Attributes(dict[str, str]):
-    """The attributes of a resource; hashable, so that they can be a dictionary's key."""
+    """Holds the attributes of a resource; it is hashable, so that it can be a dictionary's key."""
 
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(tuple(sorted(self.items())))
 
 
 class Receiver:
-    """Everything received. ``spans``: (service, span) pairs in order of arrival. ``metrics``: by resource, the
-    latest of each name. Both are OTLP's own messages."""
+    """Holds everything received. ``spans`` are (service, span) pairs in order of arrival. ``metrics`` has, by resource,
+    the latest of each name. Both are OTLP's own messages."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

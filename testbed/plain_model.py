@@ -1,4 +1,4 @@
-"""A model as a plain Hugging Face folder, which transformers and vLLM load and `--quantization` takes.
+"""Makes a model a plain Hugging Face folder, which transformers and vLLM load and `--quantization` takes.
 
 `python -m testbed.plain_model [MODEL]` prints the folder.
 """
@@ -23,7 +23,8 @@ _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 def plain_folder(model: str = "demo", dtype: str = "bfloat16") -> pathlib.Path:
-    """Return the model's own folder, or for a GGUF file one with what transformers makes of it, kept in the cache."""
+    """Return the model's own folder, or for a GGUF file a folder with the model that transformers makes of it, kept in
+    the cache."""
     source = locate(model, "main", lambda line: None)
     if not source.is_gguf:
         return source.path

@@ -1,4 +1,4 @@
-"""A node, in a process of its own, that other nodes read from: a filled pool, the KVPlane service, sessions.
+"""Runs a node, in a process of its own, that other nodes read from: a filled pool, the KVPlane service, sessions.
 
     python -m testbed.plane_source NODE_ID LISTEN TRANSPORT BOOT NUM_SLOTS BLOCK_BYTES FLIPPED_SLOT
 
@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.errors import NotFound
+from pillion.kvstore.exchange.plane import DataPlane
+from pillion.kvstore.exchange.plane_servicer import SERVICE_NAME, KVPlaneServicer
 from pillion.kvstore.memory.memory import HostMemory, block_checksum
 from pillion.kvstore.memory.segment import Segment, map_shared
-from pillion.kvstore.transfer.grpc_plane import GrpcPlane
-from pillion.kvstore.transfer.nixl_plane import NixlPlane
-from pillion.kvstore.transfer.plane import DataPlane
-from pillion.kvstore.transfer.plane_servicer import SERVICE_NAME, KVPlaneServicer
+from pillion.kvstore.transfer.nixl.nixl_plane import NixlPlane
 from pillion.net.rpc import start_server
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc, kvplane_pb2_grpc
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
@@ -49,7 +48,7 @@ def chain_of(num_slots: int) -> tuple[list[bytes], list[int]]:
 
 @dataclass
 class SourceProcess:
-    """A running source. ``signal`` also takes SIGSTOP and SIGCONT."""
+    """Represents a running source. ``signal`` also takes SIGSTOP and SIGCONT."""
 
     process: subprocess.Popen[str]
     node_id: str
@@ -88,7 +87,7 @@ def start_source(
 
 @contextlib.contextmanager
 def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
-    """Run a source and kill it in the end; see :func:`start_source`."""
+    """Run a source, with the options of :func:`start_source`, and kill it in the end."""
     started = start_source(transport, **options)
     try:
         yield started
@@ -97,7 +96,7 @@ def running_source(transport: str, **options: Any) -> Iterator[SourceProcess]:
 
 
 class FilledPool:
-    """A :class:`pillion.kvstore.transfer.plane_servicer.SourcePool` whose one chain fills the pool."""
+    """Is a :class:`pillion.kvstore.exchange.plane_servicer.SourcePool` whose one chain fills the pool."""
 
     def __init__(self, node_id: str, transport: str, boot: int, num_slots: int, block_bytes: int, flipped: int) -> None:
         self._mapped = map_shared(Segment(num_slots * block_bytes).fileno(), num_slots * block_bytes)
@@ -107,7 +106,7 @@ class FilledPool:
         self._sums = [block_checksum(self.memory.block(slot)) for slot in range(num_slots)]
         if flipped >= 0:
             self._mapped[flipped * block_bytes + block_bytes // 2] ^= 4
-        kind = NixlPlane if transport == "nixl" else GrpcPlane
+        kind = NixlPlane if transport == "nixl" else DataPlane
         plane: DataPlane = kind(self.memory)
         self._plane = plane
         self._description = MeetReply(
@@ -121,7 +120,7 @@ class FilledPool:
         )
         self._chain, self._order = chain_of(num_slots)
         self._made = 0
-        # The epoch, nonce and slots of each ticket by its id.
+        # For each ticket's id this has its epoch, nonce and slots.
         self.tickets: dict[int, tuple[int, int, frozenset[int]]] = {}
 
     async def describe(self) -> MeetReply:
@@ -143,7 +142,8 @@ class FilledPool:
 
 
 class SessionNode(kvnode_pb2_grpc.KVNodeServicer):
-    """The KVNode calls of a reader: sessions, releases and the number of tickets. Other calls stay unimplemented."""
+    """Serves the KVNode calls of a reader: sessions, releases and the number of tickets. Other calls stay
+    unimplemented."""
 
     def __init__(self, node_id: str, pool: FilledPool) -> None:
         self._node_id, self._pool, self._epochs = node_id, pool, 0

@@ -1,4 +1,4 @@
-"""Ports for programs that have to be told one: nobody else takes such a port between its choice and its use.
+"""Finds ports for programs that have to be told one: nobody else takes such a port between its choice and its use.
 
 A port that was bound to number 0 and released is free for a moment only: the system gives the same range to every
 connection and to everybody else who binds to 0. The ports here lie below that range (Linux: 32768 to 60999), where
@@ -13,7 +13,7 @@ import random
 import socket
 
 FIRST, LAST = 10_240, 22_239
-# How many ports of that range are asked for at most, until some are free.
+# At most this many ports of that range are asked for, until some are free.
 MOST_TRIES = 4 * (LAST - FIRST)
 
 _held: list[socket.socket] = []
@@ -21,7 +21,7 @@ _next = itertools.count(random.SystemRandom().randrange(LAST - FIRST))
 
 
 def free_port() -> int:
-    """Return a TCP port that is this process's to give to a server until it ends."""
+    """Return a TCP port that belongs to this process, to give to a server, until it ends."""
     return free_ports(1)
 
 
@@ -43,7 +43,8 @@ def free_ports(count: int, offset: int = 1) -> int:
 
 
 def _hold(port: int) -> socket.socket:
-    """A UDP socket that says that the port is taken. Raises OSError where it is, or where something listens there."""
+    """Returns a UDP socket that marks the port as taken. Raises OSError where it is taken, or where something listens
+    there."""
     held = socket.socket(type=socket.SOCK_DGRAM)
     try:
         held.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""Random LoRA adapters for tests and benchmarks: in the form that backends take, and as PEFT's files."""
+"""Makes random LoRA adapters for tests and benchmarks: in the form that backends take, and as PEFT's files."""
 
 from __future__ import annotations
 
@@ -9,17 +9,23 @@ import torch
 from safetensors.torch import save_file
 
 from pillion.engine.adapters.adapter_files import modules
+from pillion.engine.adapters.adapter_rows import adapter_shapes
 from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank
-from pillion.engine.backends.backend import adapter_shapes
 from pillion.engine.models.model_config import ModelConfig
 
 
 def random_adapter(
-    config: ModelConfig, seed: int, ranks: tuple[int, ...], dtype: torch.dtype, *, leave: tuple[str, ...] = ()
+    config: ModelConfig,
+    seed: int,
+    ranks: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    leave: tuple[str, ...] = (),
+    affine: bool = False,
 ) -> AdapterWeights:
     """Returns an adapter of every projection, but for layers in ``leave``, whose effect is of the order of a half.
 
-    The projections of a fused layer have the ``ranks`` in turn.
+    The projections of a fused layer have the ``ranks`` in turn. With ``affine`` the first one has biases and scales.
     """
     generator = torch.Generator().manual_seed(seed)
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -33,7 +39,9 @@ def random_adapter(
             rank = ranks[number % len(ranks)]
             a = torch.randn(rank, inputs, generator=generator) / inputs**0.5
             b = torch.randn(size, rank, generator=generator) / (2 * rank**0.5)
-            pairs.append(LowRank(first, a.to(dtype), b.to(dtype)))
+            vectors = torch.randn(2, size, generator=generator) * 0.3 + torch.tensor([[1.0], [0.0]])
+            own = vectors if affine and not number else None
+            pairs.append(LowRank(first, a.to(dtype), b.to(dtype), own))
             first += size
         if name not in leave:
             layers[name] = tuple(pairs)
@@ -41,8 +49,8 @@ def random_adapter(
 
 
 def random_adapter_folder(config: ModelConfig, into: pathlib.Path, seed: int, rank: int) -> pathlib.Path:
-    """Writes an adapter of every projection as PEFT would, in bfloat16, whose effect is of the order of a half. Returns
-    the folder."""
+    """Writes a random bfloat16 adapter of every projection in PEFT's files and returns the folder. It changes each
+    output of a projection by about 0.5 for inputs of unit variance."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
     for name, projection in modules(config).items():

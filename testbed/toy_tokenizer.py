@@ -1,4 +1,4 @@
-"""Tokenizers small enough to read: one token per byte, and a SentencePiece-like one with byte fallback."""
+"""Makes tokenizers small enough to read: one token per byte, and a SentencePiece-like one with byte fallback."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ transformers imports it: so where kernels run is decided before any test module 
 
 Files whose tests start whole clusters, compile or interpret take minutes. They go first, so that no process of several
 is left alone with one of them in the end. Clusters and computations take turns: two clusters at once wait a lot, for
-each other too, and so leave cores idle.
+each other too, and so leave cores idle. The long suite has an order of its own for them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ import torch
 from hypothesis import HealthCheck, settings
 
 import tests.support.gpu  # noqa: F401
-from tests.support.examples import LONG, examples
+from tests.support.examples import LONG, NEW, examples
 
-pytest_plugins = ["tests.support.limits", "tests.support.own_cache"]
+pytest_plugins = ["tests.support.crashes", "tests.support.limits", "tests.support.own_cache"]
 
 # Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
 # crash the process; components run without them, too. gRPC reads this when it is imported.
@@ -36,7 +36,7 @@ settings.register_profile(
     "loaded",
     max_examples=examples(100),
     deadline=None,
-    derandomize=not LONG,
+    derandomize=not NEW,
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
@@ -44,9 +44,33 @@ settings.load_profile("loaded")
 
 CLUSTERS = (
     "tests/cluster/",
+    "tests/core/",
     "tests/gpu/test_cluster.py",
     "tests/benchmarks/test_gpu.py",
     "tests/deploy/test_compose.py",
+)
+# The files of the long tests that take longest, the longest one first: all that comes after them is short.
+LONGEST = (
+    "tests/test_rooms.py",
+    "tests/benchmarks/test_gpu.py",
+    "tests/simulator/test_campaign.py",
+    "tests/cluster/test_pages.py",
+    "tests/cluster/test_parity.py",
+    "tests/cluster/test_long_context.py",
+    "tests/gpu/test_build.py",
+    "tests/cluster/test_fencing.py",
+    "tests/kernels/torch/test_torch_attention.py",
+    "tests/cluster/test_two_nodes.py",
+    "tests/engine/models/test_families.py",
+    "tests/cluster/test_structured.py",
+    "tests/engine/models/test_demo_model.py",
+    "tests/cluster/test_ranks.py",
+    "tests/kernels/cpu/test_thread_pool_model.py",
+    "tests/gpu/test_ranks.py",
+    "tests/cluster/test_processes.py",
+    "tests/gpu/test_cluster.py",
+    "tests/gpu/test_divided_pools.py",
+    "tests/faults/test_fault_runs.py",
 )
 # The longest one first.
 COMPUTATIONS = (
@@ -54,13 +78,15 @@ COMPUTATIONS = (
     "tests/gpu/test_backend.py",
     "tests/kernels/cpu/test_attention.py",
     "tests/engine/models/test_demo_model.py",
-    "tests/engine/checkpoints/test_quantized.py",
+    "tests/engine/quantized/test_quantized.py",
     "tests/engine/backends/",
     "tests/gpu/test_q",
     "tests/gpu/test_b",
     "tests/kernels/cpu/",
     "tests/gpu/",
     "tests/gateway/tokens/test_demo_tokenizer.py",
+    # By now mypy has read the whole tree, beside the short tests.
+    "tests/test_rooms.py",
 )
 
 
@@ -84,6 +110,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for file in files
     }
     others = sorted((file for file in files if file not in clusters), key=places.__getitem__)
-    turns = itertools.chain.from_iterable(itertools.zip_longest(clusters, others))
-    order = {file: number for number, file in enumerate(turns) if file}
+    turns = itertools.chain(LONGEST if LONG else (), *itertools.zip_longest(clusters, others))
+    order = {file: number for number, file in enumerate(dict.fromkeys(turns))}
     items.sort(key=lambda item: order[item.nodeid.partition("::")[0]])

@@ -1,4 +1,5 @@
-"""The limits of tests and runs hold against tests that do their worst, and signals arrive whoever started the run."""
+"""The limits of tests and runs hold against tests that do their worst, and signals arrive whoever started the run.
+A summary shows where a process crashed."""
 
 from __future__ import annotations
 
@@ -43,6 +44,13 @@ def test_hangs(room):
     assert False
 def test_after(): ...
 """
+CRASHING = """
+import faulthandler, resource
+def test_crashes():
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    faulthandler._sigsegv()
+def test_after(): ...
+"""
 
 
 QUICK = ("--timeout=1", "-o", "timeout_grace_s=1")
@@ -50,6 +58,7 @@ RUNS = {
     "a test": (STUBBORN, *QUICK),
     "a fixture": (CLEANING, *QUICK),
     "a test of one of several processes": (STUBBORN, *QUICK, "-n", "1"),
+    "a crash": (CRASHING, "-n", "1"),
     "a run": (STUBBORN, "-o", "run_limit_s=3"),
     "a run of several processes": (STUBBORN, "-o", "run_limit_s=3", "-n", "1"),
 }
@@ -70,6 +79,7 @@ def _running(folder: pathlib.Path, program: str, *options: str) -> Iterator[subp
     (folder / "test_it.py").write_text(program)
     (folder / "pytest.ini").write_text("[pytest]\n")
     command = [sys.executable, "-m", "pytest", "-p", "tests.support.limits", "--rootdir", str(folder), *options]
+    command += ["-p", "tests.support.crashes"]
     command += ["-p", "no:cacheprovider", "--import-mode=importlib", "-c", f"{folder}/pytest.ini", str(folder)]
     with started(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         yield process
@@ -89,6 +99,16 @@ def test_of_several_processes_only_that_one_ends(runs: dict[str, subprocess.Pope
     assert one.returncode == 1
     assert "crashed while running 'test_it.py::test_hangs'" in printed
     assert "1 failed, 1 passed" in printed
+
+
+def test_the_summary_shows_where_a_process_crashed(runs: dict[str, subprocess.Popen[str]]) -> None:
+    printed, said = runs["a crash"].communicate(timeout=200)
+    assert runs["a crash"].returncode == 1
+    assert "in test_crashes" not in said
+    summary = printed[printed.index("gw0 crashed ===") :]
+    assert "Fatal Python error: Segmentation fault" in summary
+    assert "in test_crashes" in summary
+    assert "1 failed, 1 passed" in summary
 
 
 @pytest.mark.parametrize("name", ["a run", "a run of several processes"])

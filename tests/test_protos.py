@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from pillion._version import VERSION
-
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 PROTOS = sorted((ROOT / "protos").rglob("*.proto"))
 
@@ -40,8 +38,3 @@ BARE = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty
 def test_quantities_end_in_their_unit(path: pathlib.Path) -> None:
     for name in re.findall(r"(?:double|float)\s+(\w+)\s*=", path.read_text()):
         assert name.endswith("_ms") or name in {*BARE, "top_logprobs"}, name
-
-
-def test_one_version() -> None:
-    text = (ROOT / "pyproject.toml").read_text()
-    assert re.search(rf'^version = "{re.escape(VERSION)}"$', text, re.MULTILINE)

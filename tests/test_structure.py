@@ -154,44 +154,87 @@ def test_what_decides_says_that_it_is_sans_io() -> None:
         "step_cost",
         "planner",
         "request_machine",
-        "choices",
-        "fairness",
+        "parallel_samples",
+        "turns",
         "quotas",
         "ledger",
         "eviction",
         "restarts",
-        *("load", "traces", "figures", "slo", "sweep", "top_figures", "top_pages", "top_view"),
+        *("load", "traces", "figures", "goodput", "sweep", "top_figures", "top_pages", "top_view"),
     }
     assert len(found) >= 35
 
 
-def cited() -> list[tuple[str, str]]:
-    """``file.py:name`` of the walkthrough."""
-    text = (ROOT / "docs" / "walkthrough.md").read_text()
-    return re.findall(r"`([a-z_/]+\.py):([A-Za-z_.]+)`", text)
+# These pages name functions, classes and tables of the code as ``file.py:name``.
+NAMING_PAGES = ("docs/walkthrough.md", "docs/architecture.md", "docs/tiers.md", "docs/rooms.md")
+
+
+def cited(page: str) -> list[tuple[str, str]]:
+    """``file.py:name`` of a page."""
+    return re.findall(r"`([a-z0-9_/]+\.py):([A-Za-z_.]+)`", (ROOT / page).read_text())
+
+
+def names_of(node: ast.stmt) -> set[str]:
+    """What a statement defines: a class, a function, or the names that it assigns to."""
+    if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return {node.name}
+    targets = {ast.Assign: "targets", ast.AnnAssign: "target"}.get(type(node), "")
+    found = getattr(node, targets, [])
+    return {one.id for one in (found if isinstance(found, list) else [found]) if isinstance(one, ast.Name)}
 
 
 def is_defined(file: str, name: str) -> bool:
+    if not (ROOT / file).exists():
+        return False
     body: list[ast.stmt] = ast.parse((ROOT / file).read_text()).body
     for part in name.split("."):
-        found = [
-            node
-            for node in body
-            if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and node.name == part
-        ]
+        found = [node for node in body if part in names_of(node)]
         if not found:
             return False
-        body = found[0].body
+        body = getattr(found[0], "body", [])
     return True
 
 
-def test_what_the_walkthrough_names_is_there() -> None:
-    assert len(cited()) >= 20
-    assert [f"{file} has no {name}" for file, name in cited() if not is_defined(file, name)] == []
+@pytest.mark.parametrize("page", NAMING_PAGES)
+def test_what_a_page_names_is_there(page: str) -> None:
+    assert cited(page)
+    assert [f"{file} has no {name}" for file, name in cited(page) if not is_defined(file, name)] == []
+
+
+def test_a_name_that_is_not_there_is_found() -> None:
+    here = "tests/test_structure.py"
+    assert is_defined(here, "PRODUCT")
+    assert is_defined(here, "is_defined")
+    assert is_defined("tests/removal.py", "TreeTests")
+    assert not is_defined(here, "NOWHERE")
+    assert not is_defined("tests/removal.py", "TreeTests.nowhere")
+    assert not is_defined("tests/nowhere.py", "PRODUCT")
+
+
+def all_pages() -> list[pathlib.Path]:
+    named = ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md", "deploy/README.md")
+    return [*(ROOT / name for name in named), *(ROOT / "docs").rglob("*.md")]
+
+
+def anchors(text: str) -> set[str]:
+    """The names by which links reach a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_pages_cite_headings_that_are_there() -> None:
+    known = {page: anchors(page.read_text()) for page in all_pages()}
+    missing = [
+        (page.name, link, anchor)
+        for page in known
+        for link, anchor in re.findall(r"\]\(([^)#:\s]*)#([^)]+)\)", page.read_text())
+        if anchor not in known.get((page.parent / link).resolve() if link else page, {anchor})
+    ]
+    assert missing == []
 
 
 def test_pages_cite_files_that_are_there() -> None:
-    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    pages = all_pages()
     known = tuple(f"{name}/" for name in (*PRODUCT, "benchmarks", "testbed", "tests", "docs", "deploy", "examples"))
     missing = []
     for page in pages:
@@ -203,3 +246,16 @@ def test_pages_cite_files_that_are_there() -> None:
             if not (page.parent / link).exists():
                 missing.append((page.name, link))
     assert missing == []
+
+
+@pytest.mark.parametrize("name", ["min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_a_sampling_field_is_named_in_five_files(name: str) -> None:
+    """Its row and its number in the proto, the arrays of a step, and each place that computes with it are enough."""
+    fields = ("id", "attr", "arg", "value", "name")
+    named = {"protos/pillion/v1/common.proto"}
+    for module, path in modules(*PRODUCT).items():
+        source = path.read_text()
+        nodes = ast.walk(ast.parse(source)) if name in source else ()
+        if any(getattr(node, field, None) == name for node in nodes for field in fields):
+            named.add(module)
+    assert len(named) <= 5, named

@@ -15,6 +15,7 @@ import torch
 from benchmarks.gpu.bench import Bench, rotations
 from benchmarks.gpu.shapes import LlamaShape
 from pillion.engine.sampling.sampling_rows import SamplingRows
+from pillion.types import SamplingParams
 
 EPS = 1e-5
 BLOCK_SIZE = 16
@@ -215,15 +216,8 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
 
 def sampled_rows(count: int, temperature: float = 0.0, top_p: float = 1.0) -> SamplingRows:
     """Return rows with the same sampling parameters and different seeds."""
-    return SamplingRows(
-        temperature=np.full(count, temperature, np.float32),
-        top_k=np.zeros(count, np.int64),
-        top_p=np.full(count, top_p, np.float32),
-        min_p=np.zeros(count, np.float32),
-        seeds=np.arange(count, dtype=np.uint64),
-        positions=np.full(count, 1024, np.int64),
-        logprobs=np.full(count, -1, np.int64),
-    )
+    params = [SamplingParams(temperature=temperature, top_p=top_p)] * count
+    return SamplingRows.of(params, range(count), [1024] * count)
 
 
 def _random(bench: Bench, *sizes: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import BLOCK_SIZE, RandomModel
-from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -109,7 +109,7 @@ class EngineLoop:
             self._take(self.scheduler.flush(now_s))
             if plan.pieces:
                 out.append(
-                    (plan, self._backend.launch(build_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
+                    (plan, self._backend.launch(build_step_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
                 )
                 self.scheduler.launched(plan)
             idle = 0 if plan.pieces or out else idle + 1

@@ -13,28 +13,32 @@ import torch
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.calls import sampled_rows
 from benchmarks.gpu.shapes import LlamaShape, Tables, shape_of
-from pillion.engine.backends.backend import KVLayout
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import KVLayout, StepBatch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GpuWeights, plan_weights
-from pillion.engine.backends.gpu.rank_group import GpuRankGroup
-from pillion.engine.models.model_config import parse_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.models.config_parser import parse_config
+from pillion.engine.models.model_shard import whole_model
 from pillion.engine.sampling.sampling_rows import SamplingRows
 
 BLOCK_SIZE = 16
-# Steps in flight at once: the running step, and the one behind it.
+# Steps in flight at once: the running step, and the one after it.
 AHEAD = 2
 
 
 class TensorPool:
-    """A pool in GPU memory of this process, with the interface of ``pillion.engine.backends.backend.DevicePool``."""
+    """A pool in GPU memory of this process, as ``pillion.engine.backends.gpu.device_memory.DevicePool``."""
+
+    divided = False
 
     def __init__(self, size_bytes: int, device: torch.device) -> None:
         # The content is random, since operands decide the power of products, and so the clock rate.
         self._memory = torch.empty(size_bytes // 2, dtype=torch.bfloat16, device=device).normal_()
         self.address, self.size_bytes = self._memory.data_ptr(), size_bytes
+
+    def close(self) -> None:
+        """The memory goes with this object."""
 
 
 class RandomModel:
@@ -47,13 +51,13 @@ class RandomModel:
         max_tokens: int,
         max_seqs: int,
         max_model_len: int,
-        ranks: GpuRankGroup | None = None,
+        ranks: GpuMeeting | None = None,
     ) -> None:
         """``ranks``: the other ranks, where this is the share of one."""
         self.bench, self.shape = bench, shape_of(bench.smoke)
         self.config = parse_config(self.shape.config())
-        split = RankSplit.of(self.config, 0, 1) if ranks is None else ranks.split
-        plan = plan_weights(self.config, torch.bfloat16, split, separate_head=True)
+        shard = whole_model(self.config) if ranks is None else ranks.shard
+        plan = plan_weights(self.config, torch.bfloat16, shard, separate_head=True)
         memory = torch.empty(plan.nbytes, dtype=torch.uint8, device=bench.device)
         self.weights = GpuWeights(self.config, plan, memory, torch.bfloat16)
         self.weights.fill_dummy()
@@ -106,7 +110,7 @@ class Pace:
     land: list[float] = field(default_factory=list)
     device: list[float] = field(default_factory=list)
 
-    def behind(self, steps: int) -> Pace:
+    def after(self, steps: int) -> Pace:
         """Return the times without the first ``steps`` steps."""
         return Pace(self.landed[steps:], self.launch[steps:], self.land[steps:], self.device[steps:])
 

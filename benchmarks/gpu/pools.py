@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.gpu.bench import Bench
 from benchmarks.gpu.shapes import BatchEntry, LlamaShape, Tables
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, PlainOrFloat8, piece_size
 
 # The scale of all keys of a float8 pool, at which scores are neither all alike nor one-hot after a softmax.

@@ -15,7 +15,7 @@ import torch
 from benchmarks.gpu.bench import Bench, Row, rotations, spread
 from benchmarks.gpu.calls import ATOL, RTOL, KernelCase
 from benchmarks.gpu.shapes import shape_of
-from pillion.engine.backends.batch import adapted_runs
+from pillion.engine.adapters.adapter_rows import adapted_runs
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
 # Coding, group (0: one scale for each output), and whether there are offsets.
@@ -114,15 +114,15 @@ def product_case(bench: Bench, matrix: QuantizedMatrix, rows: int) -> KernelCase
 
 def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelCase:
     """Make a case of random rows, which have the adapters in turn, by layers of one projection."""
-    from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerPlace, RunRecord, add_low_rank
+    from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerSlot, RunRecord, add_low_rank
 
-    layer = LayerPlace(0, ADAPTER_RANK * inputs, inputs, outputs, (outputs,), ADAPTER_RANK)
-    row_places = np.arange(rows, dtype=np.int32) % ADAPTERS
-    numbers, runs = adapted_runs(row_places, RUN_ROWS)
+    layer = LayerSlot(0, ADAPTER_RANK * inputs, inputs, outputs, (outputs,), ADAPTER_RANK)
+    row_slots = np.arange(rows, dtype=np.int32) % ADAPTERS
+    numbers, runs = adapted_runs(row_slots, RUN_ROWS)
     used = min(rows, ADAPTERS)
     read = 2.0 * used * layer.values
     record = RunRecord(torch.from_numpy(runs).to(bench.device), torch.from_numpy(numbers).to(bench.device))
-    places = [
+    slots = [
         (torch.randn(ADAPTERS, layer.values, device=bench.device) / ADAPTER_RANK).bfloat16()
         for _ in range(rotations(int(read), bench.smoke))
     ]
@@ -132,12 +132,12 @@ def adapters_case(bench: Bench, inputs: int, outputs: int, rows: int) -> KernelC
 
     def verify() -> None:
         out.zero_()
-        add_low_rank(x, places[0], layer, record, shrunk, out)
+        add_low_rank(x, slots[0], layer, record, shrunk, out)
         for row in range(min(rows, ADAPTERS)):
-            a = places[0][row, : layer.b_at].view(ADAPTER_RANK, inputs).float()
-            b = places[0][row, layer.b_at :].view(outputs, ADAPTER_RANK).float()
+            a = slots[0][row, : layer.b_at].view(ADAPTER_RANK, inputs).float()
+            b = slots[0][row, layer.b_at :].view(outputs, ADAPTER_RANK).float()
             wanted = b @ (a @ x[row].float()).bfloat16().float()
             torch.testing.assert_close(out[row].float(), wanted, rtol=RTOL, atol=ATOL * float(wanted.abs().max()))
 
-    calls = [functools.partial(add_low_rank, x, each, layer, record, shrunk, out) for each in places]
+    calls = [functools.partial(add_low_rank, x, each, layer, record, shrunk, out) for each in slots]
     return KernelCase(calls, read + 2.0 * rows * (inputs + 2 * outputs), verify)

@@ -21,9 +21,9 @@ from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import RandomModel
 from benchmarks.gpu.shapes import shape_of
 from benchmarks.gpu.step import decode_steps
-from pillion.engine.backends.gpu.rank_group import GpuRankGroup
-from pillion.engine.models.model_config import parse_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.models.config_parser import parse_config
+from pillion.engine.ranks.rank_shard import RankShard
 
 RANKS = 2
 # Rows of sums; streams and their context in steps; then how often each is measured.
@@ -56,8 +56,8 @@ def run(bench: Bench) -> None:
 def _measured(bench: Bench, rank: int, meeting: int) -> list[tuple[int, float]]:
     """What both ranks do at the same time: seconds of sums by their rows, then those of a step, for 0 rows."""
     shape = shape_of(bench.smoke)
-    split = RankSplit.of(parse_config(shape.config()), rank, RANKS)
-    group = GpuRankGroup.join(split, meeting, bench.device, own_device=False)
+    shard = RankShard.of(parse_config(shape.config()), rank, RANKS)
+    group = GpuRankGroup.join(shard, meeting, bench.device, own_device=False)
     all_rows, _, _, count, _, _ = SMOKE if bench.smoke else (SUM_ROWS, STREAMS, CONTEXT, SUMS, STEPS, WARM)
     found = []
     for rows in all_rows:
@@ -80,8 +80,8 @@ def _step_s(bench: Bench, ranks: GpuRankGroup | None) -> float:
     model = RandomModel(bench, max_tokens=tokens, max_seqs=streams, max_model_len=room + 64, ranks=ranks)
     running = model.backend(streams * (room + 32), eager=True)
     batches = decode_steps(running.tables, streams, context, warm + steps)
-    if ranks is None or ranks.split.leads:
-        times = running.pace(batches).behind(warm).landed
+    if ranks is None or ranks.shard.leads:
+        times = running.pace(batches).after(warm).landed
     else:
         times = [0.0]
         for batch in batches:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +101,7 @@ def write_model(folder: Path, shape: LlamaShape) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class BatchEntry:
-    """One sequence of a step: ``tokens`` run behind ``prefix`` tokens in the pool.
+    """One sequence of a step: ``tokens`` run after ``prefix`` tokens in the pool.
 
     ``sampled`` asks for the last token's logits.
     """

@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.model import Pace, RandomModel, RunningBackend
 from benchmarks.gpu.shapes import Tables, decodes
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 
 TARGET, HOST_TARGET = "<= 1.15", "<= 0.80"
 # The first steps compile kernels that no graph holds.
@@ -43,7 +43,7 @@ def run(bench: Bench) -> None:
                 pace = running.pace(decode_steps(running.tables, batch, context, warm + steps))
                 size = model.step_bytes + batch * (context + warm + steps / 2) * model.kv_token_bytes
                 parts_s = _kernels_s(model, batch, bandwidth, rates[batch]) + (size - model.step_bytes) / bandwidth
-                _report(bench, name, pace.behind(warm), size / bandwidth, parts_s)
+                _report(bench, name, pace.after(warm), size / bandwidth, parts_s)
 
             bench.attempt(name, measure)
         running.close()

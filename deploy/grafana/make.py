@@ -235,20 +235,26 @@ def _grammars() -> tuple[Panel, ...]:
 def _adapters() -> tuple[Panel, ...]:
     return (
         Panel(
+            "Load as planners see it",
+            "short",
+            (Query(f"sum by (component, figure) (pillion_load {OWNER})", "{{component}} {{figure}}"),),
+            "Figures of the workers' load that no other panel has.",
+        ),
+        Panel(
             "Adapters",
             "short",
             (
                 Query(by_component("pillion_adapters"), "{{component}} ready"),
                 Query(by_component("pillion_adapter_waits"), "{{component}} waiting sequences"),
             ),
-            "Sequences wait while their adapter loads, or for a place that others hold (--max-loras).",
+            "Sequences wait while their adapter loads, or for a slot that others hold (--max-loras).",
         ),
         Panel(
             "Requests by adapter",
             "short",
             (
                 Query("sum by (adapter) (pillion_adapter_requests_now)", "{{adapter}}"),
-                Query("max(pillion_adapter_places)", "--max-loras"),
+                Query("max(pillion_adapter_slots)", "--max-loras"),
             ),
             "Requests that run, by the name of their adapter. More adapters than --max-loras take turns on a worker.",
         ),
@@ -280,6 +286,8 @@ def _engine() -> Dashboard:
         kind: f"sum by (position) ({rate(f'pillion_step_{kind}_tokens_total')} {OWNER})"
         for kind in ("accepted", "wasted")
     }
+    stage = ("component", "stage")
+    waits = rate_by_component("pillion_stage_wait_seconds_total", *stage)
     steps = (
         latency_by_component(
             "Step duration",
@@ -292,8 +300,13 @@ def _engine() -> Dashboard:
             (
                 Query(by_component("pillion_ranks"), "{{component}} processes"),
                 Query(rate_by_component("pillion_rank_wait_seconds_total"), "{{component}} share of time that waits"),
+                Query(
+                    f"{waits} / ({waits} + {rate_by_component('pillion_stage_work_seconds_total', *stage)})",
+                    "{{component}} stage {{stage}}: idle share while steps are under way",
+                ),
             ),
-            "Processes of a worker (--tensor-parallel-size), and how long its first one waits for the others' answers.",
+            "Processes of a worker (--tensor-parallel-size, --pipeline-parallel-size), how long its first one waits for"
+            " the others' answers, and the bubbles of each stage.",
         ),
         Panel(
             "Step budget by use",
@@ -327,7 +340,7 @@ def _engine() -> Dashboard:
             "Accepted by position",
             "percentunit",
             (Query(f"{by_place['accepted']} / ({by_place['accepted']} + {by_place['wasted']})", "{{position}}"),),
-            "Share of the guesses at each place, from 0, that were right, those behind a wrong one counted as wrong.",
+            "Share of the guesses at each place, from 0, that were right, those after a wrong one counted as wrong.",
             maximum=1,
         ),
         Panel(

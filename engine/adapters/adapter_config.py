@@ -1,7 +1,7 @@
-"""Reads the ``adapter_config.json`` of a LoRA adapter as PEFT writes it. Imports no torch.
+"""Reads the ``adapter_config.json`` of an adapter as PEFT writes it: of LoRA, or of virtual tokens. Imports no torch.
 
-A key that PEFT knows and nobody here obeys may change the arithmetic, so each key is read, is bookkeeping, or has a
-value that changes nothing; an adapter that says anything else is refused by that key's name.
+A key that Pillion ignored might change the arithmetic, so each key is read, is bookkeeping, or has a value that changes
+nothing; an adapter with any other key is refused by that key's name.
 """
 
 from __future__ import annotations
@@ -21,20 +21,24 @@ from pillion.engine.models.config_json import above_zero, read_json, size
 from pillion.errors import ConfigError
 
 CONFIG_NAME = "adapter_config.json"
-# Longest expression, and most expressions of a key.
+# A regular expression in the config has at most MAX_PATTERN_CHARS characters, and a key at most MAX_PATTERNS
+# expressions.
 MAX_PATTERN_CHARS = 4096
 MAX_PATTERNS = 1024
-# A scale beyond this leaves nothing of a model's answers.
+# An adapter with a larger scale than this would leave nothing of the model's answers.
 MAX_ALPHA = 1e6
+# An adapter puts at most this many virtual tokens before a prompt.
+MAX_VIRTUAL_TOKENS = 4096
 
 ALL_LINEAR = "all-linear"
+MERGE = "PEFT's merge_and_unload makes a model of it that can be"
 
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# What trains an adapter or says where it comes from.
+# These keys of the config are about the training of an adapter, or say where it comes from.
 _BOOKKEEPING = _words(
     """
     task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode lora_dropout
@@ -45,35 +49,48 @@ _BOOKKEEPING = _words(
 _READ = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
-    init_lora_weights bias
+    init_lora_weights bias lora_bias use_dora
     """
 )
-# Ways to begin the training that leave the base model's weights alone. The others move a part of them into the
-# adapter, which then fits changed weights only.
+# Where virtual tokens come from no longer matters when their adapter is saved: PEFT has run their encoder by then.
+_VIRTUAL_BOOKKEEPING = _words(
+    """
+    task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode
+    token_dim num_attention_heads num_layers encoder_hidden_size prefix_projection init_weights
+    encoder_reparameterization_type encoder_num_layers encoder_dropout
+    prompt_tuning_init prompt_tuning_init_text tokenizer_name_or_path tokenizer_kwargs
+    """
+)
+_VIRTUAL_READ = _words("num_virtual_tokens num_transformer_submodules")
+# For each method with virtual tokens this says whether it trains their keys and values, and not their embeddings.
+_TRAINS_KV = {"PREFIX_TUNING": True, "PROMPT_TUNING": False, "P_TUNING": False}
+# These ways to initialize the training leave the base model's weights as they are. The others move a part of them into
+# the adapter, which then fits changed weights only.
 _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _REASONS = {
-    "use_dora": "DoRA norms whole weights, which Pillion does not do",
-    "modules_to_save": "an adapter with whole layers of its own is not served",
-    "target_parameters": "experts and other parameters that are no linear layers have no adapters here",
-    "trainable_token_indices": "embeddings have no adapters here",
-    "lora_bias": "adapters add no biases here",
+    "modules_to_save": f"an adapter with whole layers of its own is not served; {MERGE}",
+    "target_parameters": f"experts and other parameters that are no linear layers have no adapters here; {MERGE}",
+    "trainable_token_indices": f"embeddings have no adapters here; {MERGE}",
     "fan_in_fan_out": "it says that weights lie as [inputs, outputs], as no model's here do; PEFT reads it as false",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterConfig:
-    """What of an adapter's config changes its arithmetic.
+    """Holds what of an adapter's config changes its arithmetic.
 
     Attributes:
-        rank, alpha: of the modules that the patterns do not name.
+        rank, alpha: those of the modules that the patterns do not name.
         rank_stabilized: whether alpha is divided by the rank's root instead of the rank (rsLoRA).
         rank_pattern, alpha_pattern: ranks and alphas by expressions that match the end of a module's name.
-        targets: the ends of the names of the modules that are changed, or an expression that matches whole names, or
+    targets: the ends of the names of the modules that are changed, or an expression that matches whole names, or
             ALL_LINEAR.
         excluded: modules that are not changed, said in the same two ways.
         layers: the layers that are changed; None for all.
         layers_pattern: the name before a layer's number; empty for any.
+        lora_bias: whether the second matrix of each pair has a bias.
+        dora: whether each row of the changed weights has a trained norm (DoRA).
+        biases: whether biases of the model may be trained.
     """
 
     rank: int
@@ -85,9 +102,12 @@ class AdapterConfig:
     excluded: str | tuple[str, ...] = ()
     layers: tuple[int, ...] | None = None
     layers_pattern: tuple[str, ...] = ()
+    lora_bias: bool = False
+    dora: bool = False
+    biases: bool = False
 
     def is_target(self, module: str) -> bool:
-        """Whether the adapter changes a linear layer inside of the decoder's layers, by its name in the model."""
+        """Says whether the adapter changes a linear layer inside of the decoder's layers, by its name in the model."""
         if self.excluded and _named(self.excluded, module):
             return False
         if self.targets == ALL_LINEAR:
@@ -102,21 +122,38 @@ class AdapterConfig:
         return -1 if found is None else int(found[1])
 
     def rank_of(self, module: str) -> int:
-        """The rank of a module's pair of matrices."""
+        """Returns the rank of the two low-rank matrices of ``module``."""
         return next((rank for pattern, rank in self.rank_pattern if _ends(pattern, module)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the product of a module's pair is multiplied by."""
+        """Returns the factor by which the product of a module's pair is multiplied."""
         alpha = next((alpha for pattern, alpha in self.alpha_pattern if _ends(pattern, module)), self.alpha)
         rank = self.rank_of(module)
         return alpha / (math.sqrt(rank) if self.rank_stabilized else rank)
 
     def canonical(self) -> bytes:
-        """Returns what the digest covers: configs of one meaning give equal bytes."""
-        return json.dumps(asdict(self), sort_keys=True).encode()
+        """Returns the bytes of the config that the adapter's digest covers: configs with the same meaning give equal
+        bytes."""
+        # What an adapter of an earlier release could not have counts only where it is there, so that digests stay.
+        own = {key: value for key, value in asdict(self).items() if value or key not in _LATER}
+        return json.dumps(own, sort_keys=True).encode()
 
 
-# How PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VirtualConfig:
+    """Holds what of the config of an adapter with virtual tokens changes its arithmetic: how many ``tokens`` stand
+    before each prompt, and whether the adapter has their keys and values (``kv``) or their embeddings."""
+
+    tokens: int
+    kv: bool
+
+    def canonical(self) -> bytes:
+        """Returns the bytes of the config that the adapter's digest covers."""
+        return json.dumps({"virtual": asdict(self)}, sort_keys=True).encode()
+
+
+_LATER = ("lora_bias", "dora", "biases")
+# PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern, in this way.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
 
@@ -136,9 +173,9 @@ def _ends(pattern: str, module: str) -> bool:
     return _compiled(_END.format(pattern)).match(module) is not None
 
 
-def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
+def load_adapter_config(folder: Path, called: Path) -> AdapterConfig | VirtualConfig:
     """Reads the config of an adapter's folder, which errors call ``called``. Raises ConfigError, which names the key,
-    for one that is not served."""
+    for a config that cannot be served."""
     path = folder / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(f"{called} holds no adapter: it has no {CONFIG_NAME}")
@@ -147,18 +184,20 @@ def load_adapter_config(folder: Path, called: Path) -> AdapterConfig:
     try:
         return parse_adapter_config(read_json(path))
     except ConfigError as error:
-        # Errors of the readers of single values name the config of a model.
+        # The readers of single values name the config of a model in their errors.
         message = error.message.removeprefix("config.json: ").removeprefix(f"{CONFIG_NAME}: ")
         raise ConfigError(f"{called}: {CONFIG_NAME}: {message}") from None
     except RecursionError:
         raise ConfigError(f"{called}: {CONFIG_NAME} is nested too deep") from None
 
 
-def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
-    """Reads a config. Raises ConfigError, which names the key, for one that is not served."""
+def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig | VirtualConfig:
+    """Reads an adapter's config. Raises ConfigError, which names the key, for a config that cannot be served."""
     kind = raw.get("peft_type")
+    if kind in _TRAINS_KV:
+        return _virtual(raw, kv=_TRAINS_KV[kind])
     if kind != "LORA":
-        raise _refused("peft_type", kind, "only LORA is served")
+        raise _refused("peft_type", kind, f"only LORA, {', '.join(_TRAINS_KV)} are served")
     _refuse_others(raw)
     layers = raw.get("layers_to_transform")
     return AdapterConfig(
@@ -174,7 +213,22 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig:
         layers_pattern=tuple(
             _expressions(_list_of(str, raw.get("layers_pattern"), "layers_pattern"), "layers_pattern", _LAYER)
         ),
+        lora_bias=_flag(raw, "lora_bias"),
+        dora=_flag(raw, "use_dora"),
+        biases=raw.get("bias") in ("all", "lora_only"),
     )
+
+
+def _virtual(raw: Mapping[str, Any], *, kv: bool) -> VirtualConfig:
+    _refuse_unknown(raw, _VIRTUAL_READ | _VIRTUAL_BOOKKEEPING)
+    tokens = size(raw, "num_virtual_tokens")
+    if tokens > MAX_VIRTUAL_TOKENS:
+        raise _refused("num_virtual_tokens", tokens, f"an adapter has at most {MAX_VIRTUAL_TOKENS}")
+    if raw.get("num_transformer_submodules") not in (None, 1):
+        raise _refused(
+            "num_transformer_submodules", raw["num_transformer_submodules"], "the models here have a decoder"
+        )
+    return VirtualConfig(tokens=tokens, kv=kv)
 
 
 def _refused(key: str, value: Any, reason: str) -> ConfigError:
@@ -182,8 +236,10 @@ def _refused(key: str, value: Any, reason: str) -> ConfigError:
 
 
 def _refuse_others(raw: Mapping[str, Any]) -> None:
-    if raw.get("bias") not in (None, "none"):
-        raise _refused("bias", raw["bias"], _REASONS["lora_bias"])
+    if raw.get("bias") not in (None, "none", "all", "lora_only"):
+        raise _refused("bias", raw["bias"], "it is one of none, all and lora_only")
+    if raw.get("lora_bias") and raw.get("use_dora"):
+        raise _refused("lora_bias", raw["lora_bias"], "PEFT has no biases beside DoRA's norms")
     beginning = raw.get("init_lora_weights")
     if not any(beginning is value or (type(value) is str and beginning == value) for value in _HARMLESS_BEGINNINGS):
         raise _refused(
@@ -191,8 +247,12 @@ def _refuse_others(raw: Mapping[str, Any]) -> None:
             beginning,
             "its base model has other weights; PEFT's path_initial_model_for_weight_conversion writes one that fits",
         )
+    _refuse_unknown(raw, _READ | _BOOKKEEPING)
+
+
+def _refuse_unknown(raw: Mapping[str, Any], known: frozenset[str]) -> None:
     for key, value in raw.items():
-        if key not in _READ and key not in _BOOKKEEPING and value:
+        if key not in known and value:
             raise _refused(key, value, _REASONS.get(key, "nobody here obeys it"))
 
 
@@ -211,7 +271,7 @@ def _flag(raw: Mapping[str, Any], key: str) -> bool:
 
 
 def _patterns(raw: Mapping[str, Any], key: str) -> list[tuple[str, dict[str, Any]]]:
-    """Each expression of a key's object, and an object with its value alone."""
+    """Yields each expression of a key's object, and an object that holds its value alone."""
     found = raw.get(key) or {}
     if not isinstance(found, Mapping) or None in found.values():
         raise ConfigError(f"{CONFIG_NAME}: {key} must give a number for each expression, not {repr(found)[:80]}")
@@ -229,12 +289,12 @@ def _modules(raw: Mapping[str, Any], key: str) -> str | tuple[str, ...]:
     found = raw.get(key)
     if isinstance(found, str):
         return found if found.lower() == ALL_LINEAR else _expressions([found], key, "{}")[0]
-    # The order of a list says nothing, and PEFT writes a set.
+    # The order of a list has no meaning, and PEFT writes a set.
     return tuple(sorted(set(_list_of(str, found, key))))
 
 
 def _list_of(kind: type, value: Any, key: str) -> list[Any]:
-    """The entries of a list, or a single one; null has none."""
+    """Returns the entries of a list, or a single one; null has none."""
     entries = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(entry) is not kind for entry in entries):
         raise ConfigError(f"{CONFIG_NAME}: {key} must be a list of {kind.__name__}, not {repr(value)[:80]}")
@@ -242,7 +302,8 @@ def _list_of(kind: type, value: Any, key: str) -> list[Any]:
 
 
 def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
-    """The expressions of a key, which are put into ``used`` where they are used."""
+    """Returns the regular expressions of a key, after checking each inside of ``used``, in which it is compiled
+    later."""
     if len(patterns) > MAX_PATTERNS:
         raise ConfigError(f"{CONFIG_NAME}: {key} has more than {MAX_PATTERNS} expressions")
     ways = 0
@@ -250,7 +311,8 @@ def _expressions(patterns: Sequence[str], key: str, used: str) -> Sequence[str]:
         if len(pattern) > MAX_PATTERN_CHARS:
             raise ConfigError(f"{CONFIG_NAME}: {key} has an expression of more than {MAX_PATTERN_CHARS} characters")
         try:
-            # Parts such as (?i) stand alone and not inside of another expression.
+            # The expression is compiled alone and inside of ``used``, because parts such as (?i) are valid only at the
+            # beginning.
             _compiled(used.format(pattern))
             ways += ways_of(used.format(pattern))
         except (re.error, OverflowError, RecursionError) as error:

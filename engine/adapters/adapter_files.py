@@ -1,7 +1,12 @@
-"""An adapter's folder as PEFT writes it: which matrices it has, whether they fit a model, and its digest.
+"""Reads an adapter's folder as PEFT writes it: which tensors it has, whether they fit a model, and its digest.
 
     base_model.model.model.layers.3.self_attn.q_proj.lora_A.weight    [rank, inputs]
     base_model.model.model.layers.3.self_attn.q_proj.lora_B.weight    [outputs, rank]
+    ... .lora_B.bias (lora_bias), .lora_magnitude_vector (DoRA), .bias or .base_layer.bias (bias)    [outputs]
+
+or, where it has virtual tokens,
+
+    prompt_embeddings   [tokens, hidden size], their embeddings; or [tokens, layers * 2 * KV heads * head_dim], their KV
 
 Only the headers of tensors are read until all of them are known to fit. Imports no torch.
 """
@@ -22,32 +27,41 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from pillion.adapter_folders import MAX_HEADER_BYTES
-from pillion.engine.adapters.adapter_config import AdapterConfig, load_adapter_config
-from pillion.engine.adapters.adapter_forms import Bits, Bytes
-from pillion.engine.models.families import FAMILIES
+from pillion.engine.adapters.adapter_config import AdapterConfig, VirtualConfig, load_adapter_config
+from pillion.engine.adapters.adapter_forms import Bits, Bytes, VirtualBits
+from pillion.engine.models.families import FAMILIES, layers_of
+from pillion.engine.models.layer_operations import Layer, Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
 TENSORS_NAME = "adapter_model.safetensors"
 _PICKLED = ("adapter_model.bin", "adapter_model.pt", "adapter_model.pth")
-# Most bytes that are read in one call.
+# At most this many bytes of a file are read in one call.
 READ_AT_ONCE_BYTES = 2**20
 
-# Types of tensors: the numbers that hold their bits, and the bits that are all 1 in NaN and infinities.
-_TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
+# For each type of tensors this has the numpy type that holds their bits, and the bits that are all 1 in NaN and
+# infinities.
+TYPES: Mapping[str, tuple[type[np.unsignedinteger], int]] = {
     "F32": (np.uint32, 0x7F80_0000),
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
 }
-# The largest number of a matrix A, of a matrix B times its scale, and of their product. A change of a weight by more
-# leaves nothing of a model's answers, and one by far more makes infinities of them.
+# These are the largest numbers that a matrix A, a matrix B times its scale, and their product may have. A larger change
+# of a weight leaves nothing of a model's answers, and a far larger one makes infinities of them.
 MAX_CHANGE = 1e6
 _KINDS = {"float32": "F32", "bfloat16": "BF16"}
 _PEFT_PREFIX = "base_model.model."
-# The decoder's name in models of text, and in transformers 5 and 4 in models of text and images.
+# These are the tensors of a module: those of its pair, a bias of the pair, trained norms of its rows, and the bias that
+# it gets in place of the model's.
+_A, _B, _PAIR_BIAS, _NORMS = "lora_A.weight", "lora_B.weight", "lora_B.bias", "lora_magnitude_vector"
+_BIAS = "bias"
+_OF_MODULE = re.compile(r"(.+?)\.(lora_[AB]\.weight|lora_B\.bias|lora_magnitude_vector|(?:base_layer\.)?bias)")
+_VIRTUAL = "prompt_embeddings"
+# The names of the decoder's tensors begin like this in models of text, and in transformers 5 and 4 in models of text
+# and images.
 _PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
-# Modules that may have adapters in PEFT and have none here.
+# PEFT may give these modules adapters, which Pillion does not serve.
 _REFUSED = (
     ("lm_head", "the head has no adapters here"),
     ("embed_tokens", "embeddings have no adapters here"),
@@ -55,9 +69,7 @@ _REFUSED = (
     ("gate", "routers of experts have no adapters here"),
 )
 _REFUSED_PARTS = (
-    ("lora_magnitude_vector", "DoRA is not served"),
     ("lora_embedding", "embeddings have no adapters here"),
-    ("lora_B.bias", "adapters add no biases here"),
     ("modules_to_save", "an adapter with whole layers of its own is not served"),
 )
 
@@ -66,28 +78,35 @@ _DIGEST_TAG = b"pillion.adapter.1"
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """A linear layer of a checkpoint, and the fused layer of the decoder that it is a part of.
+    """Describes a linear layer of a checkpoint, and the decoder's fused layer of which it is a part.
 
     Attributes:
         layer: the decoder's name for the fused layer, such as "layers.3.qkv".
         first_output: its first output among those of the fused layer.
+        biased: whether the model has a bias there.
     """
 
     layer: str
     first_output: int
     outputs: int
     inputs: int
+    biased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPair:
-    """A pair of matrices of an adapter. ``a`` and ``b`` are the tensors' names in the file."""
+    """Names what an adapter changes in one linear layer. ``a``, ``b``, ``pair_bias``, ``norms`` and ``bias`` are the
+    tensors' names in the file, or ""; where there is a bias alone, there is no pair of matrices."""
 
+    module: str
     a: str
     b: str
     projection: Projection
     rank: int
     scale: float
+    pair_bias: str = ""
+    norms: str = ""
+    bias: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,30 +117,23 @@ class _Tensor:
     size_bytes: int
 
 
-def projections(model: ModelConfig, layer: int) -> dict[str, Projection]:
-    """The linear layers of a layer of the decoder that may have adapters, by their names in checkpoints. A family
-    has either a layer such as qkv_proj or its parts."""
-    hidden, prefix = model.hidden_size, f"layers.{layer}."
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    found = {
-        "self_attn.q_proj": Projection(prefix + "qkv", 0, queries, hidden),
-        "self_attn.k_proj": Projection(prefix + "qkv", queries, keys, hidden),
-        "self_attn.v_proj": Projection(prefix + "qkv", queries + keys, keys, hidden),
-        "self_attn.qkv_proj": Projection(prefix + "qkv", 0, queries + 2 * keys, hidden),
-        "self_attn.o_proj": Projection(prefix + "o", 0, hidden, queries),
-    }
-    if model.moe is None or not model.moe.layers[layer]:
-        inner = model.intermediate_size
-        found |= {
-            "mlp.gate_proj": Projection(prefix + "gate_up", 0, inner, hidden),
-            "mlp.up_proj": Projection(prefix + "gate_up", inner, inner, hidden),
-            "mlp.gate_up_proj": Projection(prefix + "gate_up", 0, 2 * inner, hidden),
-            "mlp.down_proj": Projection(prefix + "down", 0, hidden, inner),
-        }
+def projections(layer: Layer, index: int) -> dict[str, Projection]:
+    """Returns the linear layers of a layer of the decoder that may have adapters, by their names in checkpoints. A
+    family has either a layer such as qkv_proj or its parts. Experts have no adapters."""
+    found = {}
+    for tensor in tensors_of(layer):
+        if tensor.role is not Role.MATRIX or tensor.experts:
+            continue
+        name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
+        for names in tensor.spellings:
+            sizes, first = [piece.size for piece in tensor.rows] if len(names) > 1 else [outputs], 0
+            for module, size in zip(names, sizes, strict=True):
+                found[module] = Projection(name, first, size, inputs, tensor.bias)
+                first += size
     return found
 
 
-# The layers that have a name of their own where they are fused in the checkpoint, and their parts.
+# A checkpoint may hold these layers fused, under a name of their own; their parts follow.
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -129,49 +141,66 @@ _FUSED = {
 
 
 def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
-    """All linear layers that may have adapters, by their names in the model, whose decoder is called ``prefix``."""
-    fused = FAMILIES[model.family].fused_projections
-    hidden = {part for parts in _FUSED.values() for part in parts} if fused else _FUSED.keys()
+    """Returns all linear layers that may have adapters, by their names in a model with the decoder ``prefix``."""
+    fused = FAMILIES[model.family].fused
+    hidden = {one for name, parts in _FUSED.items() for one in (parts if name in fused else (name,))}
     return {
-        f"{prefix}layers.{layer}.{name}": projection
-        for layer in range(model.num_layers)
-        for name, projection in projections(model, layer).items()
+        f"{prefix}layers.{index}.{name}": projection
+        for index, layer in enumerate(layers_of(model))
+        for name, projection in projections(layer, index).items()
         if name not in hidden
     }
 
 
-def _widened(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
-    """Numbers of a type of tensors as new float32."""
+def widened(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
+    """Returns numbers of a type of tensors as new float32."""
     if kind == "BF16":
         # A bfloat16 is the upper half of a float32.
         return (bits.astype(np.uint32) << 16).view(np.float32)
     return bits.view(np.float16 if kind == "F16" else np.float32).astype(np.float32)
 
 
-class AdapterFiles:
-    """An adapter's folder, whose config and headers are read when it is made.
+def rounded_bits(wide: npt.NDArray[np.float32], dtype: str) -> Bits:
+    """Returns numbers as bits of "float32" or "bfloat16", rounded once; the array may be overwritten."""
+    rounded = wide.view(np.uint32)
+    if dtype == "float32":
+        return rounded
+    # Each number is rounded to the nearest one, and to the even one where two are equally near.
+    odd = (rounded >> 16) & 1
+    rounded += odd + np.uint32(0x7FFF)
+    rounded >>= 16
+    return rounded.astype(np.uint16)
 
-    Raises ConfigError, which names the folder and the key or tensor, for what is no adapter or one that nobody here
-    serves.
+
+class AdapterFiles:
+    """Holds an adapter's folder; its config and headers are read when the object is made.
+
+    Raises ConfigError, naming the folder and the key or tensor, for a folder without an adapter that can be served.
     """
 
     def __init__(self, folder: Path, called: Path | None = None) -> None:
-        """``called``: the name of the folder in errors, for a copy."""
+        """Reads the folder. For a copy, ``called`` is the path that errors name."""
         self.folder = folder
         self._called = called or folder
-        self.config: AdapterConfig = load_adapter_config(folder, self._called)
+        self.config: AdapterConfig | VirtualConfig = load_adapter_config(folder, self._called)
         self.path = folder / TENSORS_NAME
         self._tensors = self._headers()
-        # The bits of each tensor's largest absolute number, as far as it was checked.
+        # These are the bits of each tensor's largest absolute number, as far as it was checked.
         self._largest: dict[str, int] = defaultdict(int)
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Gives the number of bytes of all tensors."""
         return sum(tensor.size_bytes for tensor in self._tensors.values())
 
+    @property
+    def virtual_tokens(self) -> int:
+        """Gives the number of virtual tokens that stand before a prompt of this adapter."""
+        return self.config.tokens if isinstance(self.config, VirtualConfig) else 0
+
     def pairs(self, model: ModelConfig, max_rank: int = 0) -> tuple[AdapterPair, ...]:
-        """The adapter's pairs in the order of the decoder's layers and their outputs, if all of them fit the model.
+        """Returns the adapter's pairs in the order of the decoder's layers and their outputs, if all of them fit the
+        model; none of an adapter whose virtual tokens fit it.
 
         Args:
             model: the model that the adapter is for.
@@ -181,6 +210,10 @@ class AdapterFiles:
             ConfigError: a pair is incomplete, too large, for a module that the model or the config does not have, or of
                 another shape; or a module that the config names has none.
         """
+        config = self.config
+        if isinstance(config, VirtualConfig):
+            self._check_virtual(config, model)
+            return ()
         halves = self._halves()
         prefix = self._prefix(halves)
         known = modules(model, prefix)
@@ -188,24 +221,26 @@ class AdapterFiles:
         for module, names in halves.items():
             projection = known.get(module)
             if projection is None:
-                raise self._error(f"{names[0]} is for {module}, {self._why_unknown(module, model)}")
-            if not self.config.is_target(module):
-                raise self._error(f"it has {names[0]}, whose module its config does not name as a target")
-            rank = self.config.rank_of(module)
+                raise self._error(f"{next(iter(names.values()))} is for {module}, {self._why_unknown(module, model)}")
+            if _A in names and not config.is_target(module):
+                raise self._error(f"it has {names[_A]}, whose module its config does not name as a target")
+            rank = config.rank_of(module)
             if 0 < max_rank < rank:
                 raise self._error(f"{module} has rank {rank}, and --max-lora-rank is {max_rank}")
-            pairs.append(AdapterPair(*names, projection, rank, self.config.scale_of(module)))
+            a, b, *more = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
+            pairs.append(AdapterPair(module, a, b, projection, rank if a else 1, config.scale_of(module), *more))
             self._check_shapes(pairs[-1])
-        missing = [module for module in known if module not in halves and self.config.is_target(module)]
+        missing = [module for module in known if _A not in halves.get(module, ()) and config.is_target(module)]
         if missing:
             raise self._error(f"its config names {missing[0]} as a target, for which {TENSORS_NAME} has no tensors")
         return tuple(sorted(pairs, key=lambda pair: (pair.projection.layer, pair.projection.first_output)))
 
     def digest(self, use: Callable[[str, Bytes], None] | None = None) -> str:
-        """SHA-256, in hexadecimal, of what the config means and of all tensors, by name. Reads the whole file, once.
+        """Returns the SHA-256, in hexadecimal, of what the config means and of all tensors, by name. It reads the whole
+        file, once.
 
-        ``use`` is called with each tensor's name and each piece of it, in order. A piece is some whole numbers, and
-        belongs to whoever is called.
+        ``use`` is called with each tensor's name and each piece of it, in order. Each piece consists of whole numbers
+        of the tensor, and ``use`` may change it.
         """
         digest = hashlib.sha256(_DIGEST_TAG)
         canonical = self.config.canonical()
@@ -222,25 +257,32 @@ class AdapterFiles:
 
     def check_numbers(self, name: str, part: Bytes) -> None:
         """Raises ConfigError for NaN or infinities in a piece of a tensor."""
-        kind, ones = _TYPES[self._tensors[name].kind]
-        # Without their signs, numbers and their bits have one order.
+        kind, ones = TYPES[self._tensors[name].kind]
+        # Without their signs, floating-point numbers are in the same order as their bits.
         largest = int((part.view(kind) & (np.iinfo(kind).max >> 1)).max(initial=0))
         if largest >= ones:
             raise self._error(f"{name} holds NaN or infinite numbers")
         self._largest[name] = max(self._largest[name], largest)
 
     def check_changes(self, pairs: Iterable[AdapterPair]) -> None:
-        """Raises ConfigError for pairs that change a weight by more than MAX_CHANGE, or might: it is their largest
-        numbers that count. All numbers must have been checked."""
+        """Raises ConfigError for pairs that change a weight by more than MAX_CHANGE, or might do so by their largest
+        numbers. All numbers must have been checked."""
+        if self.virtual_tokens and (largest := self._largest_of(_VIRTUAL)) > MAX_CHANGE:
+            raise self._error(f"{_VIRTUAL} has numbers up to {largest:.3g}; they may be up to {MAX_CHANGE:.0f}")
         for pair in pairs:
+            vectors = [name for name in (pair.pair_bias, pair.norms, pair.bias) if name]
+            if (largest := max(map(self._largest_of, vectors), default=0.0)) > MAX_CHANGE:
+                raise self._error(f"{', '.join(vectors)} have numbers up to {largest:.3g}, above {MAX_CHANGE:.0f}")
+            if not pair.a:
+                continue
             a, b = self._largest_of(pair.a), self._largest_of(pair.b) * pair.scale
             if max(a, b, a * b * pair.rank) > MAX_CHANGE:
                 text = f"{pair.a} has numbers up to {a:.3g}, and {pair.b} times its scale up to {b:.3g}"
                 raise self._error(f"{text}: they may change weights by more than {MAX_CHANGE:.0f}")
 
     def checked_numbers(self, digest: str, pairs: Iterable[AdapterPair]) -> dict[str, Bytes]:
-        """The bytes of all tensors, by name. Raises ConfigError for NaN or infinities, for ``pairs`` that change too
-        much, and for another content than that of ``digest``."""
+        """Returns the bytes of all tensors, by name. Raises ConfigError for NaN or infinities, for ``pairs`` that
+        change too much, and where the content is not that of ``digest``."""
         found: dict[str, list[Bytes]] = defaultdict(list)
 
         def keep(name: str, part: Bytes) -> None:
@@ -253,30 +295,49 @@ class AdapterFiles:
         return {name: parts[0] if len(parts) == 1 else np.concatenate(parts) for name, parts in found.items()}
 
     def bits(self, name: str, data: Bytes, dtype: str, scale: float = 1.0) -> Bits:
-        """A tensor's numbers times ``scale`` as bits of another type, rounded once.
+        """Returns a tensor's numbers times ``scale`` as bits of another type, rounded once.
 
         Args:
             name: the tensor, whose bytes are ``data``.
             dtype: "float32" or "bfloat16".
         """
         tensor = self._tensors[name]
-        found = data.view(_TYPES[tensor.kind][0]).reshape(tensor.shape)
+        found = data.view(TYPES[tensor.kind][0]).reshape(tensor.shape)
         if scale == 1.0 and tensor.kind == _KINDS[dtype]:
             return found
-        # No number overflows: their sizes have been checked.
-        wide = _widened(found, tensor.kind) * np.float32(scale)
-        rounded = wide.view(np.uint32)
-        if dtype == "float32":
-            return rounded
-        # To the nearest one, and of two that are equally near to the even one.
-        odd = (rounded >> 16) & 1
-        rounded += odd + np.uint32(0x7FFF)
-        rounded >>= 16
-        return rounded.astype(np.uint16)
+        # No number overflows here, because their sizes have been checked.
+        return rounded_bits(widened(found, tensor.kind) * np.float32(scale), dtype)
+
+    def numbers(self, name: str, data: Bytes) -> npt.NDArray[np.float32]:
+        """Returns a tensor's numbers; ``data`` are its bytes."""
+        return self.bits(name, data, "float32").view(np.float32)
+
+    def virtual(self, model: ModelConfig, numbers: Mapping[str, Bytes], dtype: str) -> VirtualBits | None:
+        """Returns the adapter's virtual tokens, which fit the model, as bits of ``dtype``; None where it has none.
+        ``numbers`` are the bytes of all tensors, by name."""
+        if not isinstance(self.config, VirtualConfig):
+            return None
+        # Granite multiplies all inputs of its decoder; Gemma's embedding alone multiplies, so that trained rows are
+        # used as they are.
+        scale = model.embedding_scale if model.family.startswith("granite") and not self.config.kv else 1.0
+        values = self.bits(_VIRTUAL, numbers[_VIRTUAL], dtype, scale)
+        shape = (model.num_layers, 2, model.num_kv_heads, model.head_dim) if self.config.kv else (model.hidden_size,)
+        return VirtualBits(self.config.kv, values.reshape(-1, *shape))
+
+    def _check_virtual(self, config: VirtualConfig, model: ModelConfig) -> None:
+        for name in self._tensors:
+            if name != _VIRTUAL:
+                raise self._error(f"it has a tensor {name}: an adapter of virtual tokens has {_VIRTUAL} alone")
+        width = 2 * model.num_layers * model.num_kv_heads * model.head_dim if config.kv else model.hidden_size
+        wanted, found = (config.tokens, width), self._tensors.get(_VIRTUAL)
+        if found is None:
+            raise self._error(f"{TENSORS_NAME} has no {_VIRTUAL}")
+        if found.shape != wanted:
+            raise self._error(f"{_VIRTUAL} is {list(found.shape)}; config and model want {list(wanted)}")
 
     def _largest_of(self, name: str) -> float:
         kind = self._tensors[name].kind
-        return float(_widened(np.array([self._largest[name]], _TYPES[kind][0]), kind)[0])
+        return float(widened(np.array([self._largest[name]], TYPES[kind][0]), kind)[0])
 
     def _error(self, message: str) -> ConfigError:
         return ConfigError(f"{self._called}: {message}")
@@ -291,26 +352,26 @@ class AdapterFiles:
             with self.path.open("rb") as file:
                 if int.from_bytes(file.read(8), "little") > MAX_HEADER_BYTES:
                     raise ValueError(f"its header is longer than {MAX_HEADER_BYTES} bytes")
-            # It checks that the header fits the file, so that the header can be read simply.
+            # safe_open checks that the header fits the file, so that the header can be read simply.
             with safe_open(self.path, framework="numpy"):
                 pass
             with self.path.open("rb") as file:
-                behind = 8 + (length := int.from_bytes(file.read(8), "little"))
+                after = 8 + (length := int.from_bytes(file.read(8), "little"))
                 header = json.loads(file.read(length))
         except (SafetensorError, OSError, ValueError) as error:
             raise self._error(f"{TENSORS_NAME} cannot be read: {error}") from None
         header.pop("__metadata__", None)
         for name, about in header.items():
-            if about["dtype"] not in _TYPES:
-                raise self._error(f"{name} is {about['dtype']}; only {', '.join(_TYPES)} are read")
+            if about["dtype"] not in TYPES:
+                raise self._error(f"{name} is {about['dtype']}; only {', '.join(TYPES)} are read")
         return {
-            name: _Tensor(about["dtype"], tuple(about["shape"]), behind + begin, end - begin)
+            name: _Tensor(about["dtype"], tuple(about["shape"]), after + begin, end - begin)
             for name, about in header.items()
             for begin, end in [about["data_offsets"]]
         }
 
     def _parts(self, file: BufferedReader, tensor: _Tensor) -> Iterator[Bytes]:
-        """The bytes of a tensor in the open file, in pieces of bounded size."""
+        """Yields the bytes of a tensor in the open file, in pieces of bounded size."""
         file.seek(tensor.begin)
         for done in range(0, tensor.size_bytes, READ_AT_ONCE_BYTES):
             part = np.empty(min(READ_AT_ONCE_BYTES, tensor.size_bytes - done), np.uint8)
@@ -318,26 +379,32 @@ class AdapterFiles:
                 raise self._error(f"{TENSORS_NAME} is shorter than its header says")
             yield part
 
-    def _halves(self) -> dict[str, tuple[str, str]]:
-        """The names of each module's two tensors."""
+    def _halves(self) -> dict[str, dict[str, str]]:
+        """Returns the names of each module's tensors, by what they are."""
+        assert isinstance(self.config, AdapterConfig)
         halves: dict[str, dict[str, str]] = {}
+        config = self.config
+        known = {_A, _B} | ({_PAIR_BIAS} if config.lora_bias else set()) | ({_NORMS} if config.dora else set())
+        pair = frozenset(known)
+        known |= {_BIAS} if config.biases else set()
         for name in self._tensors:
-            module, _, half = name.removeprefix(_PEFT_PREFIX).rpartition(".lora_")
-            if not name.startswith(_PEFT_PREFIX) or half not in ("A.weight", "B.weight") or not module:
+            found = _OF_MODULE.fullmatch(name.removeprefix(_PEFT_PREFIX))
+            part = found[2].removeprefix("base_layer.") if found is not None else ""
+            if found is None or not name.startswith(_PEFT_PREFIX) or part not in known:
                 reason = next((reason for part, reason in _REFUSED_PARTS if part in name), "no adapter has such a one")
                 raise self._error(f"it has a tensor {name}: {reason}")
-            halves.setdefault(module, {})[half] = name
-        for module, found in halves.items():
-            if len(found) == 1:
-                (half,) = found
-                other = "lora_B" if half == "A.weight" else "lora_A"
-                raise self._error(f"it has {found[half]} and no {other} of {module}")
+            halves.setdefault(found[1], {})[part] = name
+        for module, parts in halves.items():
+            lacks = sorted(pair - parts.keys())
+            if lacks and parts.keys() != {_BIAS}:
+                raise self._error(f"it has {next(iter(parts.values()))} and no {lacks[0].split('.')[0]} of {module}")
         if not halves:
             raise self._error(f"{TENSORS_NAME} holds no tensors")
-        return {module: (found["A.weight"], found["B.weight"]) for module, found in halves.items()}
+        return halves
 
-    def _prefix(self, modules: Mapping[str, tuple[str, str]]) -> str:
-        """The name of the decoder in the names of the modules."""
+    def _prefix(self, modules: Iterable[str]) -> str:
+        """Returns the prefix, such as ``model.``, that the adapter's names of modules have before ``layers.``; the
+        first known one where none fits."""
         for prefix in _PREFIXES:
             if any(module.startswith(f"{prefix}layers.") for module in modules):
                 return prefix
@@ -353,10 +420,10 @@ class AdapterFiles:
 
     def _check_shapes(self, pair: AdapterPair) -> None:
         projection = pair.projection
-        for name, wanted in (
-            (pair.a, (pair.rank, projection.inputs)),
-            (pair.b, (projection.outputs, pair.rank)),
-        ):
-            found = self._tensors[name].shape
-            if found != wanted:
+        if pair.bias and not projection.biased:
+            raise self._error(f"it has {pair.bias}, and the model has no bias there")
+        vectors = [(name, (projection.outputs,)) for name in (pair.pair_bias, pair.norms, pair.bias)]
+        matrices = [(pair.a, (pair.rank, projection.inputs)), (pair.b, (projection.outputs, pair.rank))]
+        for name, wanted in (*matrices, *vectors):
+            if name and (found := self._tensors[name].shape) != wanted:
                 raise self._error(f"{name} is {list(found)}; rank and model want {list(wanted)}")

@@ -1,12 +1,13 @@
-"""An adapter on its way from the process that reads it to its worker: its matrices as bits, and the form of a backend.
+"""Carries an adapter from the process that reads it to its worker: its matrices as bits, and the form of a backend.
 
-    files --read_pairs--> Layers --AdapterForm.pack--> what JSON can say, and bytes --a pipe--> the worker's backend
+    files --read_adapter--> AdapterBits --AdapterForm.pack--> what JSON can say, and bytes --a pipe--> the backend
 
 Imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from importlib import import_module
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
-# The bits of numbers: uint32 for float32, uint16 for bfloat16.
+# Bits hold the bit patterns of numbers: uint32 those of float32, uint16 those of bfloat16.
 Bits = npt.NDArray[Any]
 Bytes = npt.NDArray[np.uint8]
 LINE_BYTES = 64
@@ -24,56 +25,99 @@ NO_BYTES: Bytes = np.zeros(0, np.uint8)
 
 @dataclass(frozen=True, slots=True)
 class PairBits:
-    """One pair of matrices as bits, as :class:`pillion.engine.adapters.adapter_weights.LowRank` has it as tensors.
+    """Holds one pair of matrices as bits, as :class:`pillion.engine.adapters.adapter_weights.LowRank` has it as
+    tensors.
 
     Attributes:
-        first_output: the first output of the fused layer that it adds to.
+        first_output: the first output of the fused layer to which the pair adds.
         a: [rank, inputs].
         b: [outputs, rank], multiplied by the adapter's scale.
+        affine: float32 [2, outputs], by which the layer's outputs are multiplied, and what is added to them then,
+            before the pair's part; None for nothing.
     """
 
     first_output: int
     a: Bits
     b: Bits
+    affine: npt.NDArray[np.float32] | None = None
 
 
-# The pairs of each fused layer, in the order of their outputs.
+# This has the pairs of each fused layer, in the order of their outputs.
 Layers = Mapping[str, Sequence[PairBits]]
 
 
+@dataclass(frozen=True, slots=True)
+class VirtualBits:
+    """Holds the virtual tokens of an adapter, which stand before each prompt.
+
+    Attributes:
+        kv: whether ``values`` are their keys and values, [tokens, layers, 2, KV heads, head_dim], keys already rotated;
+            else their embeddings, [tokens, hidden size].
+    """
+
+    kv: bool
+    values: Bits
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterBits:
+    """Holds an adapter as bits. One that has virtual tokens changes no layers, and the other way round."""
+
+    layers: Layers
+    virtual: VirtualBits | None = None
+
+
 class AdapterForm(Protocol):
-    """The form in which a backend takes adapters; :func:`described` for the process that reads them."""
+    """Packs adapters in the form that a backend takes; :func:`described` sends this object to the process that reads
+    them."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
-    def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Returns a list for JSON, and bytes. Raises ConfigError for what the backend cannot take."""
+    def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
+        """Packs an adapter; returns a list for JSON, and bytes. Raises ConfigError for an adapter that the
+        backend cannot take."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlainForm:
-    """All matrices, one behind the other, for backends that take them as tensors."""
+    """Lays all matrices one after the other, for backends that take them as tensors."""
 
-    def pack(self, layers: Layers) -> tuple[list[Any], Bytes]:
-        """Returns the size of one number in bytes with the shapes of all pairs, and the matrices' bytes."""
+    def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
+        """Returns the size of one number in bytes, what the virtual tokens are, with their shape, or null, and the
+        shapes of all pairs; and the matrices' bytes."""
+        virtual, every = bits.virtual, bits.layers
         about = [
-            [name, pair.first_output, *pair.a.shape, len(pair.b)] for name, pairs in layers.items() for pair in pairs
+            [name, pair.first_output, *pair.a.shape, len(pair.b), pair.affine is not None]
+            for name, pairs in every.items()
+            for pair in pairs
         ]
-        matrices = [matrix for pairs in layers.values() for pair in pairs for matrix in (pair.a, pair.b)]
-        return [matrices[0].itemsize, *about], np.concatenate([one.reshape(-1).view(np.uint8) for one in matrices])
+        matrices = [] if virtual is None else [virtual.values]
+        parts = (part for pairs in every.values() for pair in pairs for part in (pair.a, pair.b, pair.affine))
+        matrices += [part for part in parts if part is not None]
+        data = np.concatenate([one.reshape(-1).view(np.uint8) for one in matrices])
+        return [matrices[0].itemsize, None if virtual is None else [virtual.kv, *virtual.values.shape], *about], data
 
 
-def plain_layers(about: list[Any], data: Bytes) -> Layers:
-    """What a :class:`PlainForm` packed, as views of its bytes."""
-    size_bytes, *pairs = about
+def plain_bits(about: list[Any], data: Bytes) -> AdapterBits:
+    """Returns the adapter that a :class:`PlainForm` packed, as views of its bytes."""
+    size_bytes, tokens, *pairs = about
     layers: dict[str, list[PairBits]] = {}
-    values, end = data.view(f"u{size_bytes}"), 0
-    for name, first_output, rank, inputs, outputs in pairs:
+    values, end, virtual = data.view(f"u{size_bytes}"), 0, None
+    if tokens is not None:
+        kv, *shape = tokens
+        end = math.prod(shape)
+        virtual = VirtualBits(kv, values[:end].reshape(shape))
+    for name, first_output, rank, inputs, outputs, has_affine in pairs:
         middle = end + rank * inputs
         a, begin, end = values[end:middle], middle, middle + outputs * rank
-        pair = PairBits(first_output, a.reshape(rank, inputs), values[begin:end].reshape(outputs, rank))
+        b, affine = values[begin:end].reshape(outputs, rank), None
+        if has_affine:
+            begin, end = end, end + 2 * outputs * 4 // size_bytes
+            # A copy lies where float32 may lie.
+            affine = np.frombuffer(values[begin:end].tobytes(), np.float32).reshape(2, outputs)
+        pair = PairBits(first_output, a.reshape(rank, inputs), b, affine)
         layers.setdefault(name, []).append(pair)
-    return layers
+    return AdapterBits(layers, virtual)
 
 
 def described(thing: Any) -> Any:
@@ -86,7 +130,7 @@ def described(thing: Any) -> Any:
 
 
 def made(about: Any) -> Any:
-    """Makes what was :func:`described`."""
+    """Makes the dataclass again from what :func:`described` returned."""
     if not isinstance(about, dict) or "class" not in about:
         return about
     module, _, name = about["class"].partition(":")
@@ -94,7 +138,7 @@ def made(about: Any) -> Any:
 
 
 def line_bytes(size_bytes: int) -> Bytes:
-    """Memory for so many bytes that begins at a cache line."""
+    """Allocates memory for so many bytes that begins at a cache line."""
     buffer = np.empty(size_bytes + LINE_BYTES, np.uint8)
     begin = -buffer.ctypes.data % LINE_BYTES
     return buffer[begin : begin + size_bytes]

@@ -1,4 +1,4 @@
-"""A process that reads adapters for its owner (:mod:`pillion.engine.adapters.adapter_process_main`).
+"""Runs a process that reads adapters for its owner (:mod:`pillion.engine.adapters.adapter_process_main`).
 
 Reading and packing are thousands of small operations. On a thread of the owner they would hold the interpreter's lock
 again and again while a step or an event loop waits for it. Here a thread of the owner only receives bytes, and holds no
@@ -23,30 +23,31 @@ from pillion.engine.adapters.adapter_process_main import ANSWER_HEAD
 from pillion.errors import Internal, PillionError, Unavailable
 
 _PROGRAM = "pillion.engine.adapters.adapter_process_main"
-# Longest wait for the end of a process that was killed.
+# A process that was killed has this long to end.
 END_TIMEOUT_S = 2.0
-# Longest time that an adapter may take to be read and packed, while others leave few cores for that.
+# An adapter may take this long to be read and packed, while others leave few cores for that.
 READ_TIMEOUT_S = 120.0
-# A larger pipe wakes the owner's thread less often. Linux allows this size without privileges.
+# The pipe has this size, because a larger pipe wakes the owner's thread less often. Linux allows this size without
+# privileges.
 _PIPE_BYTES = 2**20
 
 
 class AdapterProcess:
-    """Does one job at a time; a process that has ended is started again by the next one.
+    """Runs the process that reads adapters, one job at a time; where it has ended, the next job starts it again.
 
     Args:
         worker: a dataclass that :func:`pillion.engine.adapters.adapter_forms.described` can describe. Its methods are
             the jobs: their arguments are what JSON can say, and they return a list for JSON, and bytes.
-        memory_bytes: the most memory that the process may use; 0 for any.
+        memory_bytes: the most memory that the process may use; 0 sets no limit.
     """
 
     def __init__(self, worker: Any, memory_bytes: int = 0) -> None:
         self._lines = (memory_bytes, described(worker))
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
-        # One job at a time.
+        # Only one job runs at a time.
         self._turn = threading.Lock()
-        # Any thread may call close.
+        # This lock guards the process against calls of close, which any thread may make.
         self._changing = threading.Lock()
 
     def start(self) -> None:
@@ -55,8 +56,8 @@ class AdapterProcess:
             self._running()
 
     def run(self, limit_s: float, method: str, *arguments: Any) -> tuple[list[Any], Bytes]:
-        """Does a job when those before it have ended. Waits for them for up to ``limit_s``, and then works for up to
-        ``limit_s``: it computes only where others leave it cores. The bytes begin at a cache line.
+        """Does a job when those before it have ended. Waits for them for up to ``limit_s``, and then for the job for up
+        to ``limit_s``: the process computes only on cores that others leave idle. The bytes begin at a cache line.
 
         Raises what the job raises, Unavailable where a time is over or the process has ended meanwhile, Internal for a
         defect.
@@ -92,18 +93,19 @@ class AdapterProcess:
         finally:
             timer.cancel()
         if late.is_set():
-            # It was killed behind its answer.
+            # The process was killed, as by its owner's ``close``, after it had answered.
             self._end(process)
         return answer
 
     def digest(self, folder: Path) -> str:
-        """The digest of the adapter in a folder. Raises as :meth:`run` does, and ConfigError where there is none."""
+        """Returns the digest of the adapter in a folder. Raises what :meth:`run` raises, and ConfigError where there is
+        no adapter."""
         (digest,), _ = self.run(READ_TIMEOUT_S, "digest", str(folder))
         return str(digest)
 
     def close(self, *, for_good: bool = True) -> None:
-        """Ends the process, and a job that is under way; unless it is ``for_good``, the next job starts another one.
-        Any thread may call it. Idempotent."""
+        """Ends the process that reads adapters, and the job that it runs; unless it is ``for_good``, the next job
+        starts another process. Any thread may call it. Idempotent."""
         with self._changing:
             self._closed, process = self._closed or for_good, self._process
         if process is not None:
@@ -116,7 +118,7 @@ class AdapterProcess:
             if self._process is not None and self._process.poll() is None:
                 return self._process
             command, pipe = [sys.executable, "-m", _PROGRAM], subprocess.PIPE
-            # Its work is one thread's.
+            # The process computes on one thread only, so libraries must not start more.
             env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             try:
                 process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0, env=env)  # noqa: S603
@@ -136,15 +138,15 @@ class AdapterProcess:
         return process
 
     def _end(self, process: subprocess.Popen[bytes]) -> None:
-        # Its pipes are closed when nobody refers to them: another thread may be reading.
+        # The killed process's pipes are closed when nobody refers to them, because another thread may be reading.
         process.kill()
-        # One that waits for a disk ends later; whoever starts the next one asks for its end.
+        # A process that waits for a disk ends later; the next start collects its exit status.
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(END_TIMEOUT_S)
 
 
 def _error(name: str, message: str) -> PillionError:
-    """An error of the job, in this process."""
+    """Turns an error that the process reports into an exception of this process."""
     kind: type[PillionError] = getattr(errors, name)
     return kind(message)
 
@@ -157,14 +159,15 @@ def _write(process: subprocess.Popen[bytes], line: Any) -> None:
 
 
 def _exchange(process: subprocess.Popen[bytes], job: list[Any]) -> tuple[dict[str, Any], Bytes]:
-    """Sends a job. Returns the answer's JSON and its bytes."""
+    """Sends a job to the process. Returns the answer's JSON and its bytes."""
     _write(process, job)
     about_bytes, data_bytes = ANSWER_HEAD.unpack(_read(process, ANSWER_HEAD.size).data)
     return json.loads(_read(process, about_bytes).tobytes()), _read(process, data_bytes)
 
 
 def _read(process: subprocess.Popen[bytes], size_bytes: int) -> Bytes:
-    """The next bytes, in memory that begins at a cache line. Raises OSError where the process ends before."""
+    """Returns the next bytes of the process's answer, in memory that begins at a cache line. Raises OSError where the
+    process ends before it has sent them."""
     assert process.stdout is not None
     found = line_bytes(size_bytes)
     rest = found.data

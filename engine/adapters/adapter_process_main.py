@@ -1,4 +1,4 @@
-"""The process that reads adapters beside the steps of a worker, or beside a gateway: ``python -m`` runs it.
+"""Is the process that reads adapters beside the steps of a worker, or beside a gateway: ``python -m`` runs it.
 
 It shares no interpreter with its owner, and gives way to all others. It speaks over its standard streams. First come
 two lines: its limit of memory, and a description of an object, such as an AdapterReader. Then each line of input, a
@@ -23,24 +23,26 @@ from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes, made
 from pillion.errors import ConfigError, PillionError
 
-# The bytes of an answer's JSON, and of what follows it.
+# The head of an answer has the number of bytes of its JSON, and of the bytes after it.
 ANSWER_HEAD = struct.Struct("<QQ")
 
-# Where others need the cores, it computes so long at a time, and leaves them alone for so long then. A step is as slow
-# as its slowest thread, and a process that runs may keep a core for milliseconds, however nice it is.
+# Where other processes need the cores, this one computes for BURST_S and then pauses for PAUSE_S. A step is as slow as
+# its slowest thread, and a process that runs may keep a core for milliseconds, however low its priority is.
 BURST_S = 0.0005
 PAUSE_S = 0.002
-# Where many wait for each core, this process waits long for its turn; then it computes for a share of that wait, up to
-# this long.
+# Where many threads wait for each core, this process waits long until it gets one; then it may compute for a share of
+# that wait, up to LONGEST_BURST_S.
 LONGEST_BURST_S = 0.004
 BURSTS_OF_A_WAIT = 20
-# Others need the cores where a burst and its pause took so much longer than planned; that holds for some bursts.
+# Where a burst and its pause took LATE_S longer than planned, other processes need the cores, and are assumed to need
+# them for the next CROWDED_BURSTS bursts.
 LATE_S = 0.0003
 CROWDED_BURSTS = 16
 
 
 class WorkPace:
-    """Computes in bursts while others need the cores; sans-IO (I9). Times are in seconds."""
+    """Decides when the process computes and when it pauses, while others need the cores; sans-IO (I9). Times are in
+    seconds."""
 
     def __init__(self) -> None:
         self._crowded = 0
@@ -48,13 +50,13 @@ class WorkPace:
         self.begin(0.0, 0.0)
 
     def begin(self, now_s: float, computed_s: float) -> None:
-        """A job begins. ``computed_s``: how long this process has computed so far."""
+        """Notes that a job begins. ``computed_s`` is how long this process has computed so far."""
         self._began_s, self._before_s, self._paused_s = now_s, computed_s, 0.0
         # Whether others need the cores is unknown before a first pause has ended, so each job begins with one.
         self._crowded = max(self._crowded, 2)
 
     def pause_s(self, now_s: float, computed_s: float) -> float:
-        """How long to pause now; 0 to go on."""
+        """Returns how long the process pauses now; 0 to go on."""
         used_s = computed_s - self._before_s
         if used_s < self._burst_s:
             return 0.0
@@ -68,7 +70,7 @@ class WorkPace:
 
 @contextmanager
 def _in_bursts(pace: WorkPace) -> Iterator[None]:
-    """A timer interrupts what runs here, between two of its operations."""
+    """Runs the block in bursts of computing: a timer interrupts it between two of its operations."""
 
     def interrupt(*_: object) -> None:
         if pause_s := pace.pause_s(time.monotonic(), time.process_time()):
@@ -81,7 +83,7 @@ def _in_bursts(pace: WorkPace) -> Iterator[None]:
     try:
         yield
     finally:
-        # A timer that has fallen due meanwhile must not set the next one.
+        # A timer whose signal is still to be handled must not start the next one.
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
 
@@ -91,7 +93,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
     memory_bytes = json.loads(jobs.readline())
     if memory_bytes:
         with suppress(ValueError, OSError):
-            # Files that are mapped do not count. Some systems know this limit and refuse to set it.
+            # The limit does not count mapped files. Some systems know the limit and refuse to set it.
             resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     worker, pace = made(json.loads(jobs.readline())), WorkPace()
     for job in jobs:
@@ -102,7 +104,7 @@ def serve(jobs: BinaryIO, answers: BinaryIO) -> None:
             answers.write(ANSWER_HEAD.pack(len(words), data.nbytes) + words)
             answers.write(data.data)
             answers.flush()
-        # Until the next job they would be memory that nobody needs.
+        # These objects would keep memory until the next job that nobody needs.
         del about, data, words
 
 
@@ -121,10 +123,10 @@ def _answer(method: Any, arguments: list[Any]) -> tuple[dict[str, Any], Bytes]:
 
 if __name__ == "__main__":
     os.nice(BACKGROUND_NICENESS)
-    # Signals for the whole process group are the owner's to answer; this process ends with its input.
+    # On a signal the owner decides what to do for the whole process group; this process ends when its input does.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with suppress(BrokenPipeError), os.fdopen(os.dup(sys.stdout.fileno()), "wb") as answers:
-        # What prints by chance must not come between answers.
+        # Text that a library prints must not come between answers.
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
         serve(sys.stdin.buffer, answers)

@@ -1,19 +1,28 @@
-"""Reads the matrices of an adapter, in the order of outputs that the decoder's fused layers have. Imports no torch."""
+"""Reads the matrices of an adapter, in the order of outputs that the decoder's fused layers have, or its virtual
+tokens. Imports no torch.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
+import numpy.typing as npt
 
-from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_forms import AdapterForm, Bytes, Layers, PairBits
+from pillion.engine.adapters.adapter_files import MAX_CHANGE, AdapterFiles, AdapterPair, rounded_bits
+from pillion.engine.adapters.adapter_forms import AdapterBits, AdapterForm, Bytes, PairBits, VirtualBits
 from pillion.engine.adapters.adapter_store import AdapterJobs
-from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.adapters.base_weights import BaseWeights
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pillion.engine.backends.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +35,7 @@ class AdapterReader(AdapterJobs):
         max_rank: the highest rank that is allowed; 0 allows any.
         qkv_order: the checkpoint's output of each output of the fused projection of queries, keys and values; None
             where both have one order.
-        form: what the worker's backend takes.
+    form: packs adapters as the worker's backend takes them.
     """
 
     model_folder: str
@@ -36,33 +45,100 @@ class AdapterReader(AdapterJobs):
     form: AdapterForm
 
     def packed(self, folder: str, digest: str) -> tuple[list[Any], Bytes]:
-        """What the form makes of the adapter in a folder. Raises ConfigError for one that does not fit the model or the
-        form, and for files of another content than that of ``digest``."""
+        """Returns the adapter in a folder as ``form`` packs it. Raises ConfigError for an adapter that does not fit the
+        model or the form, and for files whose content is not that of ``digest``."""
         files = AdapterFiles(Path(folder))
         model = load_config(Path(self.model_folder))
-        return self.form.pack(read_pairs(files, model, self.dtype, digest, self.max_rank, self.qkv_order))
+        return self.form.pack(
+            read_adapter(files, model, self.dtype, digest, self.max_rank, self.qkv_order, Path(self.model_folder))
+        )
 
 
-def read_pairs(
+def reader_of(model: LoadedModel, max_rank: int) -> AdapterReader:
+    """Returns what reads adapters up to ``max_rank`` for the model's backend."""
+    from pillion.engine.checkpoints.weights import qkv_order
+
+    prepared = model.prepared
+    order, form = qkv_order(load_config(prepared.folder)), model.backend.adapter_form()
+    return AdapterReader(
+        str(prepared.folder),
+        "float32" if prepared.dtype == "float32" else "bfloat16",
+        max_rank,
+        None if order is None else order.tolist(),
+        cast("AdapterForm", form),
+    )
+
+
+def read_adapter(
     files: AdapterFiles,
     model: ModelConfig,
     dtype: str,
     digest: str,
     max_rank: int = 0,
     qkv_order: Sequence[int] | None = None,
-) -> Layers:
-    """Reads an adapter's matrices; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
+    model_folder: Path = Path(),
+) -> AdapterBits:
+    """Reads an adapter; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
     pairs = files.pairs(model, max_rank)
     numbers = files.checked_numbers(digest, pairs)
     order = None if qkv_order is None else np.array(qkv_order)
     layers: dict[str, list[PairBits]] = defaultdict(list)
+    base = BaseWeights(model_folder)
     for pair in pairs:
         first, projection = pair.projection.first_output, pair.projection
-        a = files.bits(pair.a, numbers.pop(pair.a), dtype)
-        b = files.bits(pair.b, numbers.pop(pair.b), dtype, pair.scale)
+        affine = _affine(files, base, pair, numbers)
+        if affine is not None and affine[0].max() > MAX_CHANGE:
+            raise ConfigError(f"{files.folder}: {pair.norms} makes weights more than {MAX_CHANGE:.0f} times as large")
+        if not pair.a:
+            kind = np.uint32 if dtype == "float32" else np.uint16
+            a, b = np.zeros((1, projection.inputs), kind), np.zeros((projection.outputs, 1), kind)
+        elif affine is not None and pair.norms:
+            a = files.bits(pair.a, numbers.pop(pair.a), dtype)
+            scales = affine[0][:, None] * np.float32(pair.scale)
+            b = rounded_bits(files.numbers(pair.b, numbers.pop(pair.b)) * scales, dtype)
+        else:
+            a = files.bits(pair.a, numbers.pop(pair.a), dtype)
+            b = files.bits(pair.b, numbers.pop(pair.b), dtype, pair.scale)
         if order is not None and projection.layer.endswith(".qkv"):
-            # Heads keep their places, so each projection is reordered within itself.
-            b = b[order[first : first + projection.outputs] - first]
-        layers[projection.layer].append(PairBits(first, a, b))
-    return layers
+            # The outputs of queries, keys and values keep their own places in the fused layer, so each projection is
+            # reordered within itself.
+            own = order[first : first + projection.outputs] - first
+            b, affine = b[own], None if affine is None else affine[:, own]
+        layers[projection.layer].append(PairBits(first, a, b, affine))
+    virtual = files.virtual(model, numbers, dtype)
+    if virtual is not None and virtual.kv and order is not None:
+        # Keys have the order of the outputs that give the model's own keys.
+        heads, keys = virtual.values[:, :, 0], model.num_kv_heads * model.head_dim
+        first = model.num_heads * model.head_dim
+        own = heads.reshape(*heads.shape[:2], keys)[:, :, order[first : first + keys] - first]
+        values = np.stack([own.reshape(heads.shape), virtual.values[:, :, 1]], 2)
+        virtual = VirtualBits(kv=True, values=values)
+    return AdapterBits(layers, virtual)
+
+
+def _affine(
+    files: AdapterFiles, base: BaseWeights, pair: AdapterPair, numbers: Mapping[str, Bytes]
+) -> npt.NDArray[np.float32] | None:
+    """Returns by what the outputs of a linear layer are multiplied, and what is added to them, float32 [2, outputs];
+    None where the adapter has neither biases nor norms there. Raises ConfigError for norms of rows of zeros.
+
+    DoRA gives each row of W + B A, with the adapter's scale, a trained norm. The model's bias is left as it is, or has
+    been trained itself.
+    """
+    if not (pair.pair_bias or pair.norms or pair.bias):
+        return None
+    scales, shifts = np.ones(pair.projection.outputs, np.float32), np.zeros(pair.projection.outputs, np.float32)
+    if pair.pair_bias:
+        shifts += files.numbers(pair.pair_bias, numbers[pair.pair_bias]) * np.float32(pair.scale)
+    if pair.norms:
+        a, b = (files.numbers(name, numbers[name]) for name in (pair.a, pair.b))
+        norms = base.norms(pair.module, a, b * np.float32(pair.scale))
+        if not norms.all():
+            raise ConfigError(f"{files.folder}: {pair.norms} is for rows of zeros, which have no direction")
+        scales = files.numbers(pair.norms, numbers[pair.norms]) / norms
+    if pair.projection.biased and (pair.norms or pair.bias):
+        own = base.bias(pair.module)
+        trained = files.numbers(pair.bias, numbers[pair.bias]) if pair.bias else own
+        shifts += trained - scales * own
+    return np.stack([scales, shifts])

@@ -1,11 +1,11 @@
-"""Copies of adapters' folders by their digests, which all components of a machine share. Imports no torch.
+"""Keeps copies of adapters' folders by their digests, which all components of a machine share. Imports no torch.
 
 $PILLION_CACHE or ~/.cache/pillion
 `-- adapters/<digest>/    adapter_config.json and adapter_model.safetensors
 
-A copy is made beside its place, checked, and renamed into it: it is there or not, never half, and never changes. So the
-folder that an adapter came from may be overwritten at any time. Copies that nobody has used for a while make room when
-the store is full; gateways use theirs again and again.
+A copy is made beside its place, checked, and renamed into it: a copy is there as a whole or not at all, and never
+changes. So the folder that an adapter came from may be overwritten at any time. Copies that nobody has used for a while
+make room when the store is full; gateways use theirs again and again.
 """
 
 from __future__ import annotations
@@ -29,25 +29,27 @@ from pillion.adapter_folders import (
 from pillion.engine.adapters.adapter_files import READ_AT_ONCE_BYTES, AdapterFiles
 from pillion.engine.adapters.adapter_forms import NO_BYTES, Bytes
 from pillion.engine.checkpoints.model_cache import ModelCache
-from pillion.engine.models.model_config import ModelConfig, load_config
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 
 
 def folder_digest(folder: Path) -> str:
-    """The digest of the adapter in a folder. Raises ConfigError where there is none."""
+    """Returns the digest of the adapter in a folder. Raises ConfigError where there is no adapter."""
     return AdapterFiles(folder).digest()
 
 
 class AdapterJobs:
-    """What every process that reads adapters can do for its owner; a job returns a list for JSON, and bytes."""
+    """Offers the jobs that every process which reads adapters can do for its owner; a job returns a list for JSON, and
+    bytes."""
 
     def digest(self, folder: str) -> tuple[list[Any], Bytes]:
-        """The digest of the adapter in a folder. Raises ConfigError where there is none."""
+        """Returns the digest of the adapter in a folder. Raises ConfigError where there is none."""
         return [folder_digest(Path(folder))], NO_BYTES
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterKeeper(AdapterJobs):
+class AdapterCopier(AdapterJobs):
     """Copies adapters into a store, in a process to which it was described, because the files may be anybody's.
 
     ``root`` and ``limits`` are those of :class:`AdapterStore`.
@@ -57,29 +59,31 @@ class AdapterKeeper(AdapterJobs):
     limits: StoreLimits
 
     def add(self, source: str, model_folder: str, max_rank: int, inside: str) -> tuple[list[Any], Bytes]:
-        """Copies an adapter for the model in a folder, as :meth:`AdapterStore.add` does; "" for anywhere. Returns the
-        copy's digest and rank."""
+        """Copies the adapter in a folder into the store, as :meth:`AdapterStore.add` does; with "" for ``inside`` the
+        folder may lie anywhere. Returns the copy's digest and rank, and how many virtual tokens it has."""
         place, model = Path(inside) if inside else None, load_config(Path(model_folder))
         kept = AdapterStore(Path(self.root), self.limits).add(Path(source), model, max_rank, inside=place)
-        return [kept.digest, kept.rank], NO_BYTES
+        return [kept.digest, kept.rank, kept.virtual_tokens], NO_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class StoredAdapter:
-    """A copy in the store. ``rank`` is the highest one of its pairs."""
+    """Describes a copy in the store. ``rank`` is the highest rank of its pairs of matrices, and 1 where it has none;
+    ``virtual_tokens`` stand before each prompt."""
 
     digest: str
     folder: Path
     rank: int
     size_bytes: int
+    virtual_tokens: int = 0
 
 
 class AdapterStore:
-    """The store of a machine.
+    """Keeps a machine's copies of adapters.
 
     Args:
         root: the model cache's folder, by default that of this user.
-        limits: what copies may take.
+        limits: how much copies may take.
         digest_of: finds the digest of the adapter in a folder, and raises ConfigError where there is none. By default
             this process reads the folder itself.
     """
@@ -95,7 +99,7 @@ class AdapterStore:
         self._digest_of = digest_of
 
     def add(self, source: Path, model: ModelConfig, max_rank: int = 0, *, inside: Path | None = None) -> StoredAdapter:
-        """Copies an adapter's folder as it is now. Reads and writes the whole file: call it in a thread.
+        """Copies an adapter's folder as it is now. It reads and writes the whole file, so call it in a thread.
 
         Args:
             source: the folder.
@@ -117,16 +121,17 @@ class AdapterStore:
         with self._draft(files.size_bytes) as draft:
             for name, place in sources.items():
                 _copy(place, draft / name)
-            # The folder may have been overwritten meanwhile: what was copied is what counts.
+            # The folder may have been overwritten meanwhile, so the copied content decides.
             copied = AdapterFiles(draft, called=source)
             pairs = copied.pairs(model, max_rank)
             digest = copied.digest(copied.check_numbers)
             copied.check_changes(pairs)
             folder = self._keep(draft, digest)
-        return StoredAdapter(digest, folder, max(pair.rank for pair in pairs), copied.size_bytes)
+        rank = max((pair.rank for pair in pairs), default=1)
+        return StoredAdapter(digest, folder, rank, copied.size_bytes, copied.virtual_tokens)
 
     def find(self, digest: str) -> Path:
-        """The folder of an adapter, which counts as used now. Raises NotFound where there is none."""
+        """Returns the folder of an adapter, which counts as used now. Raises NotFound where the store has no copy."""
         folder = self._folder(digest)
         try:
             os.utime(folder)
@@ -136,8 +141,8 @@ class AdapterStore:
 
     @contextmanager
     def receive(self, digest: str, size_bytes: int) -> Iterator[Path]:
-        """Yields a folder for the two files of an adapter that another machine has, which is kept when the block ends.
-        Raises ConfigError where they are not those of ``digest``, Overloaded as :meth:`add` does."""
+        """Yields a folder for the two files of an adapter that another machine has; the folder is kept when the block
+        ends. Raises ConfigError where their content is not that of ``digest``, Overloaded as :meth:`add` does."""
         self._folder(digest)
         with self._draft(size_bytes) as draft:
             yield draft
@@ -146,7 +151,7 @@ class AdapterStore:
             self._keep(draft, digest)
 
     def remove(self, digest: str) -> None:
-        """Removes a damaged copy, so that it is made or fetched again."""
+        """Removes a damaged copy of an adapter, so that it is made or fetched again."""
         shutil.rmtree(self._folder(digest), ignore_errors=True)
 
     def _folder(self, digest: str) -> Path:
@@ -183,7 +188,7 @@ class AdapterStore:
 
 
 def _place_of(file: Path, inside: Path | None) -> Path:
-    """Where a file really lies. Raises PermissionDenied where that is outside of ``inside``."""
+    """Returns where a file really lies. Raises PermissionDenied where that is outside of ``inside``."""
     place = Path(os.path.realpath(file))
     if inside is not None and not place.is_relative_to(inside):
         raise PermissionDenied(f"{file} is a link to somewhere else")

@@ -1,6 +1,7 @@
-"""An adapter's matrices, laid over the fused linear layers of :mod:`pillion.engine.models.decoder`.
+"""Lays an adapter's matrices over the fused linear layers of :mod:`pillion.engine.models.decoder`.
 
     y = W x  +  B (A x)      for each target; B holds the adapter's scale already (Hu et al., 2021: LoRA)
+    y = s W x + t + B (A x)  where it has biases, or trained norms of rows (DoRA), which are numbers for each output
 
 A checkpoint has a pair (A, B) for each projection that was trained; several of them may lie in one fused layer, each
 with outputs and a rank of its own. Backends whose form is plain multiply by these tensors.
@@ -9,62 +10,160 @@ with outputs and a rank of its own. Backends whose form is plain multiply by the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from pillion.engine.adapters.adapter_forms import Bits, Layers, PairBits
+from pillion.engine.adapters.adapter_forms import AdapterBits, Bits, PairBits, VirtualBits
+from pillion.engine.models import families
+from pillion.engine.models.layer_operations import Share, tensors_of
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to some outputs of a linear layer.
+    """Holds what an adapter adds to some outputs of a linear layer.
 
     Attributes:
-        first_output: the first output of the fused layer that it adds to.
+        first_output: the first output of the fused layer to which the pair adds.
         a: float32 or bfloat16 [rank, inputs].
         b: the same type [outputs, rank], multiplied by the adapter's scale.
+        affine: float32 [2, outputs]: s and t; None where they are 1 and 0.
     """
 
     first_output: int
     a: torch.Tensor
     b: torch.Tensor
+    affine: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class VirtualTokens:
+    """Holds the virtual tokens of an adapter, as :class:`pillion.engine.adapters.adapter_forms.VirtualBits` has them.
+
+    Attributes:
+        kv: whether ``values`` are keys and values [tokens, layers, 2, KV heads, head_dim], not embeddings [tokens,
+            hidden].
+    """
+
+    kv: bool
+    values: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterWeights:
-    """An adapter for one model.
+    """Holds an adapter for one model.
 
     Attributes:
         digest: SHA-256 of the adapter's content in hexadecimal, which is its identity everywhere (I2).
-        rank: the greatest rank of a pair.
+        rank: the greatest rank of a pair; 1 where there is none.
         layers: what is added to each fused layer, by the layer's name: "layers.3.qkv", "layers.3.o",
-            "layers.3.gate_up" (gate before up) and "layers.3.down". Layers without a target are missing. Outputs of the
+    "layers.3.gate_up" (gate before up) and "layers.3.down". Layers that the adapter does not change are missing.
+    Outputs of the
             pairs of one layer do not overlap, and rise.
+        virtual: the virtual tokens that stand before each prompt.
     """
 
     digest: str
     rank: int
     layers: Mapping[str, tuple[LowRank, ...]]
+    virtual: VirtualTokens | None = None
 
 
-def weights_of(digest: str, layers: Layers) -> AdapterWeights:
-    """An adapter's bits as tensors; nothing is copied."""
-    rank = max(pair.a.shape[0] for pairs in layers.values() for pair in pairs)
+def weights_of(digest: str, bits: AdapterBits) -> AdapterWeights:
+    """Returns an adapter's bits as tensors; nothing is copied."""
+    layers, virtual = bits.layers, bits.virtual
+    rank = max((pair.a.shape[0] for pairs in layers.values() for pair in pairs), default=1)
     found = {
-        name: tuple(LowRank(pair.first_output, _tensor(pair.a), _tensor(pair.b)) for pair in pairs)
+        name: tuple(
+            LowRank(
+                pair.first_output,
+                _tensor(pair.a),
+                _tensor(pair.b),
+                None if pair.affine is None else torch.tensor(pair.affine),
+            )
+            for pair in pairs
+        )
         for name, pairs in layers.items()
     }
-    return AdapterWeights(digest, rank, found)
+    tokens = None if virtual is None else VirtualTokens(virtual.kv, _tensor(virtual.values))
+    return AdapterWeights(digest, rank, found, tokens)
 
 
-def layers_of(weights: AdapterWeights) -> Layers:
-    """The bits of an adapter's tensors."""
-    return {
-        name: [PairBits(pair.first_output, _bits(pair.a), _bits(pair.b)) for pair in pairs]
+def bits_of(weights: AdapterWeights) -> AdapterBits:
+    """Returns the bits of an adapter's tensors."""
+    layers = {
+        name: [
+            PairBits(
+                pair.first_output,
+                _bits(pair.a),
+                _bits(pair.b),
+                None if pair.affine is None else pair.affine.numpy(),
+            )
+            for pair in pairs
+        ]
         for name, pairs in weights.layers.items()
     }
+    virtual = weights.virtual
+    return AdapterBits(layers, None if virtual is None else VirtualBits(virtual.kv, _bits(virtual.values)))
+
+
+def shard_adapter(
+    weights: AdapterWeights, config: ModelConfig, shard: ModelShard, inner: Mapping[str, torch.Tensor]
+) -> AdapterWeights:
+    """Returns a process's share of an adapter that fits the model. ``inner`` has the inner values that the process has,
+    by the layer's name ("layers.3"), where they are not in order."""
+    if shard.whole:
+        return weights
+    layers: dict[str, tuple[LowRank, ...]] = {}
+    tensors = [{tensor.name: tensor for tensor in tensors_of(layer)} for layer in families.layers_of(config)]
+    own = shard.own_layers(config)
+    for name, pairs in weights.layers.items():
+        layer, _, kind = name.rpartition(".")
+        index = int(layer.rpartition(".")[2])
+        if index not in own:
+            continue
+        tensor, values = tensors[index][kind], inner.get(layer)
+        if tensor.inputs[0].share is not Share.WHOLE:
+            inputs = shard.indices(tensor.inputs, values)
+            layers[name] = tuple(_inputs(pair, inputs, leads=shard.leads) for pair in pairs)
+            continue
+        mine = shard.indices(tensor.rows, values)
+        shares = [_outputs(pair, mine) for pair in pairs]
+        layers[name] = tuple(share for share in shares if share is not None)
+    virtual = weights.virtual
+    if virtual is not None and virtual.kv:
+        virtual = replace(virtual, values=virtual.values[:, :, :, shard.kv_heads.start : shard.kv_heads.stop])
+    return replace(weights, layers={name: pairs for name, pairs in layers.items() if pairs}, virtual=virtual)
+
+
+def _inputs(pair: LowRank, mine: torch.Tensor, *, leads: bool) -> LowRank:
+    """Returns the part of a pair for the inputs ``mine``. What is added to outputs is added by the process that
+    leads."""
+    affine = pair.affine
+    if affine is not None and not leads:
+        affine = torch.stack([affine[0], torch.zeros_like(affine[1])])
+    return replace(pair, a=pair.a[:, mine], affine=affine)
+
+
+def _outputs(pair: LowRank, mine: torch.Tensor) -> LowRank | None:
+    """Returns the part of a pair that adds to the outputs ``mine``; None where it adds nothing. It has zeros for
+    outputs between its first and its last one that it does not change."""
+    theirs = mine - pair.first_output
+    inside = ((theirs >= 0) & (theirs < len(pair.b))).nonzero().flatten()
+    if not len(inside):
+        return None
+    first, last = int(inside[0]), int(inside[-1])
+    b = pair.b.new_zeros(last - first + 1, pair.b.shape[1])
+    b[inside - first] = pair.b[theirs[inside]]
+    affine = pair.affine
+    if affine is not None:
+        own = torch.stack([torch.ones(len(b)), torch.zeros(len(b))])
+        own[:, inside - first] = affine[:, theirs[inside]]
+        affine = own
+    return LowRank(first, pair.a, b, affine)
 
 
 def _tensor(bits: Bits) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""How long a regular expression may search: a bound, from its parse tree, on the ways in which it can try one name.
+"""Estimates how long a regular expression may search: it bounds, by the parse tree, the ways in which the expression
+can try one name.
 
 ``re`` goes back to each choice that it made, and holds the interpreter meanwhile: ``(.*x?)*!`` takes twice as long for
 every further character. An adapter's config comes with such expressions, so that they are weighed before they are used.
@@ -11,19 +12,19 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-# Longer than any name of a linear layer that an expression is matched with.
+# This is longer than any name of a linear layer that an expression is matched with.
 NAME_CHARS = 64
-# The ways that the expressions of one key of a config may have together: some ten milliseconds for each name.
+# The expressions of one key of a config may have this many ways together, which take some 10 ms for each name.
 MAX_WAYS = 10**6
 
 _parser: Any = importlib.import_module("re._parser")
-# Repeats that follow each other, and the ways of everything else.
+# An expression's ways are counted as repeats that follow each other, and as the ways of everything else.
 _Ways = tuple[int, int]
 
 
 def ways_of(pattern: str) -> int:
-    """At most so many ways lead through an expression; more than MAX_WAYS for all that are too many. Raises what
-    :func:`re.compile` raises."""
+    """Returns a bound on the ways in which an expression can try a name; more than MAX_WAYS where they are too many.
+    Raises what :func:`re.compile` raises."""
     return _total(_sequence(_parser.parse(pattern)))
 
 
@@ -59,13 +60,13 @@ def _repeat(least: int, most: int, inside: _Ways) -> _Ways:
         return 0, _total(inside) + (least == 0)
     if inside == (0, 1):
         return (0, 1) if least == most else (1, 1)
-    # Every round has all ways of what is repeated.
+    # Every round has all ways of the repeated expression.
     return 0, min(_total(inside) ** min(most, NAME_CHARS), MAX_WAYS + 1)
 
 
 def _branch(alternatives: Sequence[Any]) -> int:
     found = [(_beginning(items), _total(_sequence(items))) for items in alternatives]
-    # Only those alternatives can match at one place of which one begins as the other does.
+    # Two alternatives can match at one place only if one begins as the other does.
     return max(sum(ways for other, ways in found if beginning[: len(other)] == other) for beginning, _ in found)
 
 

@@ -1,43 +1,83 @@
-"""Multiplies a step's rows by their adapters in plain torch: the reference for all kernels."""
+"""Multiplies a step's rows by their adapters in plain torch, for the torch backend: the reference for all kernels.
+Virtual tokens are rows like others, but for their embeddings, or their keys and values, which the adapter has.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from pillion.engine.adapters.adapter_rows import adapter_shapes
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-
-Int32 = npt.NDArray[np.int32]
+from pillion.engine.adapters.plain_adapters import PlainAdapter, PlainAdapters
+from pillion.engine.backends.backend import StepBatch
+from pillion.engine.backends.torch_backend import TorchBackend
 
 
 class StepAdapters:
-    """The adapters of a step's rows, which the decoder asks layer by layer."""
+    """Holds the adapters of a step's rows, which the decoder applies layer by layer."""
 
-    def __init__(self, row_places: torch.Tensor, adapters: Mapping[int, AdapterWeights]) -> None:
-        """``row_places``: [T] the place of each row's adapter, -1 for none. ``adapters``: by place."""
-        self._row_places = row_places
+    def __init__(
+        self, row_slots: torch.Tensor, positions: torch.Tensor, adapters: Mapping[int, AdapterWeights]
+    ) -> None:
+        """Takes ``row_slots``, [T] the slot of each row's adapter, -1 for none; ``positions`` [T] of the rows' tokens;
+        and ``adapters`` by slot."""
+        self._positions = positions
+        self._row_slots = row_slots
         self._adapters = adapters
-        places = set(row_places.tolist()) - {-1}
-        self._rows = {place: (row_places == place).nonzero()[:, 0] for place in sorted(places)}
+        slots = set(row_slots.tolist()) - {-1}
+        self._rows = {slot: (row_slots == slot).nonzero()[:, 0] for slot in sorted(slots)}
 
     def of_rows(self, rows: torch.Tensor) -> StepAdapters:
-        """The adapters of some of the rows, by their numbers [R]."""
-        return StepAdapters(self._row_places[rows], self._adapters)
+        """Returns the adapters of some of the rows, by their numbers [R]."""
+        return StepAdapters(self._row_slots[rows], self._positions[rows], self._adapters)
+
+    def embed(self, hidden: torch.Tensor) -> None:
+        """Writes the embeddings of virtual tokens into the rows [T, hidden] that have them."""
+        for rows, values in self._virtual(kv=False):
+            hidden[rows] = values
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes a layer's keys and values of virtual tokens into the rows [T, KV heads, head_dim] that have them."""
+        for rows, both in self._virtual(kv=True):
+            keys[rows], values[rows] = both[:, layer].unbind(1)
+
+    def _virtual(self, *, kv: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yields the rows of virtual tokens of each adapter, and what the adapter has for them."""
+        for slot, rows in self._rows.items():
+            virtual = self._adapters[slot].virtual
+            if virtual is not None and virtual.kv is kv:
+                rows = rows[self._positions[rows] < len(virtual.values)]
+                yield rows, virtual.values[self._positions[rows]]
 
     def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
-        """Adds to a fused layer's outputs [T, out] what the rows' adapters make of its inputs [T, in]."""
-        for place, rows in self._rows.items():
-            for pair in self._adapters[place].layers.get(layer, ()):
+        """Adds to a fused layer's outputs [T, out] the products of its inputs with the rows' adapters [T, in]."""
+        for slot, rows in self._rows.items():
+            for pair in self._adapters[slot].layers.get(layer, ()):
                 added = inputs[rows] @ pair.a.T @ pair.b.T
-                # Adding to some columns of some rows is one indexed addition.
                 columns = torch.arange(pair.first_output, pair.first_output + len(pair.b))
+                if pair.affine is not None:
+                    found = outputs[rows[:, None], columns].float() * pair.affine[0] + pair.affine[1]
+                    outputs[rows[:, None], columns] = found.to(outputs.dtype)
+                # One indexed addition adds to these columns of these rows, and to no others.
                 outputs[rows[:, None], columns] += added
 
 
-def step_adapters(places: Int32, query_starts: Int32, adapters: Mapping[int, AdapterWeights]) -> StepAdapters:
-    """The adapters of a batch's rows: ``places`` and ``query_starts`` are those of its StepBatch."""
-    lengths = torch.from_numpy(query_starts).long().diff()
-    return StepAdapters(torch.from_numpy(places).long().repeat_interleave(lengths), adapters)
+def step_adapters(batch: StepBatch, adapters: Mapping[int, AdapterWeights]) -> StepAdapters:
+    """Returns the adapters of a batch's rows."""
+    assert batch.adapters is not None
+    slots, starts, positions = map(torch.from_numpy, (batch.adapters, batch.query_starts, batch.positions))
+    return StepAdapters(slots.long().repeat_interleave(starts.long().diff()), positions.long(), adapters)
+
+
+class TorchAdapters(PlainAdapters):
+    """Holds the adapters of a :class:`TorchBackend`."""
+
+    def __init__(self, backend: TorchBackend, max_adapters: int, max_rank: int) -> None:
+        super().__init__(max_adapters, max_rank, adapter_shapes(backend.config))
+
+    def of_step(self, batch: StepBatch) -> StepAdapters:
+        """Returns the adapters of a step's rows."""
+        placed = {at: one.weights for at, one in enumerate(self.placed) if isinstance(one, PlainAdapter)}
+        return step_adapters(batch, placed)

@@ -5,26 +5,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
 from itertools import accumulate, chain
+from typing import Any
 
 import numpy as np
 
-from pillion.engine.backends.batch import Int32, StepBatch
-from pillion.engine.backends.step_masks import StepMasks
-from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, SamplingRows, ScoredRows
+from pillion.engine.backends.backend import Int32, StepBatch
+from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, RowMasks, SamplingRows, ScoredRows
 from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 
-_SEED_MASK = 2**64 - 1
-# A sampled row: sequence, parameters, seed and position.
+# A sampled row has a sequence, parameters, a seed and a position.
 _Row = tuple[Sequence, SamplingParams, int, int]
 
 
-def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
+def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     """Builds the batch of a plan that has at least one piece; :class:`StepBatch` describes the arrays."""
     pieces = plan.pieces
-    counts, places = [piece.count for piece in pieces], [piece.sequence.adapter_place for piece in pieces]
+    counts = [piece.count for piece in pieces]
     ends = list(accumulate(counts))
     batch = build_rows(
         [piece.sequence for piece in pieces],
@@ -33,7 +32,7 @@ def build_batch(plan: StepPlan, block_size: int) -> StepBatch:
         [piece.sequence.spec.rope_shift for piece in pieces],
         block_size,
         sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)],
-        adapters=np.array(places, dtype=np.int32) if max(places) >= 0 else None,
+        adapters=plan.adapters,
     )
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
@@ -76,13 +75,13 @@ def build_rows(
 
 
 def _sample_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[int]:
-    """Yields each piece's last ``samples`` rows, and then its last row again for each fork."""
+    """Yields each piece's last ``samples`` rows, and then its last row again for each sibling."""
     for piece, end in zip(pieces, ends, strict=True):
         if piece.samples == 1:
             yield end - 1
         elif piece.samples:
             yield from range(end - piece.samples, end)
-        for _ in piece.fork_seeds:
+        for _ in piece.sibling_seeds:
             yield end - 1
 
 
@@ -90,58 +89,49 @@ def _scored_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
     """Yields the rows that each piece scores."""
     for place in [place for place, piece in enumerate(pieces) if piece.scores]:
         piece = pieces[place]
-        behind = ends[place] - (piece.start + piece.count - piece.scores_end)
-        yield from range(behind - piece.scores, behind)
+        after = ends[place] - (piece.start + piece.count - piece.scores_end)
+        yield from range(after - piece.scores, after)
 
 
-def build_sampling(plan: StepPlan) -> SamplingRows:
-    """Builds the parameters of each row of the batch's ``sample_rows``, in that order.
+def build_sampling(plan: StepPlan, masks: RowMasks | None = None) -> SamplingRows:
+    """Builds the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens some
+    of them may choose (:meth:`Scheduler.masks`).
 
     A row's position is that of the new token in prompt + answer, so a stream that moved or resumed draws the same (I6).
     """
     rows = list(chain.from_iterable(_rows_of(piece) for piece in plan.pieces if piece.samples))
     reports = [-1 if p.logprobs is None else p.logprobs for _, p, _, _ in rows]
-    return _sampling(rows, reports, tuple(_edits(rows)), masks=StepMasks.of(plan), scored=_scored(plan.pieces))
+    return _sampling(
+        rows,
+        logprobs=np.array(reports, np.int64),
+        edits=tuple(_edits(rows)),
+        masks=masks,
+        scored=_scored(plan.pieces),
+    )
 
 
-def build_guess_sampling(behind: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
-    """Builds the parameters of rows of ``vocab_size`` logits that each guess a token behind so many guesses of a
-    sequence: those of the row that will judge the guess. So the same noise falls on both, and a guess is right more
-    often than the likeliest token would be (Daliri, Musco and Suresh 2024). Penalties count the tokens that are known;
-    there are no masks, because grammars cut guesses later, and no changes of a row that biases a missing logit."""
+def build_guess_sampling(after: Seq[tuple[Sequence, int]], vocab_size: int) -> SamplingRows:
+    """Builds the parameters of rows of ``vocab_size`` logits that each guess a token after so many guesses of a
+    sequence: they are those of the row that will judge the guess. So the same noise is used for both, and a guess is
+    right more often than the likeliest token would be (Daliri, Musco and Suresh 2024). Penalties count the tokens that
+    are known; there are no masks, because grammars cut guesses later, and no changes of a row that biases a missing
+    logit."""
     rows = []
-    for sequence, guesses in behind:
+    for sequence, guesses in after:
         params = sequence.spec.sampling
         assert params is not None
         rows.append((sequence, params, params.seed or 0, sequence.num_tokens + guesses))
     edits = (edit for edit in _edits(rows) if edit.biased.max(initial=-1) < vocab_size)
-    return _sampling(rows, [-1] * len(rows), tuple(edits))
+    return _sampling(rows, edits=tuple(edits))
 
 
-def _sampling(
-    rows: list[_Row],
-    reports: list[int],
-    edits: tuple[RowEdit, ...],
-    masks: StepMasks | None = None,
-    scored: ScoredRows | None = None,
-) -> SamplingRows:
-    params = [p for _, p, _, _ in rows]
-    return SamplingRows(
-        temperature=np.array([_or_default(p.temperature, 1.0) for p in params], dtype=np.float32),
-        top_k=np.array([max(p.top_k or 0, 0) for p in params], dtype=np.int64),
-        top_p=np.array([_or_default(p.top_p, 1.0) for p in params], dtype=np.float32),
-        min_p=np.array([p.min_p or 0.0 for p in params], dtype=np.float32),
-        seeds=np.array([seed & _SEED_MASK for _, _, seed, _ in rows], dtype=np.uint64),
-        positions=np.array([position for _, _, _, position in rows], dtype=np.int64),
-        logprobs=np.array(reports, dtype=np.int64),
-        edits=edits,
-        masks=masks,
-        scored=scored,
-    )
+def _sampling(rows: list[_Row], **more: Any) -> SamplingRows:
+    _, params, seeds, positions = zip(*rows, strict=True) if rows else ((), (), (), ())
+    return SamplingRows.of(params, seeds, positions, **more)
 
 
 def _scored(pieces: tuple[SequencePiece, ...]) -> ScoredRows | None:
-    """The tokens that the step scores: the row of a position scores the prompt's next token."""
+    """Returns the tokens that the step scores: the row of a position scores the prompt's next token."""
     scoring = [piece for piece in pieces if piece.scores]
     if not scoring:
         return None
@@ -153,28 +143,29 @@ def _scored(pieces: tuple[SequencePiece, ...]) -> ScoredRows | None:
 
 
 def _rows_of(piece: SequencePiece) -> list[_Row]:
-    """Sequence, parameters, seed and position of each row that a piece samples."""
+    """Returns the sequence, parameters, seed and position of each row that a piece samples."""
     sequence, end = piece.sequence, piece.start + piece.count
     params = sequence.spec.sampling
     assert params is not None
     seed = params.seed or 0
-    if piece.samples == 1 and not piece.fork_seeds:
+    if piece.samples == 1 and not piece.sibling_seeds:
         return [(sequence, params, seed, end)]
     own = [(sequence, params, seed, end - back) for back in range(piece.samples - 1, -1, -1)]
-    return own + [(sequence, params, fork_seed, end) for fork_seed in piece.fork_seeds]
+    return own + [(sequence, params, sibling_seed, end) for sibling_seed in piece.sibling_seeds]
 
 
 def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
     """Yields the edits of rows that change logits, which are few."""
     for row, (sequence, params, _, position) in enumerate(rows):
-        repetition = _or_default(params.repetition_penalty, 1.0)
+        repetition = 1.0 if params.repetition_penalty is None else params.repetition_penalty
         presence, frequency = params.presence_penalty or 0.0, params.frequency_penalty or 0.0
         prompt = sequence.spec.prompt_tokens
         early = bool(params.min_tokens) and position - prompt < (params.min_tokens or 0)
         if repetition == 1.0 and not (presence or frequency or params.logit_bias or early):
             continue
-        # A stream that failed with the step before lacks a token, and nobody wants this choice of its.
-        end = min(position, sequence.num_tokens + sequence.num_drafts)
+        # A stream that failed with the step before lacks a token, and nobody wants the token that is chosen for it
+        # here.
+        end = min(position, sequence.num_tokens + sequence.num_proposed)
         yield RowEdit(
             row=row,
             biased=_ids(params.logit_bias),
@@ -190,7 +181,3 @@ def _edits(rows: list[_Row]) -> Iterator[RowEdit]:
 
 def _ids(ids: Collection[int]) -> Int64:
     return np.fromiter(ids, dtype=np.int64, count=len(ids)) if ids else NO_IDS
-
-
-def _or_default(value: float | None, default: float) -> float:
-    return default if value is None else value

@@ -1,92 +1,97 @@
-"""Resolves "auto" in the flags about devices, once when a process starts.
-
-GPUs are counted through the driver, so that a supervisor without torch can do it, too. With TRITON_INTERPRET=1
-``--device cuda`` needs no GPU: the kernels run in Triton's interpreter, on the host's memory.
-"""
+"""Resolves "auto" in the flags about devices, once when a process starts."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
-from functools import cache
-from pathlib import Path
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
-from pillion.config import ComputeFlags, OfflineFlags, ServeFlags
-from pillion.errors import ConfigError
-from pillion.kvstore.memory.cuda_driver import CudaDriver
-from pillion.kvstore.memory.domain import DEFAULT_HOST_POOL_BYTES
-
-# Exists where NVIDIA's kernel module is loaded.
-REAL_DRIVER = Path("/proc/driver/nvidia/version")
+from pillion.config import ComputeFlags, OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
+from pillion.kvstore.memory.domain import CPU, DEFAULT_HOST_POOL_BYTES
+from pillion.rooms import Seam, entered, require
 
 F = TypeVar("F", bound=ComputeFlags)
+W = TypeVar("W", bound=WorkerFlags)
+# On a CPU a step has these tokens where no flag says otherwise: it computes so long for each token that larger steps
+# gain nothing (docs/decisions/051-budgets.md). In an LLM prompts come all at once, and nobody waits for single tokens.
+CPU_DECODE_TOKENS = 256
+CPU_PREFILL_TOKENS = CPU_LLM_TOKENS = 512
 
 
-@cache
-def device_count() -> int:
-    """Counts the GPUs that this process may use; 0 without a driver."""
-    try:
-        return CudaDriver().count()
-    except ConfigError:
-        return 0
+class Devices(Protocol):
+    """Describes the devices beside the CPU that compute: GPUs. No method imports torch."""
+
+    def resolve(self, flags: ComputeFlags) -> str:
+        """Resolves flags as :func:`resolve_device` does."""
+
+    def pool_device(self, ranks: int) -> str:
+        """Returns the ``--kv-device`` of workers of at most ``ranks`` ranks that compute on these devices."""
+
+    def step_tokens(self, flags: WorkerFlags) -> int:
+        """Returns the token budget of a worker's steps that suits the device and the model, which it prepares; 0 where
+        that of the CPU does. Raises ConfigError for a model that cannot be prepared."""
+
+    def check_ranks(self, ranks: int) -> None:
+        """Raises ConfigError where a worker of so many ranks cannot compute on these devices."""
+
+    def words(self) -> str:
+        """Names the kernels that run on these devices, and how many devices there are."""
 
 
-def interpreted() -> bool:
-    """Whether GPU kernels run in Triton's interpreter on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+DEVICES = Seam[Devices]("engine.backends.devices")
+
+
+def devices_beside_cpu(device: str) -> Devices:
+    """Returns the devices that ``--device`` names. Raises ConfigError where its room is gone."""
+    return require(DEVICES, "GPU", f"--device {device}")
 
 
 def resolve_device(flags: ComputeFlags) -> str:
     """Returns "cpu" or "cuda". Raises ConfigError for a missing GPU, and for flags that the device does not support."""
-    device = flags.device
-    if interpreted() and device != "cpu" and REAL_DRIVER.exists():
-        raise ConfigError("TRITON_INTERPRET=1 is for machines without a GPU: unset it, or say --device cpu")
-    if device == "auto":
-        device = "cuda" if device_count() else "cpu"
-    elif device == "cuda" and not interpreted() and not device_count():
-        raise ConfigError("--device cuda: no NVIDIA GPU can be used here")
-    if device == "cuda" and flags.kv_cache_dtype == "int8":
-        raise ConfigError("--kv-cache-dtype int8 is for the CPU kernels; on a GPU, use fp8")
-    if device == "cpu" and flags.load_format != "auto":
-        raise ConfigError(f"--load-format {flags.load_format} needs a GPU")
-    return device
-
-
-def gpu_for_each(ranks: int) -> bool:
-    """Whether each rank of a worker has a GPU of its own: rank r the r-th that this process sees."""
-    return 1 < ranks <= device_count()
-
-
-def first_gpu(rank: int) -> dict[str, str]:
-    """The environment of a process whose first GPU, torch's ``cuda:0``, is this process's ``cuda:rank``; it sees the
-    others behind that."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    seen = [part.strip() for part in named.split(",")] if named else [str(index) for index in range(device_count())]
-    # The driver stops at the first name that it does not know.
-    seen = seen[: device_count()]
-    return {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join([seen[rank], *seen[:rank], *seen[rank + 1 :]])}
-
-
-def gpu_uuid() -> str:
-    """The UUID of the GPU on which this process computes, "" where it has none."""
-    return CudaDriver().uuid_of(0) if device_count() else ""
+    for devices in entered(DEVICES):
+        return devices.resolve(flags)
+    if flags.device not in ("auto", CPU):
+        devices_beside_cpu(flags.device)
+    return CPU
 
 
 def pool_device(device: str, ranks: int = 1) -> str:
     """Returns the devices on which the KV node of workers on ``device``, of at most ``ranks`` ranks, keeps its pool:
     ``--kv-device``."""
-    if device == "cuda" and gpu_for_each(ranks):
-        return ",".join(f"cuda:{index}" for index in range(ranks))
-    return "cpu" if interpreted() and not device_count() else device
+    return CPU if device == CPU else devices_beside_cpu(device).pool_device(ranks)
 
 
 def resolved(flags: F) -> F:
-    """Returns the flags of a cluster or an LLM without "auto". Raises ConfigError like :func:`resolve_device`."""
+    """Returns the flags of a cluster or an LLM without "auto". Raises ConfigError like :func:`resolve_device`.
+
+    The budgets of steps on a GPU stay 0: each worker chooses its own when it has the model (:func:`with_budgets`)."""
     device = resolve_device(flags)
     flags = replace(flags, device=device)
-    if isinstance(flags, ServeFlags | OfflineFlags) and not flags.kv_pool_bytes and pool_device(device) == "cpu":
+    if device == CPU:
+        flags = replace(flags, **cpu_budgets(flags))
+    if isinstance(flags, ServeFlags | OfflineFlags) and not flags.kv_pool_bytes and pool_device(device) == CPU:
         flags = replace(flags, kv_pool_bytes=DEFAULT_HOST_POOL_BYTES)
     if isinstance(flags, ServeFlags) and flags.prefill_workers < 0:
-        flags = replace(flags, prefill_workers=0 if device == "cuda" else 1)
+        flags = replace(flags, prefill_workers=1 if device == CPU else 0)
     return flags
+
+
+def with_budgets(flags: W) -> W:
+    """Returns a worker's flags with a number for the token budget of its steps. Raises ConfigError like
+    :func:`resolve_device`, and for a model that cannot be prepared."""
+    if flags.step_budget_tokens:
+        return flags
+    budgets, device = cpu_budgets(flags), resolve_device(flags)
+    tokens = 0 if device == CPU else devices_beside_cpu(device).step_tokens(flags)
+    return replace(flags, **{name: max(tokens, least) if tokens else least for name, least in budgets.items()})
+
+
+def cpu_budgets(flags: object) -> dict[str, Any]:
+    """Returns the budgets that no flag sets, by the names of their flags: those of a CPU, but no less than each step
+    must hold. ``flags`` are those of a worker, a cluster or an LLM."""
+    budgets: dict[str, Any] = {}
+    if isinstance(flags, StepFlags) and not flags.max_num_batched_tokens:
+        usual = CPU_LLM_TOKENS if isinstance(flags, OfflineFlags) else CPU_DECODE_TOKENS
+        budgets["max_num_batched_tokens"] = max(usual, flags.max_num_seqs)
+    if isinstance(flags, PrefillFlags) and not flags.max_num_batched_prefill_tokens:
+        budgets["max_num_batched_prefill_tokens"] = max(CPU_PREFILL_TOKENS, flags.block_size)
+    return budgets

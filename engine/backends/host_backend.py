@@ -1,26 +1,22 @@
-"""Backends whose steps run on the calling thread: their pool in the host's memory, and how they launch a step."""
+"""Runs steps on the calling thread, over a pool in the host's memory."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
+    AdaptedBackend,
     KVLayout,
-    PackedAdapter,
     PoolPlace,
-    check_adapter,
-    check_place,
+    StepBatch,
     checked_copies,
     checked_memory,
     warm_up_batches,
 )
-from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.plain_adapters import PlainAdapters
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import Internal
@@ -28,7 +24,7 @@ from pillion.errors import Internal
 
 @dataclass(frozen=True, slots=True)
 class FinishedStep:
-    """A step that was run when it was launched."""
+    """Holds the results of a step, which was run when it was launched."""
 
     sampled: Sampled
 
@@ -39,52 +35,43 @@ class FinishedStep:
         return self.sampled
 
 
-@dataclass(frozen=True, slots=True)
-class PlainAdapter:
-    """An adapter as it was read."""
-
-    weights: AdapterWeights
-
-    @property
-    def nbytes(self) -> int:
-        pairs = (pair for layer in self.weights.layers.values() for pair in layer)
-        return sum(pair.a.nbytes + pair.b.nbytes for pair in pairs)
-
-
-class HostBackend(PlainAdapters):
-    """Implements :class:`pillion.engine.backends.backend.Backend`, which has the contract, over a subclass's ``_run``.
+class HostBackend(AdaptedBackend, ABC):
+    """Implements :class:`pillion.engine.backends.backend.Backend`, whose docstring has the contract, over a subclass's
+    ``_run``.
 
     Forward pass and copies can also be called one by one. The logits of a forward pass stay valid until the next one,
     which may use their memory again. Lifecycle: made -> bind_pool -> forward, forward, ... -> close; warm_up may be
     called at any time before close and uses memory of its own.
     """
 
-    runs_ahead = False
+    max_steps_under_way = 1
 
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout
         self.vocab_size = vocab_size
-        # How much longer the last forward pass would have taken without cores of other workers.
+        # This is how much longer the last forward pass would have taken without cores of other workers.
         self.borrowed_s = 0.0
         self._pool: torch.Tensor | None = None
-        # The layers whose inputs a step keeps, in the order of the columns of ``Sampled.states``.
+        # A step keeps the inputs of these layers, in the order of the columns of ``Sampled.states``.
         self.state_layers: tuple[int, ...] = ()
-        # The adapter in each place, kept alive by it.
-        self._adapters: list[PackedAdapter | None] = []
-        self._max_rank = 0
+
+    @property
+    def here(self) -> HostBackend:
+        """Gives the part of the backend that runs in this process."""
+        return self
 
     def keep_states(self, layers: Sequence[int]) -> None:
-        """Has each step give the inputs of these layers for all its rows (``Sampled.states``). At most once, before
-        ``bind_adapters`` and ``bind_pool``."""
+        """Makes each step return the inputs of these layers for all its rows (``Sampled.states``). It is called at most
+        once, before ``bind_adapters`` and ``bind_pool``."""
         self.state_layers = tuple(layers)
 
     def _read_states(self, num_tokens: int) -> States:
-        """The states of the forward pass that has just run, a copy."""
+        """Returns the states of the forward pass that has just run, a copy."""
         raise Internal("this backend keeps no states")
 
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns as :meth:`forward` does."""
+        """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns what :meth:`forward` returns."""
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         """Raises Internal for a batch that :meth:`_run` would refuse before it has begun."""
@@ -116,34 +103,9 @@ class HostBackend(PlainAdapters):
             sampled = replace(sampled, states=self._read_states(batch.num_tokens))
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)
 
-    @property
-    def max_adapters(self) -> int:
-        return len(self._adapters)
-
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
-        """Makes empty places for adapters up to ``max_rank``."""
-        self._adapters, self._max_rank = [None] * max_adapters, max_rank
-
-    def pack_adapter(self, weights: AdapterWeights) -> PackedAdapter:
-        """Checks an adapter and brings it into the form of :meth:`_pack`. Raises ConfigError where it does not fit."""
-        check_adapter(weights, self._adapter_shapes(), self._max_rank)
-        return self._pack(weights)
-
-    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
-        """Puts an adapter into a place. Raises Internal for a place that does not exist."""
-        check_place(place, len(self._adapters))
-        self._adapters[place] = packed
-
-    def _adapter_shapes(self) -> Mapping[str, tuple[int, int]]:
-        """(outputs, inputs) of each layer that adapters may change; a backend without such layers takes none."""
-        return {}
-
-    def _pack(self, weights: AdapterWeights) -> PackedAdapter:
-        return PlainAdapter(weights)
-
     def warm_up(self, max_tokens: int) -> None:
         """Reads all weights and lets buffers grow to a step of so many tokens, over a pool of its own. A larger step
-        has them grow when it comes."""
+        lets them grow when it comes."""
         block_size = self.layout.block_size
         pool = torch.zeros(-(-max_tokens // block_size), self.layout.block_bytes, dtype=torch.uint8)
         for batch in warm_up_batches(max_tokens, block_size):

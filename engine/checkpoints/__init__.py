@@ -1,19 +1,16 @@
-"""From a ``--model`` flag to weights in memory.
+"""Leads from a ``--model`` flag to weights in memory.
 
-    prepare.py       finds, converts and fingerprints a model: the entry for every component
-    model_files.py   resolves the flag; lists weight files
+    prepare.py            finds, converts and fingerprints a model: the entry for every component
+    model_files.py        resolves the flag; lists weight files
     generation_config.py  the sampling values that a model recommends, and the flags about them
-    model_cache.py   the cache on disk of prepared models
-    convert.py       GGUF files and foreign tokenizers -> a Hugging Face folder; shards.py writes its weights
-    gguf_blocks.py   the blocks of GGUF's types -> matrices in few bits
-    quantizer.py     plain matrices and folders -> quantized ones, for --quantization
-    checkpoint.py    names and shapes of tensors in safetensors files
-    weight_format.py the contract of a format of matrices in few bits;  formats/ has all of them
-    weights.py       checkpoint tensors -> the decoder's weights
-    eagle_weights.py the tensors of an EAGLE-3 head -> its weights
-    packed_file.py   the mapped file in which the CPU kernels keep packed weights
+    model_cache.py        the cache on disk of prepared models
+    convert.py            foreign tokenizers -> a Hugging Face folder
+    checkpoint.py         names and shapes of tensors in safetensors files
+    weight_format.py      the contract of a format of matrices in few bits
+    weights.py            checkpoint tensors -> the decoder's weights
+    packed_file.py        the mapped file in which the CPU kernels keep packed weights
 
-Read prepare.py first. Never in here: the forward pass (engine/models), and layouts of weights for one device
-(engine/backends). model_files, model_cache, prepare and convert
-import no torch at their top, because the gateway and the supervisor start with them.
+Read prepare.py first. The forward pass (engine/models), and layouts of weights for one device (engine/backends), stay
+out of here. model_files, model_cache, prepare and convert import no torch at their top, because the gateway and the
+supervisor start with them.
 """

@@ -8,6 +8,7 @@ pickles nor code are read.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,27 +18,31 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
-from pillion.engine.checkpoints.formats.layout import FLOATS
-from pillion.engine.checkpoints.formats.table import choose_format
 from pillion.engine.checkpoints.model_files import weight_files
-from pillion.engine.checkpoints.weight_format import TensorHeader, WeightFormat
+from pillion.engine.checkpoints.weight_format import FLOATS, TensorHeader, WeightFormat, choose_format
+from pillion.engine.models.families import FAMILIES, layers_of
+from pillion.engine.models.layer_operations import Layer, LayerTensor, Norm, Role, tensors_of
+from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
-# Tensors that are not read: leftovers in old checkpoints, and the vision part of models of text and images.
+# Tensors with these endings and beginnings are not read: leftovers in old checkpoints, and the vision part of models of
+# text and images.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
-# Scales for a KV cache in 8 bits. A cache here is in more bits, or has scales of its own.
+# These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
 _IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-# Prefixes of the language model in such a model, in transformers 4 and 5.
+# The language model's tensors begin like this in models of text and images, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
-_LISTED_NAMES = 4  # Most tensors that an error names.
+_MOST_GUESSING_LAYERS = 8
+_LISTED_NAMES = 4  # An error names at most this many tensors.
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
-    """A tensor of a checkpoint and its shape. ``part``: the entry of its first dimension to read; None reads all."""
+    """Names a tensor of a checkpoint and its shape. ``part`` is the entry of its first dimension that is read; None
+    reads all."""
 
     name: str
     shape: tuple[int, ...]
@@ -50,103 +55,75 @@ Spelling = tuple[CheckpointTensor, ...]
 def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     """Returns the spellings of every tensor of the model, by the decoder's name for it (``layers.3.qkv.weight``)."""
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
-    wanted["final_norm"] = _named("model.norm.weight", config.hidden_size)
+    for key, spellings in layer_spellings((Norm(norm(config, "final_norm", "norm")),)).items():
+        wanted[key] = tuple(_of_model(spelling, "model.") for spelling in spellings)
     if not config.tie_word_embeddings:
         wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
-    for layer in range(config.num_layers):
-        tensors = {**_norms(config), **_attention(config)}
-        has_experts = config.moe is not None and config.moe.layers[layer]
-        tensors.update(_experts(config) if has_experts else _mlp(config))
-        for key, spellings in tensors.items():
+    for layer, operations in enumerate(layers_of(config)):
+        for key, spellings in layer_spellings(operations).items():
             wanted[f"layers.{layer}.{key}"] = tuple(
-                tuple(replace(tensor, name=f"model.layers.{layer}.{tensor.name}") for tensor in spelling)
-                for spelling in spellings
+                _of_model(spelling, f"model.layers.{layer}.") for spelling in spellings
             )
     return wanted
 
 
-def _spelling(shape: tuple[int, ...], *names: str, part: int | None = None) -> Spelling:
-    return tuple(CheckpointTensor(name, shape, part) for name in names)
+def _of_model(spelling: Spelling, prefix: str) -> Spelling:
+    return tuple(replace(tensor, name=prefix + tensor.name) for tensor in spelling)
+
+
+def layer_spellings(operations: Layer) -> dict[str, tuple[Spelling, ...]]:
+    """Returns the spellings of every tensor of a layer, whose names in checkpoints are relative to it. A linear layer
+    has a "weight" and perhaps a "bias", and an expert its number: ``qkv.bias``, ``experts.3.gate_up``."""
+    wanted: dict[str, tuple[Spelling, ...]] = {}
+    for tensor in tensors_of(operations):
+        if tensor.experts:
+            wanted |= _of_experts(tensor)
+        elif tensor.role is Role.MATRIX:
+            parts = ("weight", "bias") if tensor.bias else ("weight",)
+            wanted |= {f"{tensor.name}.{part}": _spelled(tensor, f".{part}") for part in parts}
+        elif tensor.spellings:
+            is_vector = tensor.role in (Role.VECTOR, Role.EXACT_VECTOR)
+            wanted[tensor.name] = _spelled(tensor, "" if is_vector else ".weight")
+            if tensor.bias:
+                wanted[f"{tensor.name}.bias"] = _spelled(tensor, ".bias")
+    return wanted
+
+
+def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spelling, ...]:
+    rows, *columns = tensor.shape
+    if tensor.role is Role.HEAD_NORM:
+        # A norm of whole projections has one row for all heads of queries, and one for those of keys.
+        shapes, whole = [tensor.shape[1:]] * len(tensor.rows), tensor.shape[1:]
+    else:
+        columns = [] if suffix == ".bias" else columns
+        shapes, whole = [(piece.size, *columns) for piece in tensor.rows], (rows, *columns)
+    return tuple(
+        tuple(
+            CheckpointTensor(name.format(number) + suffix, shape)
+            for name, shape in zip(names, shapes if len(names) > 1 else [whole], strict=True)
+        )
+        for names in tensor.spellings
+    )
+
+
+def _of_experts(tensor: LayerTensor) -> dict[str, tuple[Spelling, ...]]:
+    group, _, name = tensor.name.partition(".")
+    shape = (tensor.experts, *tensor.shape)
+    return {
+        f"{group}.{number}.{name}": (
+            *_spelled(tensor, ".weight", number),
+            *((CheckpointTensor(stacked, shape, number),) for stacked in tensor.stacked),
+        )
+        for number in range(tensor.experts)
+    }
 
 
 def _named(name: str, *shape: int) -> tuple[Spelling, ...]:
-    return (_spelling(shape, name),)
-
-
-def _norms(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    """Families that norm the outputs of attention and MLP have another name for the norm before the MLP."""
-    wanted, hidden = {}, config.hidden_size
-    between = "pre_feedforward_layernorm" if config.post_norm else "post_attention_layernorm"
-    if config.pre_norm:
-        wanted["attention_norm"] = _named("input_layernorm.weight", hidden)
-        wanted["mlp_norm"] = _named(f"{between}.weight", hidden)
-    if config.post_norm:
-        wanted["attention_post_norm"] = _named("post_attention_layernorm.weight", hidden)
-        wanted["mlp_post_norm"] = _named("post_feedforward_layernorm.weight", hidden)
-    if config.qk_norm:
-        whole = config.qk_norm == "projection"
-        wanted["q_norm"] = _named("self_attn.q_norm.weight", config.head_dim * (config.num_heads if whole else 1))
-        wanted["k_norm"] = _named("self_attn.k_norm.weight", config.head_dim * (config.num_kv_heads if whole else 1))
-    return wanted
-
-
-def _attention(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    parts = {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
-    fused = {"self_attn.qkv_proj": queries + 2 * keys}
-    return {
-        **_linear("qkv", (parts, fused), config.hidden_size, config.qkv_bias),
-        **_linear("o", ({"self_attn.o_proj": config.hidden_size},), queries, config.o_bias),
-    }
-
-
-def _mlp(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    inner = config.intermediate_size
-    parts, fused = {"mlp.gate_proj": inner, "mlp.up_proj": inner}, {"mlp.gate_up_proj": 2 * inner}
-    return {
-        **_linear("mlp.gate_up", (parts, fused), config.hidden_size, config.mlp_bias),
-        **_linear("mlp.down", ({"mlp.down_proj": config.hidden_size},), inner, config.mlp_bias),
-    }
-
-
-def _linear(
-    key: str, spellings: tuple[dict[str, int], ...], columns: int, bias: bool
-) -> dict[str, tuple[Spelling, ...]]:
-    """A linear layer's weight [rows, columns] and bias [rows]; each spelling has the rows of its tensors, by name."""
-    parts = {"weight": (columns,), "bias": ()} if bias else {"weight": (columns,)}
-    return {
-        f"{key}.{part}": tuple(
-            tuple(CheckpointTensor(f"{name}.{part}", (rows, *inner)) for name, rows in spelling.items())
-            for spelling in spellings
-        )
-        for part, inner in parts.items()
-    }
-
-
-def _experts(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
-    """Experts by Qwen's names, by Mixtral's, and by those of transformers 5, where experts of both are stacked."""
-    assert config.moe is not None
-    count, inner, hidden = config.moe.num_experts, config.moe.intermediate_size, config.hidden_size
-    wanted = {
-        "router": tuple(_spelling((count, hidden), f"{block}.gate.weight") for block in ("mlp", "block_sparse_moe"))
-    }
-    for index in range(count):
-        qwen, mixtral = f"mlp.experts.{index}", f"block_sparse_moe.experts.{index}"
-        wanted[f"experts.{index}.gate_up"] = (
-            _spelling((inner, hidden), f"{qwen}.gate_proj.weight", f"{qwen}.up_proj.weight"),
-            _spelling((inner, hidden), f"{mixtral}.w1.weight", f"{mixtral}.w3.weight"),
-            _spelling((count, 2 * inner, hidden), "mlp.experts.gate_up_proj", part=index),
-        )
-        wanted[f"experts.{index}.down"] = (
-            _spelling((hidden, inner), f"{qwen}.down_proj.weight"),
-            _spelling((hidden, inner), f"{mixtral}.w2.weight"),
-            _spelling((count, hidden, inner), "mlp.experts.down_proj", part=index),
-        )
-    return wanted
+    return ((CheckpointTensor(name, shape),),)
 
 
 class TensorSource(Protocol):
-    """Tensors by the decoder's names for them; :class:`Checkpoint` is the source of real ones."""
+    """Finds tensors by the decoder's names for them; :class:`Checkpoint` finds those of real checkpoints."""
 
     def has(self, key: str) -> bool: ...
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor: ...
@@ -154,21 +131,25 @@ class TensorSource(Protocol):
 
 
 class Checkpoint:
-    """The open weight files of one folder, checked against a config. Its tensors are views of the mapped files."""
+    """Holds the open weight files of one folder, checked against a config. Tensors are views of mapped files."""
 
     def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, tuple[Any, str]]) -> None:
-        """``handles``: name -> (open file, the tensor's name in it). Raises ConfigError if they do not fit."""
+        """Takes ``handles``, name -> (open file, the tensor's name in it). Raises ConfigError if they do not fit."""
         self._folder = folder
         self._family = config.family
+        # Layers after the model's last one only guess tokens (multi-token prediction), in families that may have them.
+        behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MOST_GUESSING_LAYERS)]
+        guessing = FAMILIES[config.family].guessing_layers
+        self._guesses = re.compile("|".join((r"(model\.)?mtp", *behind)) if guessing else r"(?!)")
         self._handles = handles
         self._format: WeightFormat | None = choose_format(config)
         self._headers = {plain_name: _header(handle, name) for plain_name, (handle, name) in handles.items()}
-        # The names of the tensors in few bits that stand for a plain name.
+        # For a plain name these are the names of the tensors in few bits that stand for it.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
         head = _named("lm_head.weight", config.vocab_size, config.hidden_size)
         if config.tie_word_embeddings and self._has(head[0][0]):
-            # The config ties the head to the embedding; a head in the file, equal or not, is used nevertheless.
+            # The config ties the head to the embedding; a head in the file is used nevertheless, equal or not.
             wanted["lm_head"] = head
         self._spellings = self._choose(wanted)
         self._check_names()
@@ -177,13 +158,13 @@ class Checkpoint:
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Returns a tensor by the decoder's name, in ``dtype``; a view of the file if nothing has to change.
 
-        Raises ConfigError for one with NaN or infinities, with which every answer would be nonsense.
+        Raises ConfigError for a tensor with NaN or infinities, with which every answer would be nonsense.
         """
         return plain(self.take_matrix(key, dtype), dtype)
 
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
-        """Returns a matrix in few bits where the checkpoint has all of it so, in parts that fit together; else like
-        :meth:`take`."""
+        """Returns a matrix in few bits where the checkpoint has all its parts in few bits, and they fit together; else
+        like :meth:`take`."""
         return stack_rows([self._read(wanted, dtype) for wanted in self._spellings[key]], dtype)
 
     def _read(self, wanted: CheckpointTensor, dtype: torch.dtype) -> Matrix:
@@ -210,7 +191,7 @@ class Checkpoint:
             yield name, self._tensor(name, None)
 
     def has(self, key: str) -> bool:
-        """Whether the model has a tensor of that name."""
+        """Returns whether the model has a tensor of that name."""
         return key in self._spellings
 
     def _choose(self, wanted: dict[str, tuple[Spelling, ...]]) -> dict[str, Spelling]:
@@ -229,7 +210,7 @@ class Checkpoint:
         return chosen
 
     def _has(self, wanted: CheckpointTensor) -> bool:
-        """Whether the files hold a tensor, plain or in few bits."""
+        """Returns whether the files hold a tensor, plain or in few bits."""
         if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
             with self._named_folder():
                 self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
@@ -237,7 +218,7 @@ class Checkpoint:
 
     @contextmanager
     def _named_folder(self) -> Iterator[None]:
-        """Adds the folder's name to the errors of the format."""
+        """Adds the folder's name to errors that a weight format raises within the block."""
         try:
             yield
         except ConfigError as error:
@@ -247,14 +228,15 @@ class Checkpoint:
         wanted = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
         known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
         left = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _OF_CACHES))
-        unknown = sorted(name for name in left if not self._is_idle_bias(name))
+        unknown = sorted(name for name in left if not self._is_idle_bias(name) and not self._guesses.match(name))
         if unknown:
             raise ConfigError(
                 f"{self._folder} holds {names_in_words(unknown)}, which a {self._family} model does not have"
             )
 
     def _is_idle_bias(self, name: str) -> bool:
-        """Whether a tensor is a bias of zeros beside a matrix in few bits, which old quantizers give to all layers."""
+        """Returns whether a tensor is a bias of zeros beside a matrix in few bits, which old quantizers give to all
+        layers."""
         if not name.endswith(".bias") or not self._stored.get(name.removesuffix("bias") + "weight"):
             return False
         return not bool(self._tensor(name, None).any())
@@ -294,7 +276,8 @@ def _header(handle: Any, name: str) -> TensorHeader:
 
 
 def finite(tensor: torch.Tensor) -> bool:
-    """Whether all numbers are finite. A sum shows it at the speed of memory; huge ones may overflow it."""
+    """Returns whether all numbers are finite. Summing them up shows that as fast as memory is read; where huge numbers
+    overflow the sum, each one is looked at."""
     return bool(tensor.sum().isfinite()) or all(bool(end.isfinite()) for end in torch.aminmax(tensor))
 
 

@@ -1,4 +1,5 @@
-"""The sampling values that a model's own files recommend: its generation_config.json, or the metadata of its GGUF file.
+"""Reads the sampling values that a model's own files recommend: its generation_config.json, or the metadata of its GGUF
+file.
 
 Imports no torch.
 """
@@ -16,12 +17,13 @@ from pillion.types import SamplingParams
 
 FILE_NAME = "generation_config.json"
 AUTO = "auto"
-# Values of --generation-config that leave the model's recommendation out; the first is vLLM's.
+# These values of --generation-config leave the model's recommendation out; the first is vLLM's.
 LEFT_OUT = ("vllm", "none")
 
 
 def default_sampling(model: PreparedModel, flags: AnswerFlags) -> SamplingParams:
-    """What holds for a model where a client gives no value; None where nothing is recommended. Raises ConfigError."""
+    """Returns the sampling values that a model uses where a client gives none; a field is None where nothing is
+    recommended. Raises ConfigError."""
     override = override_of(flags.override_generation_config)
     if flags.generation_config in LEFT_OUT:
         return override
@@ -32,7 +34,7 @@ def default_sampling(model: PreparedModel, flags: AnswerFlags) -> SamplingParams
 
 
 def check_folder(chosen: str) -> None:
-    """Raises ConfigError for a value of --generation-config that means nothing here."""
+    """Raises ConfigError for a value of --generation-config that is no folder and no known word."""
     if chosen not in (AUTO, *LEFT_OUT) and not (Path(chosen).expanduser() / FILE_NAME).is_file():
         raise ConfigError(f"--generation-config {chosen}: it is auto, vllm, none, or a folder with a {FILE_NAME}")
 

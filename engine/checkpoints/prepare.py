@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from pillion.config import DTYPE_CHOICES, ModelFlags
-from pillion.engine.checkpoints.convert import convert_gguf, link_with_tokenizer, quantized_types
+from pillion.engine.checkpoints.convert import check_vocabulary, link_with_tokenizer
 from pillion.engine.checkpoints.model_cache import (
     CONVERSION_VERSION,
     TEXTS_VERSION,
@@ -29,12 +30,15 @@ from pillion.engine.checkpoints.model_files import (
     Progress,
     is_local,
     locate,
+    tokenizer_folder,
     weight_files,
 )
 from pillion.engine.models.config_json import read_json, token_ids
-from pillion.engine.models.model_config import QUANTIZATION_FILES, ModelConfig, load_config
+from pillion.engine.models.config_parser import QUANTIZATION_FILES, load_config
+from pillion.engine.models.model_config import FEW_BITS_ROOM, ModelConfig
 from pillion.engine.models.rope_config import original_tokens
 from pillion.errors import ConfigError
+from pillion.rooms import Seam, require
 
 MAX_DEFAULT_MODEL_LEN_TOKENS = 8192
 
@@ -43,18 +47,19 @@ _SMALL_FILES = ("config.json", *TEXT_FILES, INDEX_NAME, *QUANTIZATION_FILES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparedModel:
-    """A model that every component can open.
+    """Describes a model that every component can open.
 
     Attributes:
         folder: holds config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja where the model has one,
             and *.safetensors, some of them links.
         name: the name that clients use.
-        alias: what --model said, which clients may use too; empty where --served-model-name or it is the name.
+        alias: the value of --model, which clients may use too; empty where it is the name, or --served-model-name is.
         fingerprint: SHA-256 over weights, config and conversion, in hexadecimal (I2).
         dtype: "bfloat16" or "float32", the type of arithmetic and KV.
         max_model_len: most tokens of prompt and answer together.
         eos_token_ids: tokens that end a text.
-        original_tokens: longest text with the rotary frequencies of training, where longer ones have others; else 0.
+        original_tokens: length of the longest text with the rotary frequencies of training, where longer ones have
+            others; else 0.
         weights: how the weights are kept, such as "awq, 4 bits in groups of 128"; ``dtype`` where they are plain.
         sampling: what is recommended where the folder's generation_config.json says nothing, by its keys.
     """
@@ -86,10 +91,13 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     source = locate(flags.model, flags.revision, progress)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
     name = flags.served_model_name or source.name
-    config = load_config(Path(record.folder))
+    folder = Path(record.folder)
+    config = load_config(folder)
+    if flags.tokenizer:
+        folder = _with_tokenizer(folder, tokenizer_folder(flags.tokenizer), record.vocab_size, progress)
     original = original_tokens(config.ropes)
     return PreparedModel(
-        folder=Path(record.folder),
+        folder=folder,
         name=name,
         alias="" if flags.served_model_name or flags.model == name else flags.model,
         fingerprint=record.fingerprint,
@@ -105,18 +113,36 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
 
 
 def is_prepared(flags: ModelFlags) -> bool:
-    """Whether :func:`prepare` would only read a record. A model by its hub id never counts as prepared, because the hub
-    is asked for newer files. Raises ConfigError as :func:`prepare` does.
-    """
-    if not is_local(flags.model):
+    """Says whether :func:`prepare` would only read a record. A model by its hub id never counts as prepared, because
+    the hub is asked for newer files, nor one with another folder's tokenizer. Raises ConfigError where :func:`prepare`
+    does."""
+    if not is_local(flags.model) or flags.tokenizer:
         return False
     source = locate(flags.model, flags.revision, lambda line: None)
     return flags.load_format == "dummy" or ModelCache().read_record(source.path, str(WeightKind.of(flags))) is not None
 
 
+class FileConverter(Protocol):
+    """Reads files of another format than Hugging Face's, whose matrices may be in few bits."""
+
+    def types(self, source: Path) -> str:
+        """Returns the types of a file's quantized tensors in words; "" where it has none. Raises ConfigError for a
+        damaged file."""
+
+    def convert(self, source: Path, folder: Path, dtype: str, progress: Progress) -> None:
+        """Fills ``folder`` with config, tokenizer and weights, those in floating point in ``dtype``. Raises ConfigError
+        for a file that is damaged or cannot be read."""
+
+
+FILE_CONVERTER = Seam[FileConverter]("engine.checkpoints.files")
+# The room's function fills a folder with a plain model's files, quantized as --quantization says, in groups of so many
+# inputs.
+QUANTIZER = Seam[Callable[[Path, Path, str, int, Progress], None]]("engine.checkpoints.quantizer")
+
+
 @dataclass(frozen=True, slots=True)
 class WeightKind:
-    """What is made of a checkpoint, by the flags of these names."""
+    """Says which kind of weights is made of a checkpoint. Each field is the value of the flag of the same name."""
 
     dtype: str
     quantization: str
@@ -124,12 +150,13 @@ class WeightKind:
 
     @classmethod
     def of(cls, flags: ModelFlags) -> WeightKind:
-        """Resolves an "auto" of --dtype. Raises ConfigError for a type that is not supported."""
+        """Returns the kind of weights that flags ask for, with an "auto" of --dtype resolved. Raises ConfigError for a
+        type that is not supported."""
         return cls(choose_dtype(flags.dtype)[0], flags.quantization, flags.quantization_group_size)
 
     @property
     def group(self) -> int:
-        """Weights that share a scale; 0 for one scale for each output."""
+        """Gives the number of weights that share a scale; 0 for one scale for each output."""
         if self.quantization == "int8-dynamic" and self.quantization_group_size != "auto":
             raise ConfigError(
                 f"--quantization-group-size {self.quantization_group_size} is for int4 and int8; int8-dynamic"
@@ -172,16 +199,17 @@ def choose_dtype(dtype: str) -> tuple[str, str]:
     try:
         words = set(Path("/proc/cpuinfo").read_text("utf-8").split())
     except OSError:
-        return "float32", "which every processor computes in"  # Not Linux: nothing says more.
+        # This system is not Linux, so nothing tells which instructions the processor has.
+        return "float32", "which every processor computes in"
     if words & {"avx512_bf16", "amx_bf16", "bf16"}:
         return "bfloat16", "which this processor computes in"
     return "float32", "for this processor does not compute in bfloat16"
 
 
 def _model_len(requested: int, longest: int, original: int) -> int:
-    """``original``: see PreparedModel. By default no text is longer, so that a request without ``max_tokens`` has the
-    frequencies of training, too.
-    """
+    """Returns the length of the longest text that is served; ``original`` is ``original_tokens`` of PreparedModel. By
+    default no text is longer than that, so that a request without ``max_tokens`` has the frequencies of training,
+    too."""
     if requested < 0 or requested > longest:
         raise ConfigError(f"--max-model-len {requested} is not between 1 and the model's {longest} tokens")
     return requested or min(longest, MAX_DEFAULT_MODEL_LEN_TOKENS, original or longest)
@@ -191,12 +219,13 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     sources = []
     if source.is_gguf:
         sources = [source.path]
+        converter = require(FILE_CONVERTER, FEW_BITS_ROOM, f"the GGUF file {source.path.name}")
         if kind.quantization != "none":
-            _refuse_twice(source, kind, quantized_types(source.path))
+            _refuse_twice(source, kind, converter.types(source.path))
         digest = digest_file(source.path)[:32]
         folder = cache.folder(
             f"{digest}-{kind.dtype}-{CONVERSION_VERSION}.{TEXTS_VERSION}",
-            lambda into: convert_gguf(source.path, into, kind.dtype, progress),
+            lambda into: converter.convert(source.path, into, kind.dtype, progress),
             progress,
         )
     else:
@@ -212,25 +241,24 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
 
 
 def _small_files(folder: Path) -> list[Path]:
-    """The files that a record depends on beside weights. Some are missing, and may appear."""
+    """Returns the files besides weights on which a model's record depends. Some are missing, and may appear."""
     return [folder / name for name in _SMALL_FILES]
 
 
 def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: WeightKind, progress: Progress) -> Path:
-    """Returns the folder of a plain model's quantized weights, which is made the first time."""
+    """Returns the folder of a plain model's quantized weights, which the first call makes."""
     config = load_config(folder)
     if config.quantization is not None:
         _refuse_twice(source, kind, config.quantization.words)
     progress("fingerprinting weights")
-    # Models with the same weights may have other texts, such as chat templates, which the made folder has copies of.
+    # Models with the same weights may have other texts, such as chat templates, and the folder has copies of these.
     texts = (folder / name for name in TEXT_FILES)
     files = (*weight_files(folder), *(path for path in texts if path.is_file()))
     digest = _fingerprint(files, config, f"{kind}")[:32]
 
     def fill(into: Path) -> None:
-        from pillion.engine.checkpoints.quantizer import quantize_folder
-
-        quantize_folder(folder, into, kind.quantization, kind.group, progress)
+        quantize = require(QUANTIZER, FEW_BITS_ROOM, f"--quantization {kind.quantization}")
+        quantize(folder, into, kind.quantization, kind.group, progress)
 
     return cache.folder(digest, fill, progress)
 
@@ -244,7 +272,8 @@ def _refuse_twice(source: ModelSource, kind: WeightKind, found: str) -> None:
 
 
 def _record_of_dummy(source: ModelSource, kind: WeightKind) -> ModelRecord:
-    """Makes the record of a folder without weights, for measurements with random ones. It is not written to disk."""
+    """Makes the record of a folder without weights, for measurements with random weights. The record is not written to
+    disk."""
     if source.is_gguf:
         raise ConfigError("--load-format dummy needs a folder with config.json and tokenizer.json")
     if kind.quantization != "none":
@@ -268,14 +297,30 @@ def _record_of(
 
 
 def _complete(cache: ModelCache, folder: Path, progress: Progress) -> Path:
-    """Returns the folder itself if it has a tokenizer.json, else one with links to it and a converted tokenizer."""
+    """Returns the folder itself if it has a tokenizer.json, else a folder with links to its files and a converted
+    tokenizer."""
     load_config(folder)
     weight_files(folder)
     if (folder / "tokenizer.json").is_file():
         return folder
-    files = stamp(path for path in sorted(folder.iterdir()) if path.is_file())
-    digest = hashlib.sha256(json.dumps([str(folder), files]).encode()).hexdigest()[:32]
+    digest = hashlib.sha256(json.dumps([str(folder), _stamps(folder)]).encode()).hexdigest()[:32]
     return cache.folder(f"{digest}-links", lambda into: link_with_tokenizer(folder, into, progress), progress)
+
+
+def _with_tokenizer(folder: Path, tokenizer: Path, vocab_size: int, progress: Progress) -> Path:
+    """Returns a folder with links to the model's files and the tokenizer and chat template of another folder."""
+    sources = [str(folder), _stamps(folder), str(tokenizer), _stamps(tokenizer)]
+    digest = hashlib.sha256(json.dumps(sources).encode()).hexdigest()[:32]
+
+    def fill(into: Path) -> None:
+        link_with_tokenizer(folder, into, progress, tokenizer)
+        check_vocabulary(into, vocab_size)
+
+    return ModelCache().folder(f"{digest}-tokenizer", fill, progress)
+
+
+def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    return stamp(path for path in sorted(folder.iterdir()) if path.is_file())
 
 
 def _fingerprint(weights: tuple[Path, ...], config: ModelConfig, dtype: str) -> str:
@@ -287,7 +332,8 @@ def _fingerprint(weights: tuple[Path, ...], config: ModelConfig, dtype: str) -> 
 
 
 def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:
-    """Joins the ids of config.json and generation_config.json, where chat models add their end-of-turn token."""
+    """Joins the ids that end a text of config.json and generation_config.json, because chat models add their
+    end-of-turn token to the latter."""
     found = set(config.eos_token_ids)
     path = folder / "generation_config.json"
     if path.is_file():

@@ -1,4 +1,4 @@
-"""How a checkpoint stores matrices in few bits: the contract of a format.
+"""Defines how a checkpoint stores matrices in few bits: the interface of a weight format.
 
 A format knows which tensors of the files stand for a matrix, and turns them into a
 :class:`pillion.kernels.torch.quantized_matrix.QuantizedMatrix`. A module that the format leaves alone, such as one on a
@@ -13,12 +13,17 @@ from typing import Protocol
 
 import torch
 
+from pillion.engine.models.model_config import FEW_BITS_ROOM, ModelConfig
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from pillion.rooms import Seam, require
+
+# Plain tensors of these types can be read.
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorHeader:
-    """What a file says of a tensor before it is read: its type by safetensors' name ("F8_E4M3", "I32"), its shape."""
+    """Holds what a file's header says of a tensor: its type by safetensors' name ("F8_E4M3", "I32") and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -29,8 +34,8 @@ class WeightFormat(Protocol):
     cannot."""
 
     def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
-        """Names of the tensors that stand for the matrix ``name`` ("...q_proj.weight"), or () where it is plain or
-        missing.
+        """Returns the names of the tensors that stand for the matrix ``name`` ("...q_proj.weight"), or () where it is
+        plain or missing.
 
         Args:
             shape: that of the plain matrix: [N, K], or [experts, N, K] for the stacked matrices of experts.
@@ -42,3 +47,14 @@ class WeightFormat(Protocol):
     def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
         """Reads the matrix ``name`` [N, K]; ``get`` reads a tensor of ``stored``, of one expert where they are stacked.
         Raises ConfigError for numbers that cannot be, such as a scale that is NaN."""
+
+
+# The room's function chooses the format of a model whose matrices are in few bits.
+FORMAT = Seam[Callable[[ModelConfig], WeightFormat]]("engine.checkpoints.format")
+
+
+def choose_format(config: ModelConfig) -> WeightFormat | None:
+    """Returns the weight format of a model's matrices, or None if all of them are plain."""
+    if config.quantization is None:
+        return None
+    return require(FORMAT, FEW_BITS_ROOM, f"a checkpoint in {config.quantization.words}")(config)

@@ -6,7 +6,7 @@ and packed tensors belong to this process.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,15 +14,18 @@ import torch
 
 from pillion.engine.checkpoints.checkpoint import TensorSource, open_checkpoint
 from pillion.engine.models.decoder import LayerWeights, ModelWeights
-from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, RmsNorm
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Entries, LayerTensor, Role, tensors_of
+from pillion.engine.models.layers import LayerNorm, RmsNorm
+from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import partial_order
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, row_codes_of, select_rows
 from pillion.kernels.torch.torch_linear import Linear
 
-# Types of arithmetic and KV, by their names in flags and layouts.
+# Arithmetic and KV have these types, by their names in flags and layouts.
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-# Makes a linear layer of a matrix [out, in] and its bias [out].
+# Such a function makes a linear layer of a matrix [out, in] and its bias [out].
 MakeLinear = Callable[[Matrix, torch.Tensor | None], Linear]
 
 
@@ -38,6 +41,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
         return ModelWeights(
             embedding=embedding,
             embedding_scale=embedding_scale(config, dtype),
+            operations=layers_of(config),
             layers=tuple(load_layer(checkpoint, config, dtype, index, linear) for index in range(config.num_layers)),
             final_norm=load_final_norm(checkpoint, config, dtype),
             lm_head=linear(load_head(checkpoint, config, dtype, embedding), None),
@@ -45,17 +49,18 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
-    """Returns the config's scale of embeddings, rounded to the type of the weights as transformers rounds it."""
+    """Returns the factor by which the config scales embeddings, rounded to the type of the weights as transformers
+    rounds it."""
     return float(torch.tensor(config.embedding_scale, dtype=dtype))
 
 
-def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> RmsNorm:
-    return RmsNorm(_norm_weight(checkpoint, config, dtype, "final_norm"), config.rms_norm_eps, config.norm != "plain")
+def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> RmsNorm | LayerNorm:
+    return _norm(checkpoint, config, dtype, "", norm(config, "final_norm", "norm"))
 
 
 def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, embedding: torch.Tensor) -> Matrix:
-    """Loads the head: the embedding if the model ties the two and the checkpoint holds no other head. Where the
-    checkpoint has the embedding in few bits, a tied head stays in these."""
+    """Loads the output projection: the embedding if the model ties the two and the checkpoint holds no other one. Where
+    the checkpoint has the embedding in few bits, a tied head stays in few bits."""
     if not checkpoint.has("lm_head"):
         tied = checkpoint.take_matrix("embedding", dtype)
         return tied if isinstance(tied, QuantizedMatrix) else embedding
@@ -68,102 +73,97 @@ def load_layer(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear
 ) -> LayerWeights:
     """Loads one layer, whose matrices ``linear`` makes."""
-    prefix = f"layers.{index}."
+    prefix, weights = f"layers.{index}.", LayerWeights()
+    for tensor in tensors_of(layers_of(config)[index]):
+        key = prefix + tensor.name
+        match tensor.role:
+            case Role.NORM | Role.HEAD_NORM:
+                weights[tensor.name] = _norm(checkpoint, config, dtype, prefix, tensor)
+            case Role.MATRIX if tensor.experts:
+                group, _, name = tensor.name.partition(".")
+                keys = [f"{prefix}{group}.{number}.{name}" for number in range(tensor.experts)]
+                matrices = _rounded_alike([checkpoint.take_matrix(key, dtype) for key in keys])
+                weights[tensor.name] = tuple(linear(matrix, None) for matrix in matrices)
+            case Role.MATRIX:
+                weights[tensor.name] = _linear(checkpoint, dtype, key, tensor, linear)
+            case Role.EXACT_MATRIX | Role.VECTOR:
+                weights[tensor.name] = checkpoint.take(key, dtype)
+            case Role.EXACT_VECTOR:
+                weights[tensor.name] = checkpoint.take(key, torch.float32)
+    return weights
 
-    def norm(key: str) -> RmsNorm | None:
-        if not checkpoint.has(prefix + key):
-            return None
-        weight = _norm_weight(checkpoint, config, dtype, prefix + key)
+
+def _norm(
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, tensor: LayerTensor
+) -> RmsNorm | LayerNorm:
+    """Loads a norm: its weight in the model's type for plain norms, else in float32. Where a family's norms multiply by
+    1 + w, the 1 is added to the weight here."""
+    key = prefix + tensor.name
+    weight = checkpoint.take(key, dtype) if tensor.spellings else torch.ones(tensor.shape)
+    weight = in_order(weight if config.norm == "plain" else weight.float(), tensor)
+    if config.norm.endswith("offset"):
+        weight = weight + 1.0
+    if not config.norm.startswith("layer"):
         return RmsNorm(weight, config.rms_norm_eps, config.norm != "plain")
-
-    q_norm, k_norm = norm("q_norm"), norm("k_norm")
-    qk_norm = None
-    if config.qk_norm == "head" and q_norm is not None and k_norm is not None:
-        query_weight = q_norm.weight.expand(config.num_heads, -1)
-        key_weight = k_norm.weight.expand(config.num_kv_heads, -1)
-        qk_norm = RmsNorm(torch.cat((query_weight, key_weight)), config.rms_norm_eps, q_norm.wide)
-        q_norm = k_norm = None
-    return LayerWeights(
-        attention_norm=norm("attention_norm"),
-        qkv=_qkv(checkpoint, config, dtype, prefix, linear),
-        qk_norm=qk_norm,
-        q_norm=q_norm,
-        k_norm=k_norm,
-        o=_linear(checkpoint, dtype, prefix + "o", linear),
-        attention_post_norm=norm("attention_post_norm"),
-        mlp_norm=norm("mlp_norm"),
-        mlp=_moe(checkpoint, config, dtype, prefix, linear)
-        if checkpoint.has(prefix + "router")
-        else GatedMLP(
-            _linear(checkpoint, dtype, prefix + "mlp.gate_up", linear),
-            _linear(checkpoint, dtype, prefix + "mlp.down", linear),
-            GATED[config.activation],
-        ),
-        mlp_post_norm=norm("mlp_post_norm"),
-    )
+    bias = checkpoint.take(f"{key}.bias", dtype).float() if tensor.bias else None
+    return LayerNorm(weight, config.rms_norm_eps, bias)
 
 
-def _norm_weight(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, key: str) -> torch.Tensor:
-    """Loads a norm's weight: in the model's type for plain norms, else in float32. Gemma's 1 + w is summed up here."""
-    weight = checkpoint.take(key, dtype)
-    if config.norm == "plain":
-        return weight
-    return weight.float() + 1.0 if config.norm == "offset" else weight.float()
+def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor, linear: MakeLinear) -> Linear:
+    """Loads a linear layer, whose outputs are in the order of :func:`row_order`."""
+    order = row_order(tensor)
+    weight, bias = checkpoint.take_matrix(key + ".weight", dtype), None
+    if tensor.bias:
+        bias = checkpoint.take(key + ".bias", dtype)
+    if order is not None:
+        weight, bias = select_rows(weight, order), None if bias is None else bias[order]
+    return linear(weight, bias)
 
 
-def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, linear: MakeLinear) -> Linear:
-    bias = checkpoint.take(key + ".bias", dtype) if checkpoint.has(key + ".bias") else None
-    return linear(checkpoint.take_matrix(key + ".weight", dtype), bias)
+def row_order(tensor: LayerTensor) -> torch.Tensor | None:
+    """Returns the checkpoint's row of each row of a tensor; None where both have one order.
+
+    Where a part of each head is rotated, its values are put in the order of ``partial_order``.
+    """
+    if not any(piece.rotated for piece in tensor.rows):
+        return None
+    return torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
+
+
+def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
+    """Gives the weight of a norm, whose checkpoint has one row for the heads of each piece, in the decoder's order."""
+    if tensor.role is Role.HEAD_NORM:
+        (entries,) = tensor.inputs
+        rows = weight.view(len(tensor.rows), -1)
+        rows = rows[:, _head_order(entries)] if entries.rotated else rows
+        return torch.cat([row.expand(piece.size, -1) for row, piece in zip(rows, tensor.rows, strict=True)])
+    order = row_order(tensor)
+    return weight if order is None else weight[order]
 
 
 def qkv_order(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the checkpoint's row of each row of the fused projection; None where both have one order.
-
-    For partial rotation, the values of each query's and key's head are put in the order of ``partial_order``.
-    """
-    rotary_dim = config.ropes[0].rotary_dim
-    if rotary_dim == config.head_dim:
-        return None
-    rotated = config.num_heads + config.num_kv_heads
-    order = partial_order(config.head_dim, rotary_dim)
-    rows = torch.arange((rotated + config.num_kv_heads) * config.head_dim).view(-1, config.head_dim)
-    return torch.cat((rows[:rotated, order], rows[rotated:])).view(-1)
+    """Returns the order of the outputs of the fused projections of queries, keys and values."""
+    return next(row_order(tensor) for tensor in tensors_of(layers_of(config)[0]) if tensor.name == "qkv")
 
 
-def _qkv(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear) -> Linear:
-    """Loads the fused projection, in the order of :func:`qkv_order`."""
-    reordered = qkv_order(config)
-    if reordered is None:
-        return _linear(checkpoint, dtype, prefix + "qkv", linear)
-    key = prefix + "qkv."
-    bias = checkpoint.take(key + "bias", dtype)[reordered] if checkpoint.has(key + "bias") else None
-    return linear(select_rows(checkpoint.take_matrix(key + "weight", dtype), reordered), bias)
+def _head_order(piece: Entries) -> torch.Tensor:
+    """Returns, for each entry of a piece of heads, the checkpoint's entry that it holds."""
+    entries = torch.arange(piece.size)
+    if not piece.rotated:
+        return entries
+    return entries.view(-1, piece.head)[:, partial_order(piece.head, piece.rotated, piece.interleaved)].reshape(-1)
 
 
-def _moe(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, prefix: str, linear: MakeLinear
-) -> MoeWeights:
-    assert config.moe is not None
-    count = config.moe.num_experts
-
-    def taken(key: str) -> Iterator[Matrix]:
-        return _rounded_alike(
-            [checkpoint.take_matrix(f"{prefix}experts.{index}.{key}", dtype) for index in range(count)]
-        )
-
-    return MoeWeights(
-        router=checkpoint.take(prefix + "router", dtype),
-        experts=tuple(
-            GatedMLP(linear(gate_up, None), linear(down, None), GATED[config.activation])
-            for gate_up, down in zip(taken("gate_up"), taken("down"), strict=True)
-        ),
-        experts_per_token=config.moe.experts_per_token,
-        normalize=config.moe.normalize,
-    )
+def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:
+    """Yields pieces of heads, each with the number of its first entry."""
+    first = 0
+    for piece in pieces:
+        yield piece, first
+        first += piece.size
 
 
 def _rounded_alike(experts: list[Matrix]) -> Iterator[Matrix]:
-    """Yields and forgets the matrices of a layer's experts, without row codes unless those of all are the same.
+    """Yields and forgets the matrices of a layer's experts, and removes their row codes unless all have the same.
 
     A step rounds the rows of all experts in one way, and a wider scale than an expert's own would cost it accuracy.
     """

@@ -1,4 +1,4 @@
-"""A grammar that is compiled, and what a matcher, a place in it, can do."""
+"""Defines what a compiled grammar, and a matcher, which is a place in one, can do."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from pillion.engine.sampling.sampling_rows import UInt32
 
 
 class TokenMatcher(Protocol):
-    """A compiled grammar and a place in it; compiler.py has the real one. Only ``fill`` may take long, and lets other
-    threads run."""
+    """Represents a place in a compiled grammar; compiler.py has the implementation. Only ``fill`` may take long, and
+    lets other threads run."""
 
     def copy(self) -> TokenMatcher:
-        """A matcher at the same place, to be moved on its own."""
+        """Returns a matcher at the same place, which moves independently of this one."""
 
     def consume(self, token: int) -> bool:
-        """Move behind a token. False: the grammar refuses it, and the matcher is of no use any more."""
+        """Moves over a token. Returns False if the grammar refuses it; the matcher is of no use any more then."""
 
     def forced(self) -> list[int]:
-        """The next tokens, where there is no choice."""
+        """Returns the tokens that have to follow, as far as the grammar leaves no choice."""
 
     def allows(self, token: int) -> bool:
-        """Whether it may be moved behind this token."""
+        """Returns whether the grammar takes this token next; the matcher does not move."""
 
     def rollback(self, count: int) -> None:
-        """Move back over the last ``count`` tokens. The matchers of some grammars cannot, and are of no use then."""
+        """Moves back over the last ``count`` tokens. The matchers of some grammars cannot, and are of no use then."""
 
     def stopped(self) -> bool:
-        """Whether only the end can follow."""
+        """Returns whether nothing but the answer's end can follow."""
 
     def error(self) -> str:
-        """Why the matcher is of no use any more; "" while it is."""
+        """Says why the matcher is of no use any more; "" while it is of use."""
 
     def fill(self, bits: UInt32, guesses: Seq[int]) -> None:
-        """Write the mask of this place into bits[0], and those behind each guess into the rows below."""
+        """Writes the mask of this place into bits[0], and those after each guess into the rows below."""
 
 
 class CompiledGrammar:
-    """A grammar at its begin, shared by its answers.
+    """Represents a grammar that all answers with it share.
 
-    Matchers of one grammar share its lexer behind a mutex, for which a thread would wait with the interpreter's lock in
-    its hands. So whoever uses a matcher of the grammar holds a lock of ours, and the step thread does not wait for it.
+    Matchers of one grammar share its lexer behind a mutex, for which a thread would wait while it holds the
+    interpreter's lock. So a user of a matcher of the grammar holds a lock of ours, and the step thread does not wait
+    for it.
 
     Attributes:
-        start: copied for each answer, and never moved.
+        start: the matcher that is copied for each answer, and never moved.
         spent: whether one of its matchers has met an error, such as a limit of the lexer that they share: it is of no
             use for new answers.
         slow: whether its last mask took so long that steps do not wait for the next one.
@@ -63,17 +64,18 @@ class CompiledGrammar:
         self._wake: Callable[[], None] | None = None
 
     def lock(self) -> None:
-        """Wait for the lock; not on the step thread."""
+        """Waits for the grammar's lock and takes it. The step thread never calls this method."""
         self._lock.acquire()
 
     def try_lock(self, wake: Callable[[], None] | None = None) -> bool:
-        """Whether the lock was free; if not, ``wake`` is called when it is."""
+        """Takes the grammar's lock if it is free, and returns whether it was; if not, ``wake`` is called when it
+        becomes free."""
         if self._lock.acquire(blocking=False):
             return True
         if wake is None:
             return False
         self._wake = wake
-        # Whoever held it may have let go of it before that.
+        # The thread that held the lock may have released it before ``wake`` was registered.
         return self._lock.acquire(blocking=False)
 
     def unlock(self) -> None:

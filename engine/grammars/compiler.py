@@ -1,4 +1,4 @@
-"""llguidance: a model's tokenizer as it needs it, and grammars that are compiled once and kept.
+"""Compiles grammars with llguidance, for a model's tokenizer, and keeps them.
 
 Loading the tokenizer holds the interpreter's lock for a second or more, so a worker does that before it serves. The
 compilation of a grammar lets other threads run, and gives way to them. The limits bound memory and time of a grammar,
@@ -35,35 +35,38 @@ from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-# Compiled grammars that are kept, those that were used last.
+# At most this many compiled grammars are kept, namely those that were used last.
 MAX_COMPILED_GRAMMARS = 64
-# About how much memory they may take.
+# Compiled grammars may take about this much memory.
 MAX_COMPILED_BYTES = 64 * 2**20
-# Memory of a lexer for each unit of the fuel that llguidance counts for what it adds to one: 3 to 23 bytes.
+# llguidance counts fuel for what a grammar's lexer adds; each unit stands for about this much memory (3 to 23 bytes).
 BYTES_OF_FUEL = 24
-# After how many masks of a grammar the next one's fuel is read: more, where its lexer has not grown.
+# The fuel that a grammar has spent is read after this many of its masks: after more, where its lexer has not grown.
 MIN_UNREAD_MASKS, MAX_UNREAD_MASKS = 16, 1024
-# Grammars that are compiled at once.
+# This many grammars are compiled at once.
 COMPILE_THREADS = 2
-# Forced text that is turned into tokens at once, with the interpreter's lock held; longer text is cut.
+# At most this many bytes of forced text are turned into tokens at once, because that holds the interpreter's lock;
+# longer text is cut.
 MAX_FORCED_BYTES = 2048
-# Tokens that reach into so many bytes before the cut are left for the next time: further text could change them.
+# Tokens that reach into this many bytes before the cut are left for the next time, as further text could change them.
 _CUT_BYTES = 64
-# Compilations that single answers have for themselves, because a limit was met in one that they shared.
+# At most this many compilations belong to single answers, which get one where the compilation that they shared has met
+# a limit.
 MAX_OWN_GRAMMARS = 8
-# Tokens of an answer so far that are followed at once. Then others get the grammar and the interpreter's lock, which a
-# thread that waits for it gets only from one that sleeps, or after 5 ms.
+# This many tokens of an answer so far are followed at once. Then other threads get the grammar and the interpreter's
+# lock, which Python otherwise passes on only after 5 ms.
 REPLAYED_TOKENS = 32
 REPLAY_PAUSE_S = 1e-4
-# What an error of llguidance's says of the fuel that a matcher has spent, and a token that is none, for an error.
+# These expressions find in an error of llguidance the fuel that a matcher has spent; the token does not exist, and is
+# used to cause an error.
 _FUEL, _NO_TOKEN = re.compile(r'"lexer_cost": (\d+)'), 2**31 - 1
-# A special token in forced bytes.
+# This expression matches a special token in the bytes that a grammar forces.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
 
 def read_tokenizer(path: Path, vocab_size: int, end_ids: tuple[int, ...]) -> LLTokenizer:
-    """A tokenizer as llguidance needs it; the one that was read last is kept, also for forks of this process, until its
-    file changes. It starts no thread. Raises as :meth:`GrammarCompiler.load` does."""
+    """Returns a tokenizer as llguidance needs it; the one that was read last is kept, also for forks of this process,
+    until its file changes. It starts no thread. Raises what :meth:`GrammarCompiler.load` raises."""
     changed = path.stat()
     return _read_tokenizer(path, (changed.st_mtime_ns, changed.st_size, changed.st_ino), vocab_size, end_ids)
 
@@ -76,22 +79,31 @@ def _read_tokenizer(path: Path, changed: tuple[int, ...], vocab_size: int, end_i
 
 
 def read_ahead(text: str) -> None:
-    """Reads the tokenizer of JSON's [path, vocabulary's size, ids of ends] for forks of this process. What cannot be
-    read is left to who needs it, and says why."""
+    """Reads the tokenizer of JSON's [path, vocabulary's size, ids of ends] for forks of this process. A tokenizer that
+    cannot be read is left to the process that needs it, which says why."""
     path, vocab_size, end_ids = json.loads(text)
     with suppress(ImportError, OSError, ValueError):
         read_tokenizer(Path(path), vocab_size, tuple(end_ids))
 
 
-class GrammarCompiler:
-    """Makes the states of answers for one model. Safe to use from several threads.
+def line_to_read_ahead(folder: Path, vocab_size: int, end_ids: Seq[int]) -> str:
+    """Returns the "MODULE:FUNCTION=TEXT" with which a fork server reads a prepared model's tokenizer.
 
-    ``mask_threads`` compute the masks of all of them.
+    A decode worker would need longer for that than for all else that it does before it serves.
+    """
+    text = json.dumps([str(folder / "tokenizer.json"), vocab_size, [end for end in end_ids if end < vocab_size]])
+    return f"{__name__}:read_ahead={text}"
+
+
+class GrammarCompiler:
+    """Compiles the grammars of answers for one model, and makes their states. Several threads may use it.
+
+    ``mask_threads`` compute the masks of all states.
     """
 
     def __init__(self, tokenizer: LLTokenizer, vocab_size: int, end_ids: Seq[int]) -> None:
         self.mask_threads = MaskThreads()
-        # Called with the seconds that a grammar took to compile; may be replaced.
+        # This is called with the seconds that a grammar took to compile; it may be replaced.
         self.on_compiled: Callable[[float], None] = lambda seconds: None
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
@@ -109,12 +121,13 @@ class GrammarCompiler:
         return cls(read_tokenizer(folder / "tokenizer.json", vocab_size, ends), vocab_size, ends)
 
     def start(self, text: str, answer: Seq[int], stop_token_ids: frozenset[int]) -> Future[GrammarState]:
-        """The state of an answer that has these tokens already. It takes as long as compiling the grammar, if that is
-        not in the cache. InvalidRequest: the grammar does not compile, or does not allow the answer."""
+        """Begins to make the state of an answer that has these tokens already. That takes as long as compiling the
+        grammar, if it is not in the cache. The future raises InvalidRequest where the grammar does not compile, or does
+        not allow the answer."""
         return self._executor.submit(self._start, text, answer, stop_token_ids)
 
     def close(self) -> None:
-        """End the threads, each when its work is done. Idempotent."""
+        """Ends the compiler's threads, each when its work is done. Idempotent."""
         self._executor.shutdown(wait=False, cancel_futures=True)
         self.mask_threads.close()
 
@@ -122,14 +135,14 @@ class GrammarCompiler:
         ends = tuple(end for end in self._end_ids if end not in stop_token_ids)
         state = self._at(text, self._compile(text), answer, ends)
         if state.broken:
-            # A limit may have been met by other answers.
+            # Other answers with the same compiled grammar may have met one of its limits.
             state = self._at(text, self._compile(text, own=True), answer, ends)
         if state.broken:
             raise InvalidRequest(f"{GRAMMAR_FAULT} cannot be followed: {state.broken}")
         return state
 
     def _at(self, text: str, compiled: CompiledGrammar, answer: Seq[int], ends: tuple[int, ...]) -> GrammarState:
-        """The state of an answer that has these tokens already."""
+        """Returns the state of an answer that has these tokens already."""
         state = GrammarState(compiled, self.mask_threads, ends, partial(self._renew, text, ends))
         state.take(answer)
         moved = False
@@ -144,14 +157,16 @@ class GrammarCompiler:
         return state
 
     def _renew(self, text: str, ends: tuple[int, ...], answer: Seq[int]) -> Future[GrammarState] | None:
-        """Begins to follow an answer in a compilation of its own. None where too many have one."""
-        with suppress(RuntimeError):  # It is closed.
+        """Begins to follow an answer in a compilation of its own. Returns None where too many answers have their
+        own."""
+        with suppress(RuntimeError):  # The compiler is closed.
             if len(self._own) < MAX_OWN_GRAMMARS:
                 return self._executor.submit(lambda: self._at(text, self._compile(text, own=True), answer, ends))
         return None
 
     def _compile(self, text: str, *, own: bool = False) -> CompiledGrammar:
-        """A grammar as all answers share it, or as one alone has it."""
+        """Compiles a grammar. Answers share the result, which later calls find again, unless ``own`` asks for one that
+        a single answer has to itself."""
         key = hashlib.sha256(text.encode()).digest()
         if not own:
             with self._lock:
@@ -162,7 +177,7 @@ class GrammarCompiler:
         from llguidance import LLMatcher, LLParserLimits
 
         began_s = time.monotonic()
-        # What an error then says has the fuel that was spent.
+        # With verbose errors, llguidance tells the fuel that a matcher has spent.
         limits = LLParserLimits(**{**PARSER_LIMITS, "verbose_errors": True})
         matcher = LLMatcher(self._tokenizer, text, log_level=0, limits=limits)
         if matcher.is_error():
@@ -186,7 +201,8 @@ class GrammarCompiler:
         return compiled
 
     def _kept(self, key: bytes) -> CompiledGrammar | None:
-        """A grammar that is kept and of use, now as the one that was used last."""
+        """Returns the compiled grammar under ``key``, and marks it as the most recently used. Returns None where there
+        is none, or where one of its matchers has failed."""
         compiled, _ = self._compiled.get(key, (None, None))
         if compiled is None or compiled.spent:
             return None
@@ -194,7 +210,7 @@ class GrammarCompiler:
         return compiled
 
     def _trim(self) -> None:
-        """Let go of those that were used longest ago, down to the bounds; but not of the last one."""
+        """Lets go of the least recently used grammars, down to the bounds, but never of the last one."""
         left_bytes = sum(lexer.num_bytes for _, lexer in self._compiled.values())
         while len(self._compiled) > 1 and (
             len(self._compiled) > MAX_COMPILED_GRAMMARS or left_bytes > MAX_COMPILED_BYTES
@@ -203,7 +219,7 @@ class GrammarCompiler:
             left_bytes -= lexer.num_bytes
 
     def _can_go_back(self, matcher: _LibraryMatcher) -> bool:
-        """Whether a matcher at the grammar's begin can move over a token and back, which rules with "stop" and
+        """Returns whether a matcher at the grammar's begin can move over a token and back, which rules with "stop" and
         "max_tokens" do not allow."""
         bits = np.zeros((1, -(-self._vocab_size // 32)), np.uint32)
         matcher.fill(bits, ())
@@ -214,9 +230,9 @@ class GrammarCompiler:
 
 
 class _SharedLexer:
-    """What the matchers of one compilation share, and which grows with what they look at. llguidance does not tell its
-    size; of some masks the fuel is read that their matcher has spent, for the others' too. Belongs to whoever holds the
-    grammar's lock, but for reading ``num_bytes``, about how much memory it takes."""
+    """Measures the lexer that the matchers of one compilation share, which grows with their masks. llguidance does not
+    tell its size; the fuel that a matcher has spent is read after some of its masks, for the others' too. It belongs to
+    the holder of the grammar's lock, but for reading ``num_bytes``, about how much memory it takes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -224,7 +240,7 @@ class _SharedLexer:
         self._next = MIN_UNREAD_MASKS
 
     def looked(self, matcher: _LibraryMatcher) -> None:
-        """A matcher has computed a mask."""
+        """Notes that a matcher of this lexer has computed a mask."""
         self._unread += 1
         if self._unread < self._next:
             return
@@ -241,14 +257,15 @@ class _LibraryMatcher:
         self._tokenizer = tokenizer
         self._lexer = lexer
         self._known_fuel = known_fuel
-        # Masks since its fuel was read.
+        # This counts the masks that were computed since the matcher's spent fuel was last read.
         self._masks = 0
 
     def copy(self) -> _LibraryMatcher:
         return _LibraryMatcher(self._matcher.deep_copy(), self._tokenizer, self._lexer, self._known_fuel)
 
     def fuel(self) -> int:
-        """What it has spent so far, on the lexer that it shares; 0 where the library does not tell."""
+        """Returns the fuel that the matcher has spent so far on the lexer that it shares; 0 where the library does not
+        tell."""
         probe = self._matcher.deep_copy()
         probe.consume_token(_NO_TOKEN)
         found = _FUEL.search(probe.get_error())
@@ -256,7 +273,7 @@ class _LibraryMatcher:
         return self._known_fuel
 
     def fuel_since(self) -> int:
-        """What it has spent on each mask since this was asked last, rounded up."""
+        """Returns the fuel that the matcher has spent on each mask since the last call of this method, rounded up."""
         known, masks = self._known_fuel, self._masks
         self._masks = 0
         return -(-(self.fuel() - known) // max(masks, 1))
@@ -271,7 +288,7 @@ class _LibraryMatcher:
         return self._cut(text[:MAX_FORCED_BYTES])
 
     def _cut(self, text: bytes) -> list[int]:
-        """The tokens of a forced text that goes on, as far as what follows cannot change them."""
+        """Returns the tokens of a forced text that goes on, as far as further text cannot change them."""
         special = _SPECIAL.match(text)
         if special:
             return [int(special[1])]
@@ -298,7 +315,7 @@ class _LibraryMatcher:
 
     def fill(self, bits: UInt32, guesses: Seq[int]) -> None:
         if guesses:
-            # Its stubs leave this one out.
+            # The library's type stubs leave this method out.
             masks: Any = self._matcher
             masks.unsafe_compute_mask_ptr_with_draft_token(bits.ctypes.data, bits[0].nbytes, [*guesses])
         else:

@@ -1,16 +1,16 @@
-"""One answer's place in its grammar.
+"""Keeps one answer's place in its grammar.
 
     take(tokens) --> not followed yet --follow--> [forced tokens | free choice] --place_masks--> MaskJob
                                                         |
                                                         '--> complete, or failed
 
-The place is a pure function of the answer's tokens, so that a fork, a preempted stream, and a replay on another worker
-meet the same masks. Forced tokens keep to a rule for that reason: behind a token that was chosen freely, and behind the
-last one of a forced run, the grammar is asked which tokens are forced. What it says is a run, and the answer's next
+The place is a pure function of the answer's tokens, so that a sibling, a preempted stream, and a replay on another
+worker meet the same masks. Forced tokens keep to a rule for that reason: after a token that was chosen freely, and
+after the last one of a forced run, the grammar is asked which tokens are forced. Its answer is a run, and the next
 tokens are these, whatever the grammar would say in the middle of the run. Replayed tokens are cut into the same runs,
 because they are followed from the answer's begin.
 
-The matcher stands behind the forced run, so that the mask of the place there can be computed while the run itself is.
+The matcher stands after the forced run, so that the mask of the place there can be computed while the run itself is.
 
 A matcher is used by one thread at a time: by a mask job that is not over, else by the step thread, which never waits.
 
@@ -35,7 +35,8 @@ from pillion.engine.sampling.sampling_rows import UInt32
 from pillion.errors import InvalidRequest, PillionError
 from pillion.grammar_limits import GRAMMAR_FAULT
 
-# An answer is followed anew when it meets an error again only where it has come further by so many tokens.
+# After an answer was followed anew because of an error, a further error lets it be followed anew only this many tokens
+# later.
 MIN_RENEWED_TOKENS = 256
 
 
@@ -43,13 +44,13 @@ class GrammarState:
     """Implements :class:`pillion.engine.grammars.answer_grammar.AnswerGrammar`, which has the contract.
 
     Args:
-        grammar: what the answer follows.
+        grammar: the grammar that the answer follows.
         threads: compute the masks.
         passing_ends: end tokens that do not end this stream; they are chosen only where nothing else can be.
         renew: begins to follow an answer of these tokens from its begin, in a compilation that no other answer has;
             None where that cannot be.
 
-    ``broken`` says why its matcher is of no use any more; it is "" while it is.
+    ``broken`` says why its matcher is of no use any more; it is "" while the matcher is of use.
     """
 
     def __init__(
@@ -63,18 +64,19 @@ class GrammarState:
         self._threads = threads
         self._passing_ends = passing_ends
         self._renew = renew
-        # The answer so far; who follows it anew, and at which token it was last begun with that.
+        # These are the answer so far; the future that follows it anew in another compilation; and how long the answer
+        # was when that was last begun.
         self._answer = array("i")
         self._renewal: Future[GrammarState] | None = None
         self._renewed_at = -MIN_RENEWED_TOKENS
         self.broken = ""
         self._matcher = grammar.start.copy()
         self._unfollowed: list[int] = []
-        # The masks that were asked for last, here, and for which drafts and how many places.
+        # These are the masks that were asked for last, and for which drafts and how many places.
         self._job: MaskJob | None = None
         self._job_for: tuple[tuple[int, ...], int] = ((), 0)
-        # Whether the attributes below hold behind all taken tokens, and whether the grammar was asked what is forced
-        # behind the matcher.
+        # These say whether the attributes below hold after all taken tokens, and whether the grammar was asked which
+        # tokens are forced after the matcher.
         self._followed = self._asked = False
         self.num_tokens = 0
         self.forced: tuple[int, ...] = ()
@@ -83,10 +85,11 @@ class GrammarState:
 
     @property
     def may_run_ahead(self) -> bool:
-        # A forced run of two tokens holds nothing up: the launched step chooses its first, the next step its second.
+        # A forced run of two tokens does not keep steps from running ahead: the launched step chooses the first, the
+        # next step the second.
         return not (self.completes or self._grammar.slow or len(self.forced) > 2 or self.failure or self._renewal)
 
-    def fork(self) -> GrammarState:
+    def sibling(self) -> GrammarState:
         return GrammarState(self._grammar, self._threads, self._passing_ends, self._renew)
 
     def take(self, tokens: Seq[int]) -> None:
@@ -109,7 +112,7 @@ class GrammarState:
             if not self._is_whole():
                 return False
         if self._grammar.slow and self._job is None and not (self.completes or self.failure or self.forced):
-            # A step would wait for this mask: the stream runs when it is there.
+            # A step would have to wait for this mask, so the stream is passed over until the mask is there.
             self._start_job((), 1)
             return self._job_is_over()
         return True
@@ -124,11 +127,11 @@ class GrammarState:
                     break
                 consumed += 1
                 if matcher.stopped():
-                    # Nothing is chosen behind a complete answer: its last token is chosen, not guessed.
+                    # Nothing is chosen after a complete answer: its last token is chosen, not guessed.
                     break
                 fitting += 1
                 if matcher.forced():
-                    # In the middle of a run only the run's own tokens may follow.
+                    # In the middle of a forced run only the run's own tokens may follow.
                     break
             if consumed:
                 matcher.rollback(consumed)
@@ -139,14 +142,15 @@ class GrammarState:
     def place_masks(self, drafts: Seq[int], places: int) -> MaskRows:
         self.follow()
         if not self._followed:
-            # Another thread uses the grammar, and the masks are late before anybody has begun with them.
+            # Another thread uses the grammar, so no thread can begin to compute these masks in time for the step.
             return LateMasks(self._no_bits(places))
         if self._job is not None and self._job_for == (tuple(drafts), places):
             return self._job
         return self._start_job(drafts, places)
 
     def move(self, most: int | None = None) -> bool:
-        """Go behind ``most`` taken tokens, or all. The caller holds the grammar's lock. False: some are left."""
+        """Moves the grammar over tokens that the answer has taken and that the grammar has not followed yet: over
+        ``most`` of them, or over all. The caller holds the grammar's lock. Returns whether no such token is left."""
         self._job = None
         matcher = self._matcher
         count = len(self._unfollowed) if most is None else min(most, len(self._unfollowed))
@@ -157,7 +161,8 @@ class GrammarState:
                     self.forced = self.forced[1:]
                     self._asked = bool(self.forced)
                     continue
-                # Another version of the rule has written this answer: tokens are the truth.
+                # Another version of Pillion has cut forced runs differently when it wrote this answer, and tokens are
+                # the truth.
                 matcher.rollback(len(self.forced))
                 self.forced = ()
             if not matcher.consume(token):
@@ -175,7 +180,7 @@ class GrammarState:
         return True
 
     def _find_forced(self) -> None:
-        """Ask for a run of forced tokens, unless there is one; the matcher goes behind it."""
+        """Asks the grammar for a run of forced tokens, unless there is one; the matcher then stands after it."""
         if self.forced or self._asked:
             return
         self._asked = True
@@ -184,13 +189,13 @@ class GrammarState:
             self._matcher.consume(token)
 
     def _start_job(self, drafts: Seq[int], places: int) -> MaskJob:
-        """Begin to compute masks; those of forced tokens are known."""
+        """Begins to compute masks of some places; those of forced tokens are known."""
         bits = self._no_bits(places)
         first = 1 + len(drafts) - places
         known = self.forced[first : len(drafts) + 1]
         for row, token in zip(bits, known, strict=False):
             row[token // 32] = 1 << token % 32
-        # No guess stands behind a forced run, so the first place without a known mask is the matcher's own.
+        # No guess stands after a forced run, so the first place without a known mask is the matcher's own.
         guesses = () if self.forced else tuple(drafts)
         job = MaskJob(self._grammar, self._matcher, bits, len(known), guesses, self._passing_ends)
         self._job, self._job_for = job, (tuple(drafts), places)
@@ -204,7 +209,7 @@ class GrammarState:
         return np.zeros((places, self._grammar.vocab_words), np.uint32)
 
     def _job_is_over(self) -> bool:
-        """Whether no job has to be waited for. What the last one met, or that it is overdue, becomes the failure."""
+        """Returns whether no mask job has to be waited for. The last job's error, or its delay, becomes the failure."""
         job = self._job
         if job is None or job.is_over(self._threads):
             if job is not None and job.error and not self.broken:
@@ -216,14 +221,14 @@ class GrammarState:
         return False
 
     def _break(self, reason: str) -> None:
-        """The matcher has met an error; answers to come have the grammar compiled anew."""
+        """Notes that the matcher has met an error; later answers get a new compilation of the grammar."""
         self._grammar.spent = True
         self.broken = reason
         self._job, self._followed = None, False
         self.forced, self.completes = (), False
 
     def _is_whole(self) -> bool:
-        """Whether the matcher is of use, or the request has failed; if not, it is followed anew meanwhile."""
+        """Returns whether the matcher is of use, or the request has failed; if not, it is followed anew meanwhile."""
         if not self.broken or self.failure is not None:
             return True
         if self._renewal is None:
@@ -233,7 +238,7 @@ class GrammarState:
                 self._fail(self.broken)
                 return True
             self._renewed_at = self.num_tokens
-            # These the new one has.
+            # The new state already has these tokens.
             self._unfollowed.clear()
             self._renewal.add_done_callback(lambda _: self._threads.wake())
         if not self._renewal.done():

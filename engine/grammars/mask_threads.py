@@ -1,11 +1,11 @@
-"""Masks are computed on threads of their own, while the device runs the step that will sample with them.
+"""Computes masks on threads of their own, while the device runs the step that will sample with them.
 
     place_masks --> MaskJob --put--> queue --> thread: computed --> over
                                                   |                  '--> somebody found it missing: the loop is woken
                                                   '--> is still at it when the next job comes, or the queue is
                                                        long: another thread starts
 
-A job that takes long keeps its thread to itself, so that the others behind it are late once at most. MAX_MASK_THREADS
+A job that takes long keeps its thread to itself, so that the jobs after it are late once at most. MAX_MASK_THREADS
 bounds the threads. A library's limits end every job in the end; a job that is overdue all the same fails its request.
 """
 
@@ -23,20 +23,20 @@ import numpy as np
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar, TokenMatcher
 from pillion.engine.sampling.sampling_rows import UInt32
 
-# How long a step waits for the masks of its rows; a row whose mask is late is not sampled in that step.
+# A step waits this long for the masks of its rows; a row whose mask is late is not sampled in that step.
 MASK_WAIT_MS = 5
 # A mask that takes longer than this fails its request.
 MASK_LIMIT_MS = 5000
 MAX_MASK_THREADS = 8
-# Where more masks than this wait for each thread, another one starts, as long as the machine has a core for it.
+# Where more masks than this wait for each thread, another thread starts, as long as the machine has a core for it.
 MAX_QUEUED_MASKS = 16
 
 
 class MaskJob:
-    """Masks of some places of one answer: :class:`pillion.engine.grammars.answer_grammar.MaskRows`.
+    """Computes masks of some places of one answer: :class:`pillion.engine.grammars.answer_grammar.MaskRows`.
 
-    ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; the first of the others is that of
-    the matcher's place, and one is behind each of ``guesses``. ``error`` is set by the computation.
+    ``grammar`` is the answer's. ``bits`` come with ``known`` masks of forced tokens; of the others the first is that of
+    the matcher's place, and one is after each of ``guesses``. ``error`` is set by the computation.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class MaskJob:
         self._began_s = 0.0
         self._over = Event()
         self._lock = Lock()
-        # Set where somebody who needed the masks did not find them: called when they are there.
+        # A step that needed the masks and did not find them sets this function, which is called when they are there.
         self._wake: Callable[[], None] | None = None
         self._wake_s = 0.0
 
     def run(self) -> None:
-        """Compute the masks, on a mask's thread."""
+        """Computes the masks of this job, on one of the mask threads."""
         self.grammar.lock()
         self._began_s = time.monotonic()
         try:
@@ -77,7 +77,7 @@ class MaskJob:
         self.finish()
 
     def finish(self) -> None:
-        """The masks are there."""
+        """Notes that all masks of this job are computed."""
         with self._lock:
             self._over.set()
             wake = self._wake
@@ -85,11 +85,12 @@ class MaskJob:
             wake()
 
     def wait(self, seconds: float) -> bool:
-        # The masks of a matcher with an error allow the end, whatever the grammar is.
+        # A matcher that has met an error allows only the answer's end, whatever its grammar is, so its masks are not
+        # used.
         return self._over.wait(seconds) and not self.error
 
     def is_over(self, threads: MaskThreads) -> bool:
-        """Whether the masks are there; if not, the step loop is woken when they are, and when they are overdue."""
+        """Says whether the masks are there; if not, the step loop is woken when they are, and when they are overdue."""
         if self._over.is_set():
             return True
         with self._lock:
@@ -105,11 +106,11 @@ class MaskJob:
         return False
 
     def is_slow(self, limit_ms: float = MASK_WAIT_MS) -> bool:
-        """Whether a thread has been at it for longer than that."""
+        """Returns whether a thread has worked at the masks for longer than ``limit_ms``."""
         return self._began_s > 0 and time.monotonic() - self._began_s > limit_ms / 1000
 
     def _pass_by_ends(self) -> None:
-        """End tokens that do not end the stream are chosen only where nothing else can be."""
+        """Removes end tokens that do not end this stream from the masks, except where nothing else can be chosen."""
         for end in self._passing_ends:
             bit = np.uint32(1 << end % 32)
             for row in self._open:
@@ -120,7 +121,7 @@ class MaskJob:
 
 
 class LateMasks:
-    """Masks that nobody computes in this step: they are known to be late, and no step waits for them."""
+    """Stands for masks that nobody computes in this step: they are known to be late, and no step waits for them."""
 
     def __init__(self, bits: UInt32) -> None:
         self.bits = bits
@@ -130,24 +131,25 @@ class LateMasks:
 
 
 class MaskThreads:
-    """The threads of one worker. ``wake``, which may be replaced, wakes its step loop, from any thread."""
+    """Runs the threads of one worker. ``wake``, which may be replaced, wakes its step loop, from any thread."""
 
     def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         self.wake = wake
         self._queue: SimpleQueue[MaskJob | None] = SimpleQueue()
         self._lock = Lock()
         self._threads = 0
-        # The jobs that threads are at, one for each grammar at most, and those that wait for the job of their grammar.
+        # These are the jobs that threads work at, at most one for each grammar, and those that wait for the job of
+        # their grammar.
         self._running: dict[CompiledGrammar, MaskJob] = {}
         self._behind: dict[CompiledGrammar, deque[MaskJob]] = {}
 
     def put(self, job: MaskJob) -> None:
-        """Have a job computed."""
+        """Queues a mask job for the threads to compute."""
         self._queue.put(job)
         self.relieve()
 
     def relieve(self) -> None:
-        """Start one more thread where all of them have been at their jobs for long, or where many jobs wait."""
+        """Starts one more thread where all of them have been at their jobs for long, or where many jobs wait."""
         with self._lock:
             busy = len(self._running) >= self._threads and all(job.is_slow() for job in self._running.values())
             crowded = self._threads < (os.cpu_count() or 1) and self._queue.qsize() > MAX_QUEUED_MASKS * self._threads
@@ -157,13 +159,13 @@ class MaskThreads:
             Thread(target=self._compute, name="pillion-mask", daemon=True).start()
 
     def wake_later(self) -> None:
-        """Wake the step loop when a job that was late just now is overdue."""
+        """Wakes the step loop when a job that was late just now is overdue."""
         timer = Timer(MASK_LIMIT_MS / 1000, self.wake)
         timer.daemon = True
         timer.start()
 
     def close(self) -> None:
-        """End the threads, each when its job is over. Idempotent."""
+        """Ends the threads, each when its job is over. Idempotent."""
         for _ in range(self._threads):
             self._queue.put(None)
 

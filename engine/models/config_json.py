@@ -1,4 +1,5 @@
-"""Reads values of a ``config.json``; each raises one clear ConfigError for a value that is not what it should be.
+"""Reads values of a ``config.json``; each function raises one clear ConfigError for a value that is not what it should
+be.
 
 Imports no torch.
 """

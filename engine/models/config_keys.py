@@ -1,4 +1,5 @@
-"""Refuses what a ``config.json`` says and nobody here obeys, by name and before weights are read. Imports no torch.
+"""Refuses keys of a ``config.json`` that Pillion does not implement, by name and before weights are read. Imports no
+torch.
 
 A key that a family does not know may change its arithmetic, and a model without a part of it answers nonsense that
 looks like an answer. So each key must be one of these: read for every family, among the defaults of the family's row,
@@ -7,10 +8,9 @@ bookkeeping, or set to a value that changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
-from pillion.engine.models.families import ModelFamily
 from pillion.errors import ConfigError
 
 
@@ -18,17 +18,17 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Keys that are read for every family.
+# These keys are read for every family.
 _READ = _words(
     """
     model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads
-    head_dim rms_norm_eps max_position_embeddings original_max_position_embeddings tie_word_embeddings hidden_act
+    head_dim max_position_embeddings original_max_position_embeddings tie_word_embeddings hidden_act
     rope_theta rope_scaling rope_parameters partial_rotary_factor layer_types bos_token_id eos_token_id
     quantization_config compression_config quantization
     """
 )
-# Keys that say nothing about the arithmetic of a forward pass, or only about that of training: transformers' own,
-# what tools for training and conversion add, and sampling, which requests decide.
+# These keys say nothing about the arithmetic of a forward pass, or only about the arithmetic of training: transformers'
+# own, those that tools for training and conversion add, and sampling, which requests decide.
 BOOKKEEPING = _words(
     """
     architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation
@@ -38,7 +38,7 @@ BOOKKEEPING = _words(
     chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params finetuning_task
     tokenizer_class prefix pad_token_id unk_token_id sep_token_id decoder_start_token_id tie_encoder_decoder
     pruned_heads tf_legacy_loss max_sequence_length model_max_length is_llama_config transformers.js_config
-    unsloth_version unsloth_fixed license
+    unsloth_version unsloth_fixed license residual_dropout embedding_dropout classifier_dropout
 
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty
     do_sample early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty epsilon_cutoff eta_cutoff
@@ -48,7 +48,7 @@ BOOKKEEPING = _words(
     suppress_tokens target_lookbehind temperature top_k top_p typical_p
     """
 )
-# Options that most families do not have, with the values that change nothing. Any other option is switched off by null,
+# Most families lack these options; with the values here they change nothing. Any other option is switched off by null,
 # false, 0 or an empty value.
 _NEUTRAL = {
     "embedding_multiplier": 1.0,
@@ -56,22 +56,25 @@ _NEUTRAL = {
     "logits_scaling": 1.0,
     "logit_scale": 1.0,
     "decoder_sparse_step": 1,
+    "n_group": 1,
+    "topk_group": 1,
     "full_attn_mod": 1,
     "interpolate_factor": 1,
 }
-# Without ``use_sliding_window`` these do nothing.
+# These keys have no effect unless ``use_sliding_window`` is set.
 _OF_WINDOWS = ("sliding_window", "max_window_layers")
-# The number of experts, as one family names it and as transformers 5 names it for all.
+# The key for the number of experts is "num_experts" in the configs of one family, and "num_local_experts" in those of
+# transformers 5.
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
-# Keys of a config for text and images around the text model's: they are about images.
+# These keys of a config for text and images stand around the text model's, and are about images.
 _AROUND_TEXT = _words(
     """
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
-    boi_token_id eoi_token_id
+    boi_token_id eoi_token_id projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
     """
 )
 
-# Keys of rotary embeddings that are read, and those of the layers that have one of their own.
+# These are the keys of rotary embeddings that are read, and those of the layers that have one of their own.
 _ROPE_READ = _words(
     """
     rope_type type rope_theta partial_rotary_factor factor original_max_position_embeddings attention_factor
@@ -79,10 +82,10 @@ _ROPE_READ = _words(
     full_attention sliding_attention
     """
 )
-_ROPE_BOOKKEEPING = frozenset({"finetuned"})
+_ROPE_BOOKKEEPING = frozenset({"finetuned", "max_position_embeddings"})
 _ROPE_NEUTRAL = {"attn_factor": 1.0, "extrapolation_factor": 1.0, "short_mscale": 1.0, "long_mscale": 1.0}
 
-# Keys of an EAGLE-3 head that are read, and those that are about its training or its origin.
+# These are the keys of an EAGLE-3 head that are read, and those that are about its training or its origin.
 _OF_EAGLE = _words(
     """
     speculators_model_type speculators_version speculators_config transformer_layer_config draft_vocab_size
@@ -93,18 +96,26 @@ _OF_EAGLE = _words(
 
 
 def refuse_unknown_head_keys(raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first key of an EAGLE-3 head that nobody here obeys."""
+    """Raises ConfigError for the first key of an EAGLE-3 head's config that Pillion does not implement."""
     _refuse("eagle3", "", raw, _OF_EAGLE | BOOKKEEPING, {})
 
 
-def refuse_unknown_keys(name: str, family: ModelFamily, raw: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first key that the family ``name`` does not understand."""
-    known = _READ | BOOKKEEPING | family.defaults.keys() | set(family.ignored)
-    if "num_experts_per_tok" in family.defaults:
-        known = known.union(_NUM_EXPERTS)
+def known_keys(own: Set[str], ignored: Iterable[str]) -> frozenset[str]:
+    """Returns the keys that a family's configs may have; the arguments are those of :func:`refuse_unknown_keys`."""
+    known = _READ | BOOKKEEPING | own | set(ignored)
+    return known.union(_NUM_EXPERTS) if "num_experts_per_tok" in own else known
+
+
+def refuse_unknown_keys(
+    name: str, own: Set[str], ignored: Iterable[str], fixed: Mapping[str, Any], raw: Mapping[str, Any]
+) -> None:
+    """Raises ConfigError for the first key that the family ``name`` does not understand; ``own`` are the keys that it
+    reads beside those of all families, ``ignored`` those that it does not read, and ``fixed`` those that may say
+    nothing but what the family does anyway."""
+    known = known_keys(own, ignored)
     if raw.get("use_sliding_window") is False:
         known = known.union(_OF_WINDOWS)
-    _refuse(name, "", raw, known, _NEUTRAL)
+    _refuse(name, "", raw, known, {**_NEUTRAL, **fixed})
 
 
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:
@@ -113,14 +124,14 @@ def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:
 
 
 def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:
-    """Raises ConfigError for the first key of a rotary embedding's parameters that nobody here obeys."""
+    """Raises ConfigError for the first key of a rotary embedding's parameters that Pillion does not implement."""
     _refuse(name, "the rope parameter ", rope, _ROPE_READ | _ROPE_BOOKKEEPING, _ROPE_NEUTRAL)
 
 
 def _refuse(name: str, kind: str, raw: Mapping[str, Any], known: Iterable[str], neutral: Mapping[str, Any]) -> None:
     for key in sorted(raw.keys() - set(known)):
         value = raw[key]
-        # Keys with an underscore are transformers' notes to itself.
+        # Keys that begin with an underscore are written and read by transformers for its own purposes.
         if key.startswith("_") or (value == neutral[key] if key in neutral else not value):
             continue
         shown = repr(value) if len(repr(value)) < 60 else f"{repr(value)[:56]}..."

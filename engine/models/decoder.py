@@ -1,68 +1,224 @@
-"""The forward pass of every model: one decoder over a paged pool, with the options of its config.
+"""Runs the forward pass of every model on torch: one decoder over a paged pool, which runs the operations of each
+layer.
 
     hidden = embedding * embedding_scale
-    each layer:  hidden += residual_scale * post_norm(o(attention(pre_norm(hidden))))
-                 hidden += residual_scale * post_norm(mlp(pre_norm(hidden)))      (mlp: dense or mixture of experts)
+    each layer:  the operations that its family lists (:mod:`pillion.engine.models.layer_operations`)
     logits = soft_cap(lm_head(final_norm(hidden)) / logit_divisor)
 
-A norm that a model does not have is None in its weights; scales of 1 and caps of 0 are skipped.
+Scales of 1 and caps of 0 are skipped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
-from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm, soft_cap
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    Again,
+    Attend,
+    Experts,
+    Keep,
+    Layer,
+    LayerTensor,
+    Mlp,
+    Multiply,
+    Norm,
+    NormHeads,
+    NormProjections,
+    Rotate,
+)
+from pillion.engine.models.layers import ACTIVATIONS, GATED, LayerNorm, RmsNorm, mix_experts, soft_cap
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, Rope, rotate
 from pillion.kernels.torch.torch_attention import StepAttention
 from pillion.kernels.torch.torch_linear import Linear
 
 
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer's weights. ``qkv`` stacks queries, keys, values in its output. A norm the model does not have is None.
+class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] | torch.Tensor"]):
+    """Holds one layer's weights by the names of its tensors: norms, linear layers, those of all experts, other
+    tensors."""
 
-    Queries and keys are normed either together, head by head (``qk_norm``, whose weight is [heads + kv_heads,
-    head_dim]), or each over its whole projection (``q_norm``, ``k_norm``).
-    """
+    def norm(self, tensor: LayerTensor) -> RmsNorm | LayerNorm:
+        found = self[tensor.name]
+        assert isinstance(found, RmsNorm | LayerNorm)
+        return found
 
-    attention_norm: RmsNorm | None
-    qkv: Linear
-    qk_norm: RmsNorm | None
-    q_norm: RmsNorm | None
-    k_norm: RmsNorm | None
-    o: Linear
-    attention_post_norm: RmsNorm | None
-    mlp_norm: RmsNorm | None
-    mlp: GatedMLP | MoeWeights
-    mlp_post_norm: RmsNorm | None
+    def linear(self, tensor: LayerTensor) -> Linear:
+        found = self[tensor.name]
+        assert isinstance(found, Linear)
+        return found
+
+    def linears(self, tensor: LayerTensor) -> tuple[Linear, ...]:
+        """Returns the linear layers of all experts, or the layer's one."""
+        found = self[tensor.name]
+        return (found,) if isinstance(found, Linear) else self.experts(tensor)
+
+    def experts(self, tensor: LayerTensor) -> tuple[Linear, ...]:
+        found = self[tensor.name]
+        assert isinstance(found, tuple)
+        return found
+
+    def tensor(self, tensor: LayerTensor) -> torch.Tensor:
+        found = self[tensor.name]
+        assert isinstance(found, torch.Tensor)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """A model's weights. ``embedding`` is [vocab, hidden]; a model with tied weights has it as ``lm_head``, too.
+    """Holds a model's weights, those of its ``layers`` included. ``embedding`` is [vocab, hidden]; a model with tied
+    weights has it as ``lm_head``, too.
 
     ``embedding_scale`` is rounded to the type of the weights, as transformers rounds it.
     """
 
     embedding: torch.Tensor
     embedding_scale: float
+    operations: tuple[Layer, ...]
     layers: tuple[LayerWeights, ...]
-    final_norm: RmsNorm
+    final_norm: RmsNorm | LayerNorm
     lm_head: Linear
 
 
 class RowAdapters(Protocol):
-    """What a step's rows add to the outputs of linear layers, by the names of
-    :class:`pillion.engine.adapters.adapter_weights.AdapterWeights`."""
+    """Adds the products of adapters to the outputs of linear layers for a step's rows, by the names of
+    :class:`pillion.engine.adapters.adapter_weights.AdapterWeights`; gives rows of virtual tokens what the adapter has
+    instead of the model's: embeddings, or keys and values."""
 
+    def embed(self, hidden: torch.Tensor) -> None: ...
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None: ...
     def of_rows(self, rows: torch.Tensor) -> RowAdapters: ...
     def add(self, layer: str, inputs: torch.Tensor, outputs: torch.Tensor) -> None: ...
+
+
+@dataclass(slots=True)
+class LayerRun:
+    """Runs one step of one layer, and holds what its operations hand on.
+
+    Attributes:
+        tables: cosines and sines of the step's rows, by the number of the rotary embedding.
+        hidden: the residual stream [T, hidden].
+        sample_rows: in the last layer, the rows that go on after its attention; None elsewhere.
+        rows: the last operation's result [T, ...].
+        kept: the rows that an operation keeps for a later one.
+        rotated: queries and keys [T, heads, head_dim], where rows were normed or rotated since they are projections.
+        ended: whether nothing has to be computed any more, because no row is sampled.
+    """
+
+    config: ModelConfig
+    index: int
+    weights: LayerWeights
+    attention: StepAttention
+    tables: Sequence[CosSin]
+    hidden: torch.Tensor
+    adapters: RowAdapters | None = None
+    sample_rows: torch.Tensor | None = None
+    rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    kept: torch.Tensor | None = None
+    rotated: torch.Tensor | None = None
+    ended: bool = False
+
+    def run(self, operations: Layer) -> torch.Tensor:
+        """Runs the operations of the layer; returns the residual stream."""
+        for operation in operations:
+            _RUN[type(operation)](self, operation)
+            if self.ended:
+                break
+        return self.hidden
+
+    def linear(self, tensor: LayerTensor, rows: torch.Tensor) -> torch.Tensor:
+        """Returns rows [T, in] -> [T, out], with the products that their adapters add."""
+        outputs = self.weights.linear(tensor)(rows)
+        if self.adapters is not None:
+            self.adapters.add(f"layers.{self.index}.{tensor.name}", rows, outputs)
+        return outputs
+
+    def norm(self, operation: Norm) -> None:
+        self.rows = self.hidden if operation.weight is None else self.weights.norm(operation.weight)(self.hidden)
+
+    def product(self, operation: Multiply) -> None:
+        self.rows = self.linear(operation.matrix, self.rows)
+
+    def head_norm(self, operation: NormHeads) -> None:
+        self.rotated = self.weights.norm(operation.weight)(self._queries_and_keys())
+
+    def projection_norm(self, operation: NormProjections) -> None:
+        both, heads = self._queries_and_keys(), self.config.num_heads
+        queries, keys = both[:, :heads].flatten(1), both[:, heads:].flatten(1)
+        normed = self.weights.norm(operation.queries)(queries), self.weights.norm(operation.keys)(keys)
+        self.rotated = torch.cat(normed, -1).view(both.shape)
+
+    def rotate(self, operation: Rotate) -> None:
+        self.rotated = rotate(self._queries_and_keys(), *self.tables[operation.rope])
+
+    def attend(self, operation: Attend) -> None:
+        heads = self.config.num_heads
+        both, wanted = self._queries_and_keys(), self.sample_rows
+        keys, values = both[:, heads:], self._projections()[:, -self.config.num_kv_heads :]
+        if self.adapters is not None:
+            self.adapters.write(self.index, keys, values)
+        self.attention.write(self.index, keys, values)
+        if wanted is not None and not len(wanted):
+            self.ended = True
+            return
+        sinks = None if operation.sinks is None else self.weights.tensor(operation.sinks)
+        self.rows = self.attention.attend(self.index, both[:, :heads], operation.window, sinks)
+        if wanted is not None:
+            self.rows, self.hidden = self.rows[wanted], self.hidden[wanted]
+            self.adapters = None if self.adapters is None else self.adapters.of_rows(wanted)
+
+    def mlp(self, operation: Mlp) -> None:
+        activate = (GATED if operation.gated else ACTIVATIONS)[operation.activation]
+        inner = activate(self.linear(operation.gate_up, self.rows))
+        self.rows = self.linear(operation.down, inner)
+
+    def keep(self, _: Keep) -> None:
+        self.kept = self.rows
+
+    def again(self, _: Again) -> None:
+        assert self.kept is not None
+        self.rows, self.kept = self.kept, None
+
+    def mix_experts(self, operation: Experts) -> None:
+        ups, downs = self.weights.experts(operation.gate_up), self.weights.experts(operation.down)
+        act = GATED[operation.activation]
+
+        def run(number: int, rows: torch.Tensor) -> torch.Tensor:
+            return downs[number](act(ups[number](rows)))
+
+        router = self.weights.tensor(operation.router)
+        bias = None if operation.choice_bias is None else self.weights.tensor(operation.choice_bias)
+        self.rows = mix_experts(self.rows, router, run, operation, bias)
+
+    def add(self, operation: AddToResidual) -> None:
+        found = self.rows if operation.norm is None else self.weights.norm(operation.norm)(self.rows)
+        self.hidden = torch.add(self.hidden, found, alpha=operation.scale)
+
+    def _projections(self) -> torch.Tensor:
+        """Returns queries, keys and values [T, heads, head_dim]."""
+        return self.rows.view(len(self.rows), -1, self.config.head_dim)
+
+    def _queries_and_keys(self) -> torch.Tensor:
+        return self._projections()[:, : -self.config.num_kv_heads] if self.rotated is None else self.rotated
+
+
+_RUN: dict[type, Callable[[LayerRun, Any], None]] = {
+    Norm: LayerRun.norm,
+    Multiply: LayerRun.product,
+    NormHeads: LayerRun.head_norm,
+    NormProjections: LayerRun.projection_norm,
+    Rotate: LayerRun.rotate,
+    Attend: LayerRun.attend,
+    Mlp: LayerRun.mlp,
+    Keep: LayerRun.keep,
+    Again: LayerRun.again,
+    Experts: LayerRun.mix_experts,
+    AddToResidual: LayerRun.add,
+}
 
 
 def run_decoder(
@@ -86,74 +242,19 @@ def run_decoder(
     hidden = weights.embedding[token_ids]
     if weights.embedding_scale != 1.0:
         hidden = hidden * weights.embedding_scale
+    if adapters is not None:
+        adapters.embed(hidden)
     tables = [rope.tables(rope_rows, hidden.dtype) for rope in ropes]
     last = len(weights.layers) - 1
-    for index, layer in enumerate(weights.layers):
-        rope = config.layer_ropes[index]
+    for index, (operations, layer) in enumerate(zip(weights.operations, weights.layers, strict=True)):
         if states is not None and index in states:
             states[index] = hidden
-        queries, keys, values = project(config, index, layer, hidden, None if rope is None else tables[rope], adapters)
-        attention.write(index, keys, values)
-        if index == last and not len(sample_rows):
+        wanted = sample_rows if index == last else None
+        run = LayerRun(config, index, layer, attention, tables, hidden, adapters, wanted)
+        hidden = run.run(operations)
+        if run.ended:
             return torch.empty((0, config.vocab_size), dtype=torch.float32)
-        attended = attention.attend(index, queries, config.sliding_windows[index])
-        if index == last:
-            attended, hidden = attended[sample_rows], hidden[sample_rows]
-            adapters = None if adapters is None else adapters.of_rows(sample_rows)
-        hidden = _add(
-            config, hidden, _linear(layer.o, f"layers.{index}.o", attended, adapters), layer.attention_post_norm
-        )
-        hidden = _add(
-            config, hidden, _mlp(layer.mlp, index, _normed(hidden, layer.mlp_norm), adapters), layer.mlp_post_norm
-        )
     return _logits(config, weights, hidden)
-
-
-def _linear(layer: Linear, name: str, rows: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
-    """rows [T, in] -> [T, out], with what their adapters add."""
-    outputs = layer(rows)
-    if adapters is not None:
-        adapters.add(name, rows, outputs)
-    return outputs
-
-
-def _mlp(mlp: GatedMLP | MoeWeights, index: int, rows: torch.Tensor, adapters: RowAdapters | None) -> torch.Tensor:
-    """rows [T, hidden] -> [T, hidden]; experts have no adapters."""
-    if adapters is None or isinstance(mlp, MoeWeights):
-        return mlp(rows)
-    inner = mlp.gated(_linear(mlp.gate_up, f"layers.{index}.gate_up", rows, adapters))
-    return _linear(mlp.down, f"layers.{index}.down", inner, adapters)
-
-
-def project(
-    config: ModelConfig,
-    index: int,
-    layer: LayerWeights,
-    hidden: torch.Tensor,
-    table: CosSin | None,
-    adapters: RowAdapters | None,
-) -> tuple[torch.Tensor, ...]:
-    """hidden [T, H] -> queries [T, heads, D], keys and values [T, kv_heads, D]; queries and keys are rotated."""
-    flat = _linear(layer.qkv, f"layers.{index}.qkv", _normed(hidden, layer.attention_norm), adapters)
-    heads = flat.view(len(hidden), -1, config.head_dim)
-    rotated = heads[:, : -config.num_kv_heads]
-    if layer.qk_norm is not None:
-        rotated = layer.qk_norm(rotated)
-    elif layer.q_norm is not None and layer.k_norm is not None:
-        queries, keys = rotated[:, : config.num_heads].flatten(1), rotated[:, config.num_heads :].flatten(1)
-        rotated = torch.cat((layer.q_norm(queries), layer.k_norm(keys)), -1).view(rotated.shape)
-    if table is not None:
-        rotated = rotate(rotated, *table)
-    return rotated[:, : config.num_heads], rotated[:, config.num_heads :], heads[:, -config.num_kv_heads :]
-
-
-def _normed(hidden: torch.Tensor, norm: RmsNorm | None) -> torch.Tensor:
-    return hidden if norm is None else norm(hidden)
-
-
-def _add(config: ModelConfig, hidden: torch.Tensor, found: torch.Tensor, post_norm: RmsNorm | None) -> torch.Tensor:
-    """Adds the output of attention or MLP to the residual stream; all [T, H]."""
-    return torch.add(hidden, _normed(found, post_norm), alpha=config.residual_scale)
 
 
 def _logits(config: ModelConfig, weights: ModelWeights, hidden: torch.Tensor) -> torch.Tensor:

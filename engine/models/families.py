@@ -1,41 +1,98 @@
-"""The table of model families that can be served, one row each: where a new family goes. Imports no torch.
+"""Lists the model families that can be served in a table, one row each: a new family goes here. Imports no torch.
 
-A row holds the values that transformers assumes for keys missing in a config, and the decoder's options that the family
-has; :mod:`pillion.engine.models.model_config` reads a config by its row. A family with an option that the decoder does
-not have yet also needs that option in :class:`pillion.engine.models.model_config.ModelConfig`.
+A row holds the values that transformers assumes for keys missing in a config, and the function that lists a layer's
+operations with their tensors (:mod:`pillion.engine.models.layer_operations`), from which all backends, the loader and
+the ranks follow. A family with a number of its own in its configs also needs that number in
+:class:`pillion.engine.models.model_config.ModelConfig`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+
+from pillion.engine.models.layer_operations import Layer
+from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, llama_layer
+from pillion.engine.models.model_config import ModelConfig
+
+# These keys are about layers that only guess tokens (multi-token prediction).
+_GUESSING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFamily:
-    """One row of the table; the options have the meaning of the fields of ``ModelConfig`` with the same names.
+    """Describes one family, a row of the table.
 
-    ``defaults`` are the values that transformers assumes for missing keys. They also switch options on: a key such as
-    ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and refused
-    for others (:mod:`pillion.engine.models.config_keys`). ``ignored`` are keys that stand in configs of the family
-    although transformers does not read them there. ``fused_projections``: transformers has qkv_proj and gate_up_proj
-    in place of their parts.
+    Attributes:
+        defaults: the values that transformers assumes for missing keys. They also switch options on: a key such as
+            ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and
+            refused for others (:mod:`pillion.engine.models.config_keys`).
+        layer: lists the operations of a layer, by its number.
+        qkv_bias, norm, norm_bias, gated: those of ``ModelConfig``.
+        eps: the key of the norms' smallest variance.
+        parallel: whether attention and MLP are parallel, where no key says so.
+        biases: the keys that say whether the projections of queries, keys and values have biases, that of attention's
+            results, and those of MLPs; "" for a family whose layers have none.
+        scaled_embedding: whether embeddings are multiplied by the root of their width.
+        multiplied_logits: whether ``logits_scaling`` multiplies logits, which it divides elsewhere.
+        partial_rope: whether a part of each head may be rotated.
+        interleaved_rope: whether neighbours are rotated with each other (``RopeConfig.interleaved``).
+        local_rope: whether layers with a window have a rotary embedding of their own.
+        nope_if_full: whether layers without a window have no rotary embedding, in a model with windows.
+        window_pattern: where neither a config nor another default says which layers have the window: of so many layers
+            one has none, the last, or the first with ``full_first``; 0 gives all of them the window.
+        fused: the layers that transformers has in place of their parts, by their names in checkpoints.
+        activations: the decoder's names of activations that the family's configs call otherwise.
+        query_growth: whether queries grow with their position from the original length on (``llama_4_scaling_beta``).
+            Longer texts are not served, so that the factor is always 1.
+        sigmoid_router: whether the scores of experts are sigmoids.
+        ignored: keys that stand in configs of the family although transformers does not read them there, and those
+            about layers that only guess tokens (multi-token prediction).
+        fixed: keys that stand in configs of the family, with the one value that says what the family always does.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    layer: Callable[[ModelConfig, int], Layer] = llama_layer
     qkv_bias: bool = False
+    biases: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
     norm: str = "plain"
-    pre_norm: bool = True
-    post_norm: bool = False
-    qk_norm: str = ""
+    norm_bias: bool = False
+    eps: str = "rms_norm_eps"
+    gated: bool = True
+    parallel: bool = False
     scaled_embedding: bool = False
+    multiplied_logits: bool = False
     partial_rope: bool = False
-    fused_projections: bool = False
+    interleaved_rope: bool = False
+    local_rope: bool = False
+    nope_if_full: bool = False
+    window_pattern: int = 0
+    full_first: bool = False
+    fused: tuple[str, ...] = ()
+    activations: Mapping[str, str] = field(default_factory=dict)
+    query_growth: bool = False
+    sigmoid_router: bool = False
     ignored: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def guessing_layers(self) -> bool:
+        """Says whether checkpoints may have layers that only guess tokens, which are not read."""
+        return not {*_GUESSING}.isdisjoint(self.ignored)
 
 
+_WITH_HEAD_NORMS = partial(llama_layer, qk_norm="head")
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+_SHARED = {
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+    "num_experts_per_tok": 8,
+    "n_routed_experts": 128,
+    "n_shared_experts": 1,
+}
+_WINDOWS = {"sliding_window": 4096, "layer_types": None}
 _QWEN = {
     "max_position_embeddings": 32_768,
     "use_sliding_window": False,
@@ -65,9 +122,43 @@ _MISTRAL = {
     "max_position_embeddings": 131_072,
     "num_key_value_heads": 8,
     "sliding_window": 4096,
-    # With it transformers reads a config of Mistral as one of Ministral.
+    # If a Mistral config has this key, transformers reads it as one of Ministral.
     "layer_types": None,
 }
+
+_OLMO = partial(llama_layer, norms=POST_NORMS, qk_norm="projection")
+_OLMOE = {"attention_bias": False, "num_experts": 64, "num_experts_per_tok": 8, "norm_topk_prob": False}
+_MULTIPLIERS = dict.fromkeys(
+    ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+)
+_GRANITE_MOE = {"attention_bias": False, **_MULTIPLIERS, "num_local_experts": 8, "num_experts_per_tok": 2}
+_GRANITE_WINDOWS = {"sliding_window": 128, "layer_types": None, "layer_rope_theta": None}
+# These keys of Gemma 2 and 3 have no meaning in Gemma 1.
+_GEMMA2_ALONE = ("hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types")
+_GLM = {
+    "max_position_embeddings": 131_072,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "rms_norm_eps": 1.5625e-7,
+    "attention_bias": True,
+    "partial_rotary_factor": 0.5,
+    "eos_token_id": [151_329, 151_336, 151_338],
+}
+_GLM_BIASES = ("attention_bias", "", "")
+_FUSED_MLP = ("mlp.gate_up_proj",)
+
+_GRANITE_SHARED = partial(llama_layer, shared_mlp=(("shared_mlp.input_linear",), "shared_mlp.output_linear"))
+_DEEPSEEK_BIAS = "mlp.gate.e_score_correction_bias"
+_DEEPSEEK_EXPERTS = partial(llama_layer, qk_norm="head", choice_bias=_DEEPSEEK_BIAS)
+_HUNYUAN = partial(
+    llama_layer,
+    qk_norm="head",
+    qk_norm_names=("self_attn.query_layernorm", "self_attn.key_layernorm"),
+    norm_after_rotation=True,
+)
+
+_HUNYUAN_IGNORED = ("eod_token_id", "cla_share_factor", "attention_head_dim", "pool_type", "org_vocab_size")
+_HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True}
 
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS}),
@@ -99,9 +190,9 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_experts_per_tok": 2,
         }
     ),
-    # Its projections have their biases whatever the key says.
+    # Qwen 2's projections have their biases whatever the key says.
     "qwen2": ModelFamily(_QWEN, qkv_bias=True, ignored=("attention_bias",)),
-    "qwen3": ModelFamily({**_QWEN, "head_dim": 128, "attention_bias": False}, qk_norm="head"),
+    "qwen3": ModelFamily({**_QWEN, "head_dim": 128, "attention_bias": False}, layer=_WITH_HEAD_NORMS),
     "qwen3_moe": ModelFamily(
         {
             "max_position_embeddings": 32_768,
@@ -116,7 +207,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "decoder_sparse_step": 1,
             "mlp_only_layers": None,
         },
-        qk_norm="head",
+        layer=_WITH_HEAD_NORMS,
     ),
     "phi3": ModelFamily(
         {
@@ -126,7 +217,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "sliding_window": None,
         },
         partial_rope=True,
-        fused_projections=True,
+        fused=("self_attn.qkv_proj", "mlp.gate_up_proj"),
     ),
     "gemma2": ModelFamily(
         {
@@ -136,10 +227,10 @@ FAMILIES: dict[str, ModelFamily] = {
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
+        layer=partial(llama_layer, norms=ALL_NORMS),
         norm="offset",
-        post_norm=True,
         scaled_embedding=True,
-        # An old name of the window, which stands beside the new one.
+        # This is an old name of the window, which stands beside the new one.
         ignored=("sliding_window_size",),
     ),
     "gemma3_text": ModelFamily(
@@ -152,28 +243,526 @@ FAMILIES: dict[str, ModelFamily] = {
             "rope_local_base_freq": 10_000.0,
             "final_logit_softcapping": None,
         },
+        layer=partial(llama_layer, norms=ALL_NORMS, qk_norm="head"),
         norm="offset",
-        post_norm=True,
-        qk_norm="head",
         scaled_embedding=True,
+        local_rope=True,
     ),
     "olmo2": ModelFamily(
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
+        layer=_OLMO,
         norm="wide",
-        pre_norm=False,
-        post_norm=True,
-        qk_norm="projection",
     ),
-    "granite": ModelFamily(
+    "granite": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS, **_MULTIPLIERS}),
+    "gemma": ModelFamily(
+        {
+            **{key: value for key, value in _GEMMA.items() if key not in _GEMMA2_ALONE},
+            "max_position_embeddings": 8192,
+            "hidden_size": 3072,
+            "intermediate_size": 24_576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "hidden_act": "gelu_pytorch_tanh",
+        },
+        norm="offset",
+        scaled_embedding=True,
+        # transformers reads the other key, whose old value "gelu" meant the tanh form.
+        ignored=("hidden_activation",),
+        activations={"gelu": "gelu_tanh"},
+    ),
+    "vaultgemma": ModelFamily(
+        {**_GEMMA, "max_position_embeddings": 8192, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+        layer=partial(llama_layer, norms=("input_layernorm", "", "pre_feedforward_layernorm", "")),
+        norm="offset",
+        scaled_embedding=True,
+        window_pattern=2,
+    ),
+    "olmo3": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            **_WINDOWS,
+            "rope_theta": 500_000.0,
+        },
+        layer=_OLMO,
+        norm="wide",
+        local_rope=True,
+        window_pattern=4,
+    ),
+    "olmoe": ModelFamily(
+        {**_OLMOE, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+        layer=partial(llama_layer, qk_norm="projection"),
+    ),
+    "flex_olmo": ModelFamily(
+        {
+            **_OLMOE,
+            "max_position_embeddings": 4096,
+            "num_experts": 7,
+            "num_experts_per_tok": 5,
+            "rope_theta": 500_000.0,
+        },
+        layer=_OLMO,
+        norm="wide",
+    ),
+    "cwm": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "mlp_bias": False,
+            "sliding_window": 8192,
+            "layer_types": None,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+            "eos_token_id": [128_001, 128_008, 128_009],
+        },
+        window_pattern=4,
+        full_first=True,
+    ),
+    "internlm3": ModelFamily(
+        {
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            **_NO_BIAS,
+        },
+    ),
+    "iquestcoder": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            **_NO_BIAS,
+        },
+    ),
+    "exaone4": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            **_WINDOWS,
+            "sliding_window_pattern": 4,
+        },
+        layer=partial(llama_layer, norms=POST_NORMS, qk_norm="head"),
+        nope_if_full=True,
+    ),
+    "seed_oss": ModelFamily(
+        {
+            "max_position_embeddings": 524_288,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "mlp_bias": False,
+        },
+        biases=("attention_bias", "attention_out_bias", "mlp_bias"),
+    ),
+    "granitemoe": ModelFamily({**_GRANITE_MOE, "max_position_embeddings": 2048}),
+    "granite_swa": ModelFamily(
+        {
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            **_NO_BIAS,
+            **_MULTIPLIERS,
+            **_GRANITE_WINDOWS,
+            "tie_word_embeddings": True,
+        },
+        layer=partial(llama_layer, sinks=True),
+        window_pattern=4,
+        full_first=True,
+    ),
+    "ernie4_5": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "use_bias": False,
+            "tie_word_embeddings": True,
+        },
+        biases=("use_bias", "use_bias", "use_bias"),
+        interleaved_rope=True,
+    ),
+    "helium": ModelFamily(
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 20,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-8,
+            "rope_theta": 100_000.0,
+            **_NO_BIAS,
+        },
+        biases=("attention_bias", "", "mlp_bias"),
+        norm="wide",
+        interleaved_rope=True,
+    ),
+    "glm": ModelFamily(_GLM, biases=_GLM_BIASES, partial_rope=True, interleaved_rope=True, fused=_FUSED_MLP),
+    "glm4": ModelFamily(
+        _GLM,
+        layer=partial(
+            llama_layer,
+            norms=(
+                "input_layernorm",
+                "post_self_attn_layernorm",
+                "post_attention_layernorm",
+                "post_mlp_layernorm",
+            ),
+        ),
+        biases=_GLM_BIASES,
+        partial_rope=True,
+        interleaved_rope=True,
+        fused=_FUSED_MLP,
+    ),
+    "arcee": ModelFamily(
+        {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **_NO_BIAS, "hidden_act": "relu2"}, gated=False
+    ),
+    "nemotron": ModelFamily(
+        {
+            "max_position_embeddings": 4096,
+            "norm_eps": 1e-5,
+            "partial_rotary_factor": 0.5,
+            **_NO_BIAS,
+            "hidden_act": "relu2",
+        },
+        norm="layer_offset",
+        norm_bias=True,
+        eps="norm_eps",
+        gated=False,
+        partial_rope=True,
+    ),
+    "jais2": ModelFamily(
+        {
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "hidden_act": "relu2",
+        },
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_eps",
+        gated=False,
+    ),
+    "starcoder2": ModelFamily(
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 2,
+            "norm_epsilon": 1e-5,
+            "use_bias": True,
+            "sliding_window": None,
+            "hidden_act": "gelu_pytorch_tanh",
+            "tie_word_embeddings": True,
+        },
+        layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
+        biases=("use_bias", "use_bias", "use_bias"),
+        norm="layer",
+        norm_bias=True,
+        eps="norm_epsilon",
+        gated=False,
+    ),
+    "stablelm": ModelFamily(
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 32,
+            "layer_norm_eps": 1e-5,
+            "use_qkv_bias": False,
+            "use_parallel_residual": False,
+            "partial_rotary_factor": 0.25,
+        },
+        layer=partial(llama_layer, shared_norm=True),
+        biases=("use_qkv_bias", "", ""),
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_eps",
+        partial_rope=True,
+    ),
+    "olmo": ModelFamily(
+        {"max_position_embeddings": 2048, "attention_bias": False, "layer_norm_eps": 1e-5},
+        norm="layer_bare",
+        eps="layer_norm_eps",
+    ),
+    "cohere": ModelFamily(
+        {
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "rope_theta": 500_000.0,
+            "attention_bias": False,
+            "tie_word_embeddings": True,
+        },
+        layer=partial(llama_layer, shared_norm=True),
+        norm="layer",
+        eps="layer_norm_eps",
+        parallel=True,
+        interleaved_rope=True,
+    ),
+    "cohere2": ModelFamily(
+        {
+            "max_position_embeddings": 8192,
+            "layer_norm_eps": 1e-5,
+            "logit_scale": 0.0625,
+            "attention_bias": False,
+            **_WINDOWS,
+            "sliding_window_pattern": 4,
+            "tie_word_embeddings": True,
+        },
+        layer=partial(llama_layer, shared_norm=True),
+        norm="layer",
+        eps="layer_norm_eps",
+        parallel=True,
+        interleaved_rope=True,
+        nope_if_full=True,
+    ),
+    "granitemoeshared": ModelFamily(
+        {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0}, layer=_GRANITE_SHARED
+    ),
+    "granitemoe_swa": ModelFamily(
+        {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0, **_GRANITE_WINDOWS},
+        layer=partial(_GRANITE_SHARED, sinks=True),
+        window_pattern=4,
+        full_first=True,
+    ),
+    "glm4_moe": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "partial_rotary_factor": 0.5,
+            "use_qk_norm": False,
+            **_SHARED,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+        },
+        layer=_DEEPSEEK_EXPERTS,
+        biases=("attention_bias", "", ""),
+        partial_rope=True,
+        sigmoid_router=True,
+        ignored=_GUESSING,
+    ),
+    "dots1": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": 32,
+            "attention_bias": False,
+            **_SHARED,
+            "norm_topk_prob": False,
+            "n_routed_experts": None,
+            "n_shared_experts": None,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 0,
+            **_WINDOWS,
+            "max_window_layers": 62,
+        },
+        layer=_DEEPSEEK_EXPERTS,
+        sigmoid_router=True,
+    ),
+    "solar_open": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "rope_theta": 1_000_000.0,
+            **_SHARED,
+            "moe_intermediate_size": 1280,
+        },
+        layer=partial(llama_layer, choice_bias=_DEEPSEEK_BIAS),
+        biases=("attention_bias", "", ""),
+        partial_rope=True,
+        sigmoid_router=True,
+    ),
+    "minimax_m2": ModelFamily(
+        {
+            "max_position_embeddings": 196_608,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rope_theta": 5_000_000.0,
+            "rotary_dim": None,
+            "num_local_experts": 256,
+            "num_experts_per_tok": 8,
+        },
+        layer=partial(llama_layer, qk_norm="projection", choice_bias="block_sparse_moe.e_score_correction_bias"),
+        partial_rope=True,
+        sigmoid_router=True,
+        ignored=(*_GUESSING, "mtp_transformer_layers", "use_mtp"),
+        fixed={
+            "use_qk_norm": True,
+            "qk_norm_type": "per_layer",
+            "scoring_func": "sigmoid",
+            "use_routing_bias": True,
+            "shared_moe_mode": "sigmoid",
+        },
+    ),
+    "ernie4_5_moe": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 4,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "use_bias": False,
+            "tie_word_embeddings": True,
+            "moe_intermediate_size": 1536,
+            "moe_k": 6,
+            "moe_num_experts": 64,
+            "moe_num_shared_experts": 2,
+            "moe_layer_start_index": 1,
+            "moe_layer_end_index": -1,
+            "moe_layer_interval": 1,
+        },
+        layer=partial(llama_layer, choice_bias="mlp.moe_statics.e_score_correction_bias"),
+        biases=("use_bias", "use_bias", "use_bias"),
+        interleaved_rope=True,
+        ignored=_GUESSING,
+        fixed={"moe_norm_min": 1e-12},
+    ),
+    "exaone_moe": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            **_WINDOWS,
+            "sliding_window_pattern": 4,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1024,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 2.5,
+        },
+        layer=partial(llama_layer, qk_norm="head", choice_bias="mlp.e_score_correction_bias"),
+        nope_if_full=True,
+        sigmoid_router=True,
+        ignored=_GUESSING,
+    ),
+    "hy_v3": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 11_158_840.0,
+            **_NO_BIAS,
+            "mlp_layer_types": None,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 1536,
+            "num_experts": 192,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "router_scaling_factor": 2.826,
+        },
+        layer=partial(
+            llama_layer,
+            qk_norm="head",
+            choice_bias="mlp.expert_bias",
+            shared_mlp=(("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj"),
+        ),
+        sigmoid_router=True,
+        ignored=(*_GUESSING, "enable_moe_fp32_combine"),
+    ),
+    "hunyuan_v1_dense": ModelFamily(
+        {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
+        layer=_HUNYUAN,
+        ignored=_HUNYUAN_IGNORED,
+        fixed=_HUNYUAN_FIXED,
+    ),
+    "hunyuan_v1_moe": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "num_experts": 1,
+            "moe_topk": 1,
+            "num_shared_expert": 1,
+        },
+        layer=partial(
+            _HUNYUAN,
+            shared_mlp=(("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj"),
+        ),
+        # Experts have the width of ``intermediate_size``.
+        ignored=(*_HUNYUAN_IGNORED, "moe_intermediate_size"),
+        fixed={**_HUNYUAN_FIXED, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
+    ),
+    "hyperclovax": ModelFamily(
         {
             "max_position_embeddings": 2048,
             **_NO_BIAS,
-            **dict.fromkeys(
-                ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"), 1.0
-            ),
-        }
+            **_MULTIPLIERS,
+            "attention_multiplier": None,
+            "use_post_norm": True,
+        },
+        layer=partial(llama_layer, norms=("input_layernorm", "post_norm1", "post_attention_layernorm", "post_norm2")),
+        multiplied_logits=True,
+    ),
+    "ministral3": ModelFamily(
+        {
+            "max_position_embeddings": 262_144,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "sliding_window": None,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1_000_000.0,
+                "factor": 16.0,
+                "original_max_position_embeddings": 16_384,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        query_growth=True,
+    ),
+    "mellum": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "attention_bias": False,
+            "sliding_window": 1024,
+            "layer_types": None,
+            "mlp_layer_types": None,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 896,
+            "norm_topk_prob": True,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "default", "rope_theta": 500_000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+            },
+        },
+        layer=_WITH_HEAD_NORMS,
+        local_rope=True,
+        window_pattern=1,
+        ignored=(*_GUESSING, "mtp_layer_types", "mtp_mlp_layer_types"),
     ),
 }
 
-# Models of text and images whose text model can be served: their model_type, and the family of their text_config.
-TEXT_OF = {"gemma3": "gemma3_text"}
+# These models of text and images have a text model that can be served: their model_type, and the families that their
+# text_config may have, the first of which it has where it says nothing.
+TEXT_OF = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+
+
+def layers_of(config: ModelConfig) -> tuple[Layer, ...]:
+    """Returns the operations of all layers of a model, or of a rank's share of it."""
+    family = FAMILIES[config.family]
+    return tuple(family.layer(config, index) for index in range(config.num_layers))

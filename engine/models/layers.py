@@ -1,6 +1,5 @@
-"""The operations of a decoder layer, each a plain function over rows, so that a backend can replace one by a kernel of
-its own or fuse several. The order of roundings in bfloat16 is that of transformers.
-"""
+"""Implements the operations of a decoder layer, each as a plain function over rows, so that a backend can replace one
+by a kernel of its own or fuse several. The order of roundings in bfloat16 is that of transformers."""
 
 from __future__ import annotations
 
@@ -8,20 +7,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import gelu, linear, silu
+from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
-from pillion.kernels.torch.torch_linear import Linear
+from pillion.engine.models.layer_operations import Experts
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm over the last dimension, in float32, rounded before the weight is applied, as in most families."""
+    """Computes the RMS norm over the last dimension, in float32, rounded before the weight is applied, as in most
+    families."""
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(values.dtype)
 
 
 def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm in float32, rounded after a float32 ``weight`` is applied: OLMo 2, and Gemma, whose weight is 1 + w."""
+    """Computes the RMS norm in float32, rounded after a float32 ``weight`` is applied: OLMo 2, Gemma (with 1 + w)."""
     wide = values.float()
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (wide * weight).to(values.dtype)
@@ -29,100 +29,124 @@ def rms_norm_wide(values: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """An RMS norm, ``wide`` or not; its weight is [last dimension], or [heads, head_dim] for [T, heads, head_dim]."""
+    """Applies an RMS norm, in the ``wide`` order of roundings or not; its weight is [last dimension], or [heads,
+    head_dim] for [T, heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float
     wide: bool
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """values [T, ...] -> the same shape and type."""
+        """Norms values [T, ...] to the same shape and type."""
         return (rms_norm_wide if self.wide else rms_norm)(values, self.weight, self.eps)
 
 
+@dataclass(frozen=True, slots=True)
+class LayerNorm:
+    """Applies a LayerNorm (arXiv 1607.06450) in float32, and rounds once; weight and bias are float32 [last
+    dimension]."""
+
+    weight: torch.Tensor
+    eps: float
+    bias: torch.Tensor | None = None
+
+    def __call__(self, values: torch.Tensor) -> torch.Tensor:
+        """Norms values [T, ...] to the same shape and type."""
+        return layer_norm(values.float(), self.weight.shape, self.weight, self.bias, self.eps).to(values.dtype)
+
+
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    """Computes silu(gate) * up; gate_up [T, 2 * inner], gate first -> [T, inner]."""
     gate, up = gate_up.chunk(2, -1)
     return silu(gate) * up
 
 
 def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
-    """gelu(gate) * up with gelu's tanh approximation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    """Computes gelu(gate) * up with gelu's tanh approximation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
     gate, up = gate_up.chunk(2, -1)
     return gelu(gate, approximate="tanh") * up
 
 
-# The activations that ``ModelConfig.activation`` can name.
+# ``ModelConfig.activation`` can name these activations of a gated MLP, and of one without a gate.
 GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu_tanh}
 
 
-@dataclass(frozen=True, slots=True)
-class GatedMLP:
-    """down(act(gate) * up). ``gate_up`` stacks gate and up in its output; ``gated`` is one of GATED."""
-
-    gate_up: Linear
-    down: Linear
-    gated: Callable[[torch.Tensor], torch.Tensor]
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [T, hidden] -> [T, hidden]."""
-        return self.down(self.gated(self.gate_up(rows)))
+ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": silu,
+    "gelu_tanh": lambda values: gelu(values, approximate="tanh"),
+    "relu2": lambda values: relu(values).square(),
+}
 
 
 def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
-    """cap * tanh(values / cap), in place: values stay within +-cap."""
+    """Computes cap * tanh(values / cap), in place: values stay within +-cap."""
     return values.div_(cap).tanh_().mul_(cap)
 
 
-@dataclass(frozen=True, slots=True)
-class MoeWeights:
-    """A mixture of experts: a layer's router [num_experts, hidden] and its experts.
+# So many rows of a mixture of experts are computed at once.
+MAX_MIXED_ROWS = 8192
 
-    Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all its tokens. A fused
-    kernel could replace :func:`run_grouped`, which sees only rows in groups and the sizes of the groups. A token's
-    result depends on the other tokens of the batch only through the rounding of the products.
+# Such a function runs the rows [n, hidden] of one expert, by its number -> [n, hidden].
+RunExpert = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+def mix_experts(
+    rows: torch.Tensor, router: torch.Tensor, run: RunExpert, how: Experts, choice_bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Computes a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden].
+
+    Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all its tokens. A token's
+    result depends on the other tokens of the batch only through the rounding of the products. A token's row is copied
+    for each of its experts, so many tokens are computed MAX_MIXED_ROWS at a time, which bounds the memory.
     """
-
-    router: torch.Tensor
-    experts: tuple[GatedMLP, ...]
-    experts_per_token: int
-    normalize: bool
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        scores, chosen = route(rows, self.router, self.experts_per_token, self.normalize)
-        # Sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token, choice).
-        order = chosen.view(-1).argsort(stable=True)
-        counts = torch.bincount(chosen.view(-1), minlength=len(self.experts))
-        grouped = run_grouped(self.experts, rows[order // self.experts_per_token], counts)
-        return combine(grouped, order, scores)
+    if len(rows) > MAX_MIXED_ROWS:
+        out = torch.empty_like(rows)
+        for begin in range(0, len(rows), MAX_MIXED_ROWS):
+            part = slice(begin, begin + MAX_MIXED_ROWS)
+            out[part] = mix_experts(rows[part], router, run, how, choice_bias)
+        return out
+    scores, chosen = route(rows, router, how, choice_bias)
+    # Rows are sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token,
+    # choice).
+    order = chosen.view(-1).argsort(stable=True)
+    counts = torch.bincount(chosen.view(-1), minlength=len(router))
+    grouped = run_grouped(run, rows[order // how.per_token], counts)
+    return combine(grouped, order, scores)
 
 
 def route(
-    rows: torch.Tensor, router: torch.Tensor, experts_per_token: int, normalize: bool
+    rows: torch.Tensor, router: torch.Tensor, how: Experts, choice_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k].
-
-    Scores are the softmax over all experts; ``normalize`` scales those of the chosen experts to a sum of 1.
-    """
-    scores, chosen = torch.softmax(linear(rows, router).float(), -1).topk(experts_per_token, -1)
-    if normalize:
+    """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k]."""
+    if how.sigmoid or choice_bias is not None:
+        logits = linear(rows.float(), router.float())  # Families with these options do not round.
+    else:
+        logits = linear(rows, router).float()
+    every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
+    if choice_bias is None:
+        scores, chosen = every.topk(how.per_token, -1)
+    else:
+        chosen = (every + choice_bias.view(-1)).topk(how.per_token, -1).indices
+        scores = every.gather(-1, chosen)
+    if how.normalize:
         scores = scores / scores.sum(-1, keepdim=True)
-    return scores, chosen
+    return (scores if how.scale == 1.0 else scores * how.scale), chosen
 
 
-def run_grouped(experts: tuple[GatedMLP, ...], rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def run_grouped(run: RunExpert, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Runs the first counts[0] rows of [N, hidden] through expert 0, the next through expert 1 ... -> [N, hidden]."""
     out = torch.empty_like(rows)
     begin = 0
-    for expert, count in zip(experts, counts.tolist(), strict=True):
+    for number, count in enumerate(counts.tolist()):
         if count:
-            out[begin : begin + count] = expert(rows[begin : begin + count])
+            out[begin : begin + count] = run(number, rows[begin : begin + count])
             begin += count
     return out
 
 
 def combine(grouped: torch.Tensor, order: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-    """Weighted sums over each token's experts: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T, hidden]."""
+    """Computes weighted sums over each token's experts: grouped [T * k, hidden] in ``order``, scores [T, k] -> [T,
+    hidden]."""
     num_tokens, choices = scores.shape
     by_token = torch.empty_like(grouped)
     by_token[order] = grouped

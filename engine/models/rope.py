@@ -1,7 +1,7 @@
-"""Rotary position embedding: frequencies of each kind once per model, cosines and sines once per step.
+"""Computes rotary position embedding: frequencies of each kind once per model, cosines and sines once per step.
 
 The arithmetic follows transformers operation by operation in float32, so that fp32 logits agree to rounding; each kind
-is an entry of transformers' ``ROPE_INIT_FUNCTIONS``. Where those depend on the length of the text, this module uses
+is an entry of transformers' ``ROPE_INIT_FUNCTIONS``. Where these depend on the length of the text, this module uses
 ``max_model_len``; :mod:`pillion.engine.models.rope_config` explains why.
 """
 
@@ -20,13 +20,13 @@ CosSin = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """One rotary embedding, ready to use.
+    """Holds one rotary embedding, ready to use.
 
     Attributes:
         frequencies: [head_dim / 2] float32, radians per token; 0 for pairs of values that are not rotated.
         scales: [head_dim / 2] float32, factors of cosines and sines; 1 for pairs of values that are not rotated.
-        short_frequencies: the same for texts within the original length, where they differ, else None. Such a text's
-            position p is row ``short_rows`` + p of the tables; row p is that of any other text.
+        short_frequencies: the frequencies for texts within the original length, where they differ, else None. Such a
+            text's position p is row ``short_rows`` + p of the tables; row p is that of any other text.
     """
 
     frequencies: torch.Tensor
@@ -47,7 +47,8 @@ class Rope:
     def tables(self, rows: torch.Tensor, dtype: torch.dtype) -> CosSin:
         """Returns cosines and signed sines [T, 1, head_dim] of table rows [T], the arguments of :func:`rotate`."""
         cos, sin = self.cos_sin(rows)
-        # The first half of a rotated head subtracts, so its sign sits in the table and rotate() has no negation.
+        # The first half of a rotated head subtracts, so the table has the negative sine, and rotate() needs no
+        # negation.
         return torch.cat((cos, cos), -1).to(dtype)[:, None], torch.cat((-sin, sin), -1).to(dtype)[:, None]
 
 
@@ -56,15 +57,17 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor) -> 
     return heads * cos + heads.roll(heads.shape[-1] // 2, -1) * signed_sin
 
 
-def partial_order(head_dim: int, rotary_dim: int) -> torch.Tensor:
+def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> torch.Tensor:
     """Returns a permutation [head_dim] of a head's values that turns partial rotation into whole rotation.
 
-    A checkpoint pairs (i, i + rotary_dim/2) and leaves the values from rotary_dim on alone. In the permuted order
+    A checkpoint pairs (i, i + rotary_dim/2), or neighbours where it is ``interleaved``, and leaves the values from
+    rotary_dim on alone. In the permuted order
     queries and keys pair (i, i + head_dim/2) as in all other models, and the pairs from rotary_dim/2 on have frequency
     0. Scores do not change, because queries and keys are permuted alike.
     """
     rotated, still = torch.arange(rotary_dim), torch.arange(rotary_dim, head_dim)
-    return torch.cat([half for pair in zip(rotated.chunk(2), still.chunk(2), strict=True) for half in pair])
+    first, second = (rotated[0::2], rotated[1::2]) if interleaved else rotated.tensor_split(2)
+    return torch.cat([first, still.tensor_split(2)[0], second, still.tensor_split(2)[1]])
 
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
@@ -81,8 +84,7 @@ def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
 
 def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[CosSin, ...]:
     """Makes cosines and sines [R, head_dim / 2] float32 of each of the model's embeddings: ``max_model_len`` rows, and
-    behind them those of texts within the original length, where these have frequencies of their own.
-    """
+    then those of texts within the original length, where these have frequencies of their own."""
     original = original_tokens(config.ropes)
     rows = torch.arange(max_model_len + (original if original < max_model_len else 0))
     return tuple(rope.cos_sin(rows) for rope in make_ropes(config, max_model_len))
@@ -99,7 +101,7 @@ def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:
 
 
 def _frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, float]:
-    """Frequencies [rotary_dim / 2], and the factor of cosines and sines."""
+    """Returns frequencies [rotary_dim / 2], and the factor of cosines and sines."""
     theta = config.theta
     if config.kind == "dynamic":
         theta *= _ntk_stretch(config, max_model_len)
@@ -118,14 +120,14 @@ def _frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, 
 
 
 def _ntk_stretch(config: RopeConfig, max_model_len: int) -> float:
-    """Factor of theta in dynamic NTK for texts of ``max_model_len`` tokens; 1 up to the original length."""
+    """Returns the factor of theta in dynamic NTK for texts of ``max_model_len`` tokens; 1 up to the original length."""
     length = max(max_model_len, config.original_max_position)
     stretch = config.factor * length / config.original_max_position - (config.factor - 1)
     return float(stretch ** (config.rotary_dim / (config.rotary_dim - 2)))
 
 
 def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """Llama 3's scaling: long waves are slowed by ``factor``, short ones stay, the band between is blended."""
+    """Applies Llama 3's scaling: long waves are slowed by ``factor``, short ones stay, the band between is blended."""
     low_wavelength = config.original_max_position / config.low_freq_factor
     high_wavelength = config.original_max_position / config.high_freq_factor
     wavelength = 2 * math.pi / frequencies
@@ -139,7 +141,7 @@ def _llama3(frequencies: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 
 
 def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
-    """YaRN (arXiv 2309.00071): slow dimensions are interpolated, fast ones stay, with a linear ramp between them."""
+    """Applies YaRN (arXiv 2309.00071): it interpolates slow dimensions, keeps fast ones, and ramps between."""
     dim = config.rotary_dim
 
     def dimension_of(rotations: float) -> float:
@@ -151,7 +153,7 @@ def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # A ramp of no width would divide by zero.
+        high += 0.001  # A ramp without width would divide by zero.
     ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
     keep = 1 - ramp
     return 1.0 / (config.factor * powers) * (1 - keep) + 1.0 / powers * keep

@@ -11,7 +11,7 @@ training, as in transformers. A longer one gets, from its first token on, those 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, size
@@ -20,18 +20,20 @@ from pillion.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
-# Numbers of scaled embeddings that must be above 0, and what transformers assumes where a config lacks them.
+# These numbers of scaled embeddings must be above 0; transformers assumes these values where a config lacks them.
 _ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary position embedding of some layers. Only kinds that scale use the fields below ``rotary_dim``.
+    """Describes the rotary position embedding of some layers. Only kinds that scale use the fields below
+    ``rotary_dim``.
 
     Attributes:
         kind: one of ROPE_KINDS; :mod:`pillion.engine.models.rope` has their formulas.
         rotary_dim: how many values of a head are rotated, from its first on.
+        interleaved: whether a checkpoint rotates neighbours with each other, not values half of ``rotary_dim`` apart.
         original_max_position: longest text of the training before scaling, in tokens.
         short_factors, long_factors: longrope's divisors, one per frequency, up to the original length and above it.
     """
@@ -39,6 +41,7 @@ class RopeConfig:
     kind: str = "default"
     theta: float = 10_000.0
     rotary_dim: int
+    interleaved: bool = False
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -54,23 +57,24 @@ class RopeConfig:
 
     @property
     def switches_at(self) -> int:
-        """The longest text, in tokens, with the frequencies of training; 0 where they are the same for every text."""
+        """Gives the length of the longest text, in tokens, with the frequencies of training; 0 where every text has
+        them."""
         switches = self.kind == "dynamic" or (self.kind == "longrope" and self.short_factors != self.long_factors)
         return self.original_max_position if switches else 0
 
     @property
     def stretched_max_position(self) -> int:
-        """Longest text after scaling, in tokens; 0 for kinds whose config holds that length as its maximum."""
+        """Gives the length of the longest text after scaling, in tokens; 0 where the config's maximum is that."""
         return int(self.original_max_position * self.factor) if self.kind in ("linear", "dynamic", "yarn") else 0
 
 
 def original_tokens(ropes: Sequence[RopeConfig]) -> int:
-    """Returns the longest text, in tokens, with the frequencies of training, where longer ones have others; else 0."""
+    """Returns the longest text, in tokens, that has the frequencies of training, or 0 if all texts have them."""
     return min((rope.switches_at for rope in ropes if rope.switches_at), default=0)
 
 
 def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
-    """Names the change of frequencies that ``max_model_len`` causes; empty for no change.
+    """Returns a name for the change of frequencies that ``max_model_len`` causes; empty for no change.
 
     The name is part of ``KVLayout.version``: workers that serve one model with two lengths share blocks only if both
     compute the same KV.
@@ -79,26 +83,34 @@ def served_variant(ropes: Sequence[RopeConfig], max_model_len: int) -> str:
     return "+".join(f"dynamic{max_model_len}" if rope.kind == "dynamic" else "long" for rope in changed)
 
 
-def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool) -> RopeConfig:
+def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_growth: bool = False) -> RopeConfig:
     """Reads the one embedding of a model whose layers do not differ.
 
     transformers 5 has everything in ``rope_parameters``; older configs use ``rope_theta`` and ``rope_scaling``.
-    ``partial``: whether the family may rotate only a part of each head. Raises ConfigError for an unknown kind.
+    ``partial`` says whether the family may rotate only a part of each head, ``query_growth`` whether its queries grow
+    with their position. Raises ConfigError for an unknown kind.
     """
     parameters = _rope_parameters(raw)
+    if query_growth:
+        parameters = {key: value for key, value in parameters.items() if key != "llama_4_scaling_beta"}
     if any(key in parameters for key in _LAYER_TYPES):
         raise ConfigError("rotary embeddings by layer type are not supported for this architecture")
-    return _parse(raw, parameters, number(raw, "rope_theta", 10_000.0), head_dim, partial=partial)
+    rope = _parse(raw, parameters, number(raw, "rope_theta", 10_000.0), head_dim, partial=partial)
+    if not query_growth:
+        return rope
+    return replace(rope, original_max_position=size(parameters, "original_max_position_embeddings"))
 
 
 def parse_global_and_local(raw: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Reads Gemma 3's two embeddings: that of layers with full attention, and that of layers with a window."""
+    """Reads two embeddings: that of layers with full attention, and that of layers with a window, which scaling leaves
+    alone."""
     parameters = _rope_parameters(raw)
     nested = any(key in parameters for key in _LAYER_TYPES)
     full, local = (parameters.get(key) or {} if nested else {} for key in _LAYER_TYPES)
+    theta = number(raw, "rope_theta", 10_000.0)
     return (
-        _parse(raw, full if nested else parameters, number(raw, "rope_theta", 10_000.0), head_dim, partial=False),
-        _parse(raw, local, number(raw, "rope_local_base_freq", 10_000.0), head_dim, partial=False),
+        _parse(raw, full if nested else parameters, theta, head_dim, partial=False),
+        _parse(raw, local, number(raw, "rope_local_base_freq", theta), head_dim, partial=False),
     )
 
 
@@ -127,7 +139,7 @@ def _parse(
     refuse_unknown_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
-        kind = "longrope"  # Early Phi-3 checkpoints have these names.
+        kind = "longrope"  # Early Phi-3 checkpoints have this name.
     if kind not in ROPE_KINDS:
         raise ConfigError(f"rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
     rotary_dim = int(head_dim * above_zero(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)))
@@ -139,7 +151,7 @@ def _parse(
     if kind == "default":
         return RopeConfig(theta=theta, rotary_dim=rotary_dim)
     max_position = size(raw, "max_position_embeddings")
-    # Linear and dynamic scaling know no other length than the config's.
+    # In linear and dynamic scaling the original length is the config's maximum.
     original = max_position
     if kind in ("llama3", "yarn", "longrope"):
         trained = raw if raw.get("original_max_position_embeddings") else rope
@@ -149,6 +161,7 @@ def _parse(
         kind=kind,
         theta=theta,
         rotary_dim=rotary_dim,
+        interleaved=False,
         factor=above_zero(rope, "factor", max_position / original),
         original_max_position=original,
         attention_factor=None if attention_factor is None else number(rope, "attention_factor", 1.0),

@@ -1,13 +1,15 @@
-"""Map of tensor parallelism inside of a worker: several ranks, each a process with a share of the model.
+"""Runs tensor parallelism inside of a worker: several ranks, each a process with a share of the model.
 
+    rank_loading.py    chooses and loads each rank's share: what the core asks for
+    rank_shard.py      what each rank computes
+    cpu_rank.py        a rank on the CPU kernels: its sums and waits, and its backend
     rank_processes.py  the other ranks, seen by rank 0: started, called together, watched and ended
     ranked_backend.py  rank 0's backend: every call goes to all ranks
     rank_main.py       the process of a rank above 0
     rank_messages.py   what ranks tell each other
-    rank_weights.py    cuts a loaded layer, or an adapter, into a rank's share of it
+    rank_weights.py    cuts a loaded layer into a rank's share of it
     rank_memory.py     the memory in which ranks of one host exchange partial sums and logits, and RankMember
 
-What each rank computes is in ``engine/models/rank_split.py``; the waits and sums are kernels
-(``kernels/cpu/rows/rank_sums.py``). Open ``rank_processes.py`` first, which draws a worker's life, and
-``rank_weights.py`` for what a rank has.
+The waits and sums are kernels (``kernels/cpu/ranks/rank_sums.py``); ranks on GPUs are in ``engine/gpu_ranks``. Open
+``rank_processes.py`` first, which draws a worker's life, and ``rank_shard.py`` for what a rank has.
 """

@@ -1,9 +1,9 @@
-"""The process of one rank above 0: it does what rank 0 says, message by message, until the connection ends.
+"""Runs the process of one rank above 0, which does what rank 0 says, message by message, until the connection ends.
 
     started, tied to its parent --> LOAD --> POOL --> STEP, STEP, ... --> rank 0 closes, or is gone --> it ends
 
-It has no scheduler, no place in the registry and no way to a client. Signals for the whole process group (Ctrl-C, a
-service manager's SIGTERM) are rank 0's to answer.
+The process has no scheduler, no record in the registry and no connection to clients. Rank 0 answers signals for the
+whole process group (Ctrl-C, a service manager's SIGTERM).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import threading
 from collections.abc import Callable
 
 from pillion.cores import give_way
-from pillion.engine.backends.backend import BackendLost, PackedAdapter, ShareBackend
-from pillion.engine.backends.loading import load_share
+from pillion.engine.backends.backend import BackendLost, PackedAdapter
+from pillion.engine.ranks.rank_loading import load_share
 from pillion.engine.ranks.rank_messages import (
     RankLink,
     RankMessage,
@@ -29,6 +29,7 @@ from pillion.engine.ranks.rank_messages import (
     step_from_bytes,
 )
 from pillion.engine.ranks.rank_processes import AbortableMemory
+from pillion.engine.ranks.ranked_backend import ShareBackend
 from pillion.errors import ConfigError, Internal
 from pillion.kvstore.client.attachment import Attachment
 from pillion.observability.log_format import set_up_logging
@@ -37,18 +38,18 @@ from pillion.supervisor.lifeline import tie_to_parent
 log = logging.getLogger("pillion.worker")
 
 
-# Loads a share of the model by the JSON of LOAD and its descriptors, the first of which is the ranks' memory; returns
-# that memory, too. Raises ConfigError.
+# Such a function loads a share of the model by the JSON of LOAD and its descriptors, the first of which is the ranks'
+# memory; it returns that memory, too, and raises ConfigError.
 LoadShare = Callable[..., tuple[ShareBackend, AbortableMemory]]
 
 
 class Rank:
-    """A rank's side of both connections. ``load`` makes its share."""
+    """Represents a rank's side of both connections to rank 0. ``load`` makes its share of the model."""
 
     def __init__(self, steps: RankLink, packing: RankLink, load: LoadShare) -> None:
         self._steps, self._packing, self._load = steps, packing, load
         self._loaded: tuple[ShareBackend, AbortableMemory] | None = None
-        # Keeps the mapping and the duplicate of the connection to the node.
+        # This keeps the mapping and the duplicate of the connection to the node.
         self._attachment: Attachment | None = None
         self._packed: dict[int, PackedAdapter] = {}
         self._answers: dict[RankMessage, Callable[[bytearray, list[int]], bytes]] = {
@@ -62,7 +63,7 @@ class Rank:
         }
 
     def run(self) -> None:
-        """Returns when rank 0 has ended the connection."""
+        """Serves rank 0, and returns when rank 0 has ended the connection."""
         threading.Thread(target=self._pack_adapters, name="pillion-adapter", daemon=True).start()
         self._serve(self._steps)
 
@@ -80,7 +81,7 @@ class Rank:
             give_way()
             self._serve(self._packing)
         except BaseException:
-            # Rank 0 would wait for answers of this thread: without it, the rank has to end.
+            # Rank 0 would wait for answers of this thread, so without it the rank has to end.
             log.exception("this rank's packing failed")
             os._exit(1)
 
@@ -93,7 +94,7 @@ class Rank:
             if not isinstance(error, BackendLost):
                 log.exception("this rank failed")
             if kind is not RankMessage.PACK and self._loaded is not None:
-                # The others wait for this rank in the step, and would for ever.
+                # The other ranks wait for this one in the step, and would wait for ever.
                 self._loaded[1].abort()
             return RankMessage.FAILED, error_to_bytes(error)
         finally:
@@ -127,8 +128,8 @@ class Rank:
 
     def _on_step(self, payload: bytearray, descriptors: list[int]) -> bytes:
         backend, (batch, copies) = self._backend, step_from_bytes(payload)
-        if backend.runs_ahead:
-            # Rank 0's step ends no sooner than this one, and it has two under way at most.
+        if backend.max_steps_under_way > 1:
+            # Rank 0's step ends no sooner than this one, and rank 0 has at most two steps running.
             backend.launch(batch, copies, None)
         else:
             backend.forward(batch)
@@ -136,7 +137,7 @@ class Rank:
 
     def _on_place(self, payload: bytearray, descriptors: list[int]) -> bytes:
         about = json.loads(payload)
-        self._backend.place_adapter(about["place"], self._packed[about["number"]])
+        self._backend.place_adapter(about["slot"], self._packed[about["number"]])
         return b""
 
     def _on_pack(self, payload: bytearray, descriptors: list[int]) -> bytes:
@@ -148,17 +149,17 @@ class Rank:
         return str(packed.nbytes).encode()
 
 
-def run_rank(arguments: list[str], load: LoadShare) -> None:
-    """Runs a rank to its end, and the process with it. ``arguments``: a name for people, rank 0's process id, and the
-    descriptors of both connections."""
+def run_rank(arguments: list[str], load: LoadShare, kind: type[Rank] = Rank) -> None:
+    """Runs a rank to its end, and the process with it. ``arguments`` are a name for people, rank 0's process id, and
+    the descriptors of both connections; ``kind`` serves them."""
     _, parent, *descriptors = arguments
     tie_to_parent(int(parent))
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     steps, packing = (RankLink(socket.socket(fileno=int(descriptor))) for descriptor in descriptors)
-    Rank(steps, packing, load).run()
+    kind(steps, packing, load).run()
     logging.shutdown()
-    # A step's threads, and what an adapter's thread does, are of no use any more: the memory goes at once.
+    # A step's threads, and the work of an adapter's thread, are of no use any more, so the memory goes at once.
     os._exit(0)
 
 

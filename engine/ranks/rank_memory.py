@@ -1,11 +1,11 @@
-"""The memory of the ranks of one worker on one host: what they exchange in a step, and how they wait for each other.
+"""Holds the memory of the ranks of one worker on one host: what they exchange in a step, and how they wait.
 
     rank 0: RankMemory.create --> its descriptor --> ranks 1 ..: RankMemory.open --> steps --> close
                                                      anybody, at any time: abort
 
 It is one memfd without a name, zeroed; pages that nobody has touched take no memory:
 
-    header | words of the waits (kernels/cpu/rows/rank_sums.py) | partials [2 turns][ranks][rows] | logits [rows]
+    header | words of the waits (kernels/cpu/ranks/rank_sums.py) | partials [2 turns][ranks][rows] | logits [rows]
 """
 
 from __future__ import annotations
@@ -19,45 +19,46 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError, Internal
-from pillion.kernels.cpu.rows.rank_sums import ABORT, ARRIVED, RANK_LINE_BYTES, SLEEPERS, words_bytes
+from pillion.kernels.cpu.ranks.rank_sums import ABORT, ARRIVED, RANK_LINE_BYTES, SLEEPERS, words_bytes
 
-# How long a rank sleeps in a wait before it looks whether the ranks shall end.
+# A rank that waits for another one sleeps this long before it checks whether the ranks shall end.
 NAP_NS = 20_000_000
-# How long rank 0 waits for another rank within a step, counted in its own naps: time in which it was stopped itself
-# does not count. Then the ranks end.
+# Rank 0 waits this long for another rank within a step, counted in its own naps, because time in which it was stopped
+# itself does not count. After that the ranks end.
 MAX_RANK_WAIT_MS = 60_000
-# How many naps a rank takes that never gives up.
+# A rank that waits without a limit sleeps this many times.
 NEVER = 2**62
 _MAGIC = int.from_bytes(b"RANKMEM1", "little")
 _PAGE_BYTES = 4096
-# Two turns: nobody reads the partials of a turn any more when they are written again.
+# There are two turns: nobody reads the partials of a turn any more when they are written again.
 TURNS = 2
-# The header's words behind the magic number.
+# These are the words of the memory's header after its magic number.
 _FIELDS = ("ranks", "max_tokens", "row_bytes", "logit_bytes")
 Bytes = npt.NDArray[np.uint8]
 
 
 def partial_row_bytes(config: ModelConfig) -> int:
-    """Bytes of a row of partial sums: float32, whole panels of a product, and an odd number of cache lines."""
+    """Returns the bytes of a row of partial sums: float32, whole panels of a product, and an odd number of cache
+    lines."""
     return (-(-config.hidden_size // 32) * 2 | 1) * 64
 
 
 def logit_row_bytes(config: ModelConfig) -> int:
-    """Bytes of a row of logits: float32, one behind the other up to the last vectors."""
+    """Returns the bytes of a row of logits: float32, one after the other up to the last vectors."""
     return -(-config.vocab_size // 32) * 32 * 4
 
 
 class RankMemory:
-    """The mapped memory. Attributes: ``ranks``, and ``max_tokens``, the most rows of a step."""
+    """Maps the memory that ``ranks`` ranks share. A step has at most ``max_tokens`` rows."""
 
     def __init__(self, descriptor: int) -> None:
         """Maps the memory, and then owns its descriptor. Raises ConfigError for memory of another kind."""
         self._descriptor = descriptor
         size = os.fstat(descriptor).st_size
         mapped = mmap.mmap(descriptor, size) if size >= _PAGE_BYTES else b"\0" * _PAGE_BYTES
-        # Arrays keep the mapping, which is gone with the last of them.
+        # The mapping lives as long as the last array over it.
         self._bytes: Bytes = np.frombuffer(mapped, np.uint8)
         magic, *numbers = self._bytes[: 8 * (1 + len(_FIELDS))].view(np.int64).tolist()
         self.ranks, self.max_tokens, self.row_bytes, self.logit_bytes = numbers
@@ -79,8 +80,8 @@ class RankMemory:
 
     @classmethod
     def open(cls, descriptor: int) -> RankMemory:
-        """Maps the memory of a descriptor, and then owns that. Raises ConfigError for memory of another kind, whose
-        descriptor stays the caller's."""
+        """Maps the memory of a descriptor, and then owns that descriptor. Raises ConfigError for memory of another
+        kind, whose descriptor stays the caller's."""
         try:
             return cls(descriptor)
         except OSError as error:
@@ -88,57 +89,58 @@ class RankMemory:
 
     @property
     def fd(self) -> int:
-        """The descriptor, to hand on to other ranks."""
+        """Gives the descriptor of the memory, which is handed on to other ranks."""
         return self._descriptor
 
     def abort(self) -> None:
-        """Ends every wait of every rank, after a nap at the latest, for good. Callable in any thread before close."""
+        """Ends every wait of every rank for good, at the latest when its present sleep is over. Any thread may call it
+        before close."""
         self._words[ABORT // 8] = 1
 
     @property
     def aborted(self) -> bool:
-        """Whether the ranks shall end: what steps compute is worth nothing any more."""
+        """Says whether the ranks shall end, because the results of steps are worth nothing any more."""
         return bool(self._words[ABORT // 8])
 
     @property
     def words(self) -> Bytes:
-        """The words of the waits."""
+        """Gives the words by which ranks wait for each other."""
         return self._words.view(np.uint8)
 
     def phase(self, rank: int) -> int:
-        """The last phase at which a rank has arrived."""
+        """Returns the last phase at which a rank has arrived."""
         return int(self._words[self._place(rank, ARRIVED)])
 
     def sleepers(self, rank: int) -> int:
-        """How many ranks sleep until this one arrives."""
+        """Returns how many ranks sleep until this one arrives."""
         return int(self._words[self._place(rank, SLEEPERS)])
 
     def partials(self, turn: int) -> Bytes:
-        """The partials of all ranks in a turn, [ranks][max_tokens][row_bytes]."""
+        """Returns the partials of all ranks in a turn, [ranks][max_tokens][row_bytes]."""
         size = self.ranks * self.rank_bytes
         first = _partials_at(self.ranks) + turn * size
         return self._bytes[first : first + size]
 
     @property
     def rank_bytes(self) -> int:
-        """Bytes of one rank's partials in a turn."""
+        """Gives the number of bytes of one rank's partial sums in one of the areas that successive sums use in turn."""
         return int(self.max_tokens * self.row_bytes)
 
     @property
     def logits(self) -> Bytes:
-        """The logits, [max_tokens][logit_bytes]."""
+        """Gives the logits, [max_tokens][logit_bytes]."""
         return self._bytes[len(self._bytes) - self.max_tokens * self.logit_bytes :]
 
     def check_integrity(self) -> None:
-        """Between two steps, when the forward pass of every rank has returned: raises Internal unless all ranks have
-        arrived at the same phase and none sleeps. While a rank's pass goes on, it may not have woken up yet."""
+        """Raises Internal unless all ranks have arrived at the same phase and none sleeps. Call it between two steps,
+        when the forward pass of every rank has returned; while a rank's pass goes on, it may not have woken up yet."""
         phases = [self.phase(rank) for rank in range(self.ranks)]
         sleepers = [self.sleepers(rank) for rank in range(self.ranks)]
         if not self.aborted and (len(set(phases)) > 1 or any(sleepers)):
             raise Internal(f"ranks are at phases {phases}, {sleepers} others wait for them")
 
     def close(self) -> None:
-        """Closes the descriptor; the mapping goes with its last user. Idempotent."""
+        """Closes the memory's descriptor; the mapping goes with its last user. Idempotent."""
         if self._descriptor >= 0:
             with contextlib.suppress(OSError):
                 os.close(self._descriptor)
@@ -151,20 +153,21 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class RankMember:
-    """A rank on the CPU: its share of the model, and the memory that it has in common with the others.
+    """Describes a rank on the CPU: its share of the model, and the memory that it has in common with the others.
 
-    ``max_wait_ms``: how long rank 0 waits for another rank before it ends them all, in naps of ``nap_ns`` each.
+    Rank 0 waits ``max_wait_ms`` for another rank before it ends them all, in naps of ``nap_ns`` each.
     """
 
-    split: RankSplit
+    shard: RankShard
     memory: RankMemory
     max_wait_ms: int = MAX_RANK_WAIT_MS
     nap_ns: int = NAP_NS
 
     @property
     def naps(self) -> int:
-        """How often the rank sleeps in one wait before it ends all ranks; only rank 0 ever does."""
-        return max(1, self.max_wait_ms * 1_000_000 // self.nap_ns) if self.split.leads else NEVER
+        """Gives the number of times that the rank sleeps in one wait before it ends all ranks; only rank 0 ever
+        does."""
+        return max(1, self.max_wait_ms * 1_000_000 // self.nap_ns) if self.shard.leads else NEVER
 
 
 def _partials_at(ranks: int) -> int:

@@ -1,4 +1,4 @@
-"""The messages between the processes of a worker: a kind, some bytes, and sometimes descriptors of open files.
+"""Defines the messages between the processes of a worker: a kind, some bytes, and sometimes descriptors of open files.
 
     rank 0                                          rank r
       | -- LOAD, JSON + the ranks' memory --------> |  loads its share of the model
@@ -29,27 +29,27 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pillion.engine.adapters.adapter_forms import Bytes
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import Bytes, StepBatch
 from pillion.errors import Internal
-from pillion.kvstore.memory.shards import MAX_SHARDS
+from pillion.wire.attach import MAX_SHARDS
 
-# A step of thousands of long sequences stays far below it.
+# A step of thousands of long sequences stays far below this size.
 MAX_MESSAGE_BYTES = 256 * 2**20
-# A descriptor of each shard of a pool, and the connection to its node.
+# One message may bring a descriptor of each shard of a pool, and the connection to its node.
 MAX_DESCRIPTORS = MAX_SHARDS + 1
 MAX_ERROR_BYTES = 4096
 # A wait is counted in slices, so that a process that was stopped meanwhile loses one slice of it and not the whole.
 SLICE_MS = 100
 _HEADER = struct.Struct("<II")
-# Tokens, sequences, columns of the block tables, sampled rows; whether there are rotary rows, and adapters; copies.
+# The header of a step's message has the numbers of tokens, sequences, columns of the block tables, sampled rows;
+# whether there are rotary rows, and adapters; copies.
 _STEP = struct.Struct("<7I")
 
 T = TypeVar("T")
 
 
 class RankMessage(IntEnum):
-    """What a message is: rank 0's calls, then the answers."""
+    """Names the kinds of messages: rank 0's calls, then the answers to them."""
 
     LOAD = 1
     POOL = 2
@@ -64,13 +64,13 @@ class RankMessage(IntEnum):
 
 
 class RankSilent(Exception):  # noqa: N818  (a state, not a mistake)
-    """The other side took or sent nothing in time."""
+    """Says that the other side took or sent nothing in time."""
 
 
 class RankLink:
-    """One end of a connection between rank 0 and another rank. One thread at a time uses it.
+    """Represents one end of a connection between rank 0 and another rank. One thread at a time uses it.
 
-    ``limit_ms`` is how long the other side may be silent while this one waits; None: for ever. After that time
+    ``limit_ms`` is how long the other side may be silent while this one waits; None sets no limit. After that time
     RankSilent is raised, and ConnectionError when the other side is gone.
     """
 
@@ -84,7 +84,7 @@ class RankLink:
     def send(
         self, kind: RankMessage, payload: bytes = b"", descriptors: Sequence[int] = (), *, limit_ms: int | None = None
     ) -> None:
-        """Sends a message; the receiver gets descriptors of its own. Raises Internal for one that is too long."""
+        """Sends a message; the receiver gets descriptors of its own. Raises Internal for a message that is too long."""
         if len(payload) > MAX_MESSAGE_BYTES:
             raise Internal(f"a message of {len(payload)} bytes to a rank; {MAX_MESSAGE_BYTES} are the most")
         rest = memoryview(_HEADER.pack(kind, len(payload)) + payload)
@@ -111,13 +111,13 @@ class RankLink:
         return RankMessage(kind), payload, descriptors
 
     def close(self) -> None:
-        """Ends the connection, which the other side sees, and a thread that waits here. Idempotent."""
+        """Ends the connection, which wakes the other side and any thread that waits here. Idempotent."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
     def _try(self, event: int, limit_ms: int | None, call: Callable[..., T], *arguments: Any) -> T:
-        """Returns what ``call`` returns once it would not block."""
+        """Calls ``call`` once it would not block, and returns its result."""
         left = -1 if limit_ms is None else max(1, limit_ms // SLICE_MS)
         while True:
             try:
@@ -131,14 +131,14 @@ class RankLink:
 
 
 def _some(received: T) -> T:
-    """Raises ConnectionError for what a connection's end returns."""
+    """Returns ``received``. Raises ConnectionError where it shows the connection's end."""
     if not received:
         raise ConnectionResetError("the connection has ended")
     return received
 
 
 def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> bytes:
-    """A batch, and the slots that are copied before it, as bytes: the header, then arrays of int32 one behind the
+    """Encodes a batch, and the slots that are copied before it: the header, then arrays of int32 one after the
     other."""
     optional = [array for array in (batch.rope_rows, batch.adapters) if array is not None]
     arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.block_tables)
@@ -149,8 +149,8 @@ def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> b
 
 
 def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]]]:
-    """The batch and the copies of :func:`step_to_bytes`; the batch's arrays lie in ``payload``. Raises Internal for
-    bytes that are none."""
+    """Reads the batch and the copies of :func:`step_to_bytes`; the batch's arrays lie in ``payload``. Raises Internal
+    for bytes that are no such message."""
     if len(payload) < _STEP.size:
         raise Internal(f"a step of {len(payload)} bytes")
     tokens, seqs, width, samples, has_rope, has_adapters, copies = _STEP.unpack_from(payload)
@@ -174,22 +174,22 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
 
 
 def json_to_bytes(**values: Any) -> bytes:
-    """The bytes of a rare message."""
+    """Encodes the values of a message as JSON."""
     return json.dumps(values).encode()
 
 
 def error_to_bytes(error: BaseException) -> bytes:
-    """An error's words, cut where they are long."""
+    """Encodes an error's words, cut where they are long."""
     return (str(error) or repr(error)).encode()[:MAX_ERROR_BYTES]
 
 
 def error_text(payload: bytearray) -> str:
-    """The words of :func:`error_to_bytes`."""
+    """Returns the text that :func:`error_to_bytes` encoded."""
     return payload.decode(errors="replace")
 
 
 def memory_file(data: Bytes) -> int:
-    """A file in memory that holds ``data``; the descriptor is the caller's."""
+    """Makes a file in memory that holds ``data``; the descriptor is the caller's."""
     descriptor = os.memfd_create("pillion-adapter", os.MFD_CLOEXEC)
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data.data)
@@ -197,7 +197,7 @@ def memory_file(data: Bytes) -> int:
 
 
 def bytes_of(descriptor: int) -> Bytes:
-    """What a file of :func:`memory_file` holds, which is mapped as long as the array lives."""
+    """Maps a file of :func:`memory_file` and returns its bytes; the mapping lives as long as the array."""
     if not os.fstat(descriptor).st_size:
         return np.zeros(0, np.uint8)
     return np.frombuffer(mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE), np.uint8)

@@ -1,17 +1,17 @@
-"""The other ranks of a worker, seen by rank 0: they are started, called together, watched and ended here.
+"""Manages the other ranks of a worker for rank 0: they are started, called together, watched and ended here.
 
     started --LOAD--> loading --OK--> called together, step after step --close--> the sockets end, and so do the ranks
                          |                          |
                          '---- one died, failed, or is silent for too long ----> lost: the memory of the ranks says
                                  ABORT, every wait for a rank ends with BackendLost, the worker's process ends
 
-Nobody goes on without a rank. A worker that lost one ends with all its ranks, and is started again by its supervisor.
+No rank goes on without another. A worker that lost one ends with all its ranks, and is started again by its supervisor.
 
-Why no rank outlives the worker: a thread for each rank starts its process and waits for its end, so the system kills
-the process when that thread ends (PR_SET_PDEATHSIG), a stopped one too; a supervisor's SIGKILL goes to the process
-group of all. Why no rank writes to a pool whose slots were given to others (I4): each has a duplicate of the worker's
-connection to its KV node, and the node sees the connection's end when the last of them is gone. For a GPU's memory the
-node awaits the exit of every rank, whose processes rank 0 has named to it.
+No rank outlives the worker, because a thread for each rank starts its process and waits for its end, so the system
+kills the process when that thread ends (PR_SET_PDEATHSIG), a stopped one too; a supervisor's SIGKILL goes to the
+process group of all. No rank writes to a pool whose slots were given to others (I4), because each has a duplicate of
+the worker's connection to its KV node, and the node sees the connection's end when the last of them is gone. For a
+GPU's memory the node awaits the exit of every rank, whose processes rank 0 has named to it.
 """
 
 from __future__ import annotations
@@ -31,43 +31,53 @@ from typing import Any, Protocol
 from pillion.engine.backends.backend import BackendLost
 from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, error_text, json_to_bytes
 from pillion.errors import ConfigError, Internal
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Reading
 
 log = logging.getLogger("pillion.worker")
 
 MODULE = "pillion.engine.ranks.rank_main"
-# Longest silence of a rank that rank 0 waits for: in a step, and while it loads, compiles or packs.
+# Rank 0 waits for a silent rank this long: the first time in a step, the second while the rank loads, compiles or
+# packs.
 STEP_SILENCE_MS = 20_000
 LOAD_SILENCE_MS = 600_000
-# Time in which a rank has to end by itself, and to be gone when it was killed.
+# A rank may take this long to end by itself, and as long to be gone after it was killed.
 END_TIMEOUT_S = 2.0
 KILL_TIMEOUT_S = 5.0
+# Such a function returns the descriptors that go to a rank with a message.
+DescriptorsOf = Callable[[int], Sequence[int]]
 
 
 class AbortableMemory(Protocol):
-    """What this module needs of the memory in which ranks meet (:mod:`pillion.engine.ranks.rank_memory`)."""
+    """Holds what this module needs of the memory in which ranks meet (:mod:`pillion.engine.ranks.rank_memory`)."""
 
     def abort(self) -> None:
         """Ends every wait for another rank, from any thread and for good."""
 
     def close(self) -> None:
-        """Closes its descriptor; whoever has mapped it keeps the mapping. Idempotent."""
+        """Closes the memory's descriptor; processes that have mapped the memory keep the mapping. Idempotent."""
 
 
 class RankProcess:
-    """One rank's process and the two connections to it. Its thread starts the process and waits for its end."""
+    """Holds one rank's process and the two connections to it. Its thread starts the process and waits for its end."""
 
     def __init__(
-        self, rank: int, label: str, ended: Callable[[int, int], None], environ: Mapping[str, str] | None = None
+        self,
+        rank: int,
+        label: str,
+        ended: Callable[[int, int], None],
+        environ: Mapping[str, str] | None = None,
+        module: str = "",
     ) -> None:
-        """Starts the process. ``label`` names it for those who look at the machine's processes; ``ended`` is called
-        with the rank and the exit status, on a thread of its own. ``environ``: its environment; None: this process's.
-        Raises ConfigError where it cannot be started."""
+        """Starts the process. ``label`` names it for people who look at the machine's processes; ``ended`` is called
+        with the rank and the exit status, on a thread of its own. ``environ`` is its environment; None stands for this
+        process's. ``module`` is its program; "" stands for MODULE. Raises ConfigError where it cannot be started."""
         self.rank, self.label = rank, label
         self._ended, self._environ = ended, environ
         (steps, theirs), (packing, their_packing) = (socket.socketpair() for _ in range(2))
         self.link, self.packing = RankLink(steps), RankLink(packing)
         passed = theirs.fileno(), their_packing.fileno()
-        command = [sys.executable, "-m", MODULE, label, str(os.getpid()), *map(str, passed)]
+        command = [sys.executable, "-m", module or MODULE, label, str(os.getpid()), *map(str, passed)]
         started: Future[subprocess.Popen[bytes]] = Future()
         self.thread = threading.Thread(target=self._tend, args=(command, passed, started), name=f"pillion-rank-{rank}")
         self.thread.daemon = True
@@ -83,21 +93,21 @@ class RankProcess:
 
     @property
     def pid(self) -> int:
-        """The process id."""
+        """Gives the process id."""
         return self._process.pid
 
     @property
     def alive(self) -> bool:
-        """Whether the process has not ended."""
+        """Says whether the process has not ended."""
         return self.thread.is_alive()
 
     def end(self) -> None:
-        """Ends both connections, at which the process ends."""
+        """Ends both connections, and so the process."""
         self.link.close()
         self.packing.close()
 
     def kill(self) -> None:
-        """Sends SIGKILL, which ends a stopped process, too."""
+        """Sends SIGKILL to the process, which ends a stopped one too."""
         if self.alive:
             self._process.kill()
 
@@ -114,11 +124,14 @@ class RankProcess:
 
 
 class RankProcesses:
-    """Ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, :meth:`beginning` and :meth:`ended`,
-    any thread the rest.
+    """Holds ranks 1 .. ``size`` - 1 of a worker. The step thread calls :meth:`together`, :meth:`beginning` and
+    :meth:`ended`, any thread the rest.
 
-    ``lost`` says why the ranks cannot go on; "" while they can.
+    ``lost`` says why the ranks cannot go on; "" while they can. ``work_ms`` is how long the ranks may compute at most
+    when rank 0 begins to wait for them: they may be silent for so much longer. ``noun`` is what people call a process.
     """
+
+    noun = "rank"
 
     def __init__(
         self,
@@ -126,16 +139,21 @@ class RankProcesses:
         label: str,
         memory: AbortableMemory,
         environ: Callable[[int], Mapping[str, str] | None] = lambda rank: None,
+        module: str = "",
     ) -> None:
-        """Starts the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. ``environ``: the
-        environment of a rank; None: this process's. Raises ConfigError."""
+        """Starts the processes. ``memory`` is aborted when a rank is lost, and belongs to this object. ``environ``
+        returns the environment of a rank; None stands for this process's. ``module`` is the ranks' program; "" stands
+        for MODULE. Raises ConfigError."""
         self.size = size
         self.lost = ""
-        # For how long rank 0 has waited for the others behind its own share of steps.
+        self.work_ms = 0
+        # This is how long rank 0 has waited for the others after it had computed its own share of steps.
         self.waited_s = 0.0
         self._memory = memory
-        # Messages that each rank has got, and those to which the answers of all were taken.
+        # These count the messages that each rank has got, and those to which the answers of all were taken.
         self._sent = self._answered = 0
+        # These are answers with a content, by the number of the message, until somebody asks for them.
+        self._contents: dict[int, list[bytearray]] = {}
         self._closing = False
         self._lock = threading.Lock()
         self._packing = threading.Lock()
@@ -143,13 +161,19 @@ class RankProcesses:
         self._ranks: list[RankProcess] = []
         try:
             for rank in range(1, size):
-                self._ranks.append(RankProcess(rank, f"{label}/rank-{rank}", self._ended, environ(rank)))
+                name = self.name_of(rank).replace(" ", "-")
+                self._ranks.append(RankProcess(rank, f"{label}/{name}", self._ended, environ(rank), module))
         except BaseException:
             self.close()
             raise
 
+    def name_of(self, rank: int) -> str:
+        """Returns what people call a process of the worker."""
+        return f"rank {rank}"
+
     def watch(self, on_lost: Callable[[str], object]) -> None:
-        """``on_lost`` is called with a reason when a rank is lost, in any thread; at once where one is already."""
+        """Arranges that ``on_lost`` is called with a reason when a rank is lost, in any thread; at once where one is
+        lost already."""
         with self._lock:
             self._on_lost = on_lost
         if self.lost:
@@ -160,14 +184,15 @@ class RankProcesses:
         self,
         kind: RankMessage,
         *payloads: bytes,
-        descriptors: Sequence[int] = (),
+        descriptors: Sequence[int] | DescriptorsOf = (),
         limit_ms: int | None = None,
     ) -> Iterator[None]:
-        """All ranks do the same: this one the body of the ``with``, the others what ``payloads`` say, one for all or
-        one for each.
+        """Makes all ranks do the same: this one the body of the ``with``, the others what ``payloads`` say, one for all
+        or one for each, and so with ``descriptors``.
 
         After an error the ranks are lost, since they no longer agree on where they are. Raises BackendLost, and
-        ConfigError where a rank refuses what is asked. ``limit_ms``: the longest silence; None: STEP_SILENCE_MS.
+        ConfigError where a rank refuses what is asked. ``limit_ms`` is the longest silence; None stands for
+        STEP_SILENCE_MS.
         """
         limit_ms = STEP_SILENCE_MS if limit_ms is None else limit_ms
         with self._losing_none():
@@ -177,33 +202,37 @@ class RankProcesses:
 
     @contextmanager
     def beginning(self, step: bytes) -> Iterator[int]:
-        """All ranks begin a step, this one in the body of the ``with``. Yields the step's number for :meth:`ended`; the
-        errors are those of :meth:`together`."""
+        """Makes all ranks begin a step, this one in the body of the ``with``. Yields the step's number for
+        :meth:`ended`; raises what :meth:`together` raises."""
         with self._losing_none():
             yield self._send(RankMessage.STEP, (step,), (), STEP_SILENCE_MS)
 
-    def ended(self, number: int) -> None:
-        """Returns when the other ranks have answered all that was sent up to the step of that number. Raises
-        BackendLost."""
+    def ended(self, number: int) -> list[bytearray]:
+        """Returns what the other ranks have answered to the step of that number, once they have answered all messages
+        up to it; [] where all answers are empty. Raises BackendLost."""
         with self._losing_none():
             self._take_answers(number, STEP_SILENCE_MS)
+        return self._contents.pop(number, [])
 
     @contextmanager
-    def loading(self, order: dict[str, Any], *descriptors: int) -> Iterator[None]:
-        """The other ranks load their shares, by ``order`` and ``descriptors``, the first of which is the memory of the
-        ranks, while this one loads its own in the body of the ``with``. Raises ConfigError."""
+    def loading(self, order: dict[str, Any], *descriptors: int, each: DescriptorsOf | None = None) -> Iterator[None]:
+        """Makes the other ranks load their shares, by ``order`` and ``descriptors``, the first of which is the memory
+        of the ranks, while this one loads its own in the body of the ``with``. ``each`` returns those of a rank, where
+        ranks get different ones. Raises ConfigError."""
         orders = [json_to_bytes(**order, rank=rank.rank, name=rank.label) for rank in self._ranks]
-        with self.together(RankMessage.LOAD, *orders, descriptors=descriptors, limit_ms=LOAD_SILENCE_MS):
+        given = each or descriptors
+        with self.together(RankMessage.LOAD, *orders, descriptors=given, limit_ms=LOAD_SILENCE_MS):
             yield
 
     def map_pool(self, line: bytes, descriptors: Sequence[int]) -> None:
-        """The other ranks map the pool, by what this one's attachment has handed over."""
+        """Makes the other ranks map the pool, by the line and descriptors that this one's attachment has handed
+        over."""
         with self.together(RankMessage.POOL, line, descriptors=descriptors, limit_ms=LOAD_SILENCE_MS):
             pass
 
     def pack(self, payload: bytes, descriptor: int) -> int:
-        """Has all ranks pack an adapter, beside steps; returns how many bytes theirs take. Raises Internal where one of
-        them fails; that alone loses none."""
+        """Makes all ranks pack an adapter, beside steps; returns how many bytes their shares take. Raises Internal
+        where a rank fails to pack it, which does not end the ranks."""
         with self._packing:
             try:
                 for rank in self._ranks:
@@ -231,12 +260,17 @@ class RankProcesses:
         for rank in self._ranks:
             rank.thread.join(KILL_TIMEOUT_S)
             if rank.alive:
-                log.error("rank %d, process %d, does not end", rank.rank, rank.pid)
+                log.error("%s, process %d, does not end", self.name_of(rank.rank), rank.pid)
         self._memory.close()
 
     def pids(self) -> list[int]:
-        """The process ids, rank 1's first."""
+        """Returns the process ids, rank 1's first."""
         return [rank.pid for rank in self._ranks]
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields how many ranks there are, and how long rank 0 has waited for the others."""
+        yield names.RANKS, (), self.size
+        yield names.RANK_WAIT, (), self.waited_s
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless all ranks live, or all are gone."""
@@ -248,41 +282,54 @@ class RankProcesses:
 
     @contextmanager
     def _losing_none(self) -> Iterator[None]:
-        """Any error inside loses the ranks. Raises it, or BackendLost where a rank is the reason."""
+        """Gives up all ranks at any error inside the block. Raises that error, or BackendLost where a rank is the
+        reason."""
         if self.lost:
             raise BackendLost(self.lost)
         try:
             yield
         except (RankSilent, ConnectionError) as error:
-            self._lose("a rank was silent for too long" if isinstance(error, RankSilent) else "a rank has ended")
+            silent = isinstance(error, RankSilent)
+            self._lose(f"a {self.noun} was silent for too long" if silent else f"a {self.noun} has ended")
             raise BackendLost(self.lost) from None
         except BaseException as error:
             self._lose(f"the ranks are out of step: {error}")
             raise
 
-    def _send(self, kind: RankMessage, payloads: Sequence[bytes], descriptors: Sequence[int], limit_ms: int) -> int:
+    def _send(
+        self,
+        kind: RankMessage,
+        payloads: Sequence[bytes],
+        descriptors: Sequence[int] | DescriptorsOf,
+        limit_ms: int,
+    ) -> int:
         """Sends a message to all ranks; returns how many messages each of them has got."""
         for rank in self._ranks:
             payload = payloads[rank.rank - 1 if len(payloads) > 1 else 0]
-            rank.link.send(kind, payload, descriptors, limit_ms=limit_ms)
+            given = descriptors(rank.rank) if callable(descriptors) else descriptors
+            rank.link.send(kind, payload, given, limit_ms=limit_ms + self.work_ms)
         self._sent += 1
         return self._sent
 
     def _take_answers(self, number: int, limit_ms: int) -> None:
-        """Takes the answers to the first ``number`` messages, as far as nobody took them before."""
+        """Takes the answers to the first ``number`` messages, except those that were taken before."""
         began_s = time.monotonic()
         while self._answered < number:
+            contents = []
             for rank in self._ranks:
-                kind, text, _ = rank.link.receive(limit_ms)
+                kind, text, _ = rank.link.receive(limit_ms + self.work_ms)
                 if kind is RankMessage.REFUSED:
                     raise ConfigError(error_text(text))
                 if kind is not RankMessage.OK:
-                    raise BackendLost(f"rank {rank.rank} failed: {error_text(text)}")
+                    raise BackendLost(f"{self.name_of(rank.rank)} failed: {error_text(text)}")
+                contents.append(text)
             self._answered += 1
+            if any(contents):
+                self._contents[self._answered] = contents
         self.waited_s += time.monotonic() - began_s
 
     def _ended(self, rank: int, status: int) -> None:
-        self._lose(f"rank {rank} ended with status {status}")
+        self._lose(f"{self.name_of(rank)} ended with status {status}")
 
     def _lose(self, reason: str) -> None:
         with self._lock:

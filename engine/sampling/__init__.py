@@ -1,4 +1,4 @@
-"""Choosing tokens on the CPU: a pure function of (logits, history, seed, position) (I6).
+"""Chooses tokens on the CPU, as a pure function of (logits, history, seed, position) (I6).
 
     sampler.py         the stages of a row of logits, from edits to the chosen token
     masks.py           what grammars allow
@@ -9,6 +9,6 @@
     scores.py          log probabilities of a prompt's tokens
     sampling_rows.py   the parameters of a step's rows, as arrays, and the chosen tokens
 
-Read sampler.py first. The same on a GPU is in kernels/gpu/sampling. Never in here: requests, sequences, and stop
-strings, which the gateway looks for.
+Read sampler.py first. kernels/gpu/sampling does all this on a GPU. Requests, sequences, and stop strings, which the
+gateway looks for, stay out of here.
 """

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p, each as a *cut*: the smallest logit that a row may still draw.
+"""Computes top_k, top_p and min_p, each as a *cut*: the smallest logit that a row may still draw.
 
 The filters apply to scores = logits / temperature, in the order of Hugging Face's warpers. ``top_k`` keeps the k
 largest; ``top_p`` keeps the shortest head of the rest, by falling probability, whose mass reaches p (the *nucleus*);
@@ -26,13 +26,13 @@ MAX_HEAD_GROUPS = 256
 _SHORT_NUCLEUS = np.float32(1e-4)
 _SHORT_NUCLEUS_TOKENS = 4096
 # A longer nucleus is found by the mass in this many ranges of logits, and then token by token in one range. Ranges end
-# at a weight of e^-32 of the largest; smaller ones share the last range.
+# at a weight of e^-32 of the largest; smaller weights share the last range.
 _RANGES = 4096
 _RANGE_END = 32.0
 
 
 def group_maxima(table: Float32) -> Float32:
-    """Returns each group's largest logit, [R, W / 128], of a table [R, W]; NaN for groups that have one."""
+    """Returns each group's largest logit, [R, W / 128], of a table [R, W]; NaN for groups that contain a NaN."""
     grouped = torch.from_numpy(table).view(len(table), -1, GROUP_TOKENS)
     maxima: Float32 = grouped.amax(-1).numpy()
     return maxima
@@ -79,16 +79,17 @@ def lone_nuclei(rows: SamplingRows, drawn: Int64, width: int) -> Int64:
 
 
 def in_nucleus(row: Float32, top: np.float32, temperature: np.float32, top_p: float, token: int) -> bool:
-    """Whether ``top_p`` keeps ``token`` of row [W]: whether the mass of likelier tokens is below p."""
+    """Returns whether ``top_p`` keeps ``token`` of row [W], which is so if the mass of likelier tokens is below p."""
     weights = _weights(row, top, temperature)
     likelier = weights[weights > weights[token]].sum(dtype=np.float64)
     return bool(likelier < top_p * float(weights.sum()))
 
 
 def cuts(table: Float32, maxima: Float32, rows: SamplingRows, drawn: Int64, *, lone: bool = True) -> Float32:
-    """Returns the cut of each row of ``drawn`` [S], -inf if all may be drawn. ``maxima`` [S, G] are those rows' maxima.
+    """Returns the cut of each row of ``drawn`` [S], -inf where any token may be drawn. ``maxima`` [S, G] are the rows'
+    maxima by group.
 
-    ``lone``: whether lone nuclei (:func:`lone_nuclei`) are cut, too.
+    ``lone`` says whether lone nuclei (:func:`lone_nuclei`) are cut, too.
     """
     top, temperature = maxima.max(axis=1), rows.temperature[drawn]
     top_p, min_p = rows.top_p[drawn], rows.min_p[drawn]

@@ -1,7 +1,7 @@
-"""Gumbel noise, which turns an argmax into a draw, structured so that most of it need not be computed.
+"""Makes Gumbel noise, which turns an argmax into a draw, structured so that most of it need not be computed.
 
-Gumbel-max: the token with the largest ``score + noise`` is an exact draw from softmax(score) if each token's noise is
-Gumbel, which is -log of an exponential number. The exponential number is called the token's *wait*.
+By the Gumbel-max trick, the token with the largest ``score + noise`` is an exact draw from softmax(score) if each
+token's noise is Gumbel, which is -log of an exponential number. The exponential number is called the token's *wait*.
 
 Noise for a whole vocabulary is the most expensive part of sampling on a CPU, and nearly all of it is for tokens that
 cannot win. So the waits of 128 neighbours, a *group*, are drawn top-down, which gives the same distribution:
@@ -29,7 +29,7 @@ _GROUP_BITS = 7
 
 WORDS_PER_COUNTER = 4
 
-# Arrays without dimensions: numpy takes them faster than its scalars.
+# These are arrays without dimensions, which numpy takes faster than its scalars.
 _WORD = np.array(0xFFFFFFFF, np.uint64)
 _HALF = np.array(32, np.uint64)
 _MULTIPLIERS = np.array([0xD2511F53, 0xCD9E8D57], np.uint64)
@@ -63,7 +63,8 @@ def token_waits(seeds: UInt64, positions: Int64, tokens: Int64, first_waits: Flo
 
 
 def _exponential(words: UInt64, bits: int) -> Float32:
-    """Turns uniform words into Exp(1) numbers, none 0 or infinite. Small ones have the finest steps, as they win."""
+    """Turns uniform words into Exp(1) numbers, none 0 or infinite. Small numbers have the finest steps, because they
+    win."""
     uniform = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-bits)
     np.minimum(uniform, np.float32(1 - 2.0**-24), out=uniform)
     numbers: Float32 = -np.log1p(-uniform)
@@ -71,7 +72,7 @@ def _exponential(words: UInt64, bits: int) -> Float32:
 
 
 def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UInt64]) -> UInt64:
-    """Philox-4x32-10 (Salmon et al., 2011), with the constants of Random123 and Triton.
+    """Computes Philox-4x32-10 (Salmon et al., 2011), with the constants of Random123 and Triton.
 
     Takes four counter words and two key words, 32 bits each, in uint64 arrays that broadcast to one shape; returns
     the four output words on a new last axis.
@@ -83,7 +84,7 @@ def philox(counter: tuple[UInt64, UInt64, UInt64, UInt64], key: tuple[UInt64, UI
     multipliers, steps = _MULTIPLIERS.reshape(pair), _KEY_STEPS.reshape(pair)
     rounds = np.arange(_ROUNDS, dtype=np.uint64).reshape(_ROUNDS, *pair[1:], 1)
     for keys in (_pair(*key, key[0].shape) + rounds * steps) & _WORD:
-        # The upper halves of odd words are garbage; only lower halves are multiplied.
+        # Only the lower halves of words are multiplied, because the upper halves of odd words are meaningless.
         product = ((even & _WORD) * multipliers)[::-1]
         even = (product >> _HALF) ^ odd ^ keys
         odd = product

@@ -1,6 +1,7 @@
-"""Log probabilities of the chosen token and of the most likely ones, by the model's unedited logits.
+"""Reports log probabilities of the chosen token and of the most likely ones, by the model's unedited logits.
 
-Where a grammar masks a row, they are those of the masked distribution: what is allowed has a mass of one."""
+Where a grammar masks a row, they are those of the masked distribution: allowed tokens have a mass of one.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +11,26 @@ from pillion.engine.sampling.cuts import group_maxima, heads, softmax_mass
 from pillion.engine.sampling.sampling_rows import Float32, Int64
 from pillion.types import TokenLogprob
 
-# Reported for a probability of zero, as OpenAI does: JSON has no number for minus infinity.
+# This log probability is reported for a probability of zero, as OpenAI does: JSON has no number for minus infinity.
 MIN_LOGPROB = -9999.0
 
 
 class LogprobReport:
-    """The log probabilities of a step's rows that report them: log-softmax of the raw logits.
+    """Holds the log probabilities of a step's rows that report them: log-softmax of the raw logits.
 
     It is made before the logits are edited and read when the tokens are known and the edits are undone, so that
     temperature, penalties and bias have no effect.
     """
 
     def __init__(self, table: Float32, vocab_size: int, alternatives: Int64) -> None:
-        """``table`` [R, W] is C-contiguous, -inf behind the vocabulary; ``alternatives``: SamplingRows.logprobs."""
+        """Takes ``table`` [R, W], which is C-contiguous and -inf after the vocabulary; ``alternatives`` is
+        SamplingRows.logprobs."""
         self._table = table
         self._reporting = np.flatnonzero(alternatives >= 0)
         counts = np.minimum(alternatives[self._reporting], vocab_size)
         maxima = group_maxima(table)[self._reporting]
         values, tokens, _ = heads(table, maxima, self._reporting, np.maximum(counts, 1), maxima.shape[1])
-        # Tokens rise, so of equals the lower id stays first.
+        # The sort is stable, so of tokens with equal logits the lower id comes first.
         order = np.argsort(-values, axis=1, kind="stable")[:, : counts.max(initial=0)]
         self._values, self._tokens = np.take_along_axis(values, order, 1), np.take_along_axis(tokens, order, 1)
         self._counts = np.minimum(counts, (self._tokens >= 0).sum(axis=1))

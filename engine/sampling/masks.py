@@ -1,6 +1,7 @@
-"""Masks of grammars: the logits of tokens that a row may not choose become minus infinity.
+"""Applies masks of grammars: the logits of tokens that a row may not choose become minus infinity.
 
-Most masks allow nearly all tokens or very few, so a mask is turned into the ids of whichever is less.
+Most masks allow nearly all tokens or very few, so a mask is turned into the ids of the allowed or of the banned tokens,
+whichever are fewer.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ _ONE = np.uint32(1)
 
 
 def apply_masks(table: Float32, masks: RowMasks, edits: tuple[RowEdit, ...]) -> tuple[Int64, tuple[RowEdit, ...]]:
-    """Masks rows of logits [R, V] in place. Returns the rows whose mask is late, and the edits without such bans as
+    """Masks rows of logits [R, V] in place. Returns the rows whose mask is late, and the edits without the bans that
     would leave a row nothing to choose."""
     bits, there = masks.take()
     rows, bits = masks.rows[there], bits[there]
@@ -25,8 +26,8 @@ def apply_masks(table: Float32, masks: RowMasks, edits: tuple[RowEdit, ...]) -> 
 
 
 def possible_bans(edits: tuple[RowEdit, ...], rows: Int64, bits: UInt32) -> tuple[RowEdit, ...]:
-    """The edits without such bans as would leave one of ``rows`` [M], whose masks are ``bits`` [M, words], nothing to
-    choose."""
+    """Returns the edits without the bans that would leave one of ``rows`` [M], whose masks are ``bits`` [M, words],
+    nothing to choose."""
     edits_of = {edit.row: edit for edit in edits if len(edit.banned)}
     for row, mask in zip(rows.tolist(), bits, strict=True) if edits_of else ():
         edit = edits_of.get(row)
@@ -36,7 +37,7 @@ def possible_bans(edits: tuple[RowEdit, ...], rows: Int64, bits: UInt32) -> tupl
 
 
 def keep_allowed(row: Float32, mask: UInt32) -> None:
-    """Makes the logits of a row [V] minus infinity where the mask, uint32 [ceil(V / 32)], has no bit."""
+    """Makes the logits of a row [V] minus infinity where the mask, uint32 [ceil(V / 32)], has no bit set."""
     if 2 * int(np.bitwise_count(mask).sum()) > len(row):
         row[_ids(~mask, len(row))] = -np.inf
         return

@@ -1,4 +1,4 @@
-"""Logit bias, penalties and banned stop ids: changes of single logits.
+"""Applies logit bias, penalties and banned stop ids, which change single logits.
 
 The order is: bias is added; the repetition penalty divides positive logits and multiplies others (CTRL, Keskar et
 al., 2019); presence and frequency penalties are subtracted, as OpenAI defines them; banned tokens get -inf. Repetition
@@ -17,7 +17,7 @@ from pillion.engine.sampling.sampling_rows import Float32, Int64, RowEdit
 
 @contextmanager
 def edited(table: Float32, edits: Sequence[RowEdit]) -> Iterator[None]:
-    """Edits ``table`` [R, V] for the duration of the block and then restores it bit by bit."""
+    """Edits the logits ``table`` [R, V] for the duration of the block, and then restores them bit by bit."""
     touched = []
     for edit in edits:
         ids = np.concatenate((edit.biased, edit.seen, edit.answered, _within(edit.banned, table.shape[1])))
@@ -45,5 +45,5 @@ def _apply(row: Float32, edit: RowEdit) -> None:
 
 
 def _within(ids: Int64, width: int) -> Int64:
-    """Drops ids without a logit: a tokenizer may have end tokens beyond the model's vocabulary."""
+    """Drops ids that have no logit: a tokenizer may have end tokens beyond the model's vocabulary."""
     return ids[ids < width]

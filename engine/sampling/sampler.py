@@ -39,7 +39,7 @@ from pillion.engine.sampling.sampling_rows import (
     SamplingRows,
 )
 
-# In units of scores: far more than the difference in rounding between a bound and what it bounds.
+# Bounds are widened by this much, in units of scores, which is far more than rounding can change them.
 _SLACK = np.float32(1e-3)
 
 
@@ -58,7 +58,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
         if found is not None:
             return Sampled(tuple(found))
     table = whole_groups(logits)
-    # Infinite logits and NaN are legal here.
+    # Infinite logits and NaN are allowed here, so numpy must not warn about them.
     with np.errstate(all="ignore"):
         report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
         with edited(table, edits):
@@ -68,7 +68,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 
 def _largest(logits: torch.Tensor) -> list[int] | None:
-    """Returns each row's largest logit, of equals the lowest id; None if one of them is NaN or infinite."""
+    """Returns the token with each row's largest logit, of equal ones the lowest id; None if a largest logit is NaN or
+    infinite."""
     table: Float32 = logits.numpy()
     tokens: list[int] = table.argmax(axis=1).tolist()
     value = table.item
@@ -76,7 +77,8 @@ def _largest(logits: torch.Tensor) -> list[int] | None:
 
 
 def whole_groups(logits: torch.Tensor) -> Float32:
-    """Returns the logits C-contiguous and in whole groups; other vocabularies are copied and padded with -inf."""
+    """Returns the logits C-contiguous, with a multiple of GROUP_TOKENS columns. A vocabulary that is no such multiple
+    is padded with -inf in a copy."""
     missing = -logits.shape[1] % GROUP_TOKENS
     if missing:
         logits = torch.nn.functional.pad(logits, (0, missing), value=-torch.inf)
@@ -93,7 +95,8 @@ def _choose(table: Float32, rows: SamplingRows) -> Int64:
     else:
         maxima = group_maxima(table)
         group = maxima.argmax(axis=1)
-        # All rows need their largest logit; drawn ones need it as a first bound.
+        # The largest logit of each row is needed: it is the token of a greedy row, and bounds the totals of a drawn
+        # one.
         tokens = group * GROUP_TOKENS + gather_groups(table, each, group).argmax(axis=1)
         broken = ~np.isfinite(table[each, tokens])
         racing = np.flatnonzero(drawn & ~broken)
@@ -132,7 +135,8 @@ def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, li
     waits, firsts = group_waits(seeds, positions, num_groups)
     most_noise = -np.log(waits)
 
-    # A lower bound of the winning total: of the most likely token, and of each group's token with the largest noise.
+    # This is a lower bound of the winning total: of the most likely token, and of each group's token with the largest
+    # noise.
     group = likeliest // GROUP_TOKENS
     own = token_waits(seeds, positions, likeliest, waits[each, group], firsts[each, group])
     places = (racing * table.shape[1])[:, None] + np.arange(num_groups) * GROUP_TOKENS + firsts
@@ -140,7 +144,7 @@ def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, li
     totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))
     least = np.maximum(totals.max(axis=1), -np.log(own))[:, None]
 
-    # The smallest logit of each group with which a token could still win. Rounded down, so that none is lost.
+    # These are the smallest logits of each group with which a token could still win, rounded down to lose none.
     floor = top + temperature * (least - most_noise - _SLACK).astype(np.float64)
     floor = np.maximum(np.nextafter(floor.astype(np.float32), np.float32(-np.inf)), cut)
     able = np.flatnonzero(maxima >= floor)
@@ -155,7 +159,8 @@ def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, li
 
 
 def _winners(row: Int64, tokens: Int64, totals: Float32, count: int) -> Int64:
-    """Returns each row's token with the largest total. Rows and a row's tokens rise; the first of equals wins."""
+    """Returns the token with the largest total in each of ``count`` rows. Candidate i is token ``tokens[i]`` of row
+    ``row[i]``. Candidates are sorted by row, and by token within a row; of equal totals the lowest token wins."""
     best = np.maximum.reduceat(totals, np.searchsorted(row, np.arange(count)))
     winning = np.flatnonzero(totals == best[row])
     won: Int64 = tokens[winning[np.searchsorted(row[winning], np.arange(count))]]

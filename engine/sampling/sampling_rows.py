@@ -1,14 +1,15 @@
-"""The sampling parameters of a step's rows, as arrays, and the chosen tokens. Imports no torch, for planning's sake."""
+"""Holds the sampling parameters of a step's rows, as arrays, and the chosen tokens. Imports no torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from pillion.types import TokenLogprob
+from pillion.types import SAMPLING_OPTIONS, SamplingParams, TokenLogprob
 
 Float32 = npt.NDArray[np.float32]
 Int32 = npt.NDArray[np.int32]
@@ -17,17 +18,24 @@ UInt32 = npt.NDArray[np.uint32]
 UInt64 = npt.NDArray[np.uint64]
 Bool = npt.NDArray[np.bool_]
 Ids = Int32 | Int64
-# Inputs of some layers, one beside the other, for each row [T]: float32, or uint16 that holds bfloat16.
+# States hold the inputs of some layers side by side, for each row [T]: float32, or uint16 that holds bfloat16.
 States = npt.NDArray[Any]
 
 # Below this temperature, logits / temperature overflow float32, and sampling is greedy: the softmax's limit.
 # The number is exactly a float32, as temperatures are, so that comparisons in float32 and float64 agree.
 MIN_TEMPERATURE = float(np.float32(1e-5))
-# Chosen for a row whose largest logit is NaN or infinite: nothing can be drawn from it.
+# A row whose largest logit is NaN or infinite has this token, because nothing can be drawn from it.
 NO_TOKEN = -1
-# Stands for the token of a row whose mask was not there in time: a later step meets the row's position again.
+# This stands for the token of a row whose mask was not there in time; a later step computes the row's position again.
 MASK_LATE = -2
 NO_IDS: Int64 = np.empty(0, np.int64)
+_SEED_MASK = 2**64 - 1
+# These are the parameters of which each row has a value: the name, the value where none is set, and the type.
+_OF_ROWS = [
+    (name, one.neutral or 0.0, np.int64 if one.whole else np.float32)
+    for name, one in SAMPLING_OPTIONS.items()
+    if one.of_rows
+]
 
 
 def _no_ids() -> Int64:
@@ -36,7 +44,7 @@ def _no_ids() -> Int64:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowEdit:
-    """Changes of single logits of one row. Ids are int32 or int64 arrays, views where possible.
+    """Describes changes of single logits of one row. Ids are int32 or int64 arrays, views where possible.
 
     Attributes:
         row: number of the row.
@@ -59,14 +67,14 @@ class RowEdit:
 
 
 class RowMasks(Protocol):
-    """Which tokens the rows of grammars may choose; the masks are computed while the step runs."""
+    """Says which tokens the rows of grammars may choose; the masks are computed while the step runs."""
 
     @property
     def rows(self) -> Int64:
-        """[M] rising numbers of the rows that have a mask."""
+        """Gives the [M] rising numbers of the rows that have a mask."""
 
     def take(self) -> tuple[UInt32, Bool]:
-        """Waits for the masks, MASK_WAIT_MS at most. Called once, just before the rows are sampled.
+        """Waits for the masks, MASK_WAIT_MS at most. It is called once, just before the rows are sampled.
 
         Returns bits, uint32 [M, ceil(vocabulary / 32)], where token t may be chosen if bit t % 32 of word t // 32 is
         set, and which of the masks are there, bool [M]. A row whose mask is late has the token MASK_LATE.
@@ -75,7 +83,7 @@ class RowMasks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ScoredRows:
-    """Rows [Q] that choose nothing: reported is how likely each one's known token was.
+    """Describes rows [Q] that choose no token, and only report how likely a known token was.
 
     Attributes:
         token_ids: [Q] int64.
@@ -88,7 +96,7 @@ class ScoredRows:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRows:
-    """Parameters with which R rows of logits are sampled.
+    """Holds the parameters with which R rows of logits are sampled.
 
     Attributes:
         temperature: [R] float32; 0 is greedy.
@@ -99,12 +107,12 @@ class SamplingRows:
         positions: [R] int64, the position that the chosen token will have in its sequence.
         logprobs: [R] int64, number of alternatives to report beside the chosen token's log probability; -1: no report.
         edits: at most one for each row; rows without changes have none.
-        scored: rows of logits behind these R that are only scored.
+        scored: the rows of logits after these R, which are only scored.
         masks: of the rows that follow a grammar; None where no row does. A mask comes before everything else: all the
             others, reported log probabilities too, see a vocabulary of the allowed tokens. Banned ids that would leave
             no token of a mask are not banned.
-        plain: whether every row just takes its largest logit, masked or not, without edits and reports. Derived from
-            the others.
+        plain: whether every row just takes its largest logit, masked or not, without edits and reports. It is derived
+            from the other fields.
     """
 
     temperature: Float32
@@ -119,6 +127,22 @@ class SamplingRows:
     masks: RowMasks | None = None
     plain: bool = field(init=False)
 
+    @classmethod
+    def of(
+        cls, params: Sequence[SamplingParams], seeds: Sequence[int], positions: Sequence[int], **more: Any
+    ) -> SamplingRows:
+        """Makes the arrays for rows with these parameters. ``more`` has the fields that no parameter gives; without
+        ``logprobs`` nothing is reported."""
+        values: dict[str, Any] = {
+            name: np.array([neutral if (given := getattr(one, name)) is None else given for one in params], dtype)
+            for name, neutral, dtype in _OF_ROWS
+        }
+        # A top_k of -1 keeps all tokens, as 0 does.
+        values["top_k"] = np.maximum(values["top_k"], 0)
+        values["seeds"] = np.array([seed & _SEED_MASK for seed in seeds], np.uint64)
+        values["positions"] = np.array(positions, np.int64)
+        return cls(**{"logprobs": np.full(len(params), -1, np.int64), **values, **more})
+
     def __post_init__(self) -> None:
         greedy = max(self.temperature.tolist(), default=0.0) < MIN_TEMPERATURE
         plain = greedy and not self.edits and max(self.logprobs.tolist(), default=-1) < 0
@@ -130,14 +154,15 @@ class SamplingRows:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """The tokens that a step chose: for each piece in order ``samples`` tokens, then one for each of ``fork_seeds``.
+    """Holds the tokens that a step chose. For each SequencePiece of the plan, in order, these are its ``samples``
+    tokens, followed by one token for each of its ``sibling_seeds``.
 
-    A row without a finite largest logit has the token NO_TOKEN, one without its mask MASK_LATE. ``logprobs`` is empty
-    if no row of the step reports any, else it has one entry for each token. ``scored`` has one for each row that is
-    only scored; its log probability is NaN where the logits are no numbers.
+    A row without a finite largest logit has the token NO_TOKEN; a row whose mask is late has MASK_LATE. ``logprobs`` is
+    empty if no row of the step reports any, else it has one entry for each token. ``scored`` has one for each row that
+    is only scored; its log probability is NaN where the logits are no numbers.
 
-    ``borrowed_s``: how much longer the step would have taken without the cores that other workers lent. ``states``: of
-    every row of the step, those that ``HostBackend.keep_states`` asked for; None where nobody did.
+    ``borrowed_s`` is how much longer the step would have taken without the cores that other workers lent. ``states``
+    are those that ``HostBackend.keep_states`` asked for, of every row of the step; None where nobody did.
     """
 
     token_ids: tuple[int, ...] = ()

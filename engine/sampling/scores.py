@@ -1,4 +1,4 @@
-"""How likely tokens were that are known already, which are those of a prompt: log-softmax of unedited logits.
+"""Scores how likely the known tokens of a prompt were: log-softmax of unedited logits.
 
 The host's code takes row after row, which stay in its caches; a GPU's takes a few rows at a time, so that a step needs
 little memory beside its logits. Never raises.
@@ -17,7 +17,7 @@ from pillion.engine.sampling.sampler import sample, whole_groups
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, ScoredRows
 from pillion.types import TokenLogprob
 
-# Rows of one round on a GPU, whose temporary values are as large as their logits.
+# One round on a GPU has this many rows, because its temporary values are as large as the logits.
 ROUND_ROWS = 32
 
 
@@ -31,7 +31,7 @@ def sample_and_score(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 
 def score_on_host(logits: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:
-    """An entry for each of the rows of logits [Q, V]; its log probability is NaN where these are no numbers."""
+    """Returns an entry for each of the rows of logits [Q, V]; its log probability is NaN where these are no numbers."""
     with np.errstate(all="ignore"):
         report = LogprobReport(whole_groups(logits), logits.shape[1], rows.alternatives)
         return tuple(one for one in report.of(rows.token_ids, ranked=True) if one is not None)
@@ -58,12 +58,12 @@ def score(logits: torch.Tensor, token_ids: torch.Tensor, most: int) -> torch.Ten
 
 
 def most_alternatives(rows: ScoredRows, vocab_size: int) -> int:
-    """The ``most`` of :func:`score` that holds what every row reports."""
+    """Returns the ``most`` with which :func:`score` finds all alternatives that a row reports."""
     return int(min(rows.alternatives.max(initial=0), vocab_size))
 
 
 def entries(found: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:
-    """An entry for each row of what :func:`score` returned, on the host."""
+    """Returns an entry for each row of what :func:`score` returned, on the host."""
     most = (found.shape[1] - 2) // 2
     ids = found[:, 2 + most :].to(torch.int64).tolist()
     return tuple(

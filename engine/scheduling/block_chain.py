@@ -1,12 +1,12 @@
-"""A text's blocks as one worker has them: the slots in order, how far they are computed, and how far committed.
+"""Holds a text's blocks as one worker has them: the slots in order, how far they are computed, and how far committed.
 
 The table, left to right; every count is in blocks and none of them shrinks while the ticket is held:
 
     [ committed: the ticket's chain | in commit: sent to the KV node | owned: leased, being written or still empty ]
     0                        num_committed                        num_sent                                  num_blocks
 
-Only one run of blocks is under way to the node at a time, so that a refusal cannot leave a hole in the chain. The
-tokens are the owner's: a draft model's chain reads those of its sequence.
+Only one run of blocks is sent to the node at a time, so that a refusal cannot leave a hole in the chain. The tokens are
+the owner's: a draft model's chain reads those of its sequence.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pillion.engine.backends.batch import Int32
+from pillion.engine.backends.backend import Int32
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 
 
 @dataclass(slots=True, kw_only=True)
 class ChunkDone:
-    """A chunk of a span: when it began its first step and ended its last one, by the scheduler's clock.
+    """Notes a chunk of a prefill range: when it began its first step and ended its last one, by the scheduler's clock.
 
-    Reported once it is computed; it is committed as soon as the order that it comes with is. A chunk that was committed
-    before the span came has the span's arrival for both times. Never changes behind that.
+    A chunk is reported once it is computed; it is committed when its CommitOrder is carried out. A chunk that was
+    committed before the prefill range came has the prefill range's arrival for both times. The object never changes.
     """
 
     seq_id: int
@@ -37,7 +37,7 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """An adopted ticket: the slots of its pinned chain, and the slots leased for what the sequence will write."""
+    """Holds an adopted ticket: the slots of its pinned chain, and the slots leased for what the sequence will write."""
 
     ticket_id: int
     chain_slots: tuple[int, ...]
@@ -45,12 +45,12 @@ class Holding:
 
 
 class BlockChain:
-    """Blocks of ``block_size`` tokens each. A chain belongs to one scheduler; its methods, and those of classes derived
-    from it, are the only writers of its fields.
+    """Holds blocks of ``block_size`` tokens each. A chain belongs to one scheduler; its methods, and those of classes
+    derived from it, are the only writers of its fields.
 
     Args:
         seq_id: names the chain in a CommitOrder.
-        tokens: int32, memory for all tokens that it may become.
+        tokens: int32, the memory for all tokens that the text may get.
         first_block, parent_hash: where hashing begins, and the hash of the block before, or the root.
         hashes: those of leading whole blocks from there on, where they are known.
     """
@@ -68,7 +68,8 @@ class BlockChain:
         self.take_ticket(Holding(0, (), ()))
 
     def take_ticket(self, holding: Holding) -> None:
-        """Start from a freshly adopted ticket: its chain is computed, the rest is to do."""
+        """Starts from a freshly adopted ticket: its pinned chain counts as computed, and the rest is still to be
+        computed."""
         slots = (*holding.chain_slots, *holding.leased_slots)
         self.ticket_id = holding.ticket_id
         self.num_blocks = len(slots)
@@ -77,22 +78,22 @@ class BlockChain:
         self._table[: self.num_blocks] = slots
         self.num_committed = self.num_sent = len(holding.chain_slots)
         self.num_computed = self.num_committed * self.block_size
-        # False once the node refused a run: the chain's tail is then not what the next block would follow.
+        # This is False once the node refused a run, because the next block would then not follow the chain's tail.
         self.may_commit = True
 
     def tokens(self, start: int, end: int) -> Int32:
-        """int32 [end - start], a view."""
+        """Returns some of the text's tokens as a view, int32 [end - start]."""
         return self._tokens[start:end]
 
     def table(self) -> Int32:
-        """int32 [num_blocks] slots in order, a view."""
+        """Returns the chain's slots in order as a view, int32 [num_blocks]."""
         return self._table[: self.num_blocks]
 
     def slots(self, start: int, end: int) -> tuple[int, ...]:
         return tuple(self._table[start:end].tolist())
 
     def owned_slots(self) -> tuple[int, ...]:
-        """Slots that are leased to this worker, those in commit included."""
+        """Returns the chain's slots that are leased to this worker, those in commit included."""
         return self.slots(self.num_committed, self.num_blocks)
 
     def add_slot(self, slot: int) -> None:
@@ -100,30 +101,28 @@ class BlockChain:
         self.num_blocks += 1
 
     def cut(self, block: int) -> tuple[int, ...]:
-        """Forget the table from ``block`` on; returns its slots."""
+        """Forgets the block table from ``block`` on; returns its slots."""
         dropped = self.slots(block, self.num_blocks)
         self.num_blocks = min(self.num_blocks, block)
         return dropped
 
-    # Commits.
-
     @property
     def full_blocks(self) -> int:
-        """Blocks whose every token has its KV."""
+        """Gives the number of blocks whose every token has its KV."""
         return min(self.num_computed // self.block_size, self.num_blocks)
 
     @property
     def in_commit(self) -> bool:
-        """Whether a run of blocks is under way to the node."""
+        """Says whether a run of blocks waits for the node's answer."""
         return self.num_sent > self.num_committed
 
     def send(self, end: int) -> None:
-        """The blocks before ``end`` are sent to the node."""
+        """Notes that the blocks before ``end`` are sent to the KV node."""
         self.num_sent = end
 
     def commit(self, slots: Seq[int]) -> list[int]:
-        """The node took the run: ``slots`` hold its blocks, and are read from now on (I2). Returns own slots that
-        another committer's block replaced; launched steps may still read them."""
+        """Notes that the node has committed the run: ``slots`` hold its blocks, and are read from now on (I2). Returns
+        own slots that another committer's block replaced; launched steps may still read them."""
         start = self.num_committed
         own = self._table[start : start + len(slots)].tolist()
         self._table[start : start + len(slots)] = slots
@@ -131,25 +130,27 @@ class BlockChain:
         return [old for old, new in zip(own, slots, strict=True) if old != new]
 
     def refuse_commit(self) -> None:
-        """The node refused the run; no further one is sent under this ticket."""
+        """Notes that the node refused to commit the run; no further run is sent under this ticket."""
         self.num_sent = self.num_committed
         self.may_commit = False
 
     def take_chunks(self, blocks: int) -> tuple[ChunkDone, ...]:
-        """The chunks of a span that end within the first ``blocks`` blocks; each is returned once."""
+        """Returns the chunks of a prefill range that end within the first ``blocks`` blocks, each once."""
         return ()
 
-    # Hashes.
-
     def extend_hashes(self, num_tokens: int) -> None:
-        """Hash the whole blocks among the first ``num_tokens`` tokens that are not hashed yet."""
+        """Hashes the whole blocks among the first ``num_tokens`` tokens that are not hashed yet."""
         start = (self._first_block + len(self._hashes) // HASH_BYTES) * self.block_size
         end = num_tokens // self.block_size * self.block_size
         if end > start:
             parent = bytes(self._hashes[-HASH_BYTES:]) or self._parent_hash
             self._hashes += chain_hashes(parent, self._tokens[start:end].tolist(), self.block_size)
 
+    def hash_before(self, block: int) -> bytes:
+        """Returns the hash of the block before ``block``, or what stands before the first block that is hashed."""
+        return self.block_hashes(block - 1, block) if block > self._first_block else self._parent_hash
+
     def block_hashes(self, start: int, end: int) -> bytes:
-        """32 bytes for each of blocks start .. end, all of them at or behind the first block that is hashed."""
+        """Returns 32 bytes for each of blocks start .. end, all of them at or after the first block that is hashed."""
         first = self._first_block
         return bytes(self._hashes[(start - first) * HASH_BYTES : (end - first) * HASH_BYTES])

@@ -1,7 +1,18 @@
-"""A worker's blocks at its KV node: the stock of slots, the commits and releases that the node will be asked for.
+"""Manages a worker's blocks at its KV node: the stock of slots, the commits and releases that the node will be asked
+for.
 
 Sans-IO (I9): orders gather in an Outcome, which :mod:`pillion.engine.worker.node_updates` carries to the node. One run
-of blocks per sequence is under way at a time; its answer comes back as :meth:`BlockManager.accept` or as a refusal.
+of blocks per sequence is sent at a time; the node's answer comes back as :meth:`BlockManager.accept` or as a refusal.
+
+A small stock of leased free slots lets a decode grow without an RPC in the step.
+
+    KV node --lease--> stock --take--> a sequence's table --commit--> KV node
+       ^                 |  ^                |
+       +----give back----+  +------give------+
+
+The stock computes how many slots it wants and which it can spare; asyncio's side calls the node. One lease call runs at
+a time. A short answer means that the node is *exhausted*, and then a sequence must be preempted; the answer counts for
+LEASE_RETRY_S, and not at all once this worker has let go of memory since the call.
 """
 
 from __future__ import annotations
@@ -12,20 +23,117 @@ from collections.abc import Sequence as Seq
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.sequence import Sequence
-from pillion.engine.scheduling.slot_stock import SlotStock
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder
 
-# The stock asks for slots when it lacks what decodes need within the first many tokens, and fills up to the second.
+# This many free slots beyond the target stay in a worker's stock, so that a stream that ends and one that begins cause
+# no calls.
+SPARE_BLOCKS = 8
+# One lease call asks for at most this many slots.
+MAX_LEASE_BLOCKS = 1024
+# After an answer with too few slots the node is asked again only after this time.
+LEASE_RETRY_S = 0.05
+
+
+class SlotStock:
+    """Holds free slots leased to this worker: below ``low_blocks`` more are leased, up to ``target_blocks``."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._leaving: list[int] = []
+        self.low_blocks = 0
+        self.target_blocks = 0
+        self._requested_blocks = 0
+        self._answer_is_stale = False
+        self._recall_blocks = 0
+        self._short_until_s = 0.0
+
+    def __len__(self) -> int:
+        return len(self._free)
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        return (*self._free, *self._leaving)
+
+    @property
+    def lease_under_way(self) -> bool:
+        return self._requested_blocks > 0
+
+    def exhausted(self, now: float) -> bool:
+        """Returns whether the node answered a moment ago that it has no more slots."""
+        return now < self._short_until_s
+
+    def take(self) -> int | None:
+        """Takes one slot out; returns None when the stock is empty."""
+        return self._free.pop() if self._free else None
+
+    def give(self, slots: Iterable[int]) -> None:
+        """Puts slots back into the stock that no step uses any more."""
+        self._free.extend(slots)
+
+    def send_back(self, slots: Iterable[int]) -> None:
+        """Returns slots to the node soon: those of lost commit races, which the node may have promised to a request."""
+        self._leaving.extend(slots)
+
+    def aim(self, low_blocks: int, target_blocks: int) -> None:
+        """Sets how many slots the running decodes will need soon (``low_blocks``), and somewhat later."""
+        self.low_blocks = low_blocks
+        self.target_blocks = max(low_blocks, target_blocks)
+
+    def wanted(self, now: float, urgent: bool) -> int:
+        """Returns how many blocks to lease now, 0 for none; the call counts as running until :meth:`granted`.
+        ``urgent`` says that a decode waits for a slot."""
+        if self.lease_under_way or len(self._free) >= self.low_blocks or (self.exhausted(now) and not urgent):
+            return 0
+        self._requested_blocks = min(self.target_blocks - len(self._free), MAX_LEASE_BLOCKS)
+        self._answer_is_stale = False
+        return self._requested_blocks
+
+    def granted(self, slots: Seq[int], now: float) -> None:
+        short = len(slots) < self._requested_blocks
+        self._requested_blocks = 0
+        self._free.extend(slots)
+        self._short_until_s = now + LEASE_RETRY_S if short and not self._answer_is_stale else 0.0
+
+    def memory_is_coming(self) -> None:
+        """Notes that memory was released at the node, so that its earlier answer about its memory is void."""
+        self._short_until_s = 0.0
+        self._answer_is_stale = self.lease_under_way
+
+    def recall(self, blocks: int) -> None:
+        """Notes that the node asks for ``blocks`` slots back."""
+        self._recall_blocks = blocks
+
+    def surplus(self) -> tuple[int, ...]:
+        """Returns slots to give back now, which leave the stock. Without a target nothing is kept."""
+        extra = len(self._free) - self.target_blocks
+        if self.target_blocks and extra <= SPARE_BLOCKS:
+            extra = 0
+        recalled = min(self._recall_blocks, len(self._free) - self.low_blocks)
+        self._recall_blocks = 0
+        count = max(extra, recalled, 0)
+        given = (*self._leaving, *self._free[:count])
+        self._leaving.clear()
+        del self._free[:count]
+        return given
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when a slot is in the stock twice."""
+        assert len(set(self.slots)) == len(self.slots), f"a slot is in the stock twice: {sorted(self.slots)}"
+
+
+# The stock asks for slots when it has fewer than decodes need for STOCK_LOW_TOKENS more tokens each, and then asks for
+# as many as they need for STOCK_TARGET_TOKENS.
 STOCK_LOW_TOKENS = 4
 STOCK_TARGET_TOKENS = 16
 
 
 class BlockManager:
-    """The blocks of one scheduler.
+    """Manages the blocks of one scheduler.
 
     Attributes:
         stock: free slots leased to this worker.
-        out: the outcome being gathered; what leaves for the node waits for the steps ``in_flight`` that may use it.
+        out: the outcome being gathered; slots that leave for the node wait for the steps ``in_flight`` that may use
+            them.
     """
 
     def __init__(self, block_size: int, in_flight: InFlightSteps) -> None:
@@ -34,10 +142,8 @@ class BlockManager:
         self.stock = SlotStock()
         self.out = Outcome()
         self._leased = 0
-        # Slots that stay in the stock for decodes.
+        # At least this many slots of the stock stay reserved for running decodes.
         self.needed_blocks = 0
-
-    # Slots.
 
     def leased(self, slots: int) -> None:
         self._leased += slots
@@ -47,18 +153,19 @@ class BlockManager:
         self.stock.granted(slots, now)
 
     def let_go(self, holding: Holding) -> None:
-        """Give up an adopted ticket that no sequence holds."""
+        """Gives up an adopted ticket that no sequence holds."""
         self._leased += len(holding.leased_slots)
         self.stock.give(holding.leased_slots)
         self.release(holding.ticket_id)
 
     def release(self, ticket_id: int) -> None:
-        """End this worker's hold on a ticket."""
+        """Ends this worker's hold on a ticket."""
         self.out.releases.append(ticket_id)
         self.stock.memory_is_coming()
 
     def order_resume(self, sequence: Sequence) -> None:
-        """Order a ticket for one that has none. What needs logits is left to compute, the last token at least."""
+        """Orders a ticket for a sequence without one. The ticket's chain ends before the tokens whose logits are
+        needed, the last token at least."""
         last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
         whole = last // self._block_size
         self.out.resumes.append(
@@ -70,10 +177,8 @@ class BlockManager:
             )
         )
 
-    # Commits.
-
     def order_commit(self, chain: BlockChain, now: float) -> None:
-        """Order the commit of the full blocks that the node has not got, one run at a time."""
+        """Orders the commit of the full blocks that are not at the node yet, one run at a time."""
         start, end = chain.num_committed, chain.full_blocks
         if end <= start or chain.in_commit or not chain.may_commit:
             return
@@ -90,22 +195,20 @@ class BlockManager:
         )
 
     def accept(self, chain: BlockChain, slots: Seq[int]) -> None:
-        """The node took a run. Where another committer was first, the worker's own slot goes back when no step reads it
-        any more (I2)."""
+        """Notes that the node has committed a run. Where another committer was first, the worker's own slot goes back
+        when no step reads it any more (I2)."""
         replaced = chain.commit(slots)
         self._leased -= len(slots) - len(replaced)
         self.stock.send_back(replaced)
 
-    # The outcome.
-
-    def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, draft_blocks: int) -> Outcome:
-        """Return what gathered since the last outcome. ``decodes`` will grow; ``urgent``: one of them lacks a slot.
-        Drafts lack ``draft_blocks``, which they get where decodes need none."""
+    def finish_outcome(self, decodes: Iterable[Sequence], now: float, urgent: bool, wanted_blocks: int) -> Outcome:
+        """Returns the orders that gathered since the last outcome. ``decodes`` will need slots; ``urgent`` says that
+        one of them lacks one. Features would like to have ``wanted_blocks``, which they get where decodes need none."""
         room = [s.num_blocks * self._block_size - s.next_start for s in decodes]
         low = sum(tokens < STOCK_LOW_TOKENS for tokens in room)
         self.needed_blocks = low
         target = max(low, sum(tokens < STOCK_TARGET_TOKENS for tokens in room))
-        self.stock.aim(low + draft_blocks, target + draft_blocks)
+        self.stock.aim(low + wanted_blocks, target + wanted_blocks)
         out, self.out = self.out, Outcome()
         out.give_back.extend(self.stock.surplus())
         if self._in_flight.hold_back(out):

@@ -1,19 +1,19 @@
-"""The three queues of a scheduler, and the order in which it serves them.
+"""Holds the three queues of a scheduler, and decides the order in which it serves them.
 
     running    has one of the max_num_seqs places of a step: a decode, or a prompt tail that has begun
-    preempted  was running, or is a fork of a sequence that was: it has a new ticket and waits to run
+    preempted  was running, or is a sibling of a sequence that was: it has a new ticket and waits to run
     waiting    has a ticket and has not begun
 
-Preempted and waiting sequences whose adapter is not there yet are passed over.
+Preempted and waiting sequences that a feature keeps waiting are passed over.
 
 Decodes come first, always. Prompt tails are served running before preempted before waiting, and a request's priority
 comes before that. Priority ages: a request that has waited PRIORITY_AGING_S longer counts one level more urgent, so
 every wait is bounded.
 
 The victim, when memory is out, is the newest of the least urgent sequences, whatever queue it is in. Only the head, the
-first by rank, is spared while there is another: the rank of a request never changes and later requests have larger
-ones, so every request becomes the head at last, and the head gets on (I5). A sequence that is RESUMING holds no memory
-and is in none of these queues, but in the node's.
+first in queue order, is spared while there is another: the order of a request never changes and later requests have
+larger ones, so every request becomes the head at last, and the head gets on (I5). A sequence that is RESUMING holds no
+memory and is in none of these queues, but in the node's.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
+from typing import Any
 
-from pillion.engine.scheduling.adapter_places import AdapterPlaces
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
-from pillion.engine.scheduling.step_plan import SchedulerLoad
 from pillion.priority import PRIORITY_AGING_S
 
 _CLASS = {SequenceState.RUNNING: 0, SequenceState.PREEMPTED: 1, SequenceState.WAITING: 2}
 
 
 def _place(sequence: Sequence) -> tuple[float, int]:
-    return sequence.rank, sequence.seq_id
+    return sequence.queue_order, sequence.seq_id
 
 
 def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
-    return (sequence for sequence in queue if not sequence.awaits_adapter)
+    return (sequence for sequence in queue if not sequence.kept_waiting)
 
 
 class SchedulerQueues:
-    """Each queue is sorted by rank; ``max_num_seqs`` bounds ``running``. A sequence is in one queue or in none."""
+    """Holds the scheduler's three queues. Each is sorted by queue order; ``max_num_seqs`` bounds ``running``. A
+    sequence is in one queue or in none."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.max_num_seqs = max_num_seqs
@@ -60,7 +60,7 @@ class SchedulerQueues:
         insort(self._queues[sequence.state], sequence, key=_place)
 
     def leave(self, sequence: Sequence) -> None:
-        """Take a sequence out of its queue, if it is in one; called before its state changes."""
+        """Takes a sequence out of its queue, if it is in one; it is called before the sequence's state changes."""
         queue = self._queues.get(sequence.state)
         if queue is not None:
             at = bisect_left(queue, _place(sequence), key=_place)
@@ -73,8 +73,8 @@ class SchedulerQueues:
         self.join(sequence)
 
     def prompt_tails(self, now: float) -> list[Sequence]:
-        """Sequences with prompt left to launch, in the order of service; of those queued that need not wait for their
-        adapter, as many as may start."""
+        """Returns sequences with prompt left to launch, in the order of service; of those that are queued and not kept
+        waiting, as many as may start."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
         free = self.free_seqs
         if not begun and not (free and (self.preempted or self.waiting)):
@@ -82,38 +82,37 @@ class SchedulerQueues:
         tails = [*begun, *islice(_able(self.preempted), free), *islice(_able(self.waiting), free)]
 
         def order(sequence: Sequence) -> tuple[int, int, float, int]:
-            aged = int((sequence.rank - now) // PRIORITY_AGING_S)
-            return aged, _CLASS[sequence.state], sequence.rank, sequence.seq_id
+            aged = int((sequence.queue_order - now) // PRIORITY_AGING_S)
+            return aged, _CLASS[sequence.state], sequence.queue_order, sequence.seq_id
 
         tails.sort(key=order)
         return tails
 
     def positions(self) -> dict[int, int]:
-        """The place in line of each sequence that waits to run, from 1, by seq_id; 0 while its prompt is computed."""
+        """Returns the place in line of each sequence that waits to run, from 1, by seq_id; 0 where its prompt is being
+        computed."""
         line = {sequence.seq_id: place for place, sequence in enumerate(chain(self.preempted, self.waiting), 1)}
         return line | {sequence.seq_id: 0 for sequence in self.running if not sequence.decoding}
 
-    def load(self, budget: TokenBudget, adapters: AdapterPlaces) -> SchedulerLoad:
-        """How many sequences and tokens are queued, what the ``budget`` has learnt of steps, and which ``adapters`` are
-        ready."""
+    def load(self, budget: TokenBudget) -> dict[str, Any]:
+        """Returns how many sequences and tokens are queued and what the ``budget`` has learnt of steps, by the names of
+        :attr:`Outcome.load`."""
         queued = (*self.preempted, *self.waiting)
         waiting_tokens = sum(s.left_to_compute for s in queued)
         contexts = [s.num_computed for s in self.running if s.decoding]
-        return SchedulerLoad(
-            running_requests=len(self.running),
-            waiting_requests=len(queued),
-            waiting_tokens=waiting_tokens,
-            queued_tokens=waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
-            decoding_requests=len(contexts),
-            context_tokens=sum(contexts),
-            step_cost_s=budget.cost.weights_s(),
-            largest_step_tokens=budget.largest_step_tokens,
-            adapters=adapters.ready,
-            adapter_waits=adapters.waits,
-        )
+        return {
+            "running_requests": len(self.running),
+            "waiting_requests": len(queued),
+            "waiting_tokens": waiting_tokens,
+            "queued_tokens": waiting_tokens + sum(s.left_to_compute for s in self.running if not s.decoding),
+            "decoding_requests": len(contexts),
+            "context_tokens": sum(contexts),
+            "step_cost_s": budget.cost.weights_s(),
+            "largest_step_tokens": budget.largest_step_tokens,
+        }
 
     def victim(self) -> Sequence:
-        """The sequence that gives up its memory. Raises ValueError when all queues are empty."""
+        """Returns the sequence that gives up its memory. Raises ValueError when all queues are empty."""
         candidates = list(self)
         if len(candidates) > 1:
             candidates.remove(min(candidates, key=_place))

@@ -1,4 +1,4 @@
-"""How long a step takes, learned from the steps just run, and the token budget that keeps to a target.
+"""Learns how long a step takes from the steps just run, and the token budget that keeps to a target.
 
 The model is linear in what a step does: a constant, tokens (products with the weights), sequences, KV read (each
 sequence's context once) and query-key pairs (a chunk's attention). Its weights, none of them negative, are fitted to
@@ -8,9 +8,9 @@ the machine, are in a factor beside the fit: the median of measured over predict
 change is followed within three steps, and a hiccup of one or two steps is ignored. Sarathi-Serve profiles this curve
 offline and keeps one constant; here the machine that serves is the one that is measured. Sans-IO (I9).
 
-A step on borrowed cores (:mod:`pillion.core_board`) teaches the fit what it would have taken on the worker's own: what
-others lend changes from step to step, and is in the factor like any other change of speed. The planner is told the cost
-on own cores, and who shares cores with whom.
+A step on borrowed cores (:mod:`pillion.core_lending_table`) teaches the fit what it would have taken on the worker's
+own: what others lend changes from step to step, and is in the factor like any other change of speed. The planner is
+told the cost on own cores, and who shares cores with whom.
 """
 
 from __future__ import annotations
@@ -21,39 +21,51 @@ from collections.abc import Sequence as Seq
 import numpy as np
 import numpy.typing as npt
 
+from pillion.config import AUTO
+from pillion.engine.scheduling.step_model import (
+    MIN_TAIL_TOKENS,
+    WAITING_PER_DECODE,
+    StepModel,
+    seconds_for_throughput,
+)
 from pillion.engine.scheduling.step_plan import SequencePiece
 
 Float64 = npt.NDArray[np.float64]
 
-# Weight of a step in the fit when the next one of its kind is added.
+# When a step is added to the fit, the weight of earlier steps of its kind is multiplied by this.
 FADING = 0.95
-# Steps whose median is the factor.
+# Predictions are multiplied by the median ratio of measured to predicted time over this many last steps.
 RECENT_STEPS = 5
-# Features are divided by these, so that weights are of one size: 1, tokens, sequences, KV tokens read, query-key pairs.
+# The features of a step's cost are divided by these numbers, so that their weights are of similar size: 1, tokens,
+# sequences, KV tokens read, query-key pairs.
 SCALES = np.array([1.0, 16.0, 16.0, 16_384.0, 65_536.0])
-# Pull towards the weights before, as a share of what the steps in the fit weigh. Weights that these steps leave open
-# stay as they were; at first they are shared out among features by their size.
+# Each fit of the step's cost is pulled towards the weights of the fit before by this share of what its steps weigh.
+# Weights that these steps leave open stay as they were; at first they are shared out among features by their size.
 INERTIA = 0.1
 _IDENTITY = np.eye(len(SCALES))
 # A step that took longer or shorter than expected by more than this factor teaches the fit no more than that.
 MAX_SURPRISE = 2.0
-# With a target, a step has at most MAX_GROWTH times the tokens of the largest one measured, and FIRST_STEP_TOKENS at
-# first: step sizes that were never measured are approached, not guessed.
+# Beside streams, a step has at most MAX_GROWTH times the tokens of the largest one measured, and FIRST_STEP_TOKENS at
+# first: so step sizes that were never measured are approached step by step. Where a device's speed is known, the first
+# steps may have FIRST_STEP_SHARE of the budget, if what is expected of them fits the target.
 MAX_GROWTH = 2
 FIRST_STEP_TOKENS = 64
-# However late the decodes are, a prompt tail gets this much of each step, so that it is never starved.
-MIN_TAIL_TOKENS = 16
-# With the target "auto", a step with a prompt tail takes as long as so many plain steps, of its decodes alone.
+FIRST_STEP_SHARE = 1 / 8
+# A step that is to take no longer than others has at least this share of the most tokens, because each step reads all
+# weights.
+LEAST_EVEN_SHARE = 0.25
+# With the target "auto", a step with a prompt tail may take as long as this many steps that only run its decodes.
 AUTO_TARGET_STEPS = 2.5
-# Where more than this many prompts wait for each decode, they limit the throughput: then a step with the target "auto"
-# may be longer, until at least this share of what the largest step would get done in the same time is done.
-WAITING_PER_DECODE = 0.5
-LEAST_THROUGHPUT = 0.9
+# Where a budget is chosen by what steps cost, a step that delays no stream takes at most LONGEST_STEP_S: so long a
+# prompt waits that comes just after another one's step has begun. The budget is a power of 2 within these bounds
+# (docs/decisions/051-budgets.md has what each costs).
+LONGEST_STEP_S = 0.3
+LEAST_SUITABLE_TOKENS, MOST_SUITABLE_TOKENS = 512, 8192
 
 
 def features(pieces: Seq[SequencePiece]) -> Float64:
-    """float64 [5], what the cost of a step depends on, in the order of SCALES and scaled. A row whose logits are needed
-    counts like a sequence: guesses have some beside that of their sequence."""
+    """Returns what the cost of a step depends on, float64 [5], in the order of SCALES and scaled. Each row whose logits
+    are needed counts like a sequence, because the rows of guesses come in addition to those of their sequences."""
     ends = [piece.start + piece.count for piece in pieces]
     pairs = sum(piece.count * (piece.start + (piece.count + 1) / 2) for piece in pieces)
     tokens = sum(piece.count for piece in pieces)
@@ -63,44 +75,53 @@ def features(pieces: Seq[SequencePiece]) -> Float64:
 
 
 class StepCost:
-    """Predicts the seconds of a step. ``fading`` is the weight of a step when the next one of its kind is added."""
+    """Predicts the seconds of a step. ``fading`` is the weight of a step when the next one of its kind is added.
+    ``expected`` is what the device's speed lets expect before any step was measured, None where it is not known."""
 
-    def __init__(self, fading: float = FADING) -> None:
+    def __init__(self, fading: float = FADING, expected: StepModel | None = None) -> None:
         self._fading = fading
-        self._weights: Float64 = np.zeros(len(SCALES))
-        # The fit's sums over steps without a chunk, and over those with one.
+        self.expects = expected is not None
+        self._weights: Float64 = np.zeros(len(SCALES)) if expected is None else np.array(expected) * SCALES
+        # These are the fit's sums over steps without a chunk, and over those with one.
         self._squares: Float64 = np.zeros((2, len(SCALES), len(SCALES)))
         self._products: Float64 = np.zeros((2, len(SCALES)))
-        # Measured over fitted time of the last steps, as they were and as on own cores; and the medians.
+        # Each of the last steps has two ratios to the fitted time: that of its measured time, and that of the time it
+        # would have taken on the worker's own cores. The factors are the ratios' medians.
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._factor = self._own_factor = 1.0
         self.steps = 0
 
     def predict(self, found: Float64) -> float:
-        """Seconds of a step with these features; 0.0 before any was seen."""
+        """Returns the seconds of a step with these features; 0.0 before any was seen, where nothing is expected."""
         return self._factor * float(self._weights @ found)
 
+    @property
+    def model(self) -> StepModel:
+        """Gives the cost of a step on the cores that the worker has now."""
+        return StepModel._make((self._factor * self._weights / SCALES).tolist())
+
     def row_seconds(self, context: float) -> float:
-        """Seconds of one more row with logits, a guess, behind ``context`` tokens of a sequence that is in the step."""
-        _, tokens, rows, reads, pairs = self._factor * self._weights / SCALES
-        return float(tokens + rows + reads + pairs * context)
+        """Returns the seconds of one more row with logits, a guess, after ``context`` tokens of a sequence that is in
+        the step."""
+        model = self.model
+        return model.tail_token_s(context) + model.sequence_s
 
     def weights_s(self) -> tuple[float, ...]:
-        """Seconds of a step, and of each token, sequence, KV token read and query-key pair, on the worker's own cores;
-        empty before any step."""
+        """Returns the seconds of a step, and of each token, sequence, KV token read and query-key pair, on the worker's
+        own cores; empty before any step."""
         return tuple((self._own_factor * self._weights / SCALES).tolist()) if self.steps else ()
 
     def observe(self, found: Float64, seconds: float, borrowed_s: float = 0.0) -> None:
-        """A step with these features took so long, and would have taken ``borrowed_s`` more on own cores."""
+        """Notes the seconds of a step with these features, which would have taken ``borrowed_s`` more on own cores."""
         if seconds <= 0:
             return
         expected = self._own_factor * float(self._weights @ found)
         learnt = own_s = seconds + borrowed_s
         if self.steps >= RECENT_STEPS and expected > 0:
             learnt = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
-        # Divided by the time it took, so that short steps count as much as long ones.
+        # The step's features are divided by the time that it took, so that short steps count as much as long ones.
         row = found / learnt
-        # More tokens than sequences and guesses: a chunk.
+        # A step with more tokens than sequences and guesses has a chunk.
         kind = int(found[1] > found[2])
         self._squares[kind] = self._squares[kind] * self._fading + row[:, None] * row
         self._products[kind] = self._products[kind] * self._fading + row
@@ -114,29 +135,21 @@ class StepCost:
             middle = len(self._recent) // 2
             self._factor, self._own_factor = (sorted(kind)[middle] for kind in zip(*self._recent, strict=True))
 
-    def seconds_for_throughput(self, share: float, decodes: Seq[SequencePiece], start: int, most: int) -> float:
-        """Seconds of the shortest step that gets ``share`` of the work done that one with ``most`` tokens of a tail at
-        ``start`` gets done in the same time. What a step costs by itself, and each piece of a tail, is no work."""
-        step, tokens, sequences, reads, pairs = self._factor * self._weights / SCALES
-        fixed = step + sequences + reads * start
-        longest = self.predict(features(decodes)) + sequences + reads * start
-        longest += most * (tokens + reads + pairs * (start + most / 2))
-        return float(fixed / (1 - share * (1 - fixed / longest))) if longest > fixed > 0 else 0.0
+    def seconds_for_throughput(self, decodes: Seq[SequencePiece], start: int, most: int) -> float:
+        """Returns the seconds of the shortest step that gets enough of the work done that one with ``most`` tokens of a
+        tail at ``start`` gets done in the same time
+        (:func:`pillion.engine.scheduling.step_model.seconds_for_throughput`)."""
+        model = self.model
+        piece_s = model.piece_s(start)
+        longest_s = self.predict(features(decodes)) + piece_s + most * model.tail_token_s(start + most / 2)
+        fixed_s = model.step_s + piece_s
+        return seconds_for_throughput(fixed_s, longest_s) if longest_s > fixed_s > 0 else 0.0
 
     def tokens_within(self, seconds: float, decodes: Seq[SequencePiece], start: int, most: int) -> int:
-        """Most tokens, 0 to ``most``, of a tail at ``start`` that fit beside ``decodes`` in a step of ``seconds``."""
-        base = self.predict(features(decodes))
-        tokens, sequences, reads, pairs = (self._factor * self._weights / SCALES)[1:]
-        left = seconds - base - sequences - reads * start
-        # reads * c + tokens * c + pairs * c * (start + c / 2) = left, for c.
-        linear = tokens + reads + pairs * start
-        if left <= 0:
-            return 0
-        if pairs * left * 2 > 1e-9 * linear * linear:
-            count = (np.sqrt(linear * linear + 2 * pairs * left) - linear) / pairs
-        else:
-            count = left / linear if linear > 0 else most
-        return int(min(count, most))
+        """Returns the most tokens, 0 to ``most``, of a tail at ``start`` that fit beside ``decodes`` in a step of
+        ``seconds``."""
+        model = self.model
+        return model.tail_tokens(seconds - self.predict(features(decodes)) - model.piece_s(start), start, most)
 
 
 def _not_negative(squares: Float64, products: Float64) -> Float64:
@@ -150,21 +163,46 @@ def _not_negative(squares: Float64, products: Float64) -> Float64:
     return weights
 
 
-class TokenBudget:
-    """Tokens that a step may take: ``max_tokens``, or, with a target, what the cost model says (I5).
+def suitable_tokens(cost: StepModel, target_itl_ms: float | str = AUTO) -> int:
+    """Returns the budget of a worker on a GPU whose steps cost this, by the value of --target-itl-ms; "auto" where a
+    worker has no streams. With a target the budget only bounds the steps that delay no stream; without one (0) it is
+    all that streams are protected by, and so takes as long as a step with a prompt tail does by default."""
+    longest_s = LONGEST_STEP_S if target_itl_ms == AUTO else max(LONGEST_STEP_S, float(target_itl_ms) / 1000)
+    if not target_itl_ms:
+        longest_s = AUTO_TARGET_STEPS * cost.step_s
+    most = cost.tail_tokens(longest_s - cost.step_s, 0, MOST_SUITABLE_TOKENS)
+    return max(LEAST_SUITABLE_TOKENS, 1 << max(0, most.bit_length() - 1))
 
-    The target is ``target_s`` seconds, or ``target_steps`` plain steps of the decodes beside the prompt tail; 0: none.
-    A decode is never held back, and a prompt tail gets MIN_TAIL_TOKENS of each step at least. ``cost`` learns with and
-    without a target, because the planner uses it, and the largest step measured.
+
+class TokenBudget:
+    """Says how many tokens a step may take: ``max_tokens``, or, beside streams and with a target, what the cost model
+    says (I5).
+
+    The target is ``target_s`` seconds, or ``target_steps`` times the duration of a step that only runs the decodes
+    beside the prompt tail; 0 means that there is no such target. A decode is never held back, and a prompt tail gets
+    MIN_TAIL_TOKENS of each step at least, and all of ``max_tokens`` where no stream runs whose tokens it could delay.
+    Steps are measured with and without a target, because the planner uses their ``cost`` and the largest size measured.
+    ``expected`` is what steps are expected to cost until then. Where steps shall be ``even``, because the stages of a
+    pipeline wait for the longest of those under way, a prompt's later tokens are fewer in a step than its first ones:
+    as many as take no longer, but at least LEAST_EVEN_SHARE of ``max_tokens``.
     """
 
-    def __init__(self, max_tokens: int, target_s: float = 0.0, target_steps: float = 0.0) -> None:
+    def __init__(
+        self,
+        max_tokens: int,
+        target_s: float = 0.0,
+        target_steps: float = 0.0,
+        expected: StepModel | None = None,
+        *,
+        even: bool = False,
+    ) -> None:
         self.max_tokens = max_tokens
+        self.even = even
         self.target_s = target_s
         self.target_steps = target_steps
-        self.cost = StepCost()
+        self.cost = StepCost(expected=expected)
         self.largest_step_tokens = 0
-        # Of each step under way: its features, when it began, and whether it teaches the fit.
+        # For each running step this has its features, when it began, and whether it teaches the fit.
         self._running: deque[tuple[Float64, float, bool]] = deque()
 
     def left(
@@ -176,41 +214,53 @@ class TokenBudget:
         streams: int = 0,
         least_tokens: int = MIN_TAIL_TOKENS,
     ) -> int:
-        """Tokens for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at position ``start``.
+        """Returns the tokens for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at ``start``.
 
-        Where the tokens are for drafts, no tail waits. ``streams``: how many run, where some have no piece in this
-        step, such as one whose mask is late. ``least_tokens`` are granted however late the decodes are.
+        Where the tokens are for a draft model, no tail waits. ``streams`` counts those that run, where some have no
+        piece in this step, such as one whose mask is late. ``least_tokens`` are granted however late the decodes are.
         """
         used = sum(piece.count for piece in decodes)
         most = self.max_tokens - used
         streams = max(streams, len(decodes))
-        # A number of plain steps holds back nobody's tail where no stream runs, and no draft: those serve the streams.
-        if not self.target_s and not (self.target_steps and streams and waiting):
-            return most
-        fitting = max(FIRST_STEP_TOKENS, MAX_GROWTH * self.largest_step_tokens) - used
-        if self.cost.steps:
+        # No target limits a prompt tail while no stream runs, and one in plain steps never limits a draft model, which
+        # works for the streams.
+        if (waiting and not streams) or not (self.target_s or (self.target_steps and waiting)):
+            return self._even_tokens(start, most) if self.even else most
+        first = max(FIRST_STEP_TOKENS, int(self.max_tokens * FIRST_STEP_SHARE) if self.cost.expects else 0)
+        fitting = max(first, MAX_GROWTH * self.largest_step_tokens) - used
+        if self.cost.steps or self.cost.expects:
             crowded = waiting > WAITING_PER_DECODE * streams
             seconds = self.target_s or self._seconds_beside(decodes, start, crowded, most)
             fitting = min(fitting, self.cost.tokens_within(seconds, decodes, start, most))
         return min(most, max(fitting, least_tokens))
 
+    def _even_tokens(self, start: int, most: int) -> int:
+        """Returns how many tokens of a prompt from ``start`` on take as long as ``max_tokens`` at its beginning."""
+        cost = self.cost
+        if not (cost.steps or cost.expects):
+            return most
+        seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens)
+        even = -(-cost.tokens_within(seconds, (), start, most) // MIN_TAIL_TOKENS) * MIN_TAIL_TOKENS
+        return min(most, max(even, int(self.max_tokens * LEAST_EVEN_SHARE)))
+
     def _seconds_beside(self, decodes: Seq[SequencePiece], start: int, crowded: bool, most: int) -> float:
         seconds = self.target_steps * self.cost.predict(features(decodes))
         if not crowded:
             return seconds
-        return max(seconds, self.cost.seconds_for_throughput(LEAST_THROUGHPUT, decodes, start, most))
+        return max(seconds, self.cost.seconds_for_throughput(decodes, start, most))
 
     def begin(self, pieces: Seq[SequencePiece], now: float, in_flight: int = 0) -> None:
-        """A step of these pieces starts behind ``in_flight`` others. Younger steps than those never began. One that
-        scores a prompt teaches nothing: its rows of logits are not among the features."""
+        """Notes that a step of these pieces starts after ``in_flight`` others; younger steps than those never began. A
+        step that scores a prompt teaches nothing, because its rows of logits are not among the features."""
         if pieces:
             while len(self._running) > in_flight:
                 self._running.pop()
             self._running.append((features(pieces), now, not any(piece.scores for piece in pieces)))
 
     def end(self, now: float, borrowed_s: float = 0.0, *, ok: bool = True) -> float:
-        """The oldest step has ended, and the next one runs from now. On own cores it would have taken ``borrowed_s``
-        more. A step that was not ``ok`` teaches nothing. Returns the seconds that it took; 0.0 where it never began."""
+        """Notes that the oldest step has ended, and the next one runs from now. On the worker's own cores the step
+        would have taken ``borrowed_s`` more. A step that was not ``ok`` teaches nothing. Returns the seconds that it
+        took; 0.0 where it never began."""
         if not self._running:
             return 0.0
         found, began, teaches = self._running.popleft()

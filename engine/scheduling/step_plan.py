@@ -1,11 +1,13 @@
-"""The scheduler's two results: the plan of the next step, and the outcome of what happened since the last outcome."""
+"""Defines the scheduler's two results: the plan of the next step, and the outcome of what happened since the last
+outcome."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import Any
 
-from pillion.engine.backends.backend import PackedAdapter
+from pillion.engine.backends.backend import Int32, PackedAdapter
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
@@ -13,40 +15,53 @@ from pillion.types import FinishReason, TokenLogprob
 
 @dataclass(frozen=True, slots=True)
 class SequencePiece:
-    """Tokens start .. start + count of one sequence, to be computed in one step.
+    """Describes tokens start .. start + count of one sequence, to be computed in one step.
 
     Attributes:
         samples: rows at the end of the piece whose logits choose tokens; the row of position p chooses that of p + 1.
-            0: none. Above 1: the tokens behind the first of these rows are drafts, which the sequence holds behind its
-            own tokens until the step's commit has judged them. Drafts that a grammar forces need no rows.
-        fork_seeds: the last row chooses one more token with each of these seeds, in this order, behind the others.
-        scores: rows of the piece, the last one that of position ``scores_end`` - 1, that score the prompt's next token.
+            With 0 none does. Above 1 the tokens after the first of these rows are proposed, and the sequence holds them
+            after its own until the step's commit has judged them. Tokens that are certain need no rows.
+        sibling_seeds: the last row chooses one more token with each of these seeds, in this order, after the others.
+        scores: number of rows of the piece that score the prompt's next token; the last one is that of position
+            ``scores_end`` - 1.
     """
 
     sequence: Sequence
     start: int
     count: int
     samples: int
-    fork_seeds: tuple[int, ...] = ()
+    sibling_seeds: tuple[int, ...] = ()
     scores: int = 0
 
     @property
     def scores_end(self) -> int:
-        """Behind the last position whose row is scored."""
+        """Gives the position after the last one whose row is scored."""
         return min(self.start + self.count, self.sequence.score_end)
+
+    def lengthened(self) -> SequencePiece:
+        """Returns the piece, lengthened by the tokens that are proposed after it, if the sequence's own token is
+        known."""
+        sequence, proposed = self.sequence, self.sequence.num_proposed
+        if not proposed or sequence.num_in_flight:
+            return self
+        # Tokens that are certain need logits only where their log probabilities are reported.
+        certain = sequence.proposer is not None and sequence.proposer.certain
+        rows = 0 if certain and not sequence.reports_logprobs else proposed
+        return SequencePiece(sequence, self.start, self.count + proposed, self.samples + rows)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: decodes first, then prompt tails, oldest first.
+    """Describes one step: decodes first, then prompt tails, oldest first.
 
     Attributes:
-        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block, for a fork that
-            is about to write behind it (copy-on-write).
+        copies: (source, target) slots to copy before anything runs: the prompt's last, partial block, for a sibling
+            that is about to write after it (copy-on-write).
         budget_tokens: the step's token budget, which the pieces may leave unused.
         unknown: (piece, row) of decodes whose token is what that row of the launched step chooses, counted as in its
             Sampled.
-        placements: (place, packed adapter) pairs that the backend gets before anything runs.
+        placements: (slot, packed adapter) pairs that the backend gets before anything runs.
+        adapters: int32, the slot of the adapter of each piece's sequence, or -1; None where no piece has one.
     """
 
     pieces: tuple[SequencePiece, ...] = ()
@@ -54,21 +69,22 @@ class StepPlan:
     budget_tokens: int = 0
     unknown: tuple[tuple[int, int], ...] = ()
     placements: tuple[tuple[int, PackedAdapter], ...] = ()
+    adapters: Int32 | None = None
 
     @property
     def awaits_tokens(self) -> bool:
-        """Whether a choice of this step depends on tokens that the launched step chooses."""
+        """Says whether a choice of this step depends on tokens that the launched step chooses."""
         return any(self.pieces[place].sequence.reads_history for place, _ in self.unknown)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all pieces; never above the budget (I5)."""
+        """Gives the number of tokens of all pieces, which is never above the budget (I5)."""
         return sum(piece.count for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """A sequence's new tokens, and its end. ``progress`` comes with the end, and with a fork's first token.
+    """Holds a sequence's new tokens, and its end. ``progress`` comes with the end, and with a sibling's first token.
     ``prompt_logprobs`` are those of the prompt's next tokens, and come in updates of their own."""
 
     seq_id: int
@@ -81,9 +97,10 @@ class Update:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitOrder:
-    """Seal these slots, a run that follows the ticket's tail. Answered with :meth:`Scheduler.committed`.
+    """Asks the KV node to commit these slots, a run of blocks that follows the ticket's chain.
+    :meth:`Scheduler.committed` takes the answer.
 
-    ``seq_id`` names a sequence, or, below 0, a draft model's chain. ``chunks`` are those that are committed when the
+    ``seq_id`` names a sequence, or, below 0, a chain of a feature's. ``chunks`` are those that are committed when the
     node takes the run. They are reported with the node's answer, on asyncio's thread: the scheduler itself gets that
     answer only between two steps, and a step may be long.
     """
@@ -98,7 +115,8 @@ class CommitOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOrder:
-    """Open and adopt a new ticket for a sequence without one: :meth:`Scheduler.resumed`, or :meth:`Scheduler.fail`."""
+    """Asks for a new ticket for a sequence without one, to be opened and adopted. :meth:`Scheduler.resumed` or
+    :meth:`Scheduler.fail` takes the answer."""
 
     seq_id: int
     block_hashes: bytes
@@ -107,52 +125,38 @@ class ResumeOrder:
 
 
 @dataclass(frozen=True, slots=True)
-class DraftOrder:
-    """Pin what the node has of a draft model's chain, under a ticket that reserves nothing and never waits. Answered
-    with :meth:`Scheduler.draft_opened`."""
+class ChainOrder:
+    """Asks the KV node to pin the blocks that it has of a feature's own chain, under a ticket that reserves nothing and
+    never waits. :meth:`Scheduler.chain_opened` takes the answer."""
 
     chain_id: int
     block_hashes: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class SchedulerLoad:
-    """A scheduler's load, for the registry and so for the planner: fields of a ComponentRecord.
+class FeatureOrder:
+    """Asks a feature's part in the worker, named by the need that it serves, to do something.
+    :meth:`Scheduler.answered` takes the answer."""
 
-    Attributes:
-        running_requests, waiting_requests: sequences that run, and those that do not.
-        queued_tokens: tokens of prompts, begun or not, that are yet to be computed.
-        context_tokens: KV tokens that the ``decoding_requests`` streams read in a step.
-        step_cost_s: see StepCost.weights_s.
-        adapters, adapter_waits: digests of the adapters that are ready, and sequences that wait for theirs.
-    """
-
-    running_requests: int = 0
-    waiting_requests: int = 0
-    waiting_tokens: int = 0
-    queued_tokens: int = 0
-    decoding_requests: int = 0
-    context_tokens: int = 0
-    step_cost_s: tuple[float, ...] = ()
-    largest_step_tokens: int = 0
-    adapters: tuple[str, ...] = ()
-    adapter_waits: int = 0
+    need: str
+    what: str
 
 
 @dataclass(slots=True)
 class Outcome:
-    """Everything that asyncio's side has to do and to report. The node gets its orders in this order: commits,
-    releases, give_back, lease_blocks; then resumes and draft_orders begin.
+    """Holds everything that asyncio's side has to do and to report. The node gets its orders in this order: commits,
+    releases, give_back, lease_blocks; then resumes and chain_orders begin.
 
     Attributes:
-        chunks: those that were committed before the span came.
+        chunks: the chunks that were committed before the prefill range came.
         releases: tickets whose hold this worker lets go.
         give_back: slots that leave the stock.
-        lease_blocks: slots to lease; answered with :meth:`Scheduler.granted`. 0: none.
-        adapters: digests of adapters to load; each is answered with :meth:`Scheduler.adapter_loaded` or
-            :meth:`Scheduler.adapter_failed`.
-        judged_guesses: of each stream's guess that was judged, its tokens, and how many of them were right.
+        lease_blocks: number of slots to lease, 0 for none; :meth:`Scheduler.granted` takes the answer.
+        feature_orders: orders of features to the worker.
+        judged_guesses: for each stream whose proposed tokens were judged, how many there were, and how many were right.
         preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
+        load: the scheduler's figures of load, by their names in :class:`pillion.wire.registry.WorkerLoad`. They are a
+            mapping because the scheduler runs where the packages of services are not installed.
     """
 
     updates: list[Update] = field(default_factory=list)
@@ -162,33 +166,33 @@ class Outcome:
     give_back: list[int] = field(default_factory=list)
     lease_blocks: int = 0
     resumes: list[ResumeOrder] = field(default_factory=list)
-    draft_orders: list[DraftOrder] = field(default_factory=list)
-    adapters: list[str] = field(default_factory=list)
+    chain_orders: list[ChainOrder] = field(default_factory=list)
+    feature_orders: list[FeatureOrder] = field(default_factory=list)
     judged_guesses: list[tuple[int, int]] = field(default_factory=list)
     preemptions: int = 0
     forced_tokens: int = 0
     late_masks: int = 0
     evicted_adapters: int = 0
-    load: SchedulerLoad = field(default_factory=SchedulerLoad)
+    load: dict[str, Any] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
-        told = self.updates or self.chunks or self.preemptions or self.late_masks or self.adapters
+        told = self.updates or self.chunks or self.preemptions or self.late_masks or self.feature_orders
         return not (told or self.has_orders)
 
     @property
     def has_orders(self) -> bool:
         orders = self.commits or self.releases or self.give_back or self.lease_blocks
-        return bool(orders or self.resumes or self.draft_orders)
+        return bool(orders or self.resumes or self.chain_orders)
 
     def add_orders(self, other: Outcome) -> None:
-        """Append the node's orders of a later outcome."""
+        """Appends the orders to the KV node of a later outcome."""
         self.commits += other.commits
         self.releases += other.releases
         self.give_back += other.give_back
         self.lease_blocks += other.lease_blocks
         self.resumes += other.resumes
-        self.draft_orders += other.draft_orders
+        self.chain_orders += other.chain_orders
 
     def report_tokens(
         self,
@@ -198,7 +202,7 @@ class Outcome:
         now: float,
         progress: SequenceProgress | None = None,
     ) -> None:
-        """New tokens of a sequence; with a ``reason`` they are its last ones."""
+        """Reports new tokens of a sequence; with a ``reason`` they are its last ones."""
         ids = tuple(token for token, _ in chosen)
         logprobs = tuple(logprob for _, logprob in chosen if logprob is not None)
         if reason is None:
@@ -214,7 +218,7 @@ class Outcome:
         token_ids: tuple[int, ...] = (),
         logprobs: tuple[TokenLogprob, ...] = (),
     ) -> None:
-        """How a sequence ended, and the tokens that came with that. Nothing is reported of it afterwards."""
+        """Reports how a sequence ended, and the tokens that came with that. Nothing is reported of it afterwards."""
         sequence.report_end(now)
         self.updates.append(
             Update(

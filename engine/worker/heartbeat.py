@@ -1,6 +1,7 @@
-"""A worker's heartbeats to the KV node, which fences a silent worker (I4), and to the registry, where gateways look.
+"""Sends a worker's heartbeats to the KV node, which fences a silent worker (I4), and to the registry, where gateways
+look.
 
-asked --node answers: not fenced--> Lease renewed, from the moment of asking --heartbeat_timeout_ms--> lapsed
+asked --node answers: not fenced--> EpochTerm renewed, from the moment of asking --heartbeat_timeout_ms--> lapsed
   ^------------- every heartbeat_ms, lapsed or not ----------------------------------------------------'
 asked --node answers: fenced--> on_lost         asked --node does not answer for too long--> on_fail
 """
@@ -22,12 +23,13 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.worker")
 
 
-class Lease:
-    """A worker's right to emit, which lasts until the node could have fenced the worker for its silence (I4).
+class EpochTerm:
+    """Represents a worker's right to emit, which lasts until the node could have fenced the worker for its silence
+    (I4).
 
-    The node counts from when it receives a heartbeat, the worker from when it begins to send one: so the lease lapses
-    first. A process that was paused finds it lapsed when it wakes, before any answer of the node. ``clock``: seconds,
-    monotonic.
+    The node counts from when it receives a heartbeat, the worker from when it begins to send one: so the term lapses
+    first. A process that was paused finds it lapsed when it wakes, before any answer of the node. ``clock`` returns
+    monotonic seconds.
     """
 
     def __init__(self, timeout_s: float, clock: Callable[[], float]) -> None:
@@ -36,11 +38,11 @@ class Lease:
         self._renewed_s = -math.inf
 
     def renew(self, asked_s: float) -> None:
-        """A heartbeat that was begun at ``asked_s`` has been acknowledged."""
+        """Notes that a heartbeat which was begun at ``asked_s`` has been acknowledged."""
         self._renewed_s = asked_s
 
     def held(self) -> bool:
-        """Whether the node cannot have fenced this worker yet."""
+        """Returns whether the node cannot have fenced this worker yet."""
         return self.clock() - self._renewed_s <= self._timeout_s
 
 
@@ -48,11 +50,11 @@ class Heartbeats:
     """Sends heartbeats every ``heartbeat_ms`` while :meth:`run` runs.
 
     Args:
-        lease: renewed here.
+        term: the term, which heartbeats renew.
         describe: makes the registry's record; called once per heartbeat while the worker is announced and may emit.
         on_lost: called once, when the epoch is fenced.
         on_fail: called with a reason, once, when the worker may not go on at all.
-        on_renewed: called when the lease is renewed.
+        on_renewed: called when the term is renewed.
         on_recall: called with the number of slots of the stock that the node asks back.
     """
 
@@ -61,7 +63,7 @@ class Heartbeats:
         flags: WorkerFlags,
         node: NodeClient,
         epoch: int,
-        lease: Lease,
+        term: EpochTerm,
         *,
         describe: Callable[[], ComponentRecord],
         on_lost: Callable[[PillionError], None],
@@ -73,7 +75,7 @@ class Heartbeats:
         self._timeout_s = flags.heartbeat_timeout_ms / 1000
         self._node = node
         self._epoch = epoch
-        self._lease = lease
+        self._term = term
         self._describe = describe
         self._on_lost = on_lost
         self._on_fail = on_fail
@@ -83,7 +85,7 @@ class Heartbeats:
         self._announcing = asyncio.Event()
 
     async def run(self) -> None:
-        """Send heartbeats until cancelled, or until the epoch is over."""
+        """Sends heartbeats until cancelled, or until the epoch is over."""
         await asyncio.gather(self._beat_node(), self._beat_registry())
 
     def announce(self) -> None:
@@ -102,16 +104,16 @@ class Heartbeats:
             await self._registry.aclose()
 
     async def _beat_node(self) -> None:
-        # When the first answer was missed, by this process's clock once it noticed: time that the process slept through
+        # This is the time when this process noticed that an answer was missing: time that the process slept through
         # says nothing about the node.
         missing_s: float | None = None
         while True:
-            asked_s = self._lease.clock()
+            asked_s = self._term.clock()
             try:
                 reply = await self._node.heartbeat(self._epoch)
             except (Unavailable, DeadlineExceeded) as error:
                 # The node may be busy for a moment; its end is seen on the attach socket, not here.
-                now = self._lease.clock()
+                now = self._term.clock()
                 missing_s = now if missing_s is None else missing_s
                 if now - missing_s > self._timeout_s:
                     self._on_fail(describe_failure(error))
@@ -124,7 +126,7 @@ class Heartbeats:
                 if reply.fenced:
                     self._on_lost(Conflict("fenced after a silence"))
                     return
-                self._lease.renew(asked_s)
+                self._term.renew(asked_s)
                 self._on_renewed()
                 if reply.recall_blocks:
                     self._on_recall(reply.recall_blocks)
@@ -136,8 +138,8 @@ class Heartbeats:
         await self._announcing.wait()
         answers = True
         while self._announcing.is_set():
-            # A worker that may not emit must not be found: one that wakes asks its node first.
-            if self._lease.held():
+            # A worker that may not emit must not be found; one that wakes after a pause asks its node first.
+            if self._term.held():
                 try:
                     await self._registry.heartbeat(self._describe())
                     answers = True

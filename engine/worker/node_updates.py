@@ -1,6 +1,6 @@
-"""Sends the scheduler's orders to the KV node, in order: one batch at a time; orders that come meanwhile are the next.
+"""Sends the scheduler's orders to the KV node, in order, one batch at a time; later orders are the next batch.
 
-    commit -> release -> give back -> lease        then the batch's resumes and draft orders begin, each on its own
+    commit -> release -> give back -> lease        then the batch's resumes and chain orders begin, each on its own
 
 Resumes wait in the node's queue for memory, so they cannot wait here, where the memory comes from. A call whose outcome
 is unknown (no answer in time) may have moved slots that nobody can name, so it ends the updates, and with them the
@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Callable
 
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_plan import CommitOrder, DraftOrder, Outcome, ResumeOrder
+from pillion.engine.scheduling.step_plan import ChainOrder, CommitOrder, Outcome, ResumeOrder
 from pillion.engine.worker.tickets import Tickets
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
@@ -22,14 +22,14 @@ from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
 
 class NodeUpdates:
-    """The ordered calls of one epoch of a worker.
+    """Sends the orders of one epoch of a worker to the KV node.
 
     Args:
-        tickets: told which of them this worker holds no more.
+        tickets: the worker's tickets, which learn which of them it holds no more.
         post_event: has a method of Scheduler called between two steps.
         on_committed: called with an order and the node's answer.
         on_resume: called for a sequence whose ticket has been released and that needs a new one.
-        on_draft: called for a draft model's chain that needs a ticket.
+        on_chain: called for a feature's own chain that needs a ticket.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class NodeUpdates:
         tickets: Tickets,
         post_event: Callable[..., None],
         on_resume: Callable[[ResumeOrder], None],
-        on_draft: Callable[[DraftOrder], None],
+        on_chain: Callable[[ChainOrder], None],
     ) -> None:
         self._node = node
         self._epoch = epoch
@@ -49,22 +49,23 @@ class NodeUpdates:
         self._tickets = tickets
         self._post_event = post_event
         self._on_resume = on_resume
-        self._on_draft = on_draft
-        # Bounded by the scheduler: a commit, release or resume per sequence and draft, one lease call, existing slots.
+        self._on_chain = on_chain
+        # The scheduler bounds the orders that gather here: a commit, release or resume per sequence and chain, one
+        # lease call, existing slots.
         self._next = Outcome()
         self._pending = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
     def put(self, outcome: Outcome) -> None:
-        """Take over the orders of an outcome."""
+        """Adds what a scheduler's outcome asks of the KV node (commits, releases, slots) to the next round of calls."""
         if outcome.has_orders:
             self._next.add_orders(outcome)
             self._idle.clear()
             self._pending.set()
 
     async def run(self) -> None:
-        """Send orders until cancelled. Raises PillionError when a call fails: the epoch cannot go on."""
+        """Sends orders until cancelled. Raises PillionError when a call fails: the epoch cannot go on."""
         while True:
             await self._pending.wait()
             self._pending.clear()
@@ -95,10 +96,10 @@ class NodeUpdates:
             self._post_event(Scheduler.granted, await self._node.lease(self._epoch, batch.lease_blocks))
         for resume in batch.resumes:
             self._on_resume(resume)
-        for draft in batch.draft_orders:
-            self._on_draft(draft)
+        for chain in batch.chain_orders:
+            self._on_chain(chain)
 
 
 def describe_failure(error: PillionError) -> str:
-    """Why an epoch, or a worker, ends when its node refuses a call or does not answer it."""
+    """Says why an epoch, or a worker, ends when its node refuses a call or does not answer it."""
     return f"the KV node did not do as asked ({type(error).__name__}: {error.message})"

@@ -1,4 +1,4 @@
-"""The step thread: events, then one step (:mod:`pillion.engine.worker.step_cycle`), over and over.
+"""Runs the step thread: events, then one step (:class:`StepCycle`), over and over.
 
     asyncio --post_event--> inbox --between two steps--> scheduler
     asyncio <--call_soon_threadsafe, before and after a step-- outcome <--held back while the worker may not emit
@@ -6,29 +6,170 @@
 Everything else happens on asyncio's thread.
 The thread never waits for an RPC or a client: with nothing to do it sleeps on a condition, and only where asyncio has
 fallen MAX_UNREAD_OUTCOMES behind does it wait for asyncio.
+
+A StepCycle runs one step after the other of a scheduler over a backend, without a thread: schedule -> launch -> wait ->
+commit. Where the backend runs ahead, the step that is committed is the one before the step just launched: while the
+device runs that, the results of the one before are applied, events happen, and the next one is scheduled. A pipeline of
+stages has as many steps under way as stages, and the oldest one is committed. If the step
+just launched chooses by tokens of the one before (StepPlan.awaits_tokens), its choice is begun as soon as that one is
+committed. With nothing to schedule, and where the scheduler wants to know their tokens first, the steps in flight are
+committed.
+
+StepLoop drives it on a thread. A driver that must not block looks at the
+in-flight steps that :meth:`StepCycle.step` yields, and comes back when they have landed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+from pillion.engine.backends.backend import BackendLost, InFlightStep
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_plan import Outcome
-from pillion.engine.worker.step_cycle import Choose, Launch, OnStep, StepCycle
+from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.errors import Internal
+
+Launch = Callable[[StepPlan], InFlightStep]
+Choose = Callable[[StepPlan, InFlightStep], None]
+# This is called with a plan, the seconds that it took and whether it succeeded.
+OnStep = Callable[[StepPlan, float, bool], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _FailedLaunch:
+    """Represents a step that could not be launched, so that it fails in its turn."""
+
+    error: Exception
+
+    def choose(self, rows: SamplingRows) -> None:
+        raise self.error
+
+    def wait(self) -> Sampled:
+        raise self.error
+
+
+class StepCycle:
+    """Runs a scheduler over a backend, for one caller at a time.
+
+    Args:
+        scheduler: belongs to the caller's thread.
+        launch: begins a step. An error of ``launch``, or of waiting for its step, fails that step's sequences.
+        choose: begins the choice of a launched step that awaits tokens of the one before; its error fails them, too.
+        max_under_way: how many steps may be launched before the first of them has ended, where the scheduler has no
+            objection.
+        on_step: called when a step has ended, before it is committed. The step took the time since it was launched, or
+            since the step before it ended, whichever was later.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, launch: Launch, choose: Choose, *, max_under_way: int, on_step: OnStep
+    ) -> None:
+        self._scheduler = scheduler
+        self._launch = launch
+        self._choose = choose
+        self._max_under_way = max_under_way
+        self._on_step = on_step
+        # These are the launched steps with the times of their launch, oldest first.
+        self._in_flight: deque[tuple[StepPlan, InFlightStep, float]] = deque()
+        self._last_end_s = 0.0
+        # This says whether the last call of :meth:`step` had a step to launch or to wait for.
+        self.busy = False
+
+    def step(self) -> Iterator[Outcome | InFlightStep]:
+        """Schedules and launches one step, and commits the steps that are due.
+
+        Yields each outcome, in order, and each in-flight step just before it is waited for, which blocks. Raises
+        BackendLost where the device has failed for good.
+        """
+        plan = self._scheduler.schedule(time.monotonic())
+        # Outcomes of the events before this step are reported now: they must not wait for a step, which may be long.
+        yield self._scheduler.flush(time.monotonic())
+        launched = bool(plan.pieces)
+        stays = self._launch_step(plan) if launched else len(self._in_flight) - 1
+        self.busy = bool(self._in_flight)
+        while len(self._in_flight) > max(stays, 0):
+            yield from self._commit_oldest()
+        if launched and stays:
+            chosen = not plan.awaits_tokens or self._choose_tokens()
+            while self._in_flight and not (chosen and self._scheduler.may_run_ahead):
+                yield from self._commit_oldest()
+
+    def land(self) -> Iterator[InFlightStep]:
+        """Waits for the steps in flight, which use the pool until then, and drops their results. Yields as
+        :meth:`step` does."""
+        while self._in_flight:
+            _, step, _ = self._in_flight.popleft()
+            yield step
+            with contextlib.suppress(Exception):
+                step.wait()
+
+    def _launch_step(self, plan: StepPlan) -> int:
+        """Launches a step. Returns how many steps may stay in flight while the next one is scheduled."""
+        began_s = time.monotonic()
+        step: InFlightStep
+        try:
+            step = self._launch(plan)
+        except BackendLost:
+            raise
+        except Exception as error:  # noqa: BLE001  (raised again when the step is waited for)
+            step = _FailedLaunch(error)
+        if self._max_under_way > 1:
+            self._scheduler.launched(plan)
+        self._in_flight.append((plan, step, began_s))
+        if isinstance(step, _FailedLaunch):
+            return 0
+        return min(self._max_under_way - 1, 1) if plan.awaits_tokens else self._max_under_way - 1
+
+    def _choose_tokens(self) -> bool:
+        """Begins the choice of the step in flight. Returns False when it has failed."""
+        plan, step, began_s = self._in_flight[-1]
+        try:
+            self._choose(plan, step)
+        except BackendLost:
+            raise
+        except Exception as error:  # noqa: BLE001  (raised again when the step is waited for)
+            self._in_flight[-1] = (plan, _FailedLaunch(error), began_s)
+            return False
+        return True
+
+    def _commit_oldest(self) -> Iterator[Outcome | InFlightStep]:
+        """Waits for the oldest step in flight, and gives the scheduler its tokens, or its failure where it failed."""
+        plan, step, began_s = self._in_flight[0]
+        # The step stays in the list while it is waited for, because a driver that is stopped here still has to land it.
+        yield step
+        self._in_flight.popleft()
+        began_s = max(began_s, self._last_end_s)
+        failure: Exception | None = None
+        try:
+            sampled = step.wait()
+        except BackendLost:
+            raise
+        except Exception as error:
+            log.exception("a step of %d sequences failed", len(plan.pieces))
+            failure = error
+        self._last_end_s = time.monotonic()
+        self._on_step(plan, self._last_end_s - began_s, failure is None)
+        if failure is None:
+            yield self._scheduler.commit(plan, sampled, time.monotonic())
+        else:
+            internal = Internal(f"the step failed on the worker: {type(failure).__name__}")
+            yield self._scheduler.fail_step(plan, internal, time.monotonic())
+
 
 log = logging.getLogger("pillion.step")
 
-# Events that wait for the next step. Each live sequence causes a few at most, so meeting this is a defect.
+# At most this many events wait for the next step. Each live sequence causes a few at most, so meeting this is a defect.
 MAX_EVENTS = 100_000
 MAX_UNREAD_OUTCOMES = 64
-# How often the thread looks whether it was stopped while it waits for asyncio.
+# While the thread waits for asyncio it checks this often whether it was stopped.
 UNREAD_POLL_S = 1.0
 
 
@@ -37,7 +178,7 @@ class StepLoop:
 
     Args:
         scheduler: belongs to this thread from :meth:`start` on.
-        launch, choose, ahead, on_step: see :class:`StepCycle`; they are called on the step thread.
+        launch, choose, max_under_way, on_step: those of :class:`StepCycle`; they are called on the step thread.
         on_outcome: called on the asyncio loop before and after every step that has something to report.
         on_death: called there with a reason, once, if the thread dies of a defect.
         may_publish: asked on the asyncio loop before each on_outcome. Outcomes that it forbids are held back, in order,
@@ -50,18 +191,18 @@ class StepLoop:
         launch: Launch,
         choose: Choose,
         *,
-        ahead: bool,
+        max_under_way: int,
         on_outcome: Callable[[Outcome], None],
         on_death: Callable[[str], None],
         on_step: OnStep,
         may_publish: Callable[[], bool],
     ) -> None:
         self._scheduler = scheduler
-        self._cycle = StepCycle(scheduler, launch, choose, ahead=ahead, on_step=on_step)
+        self._cycle = StepCycle(scheduler, launch, choose, max_under_way=max_under_way, on_step=on_step)
         self._on_outcome = on_outcome
         self._on_death = on_death
         self._may_publish = may_publish
-        # Counted as unread, and so bounded with them.
+        # These outcomes count as unread, and so are bounded together with the unread ones.
         self._held_back: deque[Outcome] = deque()
         self._asyncio = asyncio.get_running_loop()
         self._inbox: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
@@ -79,12 +220,12 @@ class StepLoop:
 
     @property
     def held_back(self) -> int:
-        """Outcomes that wait for :meth:`publish`."""
+        """Gives the number of outcomes that wait for :meth:`publish`."""
         return len(self._held_back)
 
     def post_event(self, event: Callable[..., None], *args: Any) -> None:
-        """Have ``event``, a method of Scheduler, called as event(scheduler, *args, now) before the next step, from any
-        thread. Raises Internal when MAX_EVENTS wait."""
+        """Arranges that ``event``, a method of Scheduler, is called as event(scheduler, *args, now) before the next
+        step. Any thread may call this. Raises Internal when MAX_EVENTS wait."""
         with self._wake:
             if len(self._inbox) >= MAX_EVENTS:
                 raise Internal(f"{MAX_EVENTS} events wait for the step loop")
@@ -92,24 +233,25 @@ class StepLoop:
             self._wake.notify()
 
     def halt(self) -> None:
-        """Let the steps that are in flight now be the last."""
+        """Makes the steps that are in flight now the last."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
 
     def publish(self) -> None:
-        """Hand on the outcomes that were held back, as far as that is allowed now. On asyncio's thread only."""
+        """Hands on the outcomes that were held back, as far as ``may_publish`` allows it now. Only asyncio's thread
+        calls it."""
         while self._held_back and self._may_publish():
             self._unread.release()
             self._on_outcome(self._held_back.popleft())
 
     async def stop(self) -> None:
-        """:meth:`halt`, and wait for the thread's end: no step is in flight then."""
+        """Runs :meth:`halt`, and waits for the thread's end: no step is in flight then."""
         self.halt()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
 
-    # The step thread.
+    # The step thread runs the following methods.
 
     def _main(self) -> None:
         try:
@@ -123,12 +265,12 @@ class StepLoop:
             log.exception("the step thread died")
             self._call_on_asyncio(self._on_death, f"the step thread died: {error!r}")
         finally:
-            # Their results are not needed any more, but their ends are.
+            # The results of the steps in flight are not needed any more, but the steps must have ended.
             for _ in self._cycle.land():
                 pass
 
     def _handle_events(self, wait: bool) -> bool:
-        """Apply the events in the inbox; sleeps for the first one when ``wait``. False: stop."""
+        """Applies the events in the inbox; sleeps for the first one when ``wait``. Returns False to stop."""
         with self._wake:
             while wait and not self._inbox and not self._stopping:
                 self._wake.wait()
@@ -156,5 +298,5 @@ class StepLoop:
         try:
             self._asyncio.call_soon_threadsafe(call, *args)
         except RuntimeError:
-            # The event loop has closed: nothing is left to call.
+            # The event loop has closed, so nothing is left to call.
             self._stopping = True

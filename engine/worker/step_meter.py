@@ -1,21 +1,22 @@
-"""Metrics of steps: how long they took, and what filled their token budget."""
+"""Measures steps: how long they took, and what filled their token budget."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
-from pillion.engine.ranks.rank_processes import RankProcesses
-from pillion.engine.scheduling.step_plan import Outcome, SchedulerLoad, StepPlan
+from pillion.engine.scheduling.step_plan import Outcome, StepPlan
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters, Reading
 from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
+from pillion.wire.registry import WorkerLoad
 
 DECODE, TAIL, PREFILL, SPECULATIVE, FORCED, IDLE = "decode", "tail", "prefill", "speculative", "forced", "idle"
 
 
 class StepMeter:
-    """Counts a worker's steps over all its epochs: count_step on the step thread, count_outcome on asyncio's."""
+    """Counts a worker's steps over all its epochs. The step thread calls count_step, and asyncio's thread
+    count_outcome."""
 
     def __init__(self, meters: Meters) -> None:
         self._duration = meters.distribution(names.STEP_DURATION)
@@ -31,7 +32,7 @@ class StepMeter:
         self._evicted_adapters = meters.counter(names.ADAPTER_EVICTIONS)
 
     def count_step(self, plan: StepPlan, seconds: float, ok: bool) -> dict[str, int]:
-        """Count a step that has run and is not committed yet. Returns its tokens by use."""
+        """Counts a step that has run and is not committed yet. Returns its tokens by use."""
         self._duration.observe(seconds)
         self._steps[ok].add()
         used = tokens_by_use(plan)
@@ -40,13 +41,13 @@ class StepMeter:
         return used
 
     def totals(self) -> dict[str, Any]:
-        """What :meth:`count_step` has counted so far, as fields of a ComponentRecord."""
+        """Returns what :meth:`count_step` has counted so far, as fields of a ComponentRecord."""
         duration = self._duration.now()
         tokens = {f"step_{use}_tokens": int(cell.value) for use, cell in self._tokens.items()}
         return {"steps": duration.count, "steps_ms": round(duration.total * 1000, 3), **tokens}
 
     def count_outcome(self, outcome: Outcome) -> None:
-        """Count the preemptions, judged guesses, forced tokens, late masks and evicted adapters of an outcome."""
+        """Counts the preemptions, judged guesses, forced tokens, late masks and evicted adapters of an outcome."""
         self._preemptions.add(outcome.preemptions)
         for made, right in outcome.judged_guesses:
             for counter in (*self._accepted[:right], *self._wasted[right:made]):
@@ -57,30 +58,23 @@ class StepMeter:
 
 
 def tokens_by_use(plan: StepPlan) -> dict[str, int]:
-    """Tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone are more."""
+    """Returns the tokens of a step that is not committed yet, by use: its budget in all, or more where decodes alone
+    are more."""
     used = dict.fromkeys((DECODE, TAIL, PREFILL, SPECULATIVE, FORCED), 0)
     for piece in plan.pieces:
         sequence = piece.sequence
-        if sequence.is_span:
+        if sequence.is_prefill:
             used[PREFILL] += piece.count
         elif not sequence.decoding:
             used[TAIL] += piece.count
         else:
             used[DECODE] += 1
-            used[FORCED if sequence.drafts_are_forced else SPECULATIVE] += piece.count - 1
+            if piece.count > 1 and sequence.proposer is not None:
+                used[sequence.proposer.use] += piece.count - 1
     used[IDLE] = max(0, plan.budget_tokens - plan.num_tokens)
     return used
 
 
-def rank_readings(ranks: RankProcesses) -> Iterator[Reading]:
-    yield names.RANKS, (), ranks.size
-    yield names.RANK_WAIT, (), ranks.waited_s
-
-
-def load_readings(load: SchedulerLoad, max_num_seqs: int) -> Iterator[Reading]:
-    for state in ("running", "decoding", "waiting"):
-        yield names.SEQUENCES, (state,), getattr(load, f"{state}_requests")
+def load_readings(load: WorkerLoad, max_num_seqs: int) -> Iterator[Reading]:
     yield names.FREE_SEQUENCES, (), max(0, max_num_seqs - load.running_requests)
-    yield names.QUEUED_TOKENS, (), load.queued_tokens
-    yield names.ADAPTERS, (), len(load.adapters)
-    yield names.ADAPTER_WAITS, (), load.adapter_waits
+    yield from load.readings()

@@ -1,4 +1,4 @@
-"""Trace spans made afterwards, on asyncio's thread, from times that the scheduler noted: they cost a step nothing."""
+"""Makes trace spans afterwards, on asyncio's thread, from times that the scheduler noted: they cost a step nothing."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from opentelemetry.context import Context
 from pillion.engine.scheduling.sequence import SequenceProgress
 from pillion.observability import telemetry
 
-# Most links of one step's span; OpenTelemetry's own bound is 128.
+# One step's span has at most this many links; OpenTelemetry's own bound is 128.
 MAX_LINKS = 64
 
 
@@ -70,7 +70,7 @@ def _make_span(
     links: Sequence[trace.Link] = (),
     events: Sequence[tuple[str, float]] = (),
 ) -> None:
-    # From time.monotonic() to the time of day.
+    # This difference leads from time.monotonic() to the time of day.
     wall_ns = time.time_ns() - time.monotonic_ns()
     begin = wall_ns + int(start_s * 1e9)
     span = telemetry.tracer().start_span(name, parent, start_time=begin, attributes=dict(attributes), links=links)

@@ -1,40 +1,42 @@
-"""A worker's tickets: it adopts them for new work, and opens new ones for preempted streams and for drafts.
+"""Handles a worker's tickets: adopts those of gateways, and opens its own for prompts that it computes alone, for
+preempted streams and for chains of features.
 
-    adopt --> held, and its chain awaited --> in use: a sequence holds it --the node has the release--> free again
-                    +---------------------------+--> let_go: not wanted after all ---------------------^
+    open, adopt --> held, and its chain awaited --> in use: a sequence holds it --the node has the release--> free again
+                          +---------------------------+--> let_go: not wanted after all ---------------------^
 
 The node's answers carry slots, and slots must end up somewhere. So a call whose answer may carry slots is never
-cancelled, and a call whose outcome is unknown ends the worker's epoch: callers that wait here then get Unavailable, and
-the node frees everything when the worker has drained, or is gone.
+cancelled, but for the opening of a ticket, whose slots the client has the node take back. A call whose outcome is
+unknown ends the worker's epoch: callers that wait here then get Unavailable, and the node frees everything when the
+worker has drained, or is gone.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_plan import DraftOrder, ResumeOrder
+from pillion.engine.scheduling.step_plan import ChainOrder, ResumeOrder
 from pillion.errors import DeadlineExceeded, NotFound, Overloaded, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.v1.kvnode_pb2 import AwaitChainReply, OpenTicketReply
+from pillion.v1.kvnode_pb2 import AwaitChainReply
 
-# Longest time that a preempted stream waits in the node's queue for memory.
-RESUME_TIMEOUT_S = 120.0
-# Longest time in which an awaited chain may stand still. The gateway, which hears from the prefill worker whether the
-# span waits in its line, gives up on a silent one much sooner, and ends this wait.
+# A stream waits at most this long in the node's queue for memory.
+MEMORY_WAIT_S = 120.0
+# An awaited chain may stand still for this long. The gateway, which hears from the prefill worker whether the prefill
+# range waits in its line, gives up on a silent one much sooner, and ends this wait.
 CHAIN_STALL_TIMEOUT_S = 3600.0
-# Longest time that a ticket which is being released keeps its next use waiting.
+# A ticket which is being released keeps its next use waiting at most this long.
 IN_USE_TIMEOUT_S = 1.0
 
 
 class Tickets:
-    """The tickets of one epoch. ``post_event`` has a method of Scheduler called between two steps; ``lost`` is called
-    with the error of a call that the epoch cannot survive."""
+    """Holds the tickets of one epoch. ``post_event`` lets a method of Scheduler be called between two steps; ``lost``
+    is called with the error of a call that the epoch cannot survive."""
 
     def __init__(
         self, node: NodeClient, epoch: int, *, post_event: Callable[..., None], lost: Callable[[PillionError], None]
@@ -45,16 +47,17 @@ class Tickets:
         self._lost = lost
         self._retired = False
         self._in_use: dict[int, asyncio.Event] = {}
-        self._opening: dict[int, asyncio.Task[OpenTicketReply]] = {}
+        # These tasks open tickets and await chains, by seq_id, and may be cancelled.
+        self._opening: dict[int, asyncio.Task[tuple[Holding, bytes]]] = {}
         self._awaiting: dict[int, asyncio.Task[AwaitChainReply]] = {}
 
     async def adopt(
         self, ticket_id: int, end_block: int, *, start_block: int = 0, awaited_blocks: int = 0, guess_blocks: int = 1
     ) -> tuple[Holding, bytes]:
-        """Hold a ticket and lease what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
+        """Adopts a ticket and leases what its chain lacks up to ``end_block``; the chain must reach ``start_block``.
 
         ``guess_blocks`` are leased with the first call; only where that is too few is there a second one. Other workers
-        commit the blocks before ``awaited_blocks``: what lies behind them is leased at once, and the caller goes on
+        commit the blocks before ``awaited_blocks``: what lies after them is leased at once, and the caller goes on
         with :meth:`await_chain`. Returns the holding and the hash of the chain's tail (empty for an empty chain).
         The holding must end up in a sequence or in :meth:`let_go`, so shield this call from cancellation.
 
@@ -65,8 +68,8 @@ class Tickets:
         """
         await self._claim(ticket_id)
         try:
-            behind = end_block - awaited_blocks if awaited_blocks else guess_blocks
-            first = await self._node.adopt(self._epoch, ticket_id, behind)
+            after = end_block - awaited_blocks if awaited_blocks else guess_blocks
+            first = await self._node.adopt(self._epoch, ticket_id, after)
             self._check_open()
         except PillionError as error:
             self.released((ticket_id,))
@@ -82,36 +85,39 @@ class Tickets:
         except PillionError as error:
             self.let_go(Holding(ticket_id, chain, leased))
             raise self._judge(error) from None
-        return Holding(ticket_id, chain, leased), first.tail_hash
+        return Holding(ticket_id, chain, leased), first.last_hash
 
-    async def await_chain(self, holding: Holding, blocks: int) -> tuple[Holding, bytes]:
-        """Wait until other workers have committed a chain of ``blocks`` blocks. Returns the holding with that chain,
-        and the hash of its tail.
+    async def await_chain(self, seq_id: int, holding: Holding, blocks: int) -> tuple[Holding, bytes]:
+        """Waits for a sequence until other workers have committed a chain of ``blocks`` blocks. Returns the holding
+        with that chain, and the hash of its tail.
 
         Raises, with the holding let go, NotFound where the chain stands still for CHAIN_STALL_TIMEOUT_S or
-        :meth:`stop_awaiting` was called, Overloaded where too many wait at the node, Unavailable where the epoch ends.
+        :meth:`stop_waiting` was called, Overloaded where too many wait at the node, Unavailable where the epoch ends.
         """
         try:
-            chain = await self._grown(holding.ticket_id, blocks, len(holding.chain_slots))
+            chain = await self._grown(seq_id, holding.ticket_id, blocks, len(holding.chain_slots))
         except PillionError as error:
             self.let_go(holding)
             raise self._judge(error) from None
-        return replace(holding, chain_slots=tuple(chain.chain_slots)), chain.tail_hash
+        except BaseException:
+            self.let_go(holding)
+            raise
+        return replace(holding, chain_slots=tuple(chain.chain_slots)), chain.last_hash
 
-    async def _grown(self, ticket_id: int, blocks: int, have_blocks: int) -> AwaitChainReply:
-        """The chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""
+    async def _grown(self, seq_id: int, ticket_id: int, blocks: int, have_blocks: int) -> AwaitChainReply:
+        """Returns the chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""
         while True:
             waiting = asyncio.create_task(
                 self._node.await_chain(self._epoch, ticket_id, blocks, timeout_s=CHAIN_STALL_TIMEOUT_S)
             )
-            self._awaiting[ticket_id] = waiting
+            self._awaiting[seq_id] = waiting
             try:
                 chain = await waiting
             except asyncio.CancelledError:
                 self._check_open()
                 raise NotFound("the ticket's chain is not awaited any more") from None
             finally:
-                del self._awaiting[ticket_id]
+                del self._awaiting[seq_id]
             self._check_open()
             if len(chain.chain_slots) >= blocks:
                 return chain
@@ -119,39 +125,29 @@ class Tickets:
                 raise NotFound(f"the ticket's chain stood still for {CHAIN_STALL_TIMEOUT_S:.0f} s: plan again")
             have_blocks = len(chain.chain_slots)
 
-    def stop_awaiting(self, ticket_id: int) -> None:
-        """End the wait for a chain: :meth:`await_chain` lets go of the ticket and raises NotFound."""
-        waiting = self._awaiting.get(ticket_id)
-        if waiting is not None:
-            waiting.cancel()
-
-    @contextlib.contextmanager
-    def watched(self, holding: Holding) -> Iterator[None]:
-        """Lets go of an adopted ticket where a defect ends the block. Whoever raises a PillionError has done so."""
-        try:
-            yield
-        except PillionError:
-            raise
-        except BaseException:
-            self.let_go(holding)
-            raise
+    def stop_waiting(self, seq_id: int) -> None:
+        """Ends a sequence's wait for memory or for a chain: :meth:`open` or :meth:`await_chain` holds nothing then, and
+        raises NotFound."""
+        for waits in (self._opening, self._awaiting):
+            if seq_id in waits:
+                waits[seq_id].cancel()
 
     def let_go(self, holding: Holding) -> None:
-        """Give up an adopted ticket."""
+        """Gives up an adopted ticket that no sequence holds."""
         self._post_event(Scheduler.let_go, holding)
 
     def released(self, ticket_ids: Iterable[int]) -> None:
-        """The node has answered that this worker holds these tickets no more."""
+        """Notes that the node has answered that this worker holds these tickets no more."""
         for ticket_id in ticket_ids:
             freed = self._in_use.pop(ticket_id, None)
             if freed is not None:
                 freed.set()
 
     def retire(self) -> None:
-        """The epoch has ended: the node frees what it held, and answers that still come are ignored."""
+        """Ends the epoch: the node frees what it held, and answers that still come are ignored."""
         self._retired = True
-        for waiting in self._awaiting.values():
-            waiting.cancel()
+        for seq_id in (*self._opening, *self._awaiting):
+            self.stop_waiting(seq_id)
         self.released(tuple(self._in_use))
 
     def _check_open(self) -> None:
@@ -159,7 +155,7 @@ class Tickets:
             raise Unavailable("the worker's epoch at its KV node has ended")
 
     async def _claim(self, ticket_id: int) -> None:
-        """Mark a ticket as in use, once its last use has ended: each use would release the other's hold."""
+        """Marks a ticket as in use, once its last use has ended: each use would release the other's hold."""
         while (freed := self._in_use.get(ticket_id)) is not None:
             try:
                 await asyncio.wait_for(freed.wait(), IN_USE_TIMEOUT_S)
@@ -168,64 +164,89 @@ class Tickets:
         self._check_open()
         self._in_use[ticket_id] = asyncio.Event()
 
-    async def resume(self, order: ResumeOrder) -> None:
-        """Open and adopt a new ticket for a preempted stream; waits in the node's queue, before new prompts."""
-        opening = asyncio.create_task(
-            self._node.open_ticket(
-                self._epoch,
-                order.block_hashes,
-                order.total_blocks,
-                resume=True,
-                priority=order.priority,
-                timeout_s=RESUME_TIMEOUT_S,
-            )
+    async def open(
+        self,
+        seq_id: int,
+        block_hashes: bytes,
+        total_blocks: int,
+        *,
+        resume: bool = False,
+        priority: int = 0,
+        expected_blocks: int = 0,
+    ) -> tuple[Holding, bytes]:
+        """Opens a ticket and leases all that it reserves, in one call, which waits in the node's queue for memory:
+        streams that ``resume`` stand before new prompts. NodeClient.open_ticket describes ``expected_blocks``, and
+        :meth:`adopt` what is returned.
+
+        Raises:
+            NotFound: fewer than ``expected_blocks`` are there; or :meth:`stop_waiting` was called, and the client takes
+                back what was granted meanwhile.
+            DeadlineExceeded: no memory came free within MEMORY_WAIT_S.
+            Overloaded: too many wait for memory, or the pool is too small.
+            Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is held then.
+        """
+        opening = self._open(
+            block_hashes, total_blocks, resume=resume, priority=priority, expected_blocks=expected_blocks
         )
-        self._opening[order.seq_id] = opening
+        task = self._opening[seq_id] = asyncio.create_task(opening)
         try:
-            ticket = await opening
+            return await task
         except asyncio.CancelledError:
-            return
+            self._check_open()
+            raise NotFound("nobody waits for the ticket any more") from None
+        except DeadlineExceeded:
+            raise
+        except PillionError as error:
+            raise self._judge(error) from None
+        finally:
+            del self._opening[seq_id]
+
+    async def _open(self, block_hashes: bytes, total_blocks: int, **asked: Any) -> tuple[Holding, bytes]:
+        self._check_open()
+        ticket = await self._node.open_ticket(
+            self._epoch,
+            block_hashes,
+            total_blocks,
+            adopt=True,
+            timeout_s=MEMORY_WAIT_S,
+            on_unreleased=self._judge,
+            **asked,
+        )
+        self._check_open()
+        self._in_use[ticket.ticket_id] = asyncio.Event()
+        adopted = ticket.adopted
+        return Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots)), adopted.last_hash
+
+    @property
+    def waiting(self) -> Iterable[int]:
+        """Gives the sequences that wait in the node's queue for memory, in the order in which they asked."""
+        return self._opening
+
+    async def resume(self, order: ResumeOrder) -> None:
+        """Open a new ticket for a preempted stream."""
+        try:
+            holding, _ = await self.open(
+                order.seq_id, order.block_hashes, order.total_blocks, resume=True, priority=order.priority
+            )
         except PillionError as error:
             if isinstance(error, DeadlineExceeded):
-                error = Overloaded(f"a preempted stream waited {RESUME_TIMEOUT_S:.0f} s for memory")
-            self._post_event(Scheduler.fail, order.seq_id, self._judge(error))
-            return
-        finally:
-            self._opening.pop(order.seq_id, None)
-        # From here on answers carry slots: if the stream is cancelled now, Scheduler.resumed lets them go.
-        missing = order.total_blocks - ticket.pinned_blocks
-        try:
-            holding, _ = await self.adopt(ticket.ticket_id, order.total_blocks, guess_blocks=missing)
-        except PillionError as error:
-            self.let_go(Holding(ticket.ticket_id, (), ()))
+                error = Overloaded(f"a preempted stream waited {MEMORY_WAIT_S:.0f} s for memory")
             self._post_event(Scheduler.fail, order.seq_id, error)
             return
+        # If the stream is cancelled now, Scheduler.resumed lets go of the slots.
         self._post_event(Scheduler.resumed, order.seq_id, holding)
 
-    async def open_draft(self, order: DraftOrder) -> None:
-        """Open a ticket for a draft model's chain, which pins what the node has of it and reserves nothing."""
-        try:
-            ticket = await self._node.open_ticket(self._epoch, order.block_hashes, 0)
-        except PillionError:
-            # The client takes back what an answer that never came has granted, and no stream needs a draft.
-            self._post_event(Scheduler.draft_opened, order.chain_id, None)
-            return
-        try:
-            holding, _ = await self.adopt(ticket.ticket_id, 0, guess_blocks=0)
-        except PillionError:
-            self.let_go(Holding(ticket.ticket_id, (), ()))
-            self._post_event(Scheduler.draft_opened, order.chain_id, None)
-            return
-        self._post_event(Scheduler.draft_opened, order.chain_id, holding)
-
-    def stop_resuming(self, seq_id: int) -> None:
-        """Leave the node's queue, if the stream waits there. The client takes back what was granted meanwhile."""
-        opening = self._opening.pop(seq_id, None)
-        if opening is not None:
-            opening.cancel()
+    async def open_chain(self, order: ChainOrder) -> None:
+        """Opens a ticket for a feature's own chain, which pins what the node has of it and reserves nothing."""
+        holding: Holding | None = None
+        # A failure is ignored: the node's client gives back a ticket whose answer was lost, and no stream needs a
+        # feature's chain.
+        with contextlib.suppress(PillionError):
+            holding, _ = await self._open(order.block_hashes, 0)
+        self._post_event(Scheduler.chain_opened, order.chain_id, holding)
 
     def _judge(self, error: PillionError) -> PillionError:
-        """The error for the caller. A refusal is passed on; an unknown outcome, or a fenced epoch, ends the epoch."""
+        """Returns the error for the caller. A refusal is passed on; an unknown outcome or a fence ends the epoch."""
         if self._retired:
             return Unavailable("the worker's epoch at its KV node has ended")
         if isinstance(error, NotFound | Overloaded):

@@ -1,8 +1,8 @@
-"""A worker, which both services share: a model over a mapped pool, and its place at a KV node, epoch by epoch.
+"""Runs a worker, which both services share: a model over a mapped pool, and its place at a KV node, epoch by epoch.
 
     start:   prepare and load the model -> attach to the node (the pool is mapped) -> bind, warm up -> first WorkerEpoch
              a process that stands by has loaded and warmed up before its turn to attach comes
-    live:    servicer --adopt, add, cancel--> WorkerEpoch --outcomes--> listeners (tokens, chunks) and the node (orders)
+    live:    servicer --run, cancel--> WorkerEpoch --outcomes--> listeners (tokens, chunks) and the node (orders)
     fenced:  the WorkerEpoch ends: no emission, no commit, every listener gets Unavailable, new work is refused
                -> its last step has ended -> "drained" to the node, which frees what the epoch held -> new epoch
                -> a fresh WorkerEpoch over the same pool, model and attachment -> back in the registry: live
@@ -24,61 +24,53 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import fields
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
-from pillion.adapter_folders import is_adapter_digest
-from pillion.config import WorkerFlags
-from pillion.engine.adapters.adapter_process import AdapterProcess
-from pillion.engine.backends.draft_loading import load_draft
-from pillion.engine.backends.draft_model import DraftModel
+import msgspec
+
+from pillion.config import WorkerFlags, refuse_missing_rooms
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
-from pillion.engine.grammars.compiler import GrammarCompiler
-from pillion.engine.scheduling.draft_control import DraftControl
-from pillion.engine.scheduling.lookup_drafters import make_lookup_drafter
+from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
-from pillion.engine.worker.adapter_loader import AdapterLoader
-from pillion.engine.worker.step_meter import StepMeter, load_readings, rank_readings
-from pillion.engine.worker.worker_epoch import WorkerEpoch, new_epoch
-from pillion.errors import FieldViolation, InvalidRequest, PillionError, Unavailable
+from pillion.engine.scheduling.sequence import SequenceProgress, SequenceSpec
+from pillion.engine.worker.step_meter import StepMeter, load_readings
+from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch, new_epoch
+from pillion.engine.worker.worker_feature import (
+    NO_NEEDS,
+    WORKER_FEATURES,
+    Attach,
+    RequestNeeds,
+    StartTurn,
+    WorkerFeature,
+    WorkerSetup,
+    unserved,
+)
+from pillion.errors import PillionError, Unavailable
 from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.memory.memory import until_over
-from pillion.observability import metric_catalog
 from pillion.observability.metrics import Meters
-from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig
+from pillion.rooms import entered
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.worker")
 
 ATTACH_TIMEOUT_S = 30.0
-# Longest time that stopping waits for the node to answer the last orders.
+# Stopping waits at most this long for the node to answer the last orders.
 DRAIN_TIMEOUT_S = 2.0
-# So few tokens have a worker read all weights and run all kernels once. Larger steps take their memory when they come,
-# which costs milliseconds; to run one at each start would cost more than all else that a forked worker does.
+# With this few tokens a worker reads all weights and runs all kernels once. Larger steps take their memory when they
+# come, which costs milliseconds; to run one at each start would cost more than all else that a forked worker does.
 WARM_UP_TOKENS = 16
 
 
-class StartTurn(Protocol):
-    """When a process may take part: at once, or, where it stands by, when its turn comes."""
-
-    @property
-    def waiting(self) -> bool:
-        """Whether it has not come yet."""
-
-    def wait(self) -> float:
-        """Blocks until it has come; returns for how many seconds this process has waited in all."""
-
-
 class _AtOnce:
-    """The turn of a process that stands by for nobody."""
+    """Represents the turn of a process that is no standby, and so takes part at once."""
 
     waiting = False
 
     def wait(self) -> float:
-        """Returns at once."""
+        """Returns at once, because no other process has to end first."""
         return 0.0
 
 
@@ -86,11 +78,10 @@ AT_ONCE = _AtOnce()
 
 
 class Worker:
-    """A decode or prefill worker without its service; made by :meth:`start`.
+    """Represents a decode or prefill worker without its gRPC service; :meth:`start` makes it.
 
-    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, ``grammars``, which
-    is None where no grammar can be followed, ``adapters``, which is None where there are none, and ``epoch``, which is
-    replaced when the worker was fenced.
+    Attributes are for reading: ``model``, ``component_id``, ``node``, ``attachment``, ``meters``, and
+    ``epoch``, which is replaced when the worker was fenced.
     """
 
     def __init__(
@@ -101,15 +92,13 @@ class Worker:
         model: LoadedModel,
         attachment: Attachment,
         make_scheduler: Callable[[], Scheduler],
-        grammars: GrammarCompiler | None,
-        draft: DraftModel | None = None,
+        features: Sequence[WorkerFeature] = (),
     ) -> None:
         self.flags = flags
-        self.grammars = grammars
         self.role = role
         self.component_id = component_id
         self.model = model
-        self._draft = draft
+        self._features = features
         self.block_size = flags.block_size
         self.draining = False
         self._closed = False
@@ -124,14 +113,12 @@ class Worker:
         self._node_gone = asyncio.Event()
         self.meters = Meters()
         self._meter = StepMeter(self.meters)
-        self.adapters = self._make_loader() if flags.enable_lora else None
         self.epoch = self._make_epoch(attachment.epoch)
-        if grammars is not None:
-            grammars.mask_threads.wake = lambda: self.epoch.wake()
-            grammars.on_compiled = self.meters.distribution(metric_catalog.GRAMMAR_COMPILE).observe
+        for feature in features:
+            feature.attached(self)
         self.meters.watch(lambda: load_readings(self.epoch.load, self.epoch.max_num_seqs))
         if model.ranks is not None:
-            self.meters.watch(partial(rank_readings, model.ranks))
+            self.meters.watch(model.ranks.readings)
 
     @classmethod
     async def start(
@@ -143,17 +130,15 @@ class Worker:
         max_num_seqs: int,
         target_itl_ms: float = 0.0,
         target_itl_steps: float = 0.0,
-        speculative_config: SpeculativeConfig = NO_SPECULATION,
-        follows_grammars: bool = False,
         backend_factory: BackendFactory = load_model,
         turn: StartTurn = AT_ONCE,
     ) -> Worker:
-        """Load, attach and run; ``follows_grammars``, if the model and this installation allow it. Nothing that others
-        can see is done before the process's ``turn``.
+        """Loads, attaches and runs. Nothing that others can see is done before the process's ``turn``.
 
-        Raises ConfigError for what cannot work, Unavailable when no node answers.
+        Raises ConfigError for flags that cannot work, Unavailable when no node answers.
         """
         began_s = time.monotonic()
+        refuse_missing_rooms(flags)
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
         make_scheduler = partial(
@@ -164,37 +149,31 @@ class Worker:
             target_itl_s=target_itl_ms / 1000,
             target_itl_steps=target_itl_steps,
             max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
-            drafter=make_lookup_drafter(speculative_config),
-            draft_control=DraftControl.of(speculative_config),
             max_scored_rows=scored_rows(model.backend.vocab_size),
-            max_loras=flags.max_loras if flags.enable_lora else 0,
+            even_steps=flags.pipeline_parallel_size > 1,
+            expected_cost=model.expected_cost,
         )
         async with contextlib.AsyncExitStack() as undo:
-            # Threads, and the processes of other ranks, end where the start fails.
+            # Where the start fails, this ends the backend's threads and the processes of other ranks.
             undo.callback(model.backend.close)
-            draft = None
-            if speculative_config.model:
-                if speculative_config.method == "eagle3":
-                    # The memory of a head's weights is each process's own.
-                    await asyncio.to_thread(turn.wait)
-                load = partial(load_draft, most_tokens=max_num_batched_tokens, load=backend_factory)
-                draft = await asyncio.to_thread(load, flags, speculative_config, model, thread_count(flags))
-                undo.callback(draft[1].backend.close)
-                make_scheduler = partial(make_scheduler, draft_model=draft)
-            # Flags that it refuses are refused before anything is held.
+            # The scheduler refuses bad flags before anything is held.
             make_scheduler()
-            grammars = await asyncio.to_thread(load_grammars, model) if follows_grammars else None
-            if flags.enable_lora:
-                # Before the node makes the pool, which on a GPU takes the memory that is left.
-                await asyncio.to_thread(model.backend.bind_adapters, flags.max_loras, flags.max_lora_rank)
-            warm_up = partial(_warm_up, model, draft and draft[1], min(max_num_batched_tokens, WARM_UP_TOKENS))
+            setup = WorkerSetup(flags, role, model, max_num_batched_tokens, backend_factory, turn)
+            features: list[WorkerFeature] = []
+            for load in entered(WORKER_FEATURES):
+                feature = await load(setup)
+                if feature is not None:
+                    undo.callback(feature.close)
+                    features.append(feature)
+            make_scheduler = partial(make_scheduler, features=[feature.step_feature for feature in features])
+            warm_up = partial(_warm_up, model, features, min(max_num_batched_tokens, WARM_UP_TOKENS))
             if warm := turn.waiting:
                 await asyncio.to_thread(warm_up)
             held_s = await asyncio.to_thread(turn.wait)
             component_id = flags.component_id or f"{role}-{os.getpid()}"
             attachment = await asyncio.to_thread(_attach, flags.attach_socket, component_id, role, model)
             undo.callback(attachment.close)
-            worker = cls(flags, role, component_id, model, attachment, make_scheduler, grammars, draft and draft[1])
+            worker = cls(flags, role, component_id, model, attachment, make_scheduler, features)
             undo.push_async_callback(worker._abandon)
             await asyncio.to_thread(worker._bind)
             if not warm:
@@ -205,7 +184,7 @@ class Worker:
         return worker
 
     def _begin(self, start_s: float) -> None:
-        """Take part from now on, at the end of a start that took ``start_s``."""
+        """Takes part from now on, at the end of a start that took ``start_s``."""
         loop = asyncio.get_running_loop()
         loop.add_reader(self.attachment.fileno(), self._on_node_gone)
         if self.model.ranks is not None:
@@ -214,20 +193,13 @@ class Worker:
         self.epoch.start()
 
     async def _abandon(self) -> None:
-        """End what this object has begun, where its start fails."""
-        for begun in (self.grammars, self.adapters):
-            if begun is not None:
-                begun.close()
+        """Ends everything that this object has begun, where its start fails."""
         await self.node.aclose()
 
     def _bind(self) -> None:
         self.model.bind_pool(self.attachment)
-        if self._draft is not None:
-            self._draft.bind_pool(self.attachment.pool, self.attachment.num_slots)
-
-    def _make_loader(self) -> AdapterLoader:
-        process = AdapterProcess(self.model.adapter_reader(self.flags.max_lora_rank))
-        return AdapterLoader(process, self.model.backend, self.flags.store_limits, self.node, self.meters)
+        for feature in self._features:
+            feature.bind_pool(self.attachment)
 
     def _make_epoch(self, number: int) -> WorkerEpoch:
         return WorkerEpoch(
@@ -240,16 +212,16 @@ class Worker:
             on_lost=self._epoch_lost,
             on_fail=self._epoch_failed,
             meter=self._meter,
-            adapters=self.adapters,
+            features={one.serves: one for one in self._features if one.serves},
         )
 
     def announce(self, address: str) -> None:
-        """Have the registry list this worker at ``address`` from now on."""
+        """Makes the registry list this worker at ``address`` from now on."""
         self._address = address
         self.epoch.heartbeats.announce()
 
     def describe(self) -> ComponentRecord:
-        """What a heartbeat writes to the registry."""
+        """Returns what a heartbeat writes to the registry."""
         prepared, epoch, load = self.model.prepared, self.epoch, self.epoch.load
         return ComponentRecord(
             component_id=self.component_id,
@@ -269,20 +241,21 @@ class Worker:
             max_step_tokens=epoch.max_step_tokens,
             target_itl_ms=epoch.target_s * 1000,
             target_itl_steps=epoch.target_steps,
-            **{field.name: getattr(load, field.name) for field in fields(load)},
+            **msgspec.structs.asdict(load),
             **self._meter.totals(),
-            core_board=self.flags.core_board if self.model.core_share else "",
+            core_lending_table=self.flags.core_lending_table if self.model.core_share else "",
             core_share=self.model.core_share,
             max_loras=self.model.backend.max_adapters,
-            max_lora_rank=self.flags.max_lora_rank if self.adapters is not None else 0,
+            max_lora_rank=self.flags.max_lora_rank if self.flags.enable_lora else 0,
             block_bytes=self.model.backend.layout.block_bytes,
         )
 
-    # What servicers call.
+    # Servicers call the following methods.
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a sequence: what the model allows, and what the pool can hold of one."""
+        """Gives how many tokens a sequence may have: as many as the model allows, but not more than the pool can
+        hold."""
         allowed = self.flags.max_model_len or self.model.prepared.max_model_len
         return min(allowed, self.attachment.num_slots * self.block_size)
 
@@ -293,30 +266,66 @@ class Worker:
         if self.epoch.over:
             raise Unavailable(f"{self.component_id} is taking a new epoch at its KV node")
 
-    async def bring_adapter(self, digest: str) -> None:
-        """Returns when the files of a request's adapter are on this machine, at once for the model alone. Raises
-        InvalidRequest for what is no digest, and NotFound, Unavailable or Overloaded where another worker may do."""
-        if not digest:
-            return
-        if not is_adapter_digest(digest):
-            raise InvalidRequest.of(FieldViolation("adapter", "the 64 hexadecimal digits of a digest are needed"))
-        if self.adapters is None:
-            raise Unavailable(f"{self.component_id} runs no adapters (--enable-lora)")
-        if digest not in self.epoch.load.adapters:
-            await self.adapters.bring(digest)
+    async def made_ready(self, needs: RequestNeeds) -> list[Attach]:
+        """Returns what features make ready for a request, to be attached to its sequence. Raises PillionError if a
+        feature fails, or no feature serves one of the needs."""
+        attach: list[Attach] = []
+        if needs is NO_NEEDS:
+            return attach
+        needs.check()
+        for name in needs.by_name():
+            feature = next((one for one in self._features if one.serves == name), None)
+            if feature is None:
+                raise unserved(self.component_id, name)
+            attach.append(await feature.made_ready(needs))
+        return attach
+
+    async def run_sequence(
+        self,
+        needs: RequestNeeds,
+        hold: Callable[[WorkerEpoch], Awaitable[tuple[Holding, bytes]]],
+        begin: Callable[[], tuple[SequenceSpec, Mapping[int, SequenceListener]]],
+        wanted: Callable[[], bool],
+    ) -> tuple[SequenceProgress, Holding] | None:
+        """Starts a sequence, and returns its progress and what it holds; None where nobody wants it any more. Do not
+        cancel this call, because a ticket that is held must be released. Whatever an argument raises is raised.
+
+        Args:
+            needs: what features make ready first.
+            hold: adopts or opens the ticket, by the epoch's tickets.
+            begin: describes the sequence once its ticket is held, with the listeners of it and of its siblings.
+        """
+        attach = await self.made_ready(needs)
+        if not wanted():
+            return None
+        epoch = self.epoch
+        holding, last_hash = await hold(epoch)
+        progress = None
+        try:
+            if wanted():
+                progress = epoch.add(*begin(), attach, holding, last_hash)
+        finally:
+            if progress is None:
+                epoch.tickets.let_go(holding)
+        return None if progress is None else (progress, holding)
+
+    def wake(self) -> None:
+        """Makes the step loop look for work again, from any thread."""
+        self.epoch.wake()
 
     def next_id(self) -> int:
-        """A new seq_id: the place in the order of arrival."""
+        """Returns a new seq_id, which is the place in the order of arrival."""
         return next(self._ids)
 
-    # Fenced, and back.
+    # The following methods handle a fenced worker.
 
     def _epoch_failed(self, reason: str) -> None:
-        """The epoch cannot go on, and neither can the worker, unless its node is gone and will come back."""
+        """Notes that the epoch cannot go on, and neither can the worker, unless its node is gone and will come back."""
         (self._epoch_lost if self._may_follow() and self.attachment.node_gone else self.fail)(reason)
 
     def _may_follow(self) -> bool:
-        """Whether this worker can go on with its node's next life. Other ranks would stand for the old connection."""
+        """Returns whether this worker can go on with its node's next life. A worker with further ranks cannot: its
+        ranks would still use the old connection."""
         return bool(self.attachment.pool_id) and self.model.ranks is None
 
     def _epoch_lost(self, reason: str) -> None:
@@ -344,7 +353,7 @@ class Worker:
         log.info("%s serves again under a new epoch, %.1f s later", self.component_id, time.monotonic() - began_s)
 
     async def _next_number(self, old: int) -> int:
-        """A new epoch of the node, or of its next life. No step of the ``old`` one runs any more."""
+        """Returns a new epoch of the node, or of its next life. No step of the ``old`` one runs any more."""
         if not self._node_gone.is_set():
             asking = asyncio.create_task(new_epoch(self.node, old))
             gone = asyncio.create_task(self._node_gone.wait())
@@ -373,16 +382,14 @@ class Worker:
         return self.attachment.epoch
 
     def _follows_node(self) -> bool:
-        """Whether the node's end can be seen, so that its next life is to be asked."""
+        """Returns whether the worker can see the node's end, so that it then asks for the node's next life."""
         if not self._node_gone.is_set() and self._may_follow() and self.attachment.node_gone:
             self._on_node_gone()
         return self._node_gone.is_set()
 
-    # Life and death.
-
     @property
     def failed(self) -> bool:
-        """Whether the worker has died by itself."""
+        """Says whether the worker has died by itself."""
         return self._failure.done()
 
     async def wait_failed(self) -> str:
@@ -390,7 +397,7 @@ class Worker:
         return await asyncio.shield(self._failure)
 
     def fail(self, reason: str) -> None:
-        """End the worker: nothing is emitted or committed from now on, and every listener gets Unavailable."""
+        """Ends the worker: nothing is emitted or committed from now on, and every listener gets Unavailable."""
         if self._failure.done():
             return
         log.error("%s cannot go on: %s", self.component_id, reason)
@@ -403,9 +410,10 @@ class Worker:
             self._returning.cancel()
 
     async def drain(self, grace_s: float) -> None:
-        """Take no more work, and give the sequences that run up to ``grace_s`` seconds from now on.
+        """Takes no more work, and gives the sequences that run up to ``grace_s`` seconds from now on.
 
-        A registry that answers late takes nothing from the time of whoever waits for the worker's end."""
+        A registry that answers late does not prolong the wait for the worker's end.
+        """
         self.draining = True
         end_s = asyncio.get_running_loop().time() + grace_s
         await self.epoch.heartbeats.leave(self.component_id)
@@ -414,13 +422,13 @@ class Worker:
                 await self.epoch.idle.wait()
 
     async def close(self) -> None:
-        """Cancel the sequences that are left, send the node the last orders, and detach. Idempotent."""
+        """Cancels the sequences that are left, sends the node the last orders, and detaches. Idempotent."""
         if self._closed:
             return
         self._closed = self.draining = True
         self._stop_returning()
         if self._returning is not None:
-            # Its thread may be making a new connection of the attachment.
+            # The worker's thread may be making a new connection of the attachment.
             await asyncio.wait([self._returning])
         for seq_id in tuple(self.epoch.listeners):
             self.epoch.cancel(seq_id)
@@ -428,16 +436,12 @@ class Worker:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.epoch.settled(), DRAIN_TIMEOUT_S)
         await self.epoch.close()
-        if self.grammars is not None:
-            self.grammars.close()
-        if self.adapters is not None:
-            self.adapters.close()
         with contextlib.suppress(ValueError):
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())
         await self.node.aclose()
         self.model.backend.close()
-        if self._draft is not None:
-            self._draft.backend.close()
+        for feature in self._features:
+            feature.close()
         self.attachment.close()
 
     def _on_node_gone(self) -> None:
@@ -450,7 +454,7 @@ class Worker:
 
 
 def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) -> Attachment:
-    """Attaches a worker that runs ``model``. Raises as :func:`attach` does."""
+    """Attaches a worker that runs ``model``. Raises what :func:`attach` raises."""
     layout = model.backend.layout
     return attach(
         socket_path,
@@ -466,18 +470,8 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
     )
 
 
-def _warm_up(model: LoadedModel, draft: DraftModel | None, tokens: int) -> None:
-    """Has steps of up to so many tokens find everything in memory; a larger one has its buffers grow."""
+def _warm_up(model: LoadedModel, features: Sequence[WorkerFeature], tokens: int) -> None:
+    """Runs steps so that those of up to so many tokens find everything in memory; for a larger step buffers grow."""
     model.backend.warm_up(tokens)
-    if draft is not None:
-        draft.backend.warm_up(tokens)
-
-
-def load_grammars(model: LoadedModel) -> GrammarCompiler | None:
-    """What compiles grammars for a model; None, and a line in the log, where that cannot be."""
-    prepared, backend = model.prepared, model.backend
-    try:
-        return GrammarCompiler.load(prepared.folder, backend.vocab_size, prepared.eos_token_ids)
-    except (ImportError, OSError, ValueError) as error:
-        log.warning("answers cannot follow grammars here: %s", error)
-        return None
+    for feature in features:
+        feature.warm_up(tokens)

@@ -1,6 +1,7 @@
-"""One epoch of a worker and all that lives as long as it: scheduler and step thread, tickets, node updates, heartbeats.
+"""Runs one epoch of a worker and all that lives as long as it: scheduler and step thread, tickets, node updates,
+heartbeats.
 
-    serving --the node was silent, or the process slept: the lease has lapsed--> outcomes held back
+    serving --the node was silent, or the process slept: the term has lapsed--> outcomes held back
        |    <--the node answers: not fenced---------------------------------'      |
        |                                                                           | the node answers: fenced,
        +--- a call without an answer, or refused ---------+------------------------+
@@ -16,22 +17,27 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from opentelemetry.context import Context
 
 from pillion.config import WorkerFlags
 from pillion.engine.backends.backend import InFlightStep
-from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.backends.loading import LoadedModel
-from pillion.engine.grammars.answer_grammar import AnswerGrammar
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceSpec
-from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, ResumeOrder, SchedulerLoad, StepPlan, Update
-from pillion.engine.worker.adapter_loader import AdapterLoader
-from pillion.engine.worker.heartbeat import Heartbeats, Lease
+from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress, SequenceSpec
+from pillion.engine.scheduling.step_plan import (
+    CommitOrder,
+    FeatureOrder,
+    Outcome,
+    ResumeOrder,
+    StepPlan,
+    Update,
+)
+from pillion.engine.worker.heartbeat import EpochTerm, Heartbeats
 from pillion.engine.worker.node_updates import NodeUpdates, describe_failure
 from pillion.engine.worker.step_loop import StepLoop
 from pillion.engine.worker.step_meter import PREFILL, TAIL, StepMeter
@@ -41,19 +47,19 @@ from pillion.errors import Cancelled, Conflict, DeadlineExceeded, NotFound, Pill
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
 from pillion.v1.kvnode_pb2 import CommitRunResult
-from pillion.wire.registry import ComponentRecord
+from pillion.wire.registry import ComponentRecord, WorkerLoad
 
 log = logging.getLogger("pillion.worker")
 
 T = TypeVar("T")
 
 SETTLE_POLL_S = 0.01
-# How often the caller of a stream or a span hears that it waits.
+# The caller of a stream or a prefill range hears this often that it waits.
 QUEUE_HEARTBEAT_MS = 20_000
-# A node that does not answer is asked again for a new epoch, so many times in all.
+# A node that does not answer is asked again for a new epoch, this many times in all.
 MAX_REATTACH_TRIES = 6
 REATTACH_RETRY_S = 1.0
-# These end an epoch, not the worker: it was fenced, or the outcome of a call is unknown.
+# These errors end an epoch, not the worker: it was fenced, or the outcome of a call is unknown.
 _SURVIVABLE = (Conflict, Cancelled, Unavailable, DeadlineExceeded)
 
 
@@ -63,16 +69,23 @@ class SequenceListener(Protocol):
     trace: Context
 
     def on_begun(self) -> None:
-        """A step begins that computes the first tokens of its prompt."""
+        """Notes that a step begins that computes the first tokens of the sequence's prompt."""
 
     def on_update(self, update: Update) -> None: ...
     def on_chunk(self, chunk: ChunkDone) -> None: ...
 
 
+class CarriesOut(Protocol):
+    """Represents a feature's part in the worker, as far as an epoch uses it."""
+
+    async def carry_out(self, what: str) -> object:
+        """Does what the feature's part in the steps has ordered. Returns the answer to the order."""
+
+
 class WorkerEpoch:
-    """One epoch's work. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``, ``heartbeats``,
-    and what a step may hold: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, as many as fit into ``target_s``
-    or ``target_steps`` plain steps (0: any).
+    """Runs one epoch of a worker. Attributes are for reading: ``number``, ``listeners``, ``load``, ``tickets``,
+    ``heartbeats``, and what a step may hold: ``max_num_seqs`` sequences, ``max_step_tokens`` tokens, as many as fit
+    into ``target_s`` or ``target_steps`` plain steps (0 sets no target).
 
     Args:
         scheduler: a fresh one.
@@ -80,7 +93,7 @@ class WorkerEpoch:
         on_lost: called with a reason, maybe more than once, when the epoch cannot go on but the worker can.
         on_fail: called with a reason, maybe more than once, when the worker cannot go on.
         meter: counts the steps.
-        adapters: loads the scheduler's adapters; None where no sequence has one.
+        features: carry out what the scheduler's features order, by the need that they serve.
     """
 
     def __init__(
@@ -95,45 +108,46 @@ class WorkerEpoch:
         on_lost: Callable[[str], None],
         on_fail: Callable[[str], None],
         meter: StepMeter,
-        adapters: AdapterLoader | None = None,
+        features: Mapping[str, CarriesOut] | None = None,
     ) -> None:
         self.number = number
         self.listeners: dict[int, SequenceListener] = {}
-        self.load = SchedulerLoad()
+        self.load = WorkerLoad()
         self.max_num_seqs = scheduler.queues.max_num_seqs
         self.max_step_tokens = scheduler.budget.max_tokens
         self.target_s, self.target_steps = scheduler.budget.target_s, scheduler.budget.target_steps
-        # Why the epoch ended; None while it lasts.
+        # This is why the epoch ended; None while it lasts.
         self._end_error: PillionError | None = None
         self.idle = asyncio.Event()
         self.idle.set()
         self._block_size = flags.block_size
+        self._masks = scheduler.masks
         self._model = model
         self._on_lost = on_lost
         self._on_fail = on_fail
         self._meter = meter
-        self._adapters = adapters
+        self._features = features or {}
         self._traced = telemetry.recording()
         self._loop = asyncio.get_running_loop()
-        # In the order in which they began, which is the order in which they are cancelled.
+        # The tasks are kept in the order in which they began, in which they are cancelled too.
         self._tasks: dict[asyncio.Task[None], None] = {}
-        lease = Lease(flags.heartbeat_timeout_ms / 1000, time.monotonic)
+        term = EpochTerm(flags.heartbeat_timeout_ms / 1000, time.monotonic)
         self._steps = StepLoop(
             scheduler,
             self._launch,
             self._choose,
-            ahead=model.backend.runs_ahead,
+            max_under_way=model.backend.max_steps_under_way,
             on_outcome=self._on_outcome,
             on_death=on_fail,
             on_step=self._on_step,
-            may_publish=lease.held,
+            may_publish=term.held,
         )
         self.tickets = Tickets(node, number, post_event=self._steps.post_event, lost=self._judge)
         self.heartbeats = Heartbeats(
             flags,
             node,
             number,
-            lease,
+            term,
             describe=describe,
             on_lost=self._judge,
             on_fail=on_fail,
@@ -147,62 +161,62 @@ class WorkerEpoch:
             post_event=self._steps.post_event,
             on_committed=self._on_committed,
             on_resume=self.resume,
-            on_draft=lambda order: self._spawn(self.tickets.open_draft(order)),
+            on_chain=lambda order: self._spawn(self.tickets.open_chain(order)),
         )
 
     def start(self) -> None:
-        """Start the step thread, the node updates and the heartbeats."""
+        """Starts the step thread, the node updates and the heartbeats."""
         self._steps.start()
         self._spawn(self._send_updates())
         self._spawn(self.heartbeats.run())
 
-    # Work.
+    def add(
+        self,
+        spec: SequenceSpec,
+        listeners: Mapping[int, SequenceListener],
+        attach: Iterable[Callable[[Sequence], None]],
+        holding: Holding,
+        last_hash: bytes,
+    ) -> SequenceProgress:
+        """Runs a sequence with a ticket that :attr:`tickets` adopted. ``listeners`` get its updates and those of its
+        siblings, by seq_id, until one has an ending.
 
-    def make(
-        self, spec: SequenceSpec, holding: Holding, tail_hash: bytes, grammar: AnswerGrammar | None = None
-    ) -> Sequence:
-        """The sequence for :meth:`add`, with a ticket that :attr:`tickets` adopted. Raises NotFound, and lets go of the
-        holding, if the chain holds other tokens than ``spec`` has, for KV of another prompt is never read, or tokens
-        that are yet to be scored."""
+        Raises NotFound if the chain holds other tokens than ``spec`` has, because KV of another prompt is never read,
+        or tokens that are yet to be scored, and Unavailable where the epoch has ended."""
         chain, first = len(holding.chain_slots), spec.start_tokens // self._block_size
-        sequence = Sequence(spec, holding, self._block_size, time.monotonic(), grammar=grammar)
+        sequence = Sequence(spec, holding, self._block_size, time.monotonic())
         if chain > first:
-            fits = sequence.left_to_compute >= (0 if sequence.is_span else 1)
-            fits = fits and sequence.block_hashes(chain - 1, chain) == tail_hash
+            fits = sequence.left_to_compute >= (0 if sequence.is_prefill else 1)
+            fits = fits and sequence.block_hashes(chain - 1, chain) == last_hash
         else:
-            fits = not tail_hash or tail_hash == spec.parent_hash
+            fits = not last_hash or last_hash == spec.parent_hash
         unscored = sequence.unscored_from
         if not fits or (unscored is not None and sequence.num_computed > unscored):
-            self.tickets.let_go(holding)
             raise NotFound("the ticket's chain is not of these tokens, or holds some that are to be scored: plan again")
-        return sequence
-
-    def add(
-        self, sequence: Sequence, listener: SequenceListener, forks: Mapping[int, SequenceListener] | None = None
-    ) -> None:
-        """Run a sequence. ``listener`` gets its updates until one has an ending; ``forks``, by seq_id, those of its
-        forks. Raises Unavailable where the epoch has ended."""
+        for one in attach:
+            one(sequence)
         if self._end_error is not None:
             raise self._end_error
-        self.listeners[sequence.seq_id] = listener
-        self.listeners.update(forks or {})
+        self.listeners.update(listeners)
         self.idle.clear()
         self._steps.post_event(Scheduler.add, sequence)
+        return sequence.progress
 
-    def preload(self, digest: str) -> None:
-        """Load an adapter for a sequence that is still to come, if there is an idle place."""
-        if digest not in self.load.adapters:
-            self._steps.post_event(Scheduler.preload, digest)
+    def expect(self, need: str, what: str) -> None:
+        """Notes that a sequence with this need is still to come: its feature may begin to load what the sequence
+        needs."""
+        if need in self._features:
+            self._steps.post_event(Scheduler.expected, need, what)
 
     def cancel(self, seq_id: int) -> None:
-        """End a sequence; its listener gets nothing further. Unknown ids are ignored (I8)."""
+        """Ends a sequence; its listener gets nothing further. Unknown ids are ignored (I8)."""
         if self._forget(seq_id) is None:
             return
-        self.tickets.stop_resuming(seq_id)
+        self.tickets.stop_waiting(seq_id)
         self._steps.post_event(Scheduler.cancel, seq_id)
 
     def wake(self) -> None:
-        """Let the step loop look for work again, from any thread: a mask that it missed is there."""
+        """Makes the step loop look for work again, from any thread: a mask that it had to wait for is there."""
         self._steps.post_event(lambda scheduler, now: None)
 
     def _forget(self, seq_id: int) -> SequenceListener | None:
@@ -211,11 +225,9 @@ class WorkerEpoch:
             self.idle.set()
         return listener
 
-    # The end.
-
     @property
     def held_back(self) -> int:
-        """Outcomes that are held back because the lease has lapsed."""
+        """Gives the number of outcomes that are held back because the term has lapsed."""
         return self._steps.held_back
 
     @property
@@ -223,7 +235,8 @@ class WorkerEpoch:
         return self._end_error is not None
 
     def end(self, error: PillionError) -> None:
-        """Nothing is emitted or committed from now on, and every listener gets ``error``. Idempotent."""
+        """Ends the epoch: nothing is emitted or committed from now on, and every listener gets ``error``.
+        Idempotent."""
         if self._end_error is not None:
             return
         self._end_error = error
@@ -231,7 +244,7 @@ class WorkerEpoch:
         self.tickets.retire()
         self._cancel_tasks()
         for seq_id in tuple(self.listeners):
-            # A fork may have gone with its stream meanwhile.
+            # A sibling may have gone with its stream meanwhile.
             listener = self._forget(seq_id)
             if listener is not None:
                 listener.on_update(Update(seq_id=seq_id, ending=Ending(error=error)))
@@ -247,19 +260,22 @@ class WorkerEpoch:
         """Returns when no sequence is left and the node has answered everything."""
         while await self._count_sequences():  # noqa: ASYNC110  (what is awaited lives in another thread)
             await asyncio.sleep(SETTLE_POLL_S)
-        # Outcomes come in order: what was decided before the count has been read once a second one is here.
+        # Outcomes arrive in order, so a second count makes sure that all which were decided before the first one have
+        # arrived.
         await self._count_sequences()
         await self._updates.drained()
 
     async def positions(self) -> dict[int, int]:
-        """The place in line of each sequence that does not decode yet, by seq_id (Scheduler.positions).
+        """Returns the place in line of each sequence that does not decode yet, by seq_id (Scheduler.positions). Those
+        that wait for memory before they join the line come last.
 
         The step thread answers between two steps, so an answer shows that steps go on; empty where it takes longer than
         QUEUE_HEARTBEAT_MS.
         """
         try:
             async with asyncio.timeout(QUEUE_HEARTBEAT_MS / 1000):
-                return await self._ask(Scheduler.positions)
+                found = await self._ask(Scheduler.positions)
+                return {seq_id: at for at, seq_id in enumerate(self.tickets.waiting, len(found) + 1)} | found
         except TimeoutError:
             return {}
 
@@ -267,7 +283,7 @@ class WorkerEpoch:
         return await self._ask(lambda scheduler: len(scheduler.sequences))
 
     async def _ask(self, read: Callable[[Scheduler], T]) -> T:
-        """What ``read`` finds on the step thread, between two steps."""
+        """Calls ``read`` on the step thread, between two steps, and returns its result."""
         loop = asyncio.get_running_loop()
         found: asyncio.Future[T] = loop.create_future()
 
@@ -282,7 +298,7 @@ class WorkerEpoch:
         return await found
 
     def _judge(self, error: PillionError) -> None:
-        """A call to the node failed: the end of the epoch, or of the worker."""
+        """Notes that a call to the node failed, which ends the epoch, or the worker."""
         if not self.over:
             (self._on_lost if isinstance(error, _SURVIVABLE) else self._on_fail)(describe_failure(error))
 
@@ -305,7 +321,7 @@ class WorkerEpoch:
             task.cancel()
         return tasks
 
-    # The step thread's side.
+    # The step thread calls the following methods.
 
     def _on_step(self, plan: StepPlan, seconds: float, ok: bool) -> None:
         tokens = self._meter.count_step(plan, seconds, ok)
@@ -313,7 +329,7 @@ class WorkerEpoch:
         if self._traced and (tokens[TAIL] or tokens[PREFILL]):
             now_s, seq_ids = time.monotonic(), [piece.sequence.seq_id for piece in plan.pieces]
             with contextlib.suppress(RuntimeError):
-                # Posted before the outcome, so that no listener has left yet.
+                # This is posted before the outcome, so that no listener has left yet.
                 self._loop.call_soon_threadsafe(self._record_step, now_s - seconds, now_s, tokens, seq_ids)
 
     def _record_step(self, start_s: float, end_s: float, tokens: dict[str, int], seq_ids: list[int]) -> None:
@@ -325,13 +341,14 @@ class WorkerEpoch:
         sequences = (piece.sequence for piece in plan.pieces)
         begun = [one.seq_id for one in sequences if one.progress.tail_steps == 1 and not one.progress.first_token_s]
         if begun:
-            # Before the step: a request that ends this process in it is known by that (I8).
+            # Listeners learn that a step begins before it runs, so that a request that kills this process in the step
+            # is known.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._tell_begun, begun)
-        for place, packed in plan.placements:
-            backend.place_adapter(place, packed)
-        batch = build_batch(plan, self._block_size)
-        rows = None if plan.awaits_tokens else build_sampling(plan)
+        for slot, packed in plan.placements:
+            backend.place_adapter(slot, packed)
+        batch = build_step_batch(plan, self._block_size)
+        rows = None if plan.awaits_tokens else build_sampling(plan, self._masks(plan))
         return backend.launch(batch, plan.copies, rows)
 
     def _tell_begun(self, seq_ids: list[int]) -> None:
@@ -341,17 +358,17 @@ class WorkerEpoch:
                 listener.on_begun()
 
     def _choose(self, plan: StepPlan, step: InFlightStep) -> None:
-        step.choose(build_sampling(plan))
+        step.choose(build_sampling(plan, self._masks(plan)))
 
     def _on_outcome(self, outcome: Outcome) -> None:
         if self.over:
             return
-        self.load = outcome.load
+        self.load = WorkerLoad(**outcome.load)
         self._meter.count_outcome(outcome)
-        # First of all, so that no slot depends on what a listener does.
+        # The node's orders are sent first, so that no slot depends on what a listener does.
         self._updates.put(outcome)
-        for digest in outcome.adapters:
-            self._spawn(self._load_adapter(digest))
+        for order in outcome.feature_orders:
+            self._spawn(self._carry_out(order))
         for chunk in outcome.chunks:
             listener = self.listeners.get(chunk.seq_id)
             if listener is not None:
@@ -363,23 +380,17 @@ class WorkerEpoch:
                     self._forget(update.seq_id)
                 listener.on_update(update)
 
-    async def _load_adapter(self, digest: str) -> None:
-        assert self._adapters is not None
-        try:
-            packed = await self._adapters.load(digest)
-        except PillionError as error:
-            self._steps.post_event(Scheduler.adapter_failed, digest, error)
-        else:
-            self._steps.post_event(Scheduler.adapter_loaded, digest, packed)
-
-    # The node's side.
+    async def _carry_out(self, order: FeatureOrder) -> None:
+        answer = await self._features[order.need].carry_out(order.what)
+        self._steps.post_event(Scheduler.answered, order.need, order.what, answer)
 
     def resume(self, order: ResumeOrder) -> None:
-        """Open a new ticket for a preempted sequence, if it still has a listener when the task starts."""
+        """Opens a new ticket for a preempted sequence, if it still has a listener when the task starts."""
         self._spawn(self._resume(order))
 
     async def _resume(self, order: ResumeOrder) -> None:
-        # Asked in the task: a cancel that came before its first step found nothing in the node's queue to take out.
+        # The task checks for a listener, because a cancel that came before the task ran found nothing to take out of
+        # the node's queue.
         if order.seq_id in self.listeners:
             await self.tickets.resume(order)
 
@@ -401,7 +412,7 @@ class WorkerEpoch:
 
 
 async def new_epoch(node: NodeClient, old: int) -> int:
-    """Ask the node for a new epoch, which tells it that nothing of the ``old`` one is in use any more.
+    """Asks the node for a new epoch, which tells it that nothing of the ``old`` one is in use any more.
 
     If the node got a call whose answer was lost, the next one has the same answer. Raises Unavailable after
     MAX_REATTACH_TRIES, NotFound where the old epoch is void.

@@ -1,4 +1,4 @@
-"""A worker with its gRPC server: the component that commands and tests start and stop, for both services.
+"""Runs a worker with its gRPC server: the component that commands and tests start and stop, for both services.
 
 serve --> announced in the registry --stop--> drained --> last messages --> server ended --> worker closed
 """
@@ -19,13 +19,13 @@ from pillion.net.rpc import RunningServer, internal_credentials, start_server
 
 log = logging.getLogger("pillion.worker")
 
-# Time in which open connections may take the last messages.
+# Open connections have this long to take the last messages.
 LAST_MESSAGES_S = 0.5
 
 
 class WorkerServer:
-    """A running worker that serves at ``address``. ``finish`` sends the last messages of the connections that clients
-    keep open, and ends them; it is called when the worker has drained."""
+    """Represents a running worker that serves at ``address``. ``finish`` sends the last messages of the connections
+    that clients keep open, and ends them; it is called when the worker has drained."""
 
     def __init__(self, worker: Worker, server: RunningServer, finish: Callable[[], None]) -> None:
         self.worker = worker
@@ -36,11 +36,11 @@ class WorkerServer:
         self._finish = finish
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Take no more work, give running sequences ``grace_s`` seconds, then end."""
+        """Takes no more work, gives running sequences ``grace_s`` seconds, then ends the worker and its server."""
         await self.worker.drain(grace_s)
         self._finish()
-        # Whom a failed worker leaves without a last message learns as much from the end of the connection, and somebody
-        # may be waiting for the process that comes after this one.
+        # A client that a failed worker leaves without a last message learns as much from the end of the connection, and
+        # somebody may be waiting for the process that comes after this one.
         await self._server.stop(0.0 if self.worker.failed else LAST_MESSAGES_S)
         await self.worker.close()
 
@@ -51,7 +51,7 @@ async def serve(
     add_to: Callable[[grpc.aio.Server], None],
     finish: Callable[[], None] = lambda: None,
 ) -> WorkerServer:
-    """Serve and announce the worker; ``add_to`` registers its servicer. Raises ConfigError, with the worker closed,
+    """Serves and announces the worker; ``add_to`` registers its servicer. Raises ConfigError, with the worker closed,
     where its address is in use."""
     flags = worker.flags
     async with AsyncExitStack() as undo:
@@ -62,7 +62,7 @@ async def serve(
         except OSError as error:
             raise ConfigError(str(error)) from None
         undo.push_async_callback(server.stop, 0.0)
-        # In a thread, because host names may have to be looked up.
+        # This runs in a thread, because host names may have to be looked up.
         address = await asyncio.to_thread(advertised, flags.advertise, server.address, flags.redis_url)
         undo.pop_all()
     worker.announce(address)

@@ -13,13 +13,14 @@ import logging
 import os
 import re
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pillion.adapter_folders import KEEP_S, STORE_LIMITS, StoreLimits, cache_root
+from pillion.adapter_folders import KEEP_S, cache_root
 from pillion.engine.adapters.adapter_process import AdapterProcess
-from pillion.engine.adapters.adapter_store import AdapterKeeper, AdapterStore
+from pillion.engine.adapters.adapter_store import AdapterCopier, AdapterStore
 from pillion.errors import (
     ConfigError,
     Conflict,
@@ -31,41 +32,35 @@ from pillion.errors import (
     PillionError,
     Unavailable,
 )
-from pillion.gateway.adapters.name_table import MAX_NAMES, NamedAdapter, NameTable
+from pillion.gateway.adapters.adapter_spread import AdapterSpread
+from pillion.gateway.adapters.name_table import FORGET_MS, MAX_CHANGES, MAX_NAMES, NameTable
 from pillion.gateway.links.defects import Defects
+from pillion.gateway.links.node_link import NodeLink
+from pillion.gateway.named_adapters import AdapterMakers, AdapterOptions, Adapters, NamedAdapter, ServedFolders
 from pillion.kvstore.index.shared_names import SharedNames
+from pillion.observability import metric_catalog
+from pillion.observability.metrics import Reading
 
 log = logging.getLogger("pillion.gateway")
 
-# A name that is unknown here may have been loaded at another gateway just now; looks for such ones are so far apart.
+# A name of an adapter that this gateway does not know may have been loaded at another one just now; the registry is
+# asked this often.
 LOOK_INTERVAL_S = 0.1
-# The copies of adapters that have names count as used so often.
+# The copies of adapters that have names are marked as used this often, so that nobody removes them.
 USE_INTERVAL_S = KEEP_S / 24
-# Adapters that are loaded and unloaded, or wait for that; one copy is made at a time.
+# At most this many adapters are loaded or unloaded, or wait to be; one copy of an adapter's files is made at a time.
 MAX_CHANGES_AT_ONCE = 16
 RETRY_AFTER_MS = 1000
-# Longest time that an adapter's folder may take to be checked and copied, and the memory that this may take.
+# Checking and copying an adapter's folder may take this long, and this much memory.
 LOAD_TIMEOUT_S = 300.0
 MAX_PROCESS_BYTES = 2**30
 
 _NAME = re.compile(r"[^\x00-\x20\x7f]{1,256}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterOptions:
-    """The flags that decide about adapters. ``max_loras``: how many a worker keeps ready. ``folders`` are those of
-    --lora-path; ``updating``: whether names may change while the gateway runs; ``limits``: what copies may take."""
-
-    max_rank: int
-    max_loras: int = 0
-    folders: tuple[str, ...] = ()
-    updating: bool = False
-    limits: StoreLimits = STORE_LIMITS
-
-
 @dataclass(frozen=True, slots=True)
 class LoraModule:
-    """One of --lora-modules. ``model`` is the name of its model; "" for that of --model."""
+    """Holds one value of --lora-modules. ``model`` is the name of its model; "" means that of --model."""
 
     name: str
     path: str
@@ -100,8 +95,8 @@ def _parse_module(text: str) -> LoraModule:
     return module
 
 
-class AdapterNames:
-    """Adapters by the names that clients use.
+class AdapterNames(Adapters):
+    """Keeps the adapters that a gateway serves by the names that clients use.
 
     Args:
         models: the folder of each served model, by its name; the first one is that of --model.
@@ -125,10 +120,12 @@ class AdapterNames:
         self._options = options
         self._folders = [Path(folder).expanduser().resolve() for folder in options.folders]
         self._shared = shared
-        keeper = AdapterKeeper(str(cache_root()), options.limits)
-        self._process = AdapterProcess(keeper, MAX_PROCESS_BYTES)
+        copier = AdapterCopier(str(cache_root()), options.limits)
+        self._process = AdapterProcess(copier, MAX_PROCESS_BYTES)
         self.store = AdapterStore(limits=options.limits, digest_of=self._process.digest)
-        self.max_loras = options.max_loras
+        self._spread: AdapterSpread | None = None
+        # This counts running requests by the name of their adapter.
+        self._running: Counter[str] = Counter()
         self.table = NameTable()
         self._version = b""
         self._loading = asyncio.Lock()
@@ -136,7 +133,7 @@ class AdapterNames:
         self._sharing = asyncio.Lock()
         self._looked_s = float("-inf")
         self._looking: asyncio.Task[None] | None = None
-        # Loads whose callers may have left.
+        # The caller of one of these loads may have gone away meanwhile.
         self._loads: set[asyncio.Task[NamedAdapter]] = set()
 
     def load_fixed(self, modules: Sequence[LoraModule]) -> None:
@@ -152,25 +149,47 @@ class AdapterNames:
         if not self._options.updating:
             self._process.close(for_good=False)
 
+    def reach(self, nodes: Callable[[], Iterable[NodeLink]]) -> None:
+        """Takes the links to all KV nodes, so that the files of adapters can be sent to them."""
+        self._spread = AdapterSpread(nodes, self.digests, self.store)
+
+    async def spread(self) -> None:
+        """Brings the files of all adapters to the machines of the KV nodes, as far as that can be done now."""
+        assert self._spread is not None
+        await self._spread.spread()
+
+    def began(self, name: str) -> None:
+        """Notes that a request begins to run with the adapter of this name."""
+        self._running[name] += 1
+
+    def ended(self, name: str) -> None:
+        """Notes that a request with the adapter of a name has ended."""
+        self._running[name] -= 1
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields the gauges of a gateway that serves adapters."""
+        return adapter_readings(self._running, self._options.max_loras)
+
     def find(self, name: str) -> NamedAdapter | None:
-        """What a name means now; None where it means no adapter of a model that is served here."""
+        """Returns the adapter that a name means now; None where it means no adapter of a model that is served here."""
         adapter = self.table.find(name)
         return adapter if adapter is not None and adapter.parent in self._models and name not in self._taken else None
 
     def all(self) -> list[NamedAdapter]:
-        """The adapters of models that are served here, by name."""
+        """Returns the adapters of models that are served here, by name."""
         return [adapter for adapter in self.table.all() if self.find(adapter.name) is adapter]
 
     def digests(self) -> set[str]:
-        """The digests of these adapters."""
+        """Returns the digests of the adapters of models that are served here."""
         return {adapter.digest for adapter in self.all()}
 
     async def look(self, name: str) -> None:
-        """Asks the registry about a name that is unknown here; all who ask at once share a look, and each has one that
-        began after it came."""
+        """Asks the registry for a name that is unknown here. Callers at the same time share one call of the registry,
+        and each gets a call that began after its own."""
         if not name or name in self._taken or not self._options.updating:
             return
-        # A look that is under way may have been answered before the name was given.
+        # A call of the registry that has begun may have been answered before the name was given, so a second one may be
+        # needed.
         for _ in range(1 if self._looking is None else 2):
             if self.table.find(name) is not None:
                 return
@@ -199,7 +218,7 @@ class AdapterNames:
         Raises:
             Overloaded: too many adapters are being loaded, or there is no room for this one. PermissionDenied: names
                 are fixed here, or the folder is in none of --lora-path. NotFound: no such folder. InvalidRequest: the
-                adapter cannot be served. Conflict: the name is taken. Unavailable: it was not read within
+                adapter cannot be served. Conflict: the name is taken. Unavailable: the folder was not read within
                 LOAD_TIMEOUT_S, or the process that reads adapters has ended.
         """
         load = asyncio.create_task(self._change(name, path, in_place, model))
@@ -232,8 +251,8 @@ class AdapterNames:
         return adapter
 
     async def unload(self, name: str) -> NamedAdapter:
-        """Takes a name away. Requests that named it go on. Raises NotFound, and PermissionDenied or Conflict where the
-        name is fixed."""
+        """Takes a name away from its adapter. Requests that named it go on. Raises NotFound, and PermissionDenied or
+        Conflict where the name is fixed."""
         self._check_updating()
         async with self._turn():
             adapter = self.find(name)
@@ -247,7 +266,7 @@ class AdapterNames:
         return adapter
 
     async def share(self) -> None:
-        """Brings changes to the registry and takes those of the other gateways. Raises Unavailable."""
+        """Brings changes of names to the registry and takes those of the other gateways. Raises Unavailable."""
         if self._shared is None:
             return
         async with self._sharing:
@@ -256,12 +275,12 @@ class AdapterNames:
                 answer = await self._shared.share(self._version, sent)
                 self.table.merge(sent, answer.values, _now_ms())
                 self._version = answer.version
-                # What the registry turned out to lack is brought at once.
+                # A change that the registry's answer turns out to lack is brought to the registry at once.
                 if not self.table.unsent() or answer.values is None:
                     return
 
     async def run(self, interval_s: float) -> None:
-        """Shares names and keeps their copies in use, until it is cancelled."""
+        """Shares names with the other gateways and keeps the copies of named adapters in use, until it is cancelled."""
         defects = Defects("the sharing of adapters' names")
         used_s = float("-inf")
         while True:
@@ -274,12 +293,17 @@ class AdapterNames:
                 defects.note(error)
             await asyncio.sleep(interval_s)
 
+    async def run_spread(self, interval_s: float) -> None:
+        """Spreads and fetches the files of adapters, until it is cancelled."""
+        assert self._spread is not None
+        await self._spread.run(interval_s)
+
     async def end_reading(self) -> None:
-        """Ends the process that reads adapters, and what waits for it. Idempotent."""
+        """Ends the process that reads adapters, and the loads that wait for it. Idempotent."""
         await asyncio.to_thread(self._process.close)
 
     async def aclose(self) -> None:
-        """Ends loads and looks, and closes the connections to Redis."""
+        """Ends loads and calls of the registry, and closes the connections to Redis."""
         for task in (*self._loads, *filter(None, [self._looking])):
             task.cancel()
         await self.end_reading()
@@ -290,12 +314,13 @@ class AdapterNames:
         try:
             await self.share()
         except Unavailable as error:
-            # What changed here is brought later; what changed elsewhere is learnt then.
+            # Changes of this gateway are brought later, and changes of others are learnt then.
             log.debug("the registry did not take the names of adapters: %s", error.message)
 
     @contextlib.asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:
-        """One change at a time, with what other gateways changed. Raises Overloaded where too many wait."""
+        """Waits until one change of names may be made, after the changes of other gateways were read. Raises Overloaded
+        if too many changes wait."""
         if self._changing >= MAX_CHANGES_AT_ONCE:
             raise Overloaded(f"{MAX_CHANGES_AT_ONCE} adapters are being loaded", RETRY_AFTER_MS)
         self._changing += 1
@@ -327,8 +352,8 @@ class AdapterNames:
             )
 
     def _allowed(self, path: str) -> tuple[Path, Path]:
-        """The folder of --lora-path, and the one in it that a caller names. Nothing is said of paths elsewhere, not
-        even whether they exist."""
+        """Returns the folder of --lora-path that holds the folder a caller names, and the latter. Nothing is told about
+        paths elsewhere, not even whether they exist."""
         if "\0" in path:
             raise _wrong("lora_path", "a path has no character 0")
         found = [(root, Path(os.path.realpath(root / path))) for root in self._folders]
@@ -348,12 +373,12 @@ class AdapterNames:
             raise Conflict(f"{name!r} is the name of a model")
         try:
             place, model = "" if inside is None else str(inside), str(self._models[parent])
-            (digest, rank), _ = self._process.run(
+            (digest, rank, tokens), _ = self._process.run(
                 LOAD_TIMEOUT_S, "add", str(folder), model, self._options.max_rank, place
             )
         except ConfigError as error:
             raise _wrong("lora_path", error.message) from None
-        return NamedAdapter(name=name, parent=parent, digest=digest, rank=rank, path=str(folder))
+        return NamedAdapter(name=name, parent=parent, digest=digest, rank=rank, path=str(folder), virtual_tokens=tokens)
 
     def _use(self) -> None:
         for adapter in self.table.all():
@@ -369,3 +394,21 @@ def _now_ms() -> int:
 
 def _wrong(field: str, message: str) -> InvalidRequest:
     return InvalidRequest.of(FieldViolation(field, message))
+
+
+def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Reading]:
+    """Yields the gauges of adapters; ``running`` counts requests by the name of their adapter."""
+    yield metric_catalog.ADAPTER_SLOTS, (), max_loras
+    for name, requests in running.items():
+        if requests:
+            yield metric_catalog.ADAPTER_REQUESTS, (name,), requests
+
+
+def _make(options: AdapterOptions, served: ServedFolders) -> AdapterNames:
+    shared = SharedNames(options.redis_url, MAX_CHANGES, FORGET_MS) if options.redis_url else None
+    names = AdapterNames(served.folders, served.aliases, options, shared)
+    names.load_fixed(parse_lora_modules(options.modules))
+    return names
+
+
+ADAPTER_NAMES = AdapterMakers(parse_lora_modules, _make)

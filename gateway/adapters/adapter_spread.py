@@ -22,25 +22,25 @@ from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.errors import NotFound, PillionError
 from pillion.gateway.links.defects import Defects
 from pillion.gateway.links.node_link import NodeLink
-from pillion.kvstore.transfer.adapter_pieces import next_piece, open_files, receive_files
+from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
 
 log = logging.getLogger("pillion.gateway")
 
-# How often a node is asked again though nothing has changed: its machine's copies then count as used.
+# A node is asked again this often though nothing has changed, so that its machine's copies count as used.
 ASK_AGAIN_S = 600.0
-# How often it is asked again while it lacks something.
+# A node is asked again this often while its machine lacks something.
 RETRY_S = 5.0
-# Nodes that are asked for an adapter, one after the other, while they fail to give it.
+# This many nodes are asked for an adapter, one after the other, while they fail to give it.
 MAX_ASKED_NODES = 4
 
 
 class AdapterSpread:
-    """The files of one gateway's adapters.
+    """Spreads the files of one gateway's adapters.
 
     Args:
         nodes: returns the links to all KV nodes.
         digests: returns the adapters that have names now.
-        store: that of this machine.
+        store: the copies of adapters on this machine.
     """
 
     def __init__(
@@ -50,15 +50,17 @@ class AdapterSpread:
         self._digests = digests
         self._root = cache_root()
         self._store = store
-        # Adapters that this machine has, and when the others are asked for again.
+        # These are the digests of the adapters that this machine has, and the time from which it asks KV nodes for the
+        # others again.
         self._here: set[str] = set()
         self._fetch_again_s = float("-inf")
-        # By node: the session and the adapters that it was asked about, and until when that holds.
+        # For each node this holds the session and the adapters that the node was asked about, and until when its answer
+        # holds.
         self._asked: dict[str, tuple[int, frozenset[str], float]] = {}
         self._spreading = asyncio.Lock()
 
     async def spread(self) -> None:
-        """Brings each node what its machine lacks. Failures are tried again by a later call."""
+        """Brings each node the adapters that its machine lacks. What fails is tried again by a later call."""
         async with self._spreading:
             digests = frozenset(self._digests())
             nodes = [node for node in self._nodes() if node.alive]
@@ -68,7 +70,7 @@ class AdapterSpread:
             await asyncio.gather(*asked)
 
     async def fetch(self) -> None:
-        """Gets the adapters that have names and that this machine lacks from KV nodes. What fails is tried again."""
+        """Gets the files of named adapters that this machine lacks from KV nodes. What fails is tried again."""
         digests = set(self._digests())
         self._here &= digests
         unknown = digests - self._here
@@ -87,7 +89,7 @@ class AdapterSpread:
             self._fetch_again_s = time.monotonic() + RETRY_S
 
     async def _fetch(self, digest: str) -> bool:
-        """Whether one of the nodes gave an adapter's files."""
+        """Asks nodes for an adapter's files, one after the other; returns whether one of them gave the files."""
         limits, room = self._store.limits, partial(self._store.receive, digest)
         for node in [node for node in self._nodes() if node.alive][:MAX_ASKED_NODES]:
             try:
@@ -97,7 +99,7 @@ class AdapterSpread:
             except (PillionError, OSError, TimeoutError) as error:
                 log.info("adapter %s did not come from KV node %s: %s", digest[:12], node.node_id, error)
                 if isinstance(error, NotFound):
-                    # The node has asked the others.
+                    # The node that answered has asked the other nodes already.
                     return False
             else:
                 log.info("adapter %s came from KV node %s", digest[:12], node.node_id)
@@ -105,7 +107,7 @@ class AdapterSpread:
         return False
 
     async def run(self, interval_s: float) -> None:
-        """Spreads and fetches what changes, until it is cancelled."""
+        """Spreads and fetches the files of adapters that change, until it is cancelled."""
         defects = Defects("the spreading of adapters")
         while True:
             try:
@@ -126,9 +128,10 @@ class AdapterSpread:
             for digest in await node.client.missing_adapters(sorted(digests)):
                 files = await asyncio.to_thread(open_files, self._root / ADAPTERS / digest)
                 if files:
-                    await node.client.keep_adapter(digest, files, self._store.limits.transfer_s)
+                    await node.client.keep_adapter(pieces_of(files, digest), self._store.limits.transfer_s)
                     log.info("adapter %s is on the machine of KV node %s now", digest[:12], node.node_id)
-                # Else another gateway has loaded it, and brings it.
+                # Where this machine lacks an adapter's files, another gateway has loaded the adapter and brings the
+                # files to the nodes.
                 complete = complete and bool(files)
         except (PillionError, OSError) as error:
             log.info("KV node %s did not get the adapters that it lacks: %s", node.node_id, error)

@@ -1,4 +1,4 @@
-"""What every name of an adapter means now. Sans-IO (I9).
+"""Records what every name of an adapter means now. Sans-IO (I9).
 
 Names of --lora-modules stand as long as the gateway runs. The others come and go on all gateways: each change has a
 stamp, the later of two changes stays, and what a registry has lost is brought to it again.
@@ -11,67 +11,53 @@ from collections.abc import Iterable, Mapping
 import msgspec
 
 from pillion.adapter_folders import is_adapter_digest
+from pillion.gateway.named_adapters import NamedAdapter
 from pillion.kvstore.index.shared_names import StampedValue
 
 MAX_NAMES = 1024
-# Names that mean something, and those that do not any more; of these, the oldest are forgotten where there are more.
+# The table has at most this many names that mean something or once did; of the names that mean nothing any more the
+# oldest are forgotten.
 MAX_CHANGES = 4 * MAX_NAMES
-# How long a gateway that nobody reaches may come back without bringing again what was unloaded meanwhile.
+# A gateway that nobody reaches may come back within this time and will not bring names again that were unloaded
+# meanwhile.
 FORGET_MS = 24 * 3600 * 1000
 
 
-class NamedAdapter(msgspec.Struct, frozen=True, kw_only=True):
-    """An adapter as clients name it.
-
-    Attributes:
-        parent: the name of its model.
-        digest: SHA-256 of its content, hexadecimal (I2).
-        rank: its largest rank.
-        path: the folder that it was loaded from.
-    """
-
-    name: str
-    parent: str
-    digest: str
-    rank: int
-    path: str
-
-
 class NameTable:
-    """Adapters by name. ``fixed`` are those that no change touches."""
+    """Holds adapters by name. ``fixed`` are the adapters whose names no change may touch."""
 
     def __init__(self, fixed: Iterable[NamedAdapter] = ()) -> None:
         self.fixed = {adapter.name: adapter for adapter in fixed}
         self._adapters = dict(self.fixed)
-        # What changed while the gateways run, unloaded ones included.
+        # These are the changes to names while the gateways run; names that were unloaded are among them.
         self._changes: dict[str, StampedValue] = {}
         self._unsent: set[str] = set()
 
     def find(self, name: str) -> NamedAdapter | None:
-        """What a name means now."""
+        """Returns the adapter that a name means now, or None."""
         return self._adapters.get(name)
 
     def all(self) -> list[NamedAdapter]:
-        """All adapters, by name."""
+        """Returns all adapters, by name."""
         return sorted(self._adapters.values(), key=lambda adapter: adapter.name)
 
     def put(self, adapter: NamedAdapter, now_ms: int) -> None:
-        """Gives a name that is not fixed a new meaning."""
+        """Makes a name that is not fixed mean this adapter."""
         self._change(adapter.name, msgspec.json.encode(adapter), now_ms)
 
     def remove(self, name: str, now_ms: int) -> None:
-        """Takes a name's meaning away."""
+        """Notes that a name means no adapter any more."""
         self._change(name, b"", now_ms)
 
     def unsent(self) -> list[tuple[str, StampedValue]]:
-        """The changes that the registry may not have."""
+        """Returns the changes to names that the registry may not have."""
         return [(name, self._changes[name]) for name in sorted(self._unsent)]
 
     def merge(
         self, sent: Iterable[tuple[str, StampedValue]], found: Mapping[str, StampedValue] | None, now_ms: int
     ) -> None:
-        """Takes the registry's answer to changes that were ``sent``: ``found`` is all that it has, None where that is
-        what it had before."""
+        """Takes the registry's answer to changes that were ``sent``: ``found`` is all names that the registry has, or
+        None where they have not changed since the last answer."""
         for name, change in sent:
             if self._changes.get(name) == change:
                 self._unsent.discard(name)
@@ -94,7 +80,7 @@ class NameTable:
 
     def _change(self, name: str, value: bytes, now_ms: int) -> None:
         before = self._changes.get(name)
-        # Clocks of gateways differ: a change that was made behind another one must not lose to it.
+        # Clocks of gateways differ: a change that was made after another one must not lose to it.
         stamp_ms = now_ms if before is None else max(now_ms, before.stamp_ms + 1)
         self._take(name, StampedValue(stamp_ms, value))
         self._unsent.add(name)
@@ -110,13 +96,13 @@ class NameTable:
             try:
                 adapter = msgspec.json.decode(change.value, type=NamedAdapter)
             except msgspec.DecodeError:
-                return  # A newer gateway's, which this one cannot serve.
-            # Whoever may write to the registry must not make a worker ask for anything else.
+                return  # A gateway of a newer version wrote this adapter, which this one cannot serve.
+            # Nobody who can write to the registry may make a worker ask for anything but a digest.
             if adapter.name == name and is_adapter_digest(adapter.digest):
                 self._adapters[name] = adapter
 
     def _forget_one(self, but: str) -> None:
-        """Forgets the name that was unloaded first, as the registry does."""
+        """Forgets, of the names that were unloaded, the one that was unloaded first, as the registry does."""
         gone = [(change.stamp_ms, name) for name, change in self._changes.items() if not change.value and name != but]
         if gone:
             _, name = min(gone)

@@ -1,8 +1,7 @@
 """Admission decides who may send requests, how many at once, and which is next. Open admission.py first.
 
 admission.py       bounds of the gateway and of tenants, and a queue for each model
-turns.py           whose turn it is in such a queue (no clock, no I/O)
-fairness.py        the order in a queue: fair between tenants by tokens (no clock, no I/O)
+turns.py           whose turn it is in such a queue, or at the threads: fair between tenants (no clock, no I/O)
 tenants.py         what a tenant may use, and the salt that keeps its cache apart
 api_keys.py        the file of tenants and hashed keys
 quotas.py          token buckets of one gateway (no clock, no I/O)

@@ -1,4 +1,4 @@
-"""How much the gateway takes on at once, and which request is next (I7).
+"""Decides how much the gateway takes on at once, and which request is next (I7).
 
 enter: bounds by requests --> weigh: bounds by prompt tokens --> turn: a slot at the workers --> leave
    |                             |                                 | waits, fairly between tenants
@@ -7,7 +7,8 @@ enter: bounds by requests --> weigh: bounds by prompt tokens --> turn: a slot at
 Bounds are the gateway's and each tenant's own. Requests that wait are counted by them, so they bound the queues too.
 
 Requests in the background (batches) leave room for all others: they fill at most BACKGROUND_SHARE of any bound and of a
-model's slots, and have their turn only while nobody else waits, or once they have waited as long as their rank says.
+model's slots, and have their turn only while nobody else waits, or once they have waited as long as their queue order
+says.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from functools import partial
 from pillion.errors import DeadlineExceeded, FieldViolation, InvalidRequest, Overloaded, QuotaViolation
 from pillion.gateway.admission.tenants import OPEN, Tenant, share_of
 from pillion.gateway.admission.turns import BACKGROUND_SHARE, AdmissionPermit, ModelTurns
-from pillion.priority import rank
+from pillion.priority import queue_order
 
-# Time after which a refused client may try again; streams end every few hundred milliseconds on a gateway this full.
+# A refused client may try again after this time; on a gateway so full that it refuses, streams end every few hundred
+# milliseconds.
 RETRY_AFTER_MS = 1000
 
 
 class Admission:
-    """The bounds of all models together, and a queue for each model, whose workers cannot help another model.
+    """Holds the bounds of all models together, and a queue for each model, as its workers cannot help another model.
 
     Every ``enter`` that returns is followed by one ``leave``, however the request ends.
 
     Args:
         max_requests, max_tokens: requests and prompt tokens that may be in the gateway at once.
-        slots: answers that a model's workers are given at once, asked each time; 0: as many as come.
+        slots: returns how many answers a model's workers are given at once; 0 means any number.
     """
 
     def __init__(self, max_requests: int, max_tokens: int, slots: Callable[[str], int] = lambda model: 0) -> None:
@@ -49,12 +51,12 @@ class Admission:
 
     @property
     def running(self) -> int:
-        """Answers that have their slots at workers."""
+        """Gives the number of answers that have their slots at workers."""
         return sum(queue.turns.running for queue in self._queues.values())
 
     @property
     def waiting(self) -> int:
-        """Requests that wait for their turn."""
+        """Gives the number of requests that wait for their turn."""
         return sum(len(queue.turns.permits) for queue in self._queues.values())
 
     def enter(self, tenant: Tenant = OPEN, answers: int = 1, field: str = "sampling.n") -> AdmissionPermit:
@@ -62,7 +64,7 @@ class Admission:
 
         Raises:
             Overloaded: a bound is met.
-            InvalidRequest: so many answers could never be admitted; it names the ``field`` that asks for them.
+            InvalidRequest: this many answers could never be admitted; the error names the ``field`` that asks for them.
         """
         name, own = tenant.name, tenant.max_inflight_requests
         alone = _bound(tenant, own, self._max_requests, 0)
@@ -80,8 +82,8 @@ class Admission:
         return AdmissionPermit(tenant, answers)
 
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
-        """Admits the prompt of a request, and so many log probabilities of it, which count like tokens. One prompt is
-        always admitted, however long. Raises Overloaded."""
+        """Admits the prompt of a request, and ``scores`` log probabilities of it, which count like tokens. One prompt
+        is always admitted, however long. Raises Overloaded."""
         weight = tokens + scores
         name, own = permit.tenant.name, permit.tenant.max_inflight_tokens
         most = _bound(permit.tenant, own, self._max_tokens, self.tokens - self.tokens_of[name])
@@ -95,20 +97,28 @@ class Admission:
         self.tokens_of[name] += weight
 
     async def turn(
-        self, permit: AdmissionPermit, model: str, priority: int, arrived_s: float, deadline_s: float | None
+        self,
+        permit: AdmissionPermit,
+        model: str,
+        priority: int,
+        arrived_s: float,
+        deadline_s: float | None,
+        waits: Callable[[], None] = lambda: None,
     ) -> None:
-        """Returns when the request may go to the model's workers. Both times are monotonic.
+        """Returns when the request may go to the model's workers. Both times are monotonic. ``waits`` is called where
+        that is not at once.
 
         Raises:
             Overloaded: at once, where the wait would take longer than the deadline leaves.
-            DeadlineExceeded: it took longer all the same.
+            DeadlineExceeded: the wait was expected to be shorter, and took longer.
         """
         if model not in self._queues:
             self._queues[model] = _ModelQueue(partial(self._slots, model))
-        await self._queues[model].turn(permit, rank(priority, arrived_s), deadline_s)
+        await self._queues[model].turn(permit, queue_order(priority, arrived_s), deadline_s, waits)
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int = 0) -> None:
-        """Takes out a request that has ended, in whatever way, before or after its turn."""
+        """Takes a request out of the gateway that has ended, by an answer or otherwise, before or after it had slots at
+        workers."""
         name = permit.tenant.name
         self.requests -= permit.answers
         self.tokens -= permit.weight
@@ -121,21 +131,23 @@ class Admission:
             permit.queue.leave(permit, generated_tokens)
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets tenants that are not among ``names`` and do not wait."""
+        """Forgets the counters of tenants that are not among ``names`` and have no request waiting."""
         for queue in self._queues.values():
             queue.turns.waiting.keep(names)
             queue.turns.background.keep(names)
 
 
 class _ModelQueue:
-    """One model's turns, each awaited by a task."""
+    """Gives waiting requests of one model their slots at workers; a task awaits each of them."""
 
     def __init__(self, slots: Callable[[], int]) -> None:
         self.turns = ModelTurns(slots)
         self._futures: dict[int, asyncio.Future[None]] = {}
 
-    async def turn(self, permit: AdmissionPermit, request_rank: float, deadline_s: float | None) -> None:
-        """Wait for this model's next free place; :meth:`Admission.turn` has the errors."""
+    async def turn(
+        self, permit: AdmissionPermit, request_rank: float, deadline_s: float | None, waits: Callable[[], None]
+    ) -> None:
+        """Waits for this model's next free slot; :meth:`Admission.turn` has the errors."""
         now_s = time.monotonic()
         request = self.turns.wait(permit, request_rank, now_s, deadline_s)
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -144,6 +156,7 @@ class _ModelQueue:
             self._grant()
             if not future.done():
                 self.turns.began(permit, now_s)
+                waits()
             async with asyncio.timeout(None if deadline_s is None else max(0.0, deadline_s - now_s)):
                 await future
         except TimeoutError:
@@ -159,37 +172,38 @@ class _ModelQueue:
         self.turns.left(permit, time.monotonic())
 
     def _grant(self) -> None:
-        # A future that is done was cancelled a moment ago, and its task has not run since.
+        # A request whose future is done was cancelled a moment ago, and its task has not run since.
         for number in self.turns.grant(self, time.monotonic(), lambda number: self._futures[number].done()):
             self._futures[number].set_result(None)
 
 
 class TenantSlots:
-    """Slots in a queue that all tenants share, ``each`` for a tenant: nobody waits there behind another one's flood."""
+    """Gives each tenant ``each`` slots in a queue that all tenants share, so that no tenant waits there for the many
+    jobs of another one."""
 
     def __init__(self, each: int) -> None:
         self._each = each
         self._slots: dict[str, asyncio.Semaphore] = {}
 
     def of(self, tenant: Tenant) -> asyncio.Semaphore:
-        """The tenant's own slots; one is held while a job of the tenant is in the queue."""
+        """Returns the tenant's own slots; one is held while a job of the tenant is in the queue."""
         return self._slots.setdefault(tenant.name, asyncio.Semaphore(self._each))
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets tenants that are not among ``names``."""
+        """Forgets the slots of tenants that are not among ``names``."""
         self._slots = {name: slots for name, slots in self._slots.items() if name in names}
 
 
 def _bound(tenant: Tenant, own: int, whole: int, others: int) -> int:
-    """What a tenant may have of ``whole``, of which other tenants have ``others``. The open gateway's only tenant may
-    have it all."""
+    """Returns how much of a bound ``whole`` a tenant may use, while other tenants use ``others``. The only tenant of a
+    gateway without keys may use it all."""
     if own or not tenant.name:
         return _room(tenant, min(own or whole, whole))
     return _room(tenant, share_of(tenant, whole, others))
 
 
 def _room(tenant: Tenant, bound: int) -> int:
-    """What of a bound may be in use once a request of the tenant is in."""
+    """Returns how much of a bound may be in use, by all requests, for one more request of the tenant to be admitted."""
     return max(1, int(bound * BACKGROUND_SHARE)) if tenant.background else bound
 
 

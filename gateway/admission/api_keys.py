@@ -1,4 +1,4 @@
-"""API keys: a TOML file of tenants and hashed keys, and the tenant of a call.
+"""Reads API keys, a TOML file of tenants and hashed keys, and finds the tenant of a call.
 
     file --read, every entry checked--> keyring --changed on disk (pillion.net.watched)--> the new keyring
              | bad at start: ConfigError           | bad: a warning, the old one stays
@@ -41,13 +41,13 @@ log = logging.getLogger("pillion.gateway")
 
 KEY_PREFIX = "plk-"
 KEY_RANDOM_BYTES = 32
-# A key that people chose is easier to guess than its length suggests; one that is made here has 47 characters.
+# A key that people chose is easier to guess than its length suggests; a key that Pillion makes has 47 characters.
 MIN_KEY_CHARS = 32
 MAX_KEY_CHARS = 512
 MAX_FILE_BYTES = 2**20
 MAX_KEYS = 1024
 MAX_TENANTS = 1024
-# Models and adapters that one tenant may be limited to.
+# One tenant of the keys file may be limited to at most this many models and adapters.
 MAX_MODELS = 1024
 MAX_WEIGHT = 1000.0
 MAX_BOUND = 10**12
@@ -65,7 +65,7 @@ _COUNTS = (
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One entry: a label for people, its tenant, SHA-256 of the key (32 bytes)."""
+    """Holds one entry of the keys file: a label for people, its tenant, and the SHA-256 of the key (32 bytes)."""
 
     id: str
     tenant: str
@@ -73,14 +73,14 @@ class Key:
 
 
 class Keyring:
-    """All API keys, and the tenant of each."""
+    """Holds all API keys, and the tenant of each."""
 
     def __init__(self, tenants: Mapping[str, Tenant], keys: tuple[Key, ...]) -> None:
         self.tenants = dict(tenants)
         self._keys = keys
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """The tenant that sends ``Authorization: Bearer KEY``. Raises Unauthenticated, never repeating the key."""
+        """Returns the tenant that sends ``Authorization: Bearer KEY``. Raises Unauthenticated, never with the key."""
         scheme, _, credentials = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not credentials.strip():
             raise Unauthenticated("an API key is needed: send it as 'Authorization: Bearer KEY'")
@@ -96,7 +96,8 @@ class Keyring:
 
 
 class KeyFile:
-    """The keyring of a file, read again when the file changes. Raises ConfigError for one that is bad at start."""
+    """Holds the keyring of a keys file, which is read again when it changes. Raises ConfigError for a file that is bad
+    at the start."""
 
     def __init__(self, path: str) -> None:
         self._path = path
@@ -104,8 +105,8 @@ class KeyFile:
         self.ring = read_keys(path)
 
     def refresh(self) -> bool:
-        """Reads the file if it is another one than before; returns whether there is a new keyring. A bad file is logged
-        once and changes nothing."""
+        """Reads the keys file if it has changed; returns whether there is a new keyring. A bad file is logged once and
+        changes nothing."""
         ring = self._watched.newer(lambda: read_keys(self._path))
         if ring is None:
             return False
@@ -115,12 +116,13 @@ class KeyFile:
 
 
 def new_key() -> str:
-    """A key that nobody can guess."""
+    """Makes a key that nobody can guess."""
     return KEY_PREFIX + secrets.token_urlsafe(KEY_RANDOM_BYTES)
 
 
 def hash_of(key: str) -> str:
-    """A key as the file has it. Raises ConfigError for one that is too short to be a secret, or no ASCII."""
+    """Returns the hash of an API key, in the form in which the keys file holds it. Raises ConfigError for a key that is
+    too short to be a secret, or not ASCII."""
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError("an API key is printable ASCII without spaces")
     if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
@@ -129,7 +131,7 @@ def hash_of(key: str) -> str:
 
 
 def read_keys(path: str) -> Keyring:
-    """The keyring of a file. Raises ConfigError, in one line."""
+    """Reads the keyring of a keys file. Raises ConfigError, whose message is one line."""
     try:
         with open(path, "rb") as file:
             raw = file.read(MAX_FILE_BYTES + 1)
@@ -139,12 +141,12 @@ def read_keys(path: str) -> Keyring:
     except OSError as error:
         raise ConfigError(f"keys file {path}: {error.strerror}") from error
     except (ConfigError, ValueError, RecursionError) as error:
-        # What is no TOML, or no UTF-8, is a ValueError.
+        # Text that is no TOML or no UTF-8 raises a ValueError.
         raise ConfigError(f"keys file {path}: {error}") from None
 
 
 def parse_keys(parsed: Mapping[str, Any]) -> Keyring:
-    """The keyring of a parsed file. Raises ConfigError for the first thing that is wrong."""
+    """Makes the keyring of a parsed keys file. Raises ConfigError for the first thing that is wrong."""
     for name in parsed:
         if name not in ("tenant", "key"):
             raise ConfigError(f"unknown table {name!r}; there are [tenant.NAME] and [[key]]")
@@ -158,7 +160,8 @@ def parse_keys(parsed: Mapping[str, Any]) -> Keyring:
     tenants = {name: _tenant(name, table) for name, table in tables.items()}
     keys = tuple(_key(number, entry, tenants) for number, entry in enumerate(entries, 1))
     if not tenants:
-        # What is left of a file whose writer ran out of disk. To lock everybody out, take the keys and leave a tenant.
+        # A keys file whose writer ran out of disk space names no tenant. To lock everybody out, remove the keys and
+        # leave a tenant.
         raise ConfigError("it names no tenant")
     if len({key.digest for key in keys}) < len(keys):
         raise ConfigError("two entries have the same key")

@@ -1,4 +1,5 @@
-"""Quotas per minute, as token buckets. Nothing here reads a clock: callers pass ``now_s`` (I9).
+"""Counts tenants' quotas of requests and tokens per minute, as token buckets. Nothing here reads a clock: callers pass
+``now_s`` (I9).
 
 A bucket holds one minute's worth and fills evenly, so a tenant may spend a minute at once and then gets its rate. The
 tokens of an answer are known only afterwards: they are taken when the request ends and may leave a debt, which has to
@@ -14,12 +15,12 @@ from pillion.errors import Overloaded, QuotaViolation
 from pillion.gateway.admission.tenants import Tenant
 
 MINUTE_S = 60.0
-# A tenant's fields, in the order in which a request is judged by them.
+# These names of quotas are fields of a tenant, in the order in which a request is judged by them.
 QUOTAS = ("requests_per_minute", "tokens_per_minute")
 
 
 class Bucket:
-    """A token bucket that holds ``per_minute`` and gains as much each minute."""
+    """Counts one quota as a token bucket that holds ``per_minute`` and gains as much each minute."""
 
     def __init__(self, per_minute: int, now_s: float) -> None:
         self.per_minute = per_minute
@@ -27,18 +28,19 @@ class Bucket:
         self._at_s = now_s
 
     def wait_s(self, amount: int, now_s: float) -> float:
-        """How long until ``amount`` may be taken; 0 means now. More than a bucketful needs a full bucket."""
+        """Says how long it takes until ``amount`` may be taken, 0 for now. An amount that is larger than the bucket
+        needs a full bucket."""
         missing = min(amount, self.per_minute) - self._filled(now_s)
         return max(0.0, missing) * MINUTE_S / self.per_minute
 
     def take(self, amount: int, now_s: float) -> None:
-        """Takes ``amount``, which may leave a debt."""
+        """Takes ``amount`` out of the bucket, which may leave a debt."""
         self._level = self._filled(now_s) - amount
         self._at_s = now_s
 
     def resized(self, per_minute: int, now_s: float) -> Bucket:
-        """A bucket with another rate from which as much has been spent."""
-        # Rounded, so that an error in the last digit does not count as one more.
+        """Makes a bucket with another rate, from which as much has been spent as from this one."""
+        # Without rounding, an error in the last digit of what was spent would count as one more.
         spent = round(self.per_minute - self._filled(now_s), 6)
         other = Bucket(per_minute, now_s)
         other.take(math.ceil(spent), now_s)
@@ -50,33 +52,35 @@ class Bucket:
 
 
 def used_up(tenant: Tenant, quota: str, wait_ms: int) -> Overloaded:
-    """The error of a request that met ``quota``, one of QUOTAS."""
+    """Makes the error of a request that met ``quota``, which is one of QUOTAS."""
     text = f"{quota} of tenant {tenant.name!r} ({getattr(tenant, quota)}) is used up"
     return Overloaded(text, wait_ms, (QuotaViolation(f"{tenant.name}/{quota}", text),))
 
 
 class Quotas:
-    """The buckets of all tenants, made when they are first asked for."""
+    """Keeps the buckets of all tenants; a bucket is made when it is first asked for."""
 
     def __init__(self) -> None:
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
     def take_request(self, tenant: Tenant, now_s: float) -> None:
-        """Takes one request. Raises Overloaded, with the time until one may come."""
+        """Takes one request from a tenant's quota. Raises Overloaded, with the time until a request may come."""
         self._take(tenant, "requests_per_minute", 1, now_s)
 
     def take_prompt(self, tenant: Tenant, tokens: int, now_s: float) -> None:
-        """Takes a prompt's tokens. Raises Overloaded, with the time until it may come again; nothing is taken then."""
+        """Takes a prompt's tokens from a tenant's quota. Raises Overloaded, with the time until the prompt may come
+        again."""
         self._take(tenant, "tokens_per_minute", tokens, now_s)
 
     def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
-        """Takes generated tokens, which may leave a debt. A negative number gives back what was not served."""
+        """Takes generated tokens from a tenant's quota, which may leave a debt. A negative ``amount`` gives back what
+        was not served."""
         bucket = self._bucket(tenant, quota, now_s)
         if bucket is not None:
             bucket.take(amount, now_s)
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets tenants that are not among ``names``."""
+        """Forgets the quotas of tenants that are not among ``names``."""
         self._buckets = {key: bucket for key, bucket in self._buckets.items() if key[0] in names}
 
     def _take(self, tenant: Tenant, quota: str, amount: int, now_s: float) -> None:

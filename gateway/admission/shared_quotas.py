@@ -1,12 +1,12 @@
-"""Quotas that hold over all gateways of a cluster: counted here, and in Redis as long as it answers.
+"""Counts quotas that hold over all gateways of a cluster: in this gateway, and in Redis as long as that answers.
 
     request --local count--> refused here, or tokenized --one script in Redis--> refused there, or served
                                                               | no answer in 100 ms
                                                               '--> the local count has decided
     answer's tokens --> local count, and reported to Redis with the tenant's next call or REPORT_MS later
 
-The local count knows only what this gateway served, so it never has less left than Redis: what it refuses, Redis would.
-What a failed call carried is not sent again, because Redis may have taken it; a minute later it does not matter.
+The local count knows only what this gateway served, so it never has less left than Redis: Redis would refuse whatever
+it refuses. What a failed call carried is not sent again, as Redis may have taken it; a minute later it does not matter.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets
 
 log = logging.getLogger("pillion.gateway")
 
-# How long tokens of answers may wait before they are reported, so that many answers are one call.
+# Tokens of answers may wait this long before they are reported, so that many answers are one call.
 REPORT_MS = 100
 
 
 class SharedQuotas(Quotas):
-    """Quotas of all tenants. Without ``buckets`` this gateway counts alone. Times are monotonic, in seconds."""
+    """Counts the quotas of all tenants. Without ``buckets``, which are in Redis, this gateway counts alone. Times are
+    monotonic, in seconds."""
 
     def __init__(self, buckets: SharedBuckets | None = None) -> None:
         super().__init__()
@@ -39,9 +40,10 @@ class SharedQuotas(Quotas):
         self.redis_answers = True
 
     async def confirm(self, tenant: Tenant, tokens: int | None, now_s: float) -> None:
-        """Takes a prompt's tokens (None: it is not computed), and by the count of all gateways the request too.
+        """Takes a prompt's tokens (None where it is not computed) from a tenant's quotas, and the request from those
+        that all gateways count together.
 
-        Raises Overloaded; then the prompt is not taken. A caller that is cancelled in here has paid.
+        Raises Overloaded; then the prompt is not taken. The tokens stay taken where the caller is cancelled in here.
         """
         if tokens is not None:
             self.take_prompt(tenant, tokens, now_s)
@@ -50,14 +52,14 @@ class SharedQuotas(Quotas):
             return
         quota, wait_ms = short
         if quota == "requests_per_minute":
-            # Neither the request nor its prompt was taken there.
+            # Redis took neither the request nor its prompt.
             super().spend(tenant, -1, now_s, quota)
         if tokens is not None:
             super().spend(tenant, -tokens, now_s)
         raise used_up(tenant, quota, wait_ms)
 
     def spend(self, tenant: Tenant, amount: int, now_s: float, quota: str = "tokens_per_minute") -> None:
-        """Takes generated tokens here, and reports them to the other gateways."""
+        """Takes generated tokens from a tenant's quota here, and reports them to the other gateways."""
         super().spend(tenant, amount, now_s, quota)
         if self._shared is None or not tenant.tokens_per_minute or not amount:
             return
@@ -67,12 +69,12 @@ class SharedQuotas(Quotas):
             self._reporting = asyncio.get_running_loop().create_task(self._report_soon(), name="quotas")
 
     def keep(self, names: Collection[str]) -> None:
-        """Forgets tenants that are not among ``names``, once what they spent is reported."""
+        """Forgets the quotas of tenants that are not among ``names``, once what they spent is reported to Redis."""
         super().keep(names)
         self._tenants = {name: one for name, one in self._tenants.items() if name in names or name in self._unreported}
 
     async def aclose(self) -> None:
-        """Reports what is not reported yet, and closes the connections."""
+        """Reports to Redis what tenants have spent since the last report, and closes the connections."""
         if self._reporting is not None:
             self._reporting.cancel()
             await asyncio.gather(self._reporting, return_exceptions=True)
@@ -81,7 +83,8 @@ class SharedQuotas(Quotas):
             await self._shared.aclose()
 
     async def _ask(self, tenant: Tenant, requests: int | None, tokens: int | None) -> tuple[str, int] | None:
-        """The quota that is used up, and the ms until it is not; None where none is, or where Redis does not answer."""
+        """Returns the quota that is used up by Redis's count, and the ms until it is not; None where no quota is, or
+        where Redis does not answer."""
         if self._shared is None or not (tenant.requests_per_minute or tenant.tokens_per_minute):
             return None
         spent = self._unreported.pop(tenant.name, 0)

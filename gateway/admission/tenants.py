@@ -1,4 +1,4 @@
-"""Tenants: what each may use, and how its cache is kept apart. Sans-IO (I9).
+"""Says what each tenant may use, and how its cache is kept apart. Sans-IO (I9).
 
 API key --keyring--> tenant --> salt of every block hash, priority cap, quotas, bounds, weight in the queue
 no keyring ---------> OPEN: one tenant for everybody, nothing bounded but the gateway itself
@@ -10,27 +10,28 @@ from dataclasses import dataclass, replace
 
 from pillion.priority import MAX_PRIORITY
 
-# A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Each
-# of n that flood gets 1/(n+1) of it, and as much stays free for the next one: the dynamic threshold of Choudhury and
-# Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
+# A tenant without bounds of its own may fill this share of what the other tenants leave of the gateway's bounds. Where
+# n tenants flood the gateway, each gets 1/(n+1) of it, and as much stays free for the next one: this is the dynamic
+# threshold of Choudhury and Hahne ("Dynamic queue length thresholds for shared-memory packet switches", 1998).
 TENANT_SHARE = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tenant:
-    """One tenant as the keys file has it. A bound of 0 is none of its own.
+    """Describes one tenant as the keys file has it. A bound of 0 is no bound of its own.
 
     Attributes:
-        name: in errors and in the salt; "" is the open gateway's only tenant.
+        name: its name in errors and in the salt; "" is the only tenant of a gateway without keys.
         weight: share of the cluster where several tenants wait; 2 gets twice what 1 gets.
-        requests_per_minute, tokens_per_minute: what it may ask for; tokens are those of prompts and answers.
+        requests_per_minute, tokens_per_minute: its rates; tokens are those of prompts and answers.
         most_urgent_priority: its requests are never more urgent than this. Smaller is more urgent and takes memory from
             other tenants' streams, so without a permission it is 0, the usual priority. At MAX_PRIORITY the tenant is
             served in the background.
-        max_inflight_requests, max_inflight_tokens: in the gateway at once, each answer and each prompt token counted.
-        max_pinned_tokens: what it may have pinned at each KV node, below --max-tenant-pinned-percent of the pool.
+        max_inflight_requests, max_inflight_tokens: the most answers and prompt tokens in the gateway at once.
+        max_pinned_tokens: the tokens that it may have pinned at each KV node, below --max-tenant-pinned-percent of the
+            pool.
         cache_group: tenants of one group share KV; "" shares with nobody.
-        operator: may see the whole cluster (GetStatus), and load and unload adapters.
+        operator: whether it may see the whole cluster (GetStatus), and load and unload adapters.
         models: the names of the models and adapters that it may use; empty for all.
     """
 
@@ -47,16 +48,16 @@ class Tenant:
     models: tuple[str, ...] = ()
 
     def may_use(self, name: str) -> bool:
-        """Whether it may use the model, or the adapter, of this name."""
+        """Returns whether the tenant may use the model, or the adapter, of this name."""
         return not self.models or name in self.models
 
     def capped(self, priority: int) -> int:
-        """The priority that a request of this tenant gets."""
+        """Returns the priority that a request of this tenant gets where it asks for ``priority``."""
         return max(priority, self.most_urgent_priority)
 
     @property
     def background(self) -> bool:
-        """Whether its requests run only in places that nobody else wants."""
+        """Says whether the tenant's requests run only in places that nobody else wants."""
         return self.most_urgent_priority >= MAX_PRIORITY
 
     def in_background(self) -> Tenant:
@@ -68,15 +69,15 @@ OPEN = Tenant(name="", operator=True, most_urgent_priority=-MAX_PRIORITY)
 
 
 def share_of(tenant: Tenant, whole: int, others: int) -> int:
-    """What a tenant may have of ``whole``, of which other tenants have ``others``. The open gateway's only tenant may
-    have it all."""
+    """Returns how much of a bound ``whole`` a tenant may use, while other tenants use ``others``. The only tenant of a
+    gateway without keys may use it all."""
     return max(1, int((whole - others) * TENANT_SHARE)) if tenant.name else whole
 
 
 def cache_salt(tenant: Tenant, given: str) -> str:
-    """The salt of a request's block hashes; ``given`` is the client's own ``cache_salt``.
+    """Returns the salt of a request's block hashes; ``given`` is the client's own ``cache_salt``.
 
-    The client's salt is added behind the tenant's and never replaces it. A name carries its length, and each kind its
+    The client's salt is added after the tenant's and never replaces it. A name carries its length, and each kind its
     own tag, so two different pairs never read the same, whatever a client sends.
     """
     if tenant.cache_group:

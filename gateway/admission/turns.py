@@ -1,34 +1,181 @@
-"""The requests of one model that wait for slots at its workers, and the slots that are taken (I9).
+"""Turns decide which waiting request of a model gets a slot at its workers, and which job gets a free thread (I9).
 
-Whoever waits is told by number: :meth:`ModelTurns.wait` puts a request in line, :meth:`ModelTurns.grant` names those
-whose turn has come, :meth:`ModelTurns.leave` frees slots. Requests in the background have their turn only while nobody
-else waits, or once they have waited as long as their rank says.
+A request that waits is known by a number: :meth:`ModelTurns.wait` puts a request in line, :meth:`ModelTurns.grant`
+names those whose turn has come, :meth:`ModelTurns.leave` frees slots. Requests in the background have their turn only
+while nobody else waits, or once they have waited as long as their queue order says.
+
+The order is fair between tenants by tokens, and the queue order within a tenant. Each tenant has a counter: tokens it
+was served, over its weight. The next request is of the waiting tenant with the least counter; an answer's tokens count
+OUTPUT_COST times those of a prompt. A tenant that was away begins at the counter of the tenant that was served last, so
+nobody saves up. This is the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models", OSDI
+2024, arXiv 2401.00588), its lift rule as in start-time fair queuing (Goyal et al., 1996).
+
+Between two tenants that wait all the time, tokens over weight differ by no more than what one of them has under way.
+
+Nothing here reads a clock or waits (I9): :mod:`pillion.gateway.admission.admission` passes ``now_s`` and does what is
+decided.
+
+Jobs for threads have lines of their own:
+
+    small jobs --fair between tenants, by bytes--.
+                                                 |--> threads, of which large jobs never have the last one
+    large jobs --fair between tenants, by bytes--'
+
+The threads are few and all tenants share them. So a tenant that waits goes before the further jobs of a tenant that has
+had more, and a small job never waits for megabytes: a large job has to wait until the large jobs before it have ended.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pillion.errors import Overloaded, QuotaViolation
-from pillion.gateway.admission.fairness import DepartureRate, FairQueue, WaitingRequest
-from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.admission.tenants import Tenant, share_of
 from pillion.wire.registry import ComponentRecord
 
-# A request in the background is taken only where no more than this share is then in use, by whomever.
+# In the counter of a tenant, a generated token counts for this many prompt tokens, as in the evaluation of the Virtual
+# Token Counter's paper.
+OUTPUT_COST = 2
+# The rate at which answers end is a decaying mean: half of its weight is younger than this.
+RATE_HALF_LIFE_S = 10.0
+# No waiting time is predicted before this many answers have ended.
+MIN_DEPARTURES = 3.0
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class WaitingRequest:
+    """Holds one waiting request. Requests are sorted by queue order (:func:`pillion.priority.queue_order`), then by
+    arrival."""
+
+    queue_order: float
+    number: int
+    tokens: int = field(compare=False)
+    answers: int = field(compare=False)
+
+
+@dataclass(slots=True)
+class _Account:
+    weight: float = 1.0
+    counter: float = 0.0
+    waiting: list[WaitingRequest] = field(default_factory=list)
+
+
+class FairQueue:
+    """Holds all waiting requests of a model in their order. Admission bounds their number."""
+
+    def __init__(self) -> None:
+        self._accounts: dict[str, _Account] = {}
+        self._floor = 0.0
+
+    def push(self, tenant: Tenant, request: WaitingRequest) -> None:
+        """Adds a waiting request of a tenant."""
+        account = self._accounts.setdefault(tenant.name, _Account())
+        account.weight = tenant.weight
+        if not account.waiting:
+            account.counter = max(account.counter, self._floor)
+        bisect.insort(account.waiting, request)
+
+    def first(self) -> WaitingRequest | None:
+        """Returns the waiting request whose turn it is, or None."""
+        name = self._next()
+        return None if name is None else self._accounts[name].waiting[0]
+
+    def pop(self) -> WaitingRequest:
+        """Takes the first request out and charges its prompt to its tenant. Call it only where :meth:`first` named a
+        request."""
+        name = self._next()
+        assert name is not None
+        account = self._accounts[name]
+        self._floor = max(self._floor, account.counter)
+        request = account.waiting.pop(0)
+        account.counter += request.tokens / account.weight
+        return request
+
+    def remove(self, tenant: Tenant, request: WaitingRequest) -> None:
+        """Takes out a request that is given up without being served."""
+        self._accounts[tenant.name].waiting.remove(request)
+
+    def charge(self, tenant: Tenant, tokens: int) -> None:
+        """Charges tokens that were generated for the tenant."""
+        account = self._accounts.get(tenant.name)
+        if account is not None:
+            account.counter += OUTPUT_COST * tokens / tenant.weight
+
+    def ahead(self, tenant: Tenant, request: WaitingRequest) -> int:
+        """Counts answers of waiting requests that would begin before this request if no other came."""
+        own = self._accounts.get(tenant.name, _Account())
+        before = [other for other in own.waiting if other < request]
+        start = own.counter if own.waiting else max(own.counter, self._floor)
+        start += sum(other.tokens for other in before) / tenant.weight
+        count = sum(other.answers for other in before)
+        for name, account in self._accounts.items():
+            at = account.counter
+            for other in account.waiting if name != tenant.name else ():
+                if at > start:
+                    break
+                count += other.answers
+                at += other.tokens / account.weight
+        return count
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets the counters of tenants that are not among ``names`` and do not wait."""
+        self._accounts = {name: one for name, one in self._accounts.items() if name in names or one.waiting}
+
+    def _next(self) -> str | None:
+        names = [name for name, account in self._accounts.items() if account.waiting]
+        return min(
+            names, key=lambda name: (self._accounts[name].counter, self._accounts[name].waiting[0]), default=None
+        )
+
+
+class DepartureRate:
+    """Measures how fast answers end while others wait for their slots, as a decaying mean."""
+
+    def __init__(self) -> None:
+        self._departures = 0.0
+        self._seconds = 0.0
+        self._since_s: float | None = None
+
+    def left(self, answers: int, waiting: bool, now_s: float) -> None:
+        """Notes that ``answers`` ended. The time until the next end of an answer counts only while other requests are
+        ``waiting``."""
+        if self._since_s is not None:
+            passed_s = max(0.0, now_s - self._since_s)
+            kept = math.pow(0.5, passed_s / RATE_HALF_LIFE_S)
+            self._departures = self._departures * kept + answers
+            self._seconds = self._seconds * kept + passed_s
+        self._since_s = now_s if waiting else None
+
+    def began(self, now_s: float) -> None:
+        """Notes that a request begins to wait, from when on the time until an answer ends counts."""
+        if self._since_s is None:
+            self._since_s = now_s
+
+    def wait_s(self, ahead: int) -> float:
+        """Returns the seconds until a slot is free for a request with ``ahead`` answers before it; 0 if unknown."""
+        if self._departures < MIN_DEPARTURES:
+            return 0.0
+        return (ahead + 1) * self._seconds / self._departures
+
+
+# A request in the background begins only where no more than this share of the slots is then in use, by any request.
 BACKGROUND_SHARE = 0.5
-# Requests that workers are given beyond their slots, so that none stays empty: a share of them, and never fewer.
+# Workers are given this share of requests beyond their slots, and never fewer than the number below, so that no slot
+# stays empty.
 SPARE_SLOTS_SHARE = 0.25
 MIN_SPARE_SLOTS = 16
 
 
 def shared_slots(workers: Sequence[ComponentRecord], others_running: Sequence[int]) -> int:
-    """Requests that decode workers should be given at once by one of several gateways, of which the others run so many:
-    an even share of their slots and some more, with what the others do not use of theirs. 0 as long as a worker does
-    not report how many slots it has."""
+    """Returns how many requests one of several gateways should give to decode workers at once, of which the other
+    gateways run ``others_running``: an even share of their slots and some more, with what the others do not use of
+    theirs. It is 0 as long as a worker does not report how many slots it has."""
     if not workers or not all(worker.max_step_tokens for worker in workers):
         return 0
     sequences = sum(worker.running_requests + worker.free_seqs for worker in workers)
@@ -38,20 +185,20 @@ def shared_slots(workers: Sequence[ComponentRecord], others_running: Sequence[in
 
 
 class SlotOwner(Protocol):
-    """The queue in which a request had its turn."""
+    """Represents the queue that gave a request its slots, to which they are given back."""
 
     def leave(self, permit: AdmissionPermit, generated_tokens: int) -> None:
-        """Frees the slots of a request that had its turn there."""
+        """Frees the slots of a request that had its turn in this queue."""
 
 
 @dataclass(slots=True, eq=False)
 class AdmissionPermit:
-    """One request in the gateway.
+    """Describes one request that the gateway has admitted.
 
     Attributes:
-        answers: answers that it generates; each counts as a request.
-        tokens: tokens of its prompt, once it is weighed.
-        weight: these and the log probabilities that it asks of them, which the gateway holds at the most.
+        answers: number of answers that it generates; each counts as a request.
+        tokens: number of its prompt's tokens, once it is weighed.
+        weight: the prompt's tokens and the log probabilities that it asks of them, which the gateway holds at the most.
         queue: its model's queue, once it has its turn.
     """
 
@@ -63,8 +210,8 @@ class AdmissionPermit:
 
 
 class ModelTurns:
-    """The lines of one model. ``slots``: answers that its workers are given at once, asked each time; 0: as many as
-    come. Times are the caller's, monotonic, in seconds."""
+    """Orders the waiting requests of one model. ``slots`` returns how many answers its workers are given at once; 0
+    means any number. Times are the caller's, monotonic, in seconds."""
 
     def __init__(self, slots: Callable[[], int]) -> None:
         self._slots = slots
@@ -72,14 +219,15 @@ class ModelTurns:
         self._numbers = itertools.count()
         self.waiting = FairQueue()
         self.background = FairQueue()
-        # Those in line, by number.
+        # These are the requests in line, by number.
         self.permits: dict[int, AdmissionPermit] = {}
         self.running = 0
 
     def wait(
         self, permit: AdmissionPermit, request_rank: float, now_s: float, deadline_s: float | None
     ) -> WaitingRequest:
-        """Puts a request in line. Raises Overloaded where the wait would take longer than the deadline leaves."""
+        """Puts a request in its model's line. Raises Overloaded where the wait would take longer than the deadline
+        leaves."""
         request = WaitingRequest(request_rank, next(self._numbers), permit.tokens, permit.answers)
         if not permit.tenant.background and (self._crowded or not self._fits(permit.answers)):
             wait_s = self._departures.wait_s(self.waiting.ahead(permit.tenant, request))
@@ -91,18 +239,18 @@ class ModelTurns:
         return request
 
     def began(self, permit: AdmissionPermit, now_s: float) -> None:
-        """Notes that a request begins to wait, which had no turn at once."""
+        """Notes that a request which got no slots at once begins to wait."""
         if not permit.tenant.background:
             self._departures.began(now_s)
 
     def give_up(self, permit: AdmissionPermit, request: WaitingRequest) -> None:
-        """Takes a request that still waits out of its line; others are ignored."""
+        """Takes a request that still waits out of its line; a request that does not wait is ignored."""
         if self.permits.pop(request.number, None) is not None:
             self._line(permit).remove(permit.tenant, request)
 
     def grant(self, owner: SlotOwner, now_s: float, gone: Callable[[int], bool]) -> list[int]:
-        """Takes those out whose turn has come, and returns their numbers; ``owner`` has their slots. Those that are
-        ``gone`` already get none."""
+        """Takes out the requests whose turn has come, and returns their numbers; ``owner`` has their slots. A request
+        that is ``gone`` gets no slot."""
         granted = []
         while (found := self._next(now_s)) is not None:
             line, share, request = found
@@ -124,7 +272,7 @@ class ModelTurns:
         self._line(permit).charge(permit.tenant, generated_tokens)
 
     def left(self, permit: AdmissionPermit, now_s: float) -> None:
-        """Notes a departure, behind the turns that it gave."""
+        """Notes that an answer has ended, after others were given its slots."""
         self._departures.left(permit.answers, self._crowded, now_s)
 
     def _line(self, permit: AdmissionPermit) -> FairQueue:
@@ -132,14 +280,15 @@ class ModelTurns:
 
     @property
     def _crowded(self) -> bool:
-        """Whether a request waits that is not in the background."""
+        """Says whether any request waits that is not in the background."""
         return self.waiting.first() is not None
 
     def _next(self, now_s: float) -> tuple[FairQueue, float, WaitingRequest] | None:
-        """The request whose turn is next, its line, and the share of the slots that may be taken with it."""
+        """Returns the request whose turn is next, the queue it waits in, and the share of the slots that may be in use
+        once it has its own."""
         hidden, first = self.background.first(), self.waiting.first()
-        if hidden is not None and hidden.rank <= now_s:
-            # It has waited as long as its priority asks, so that it does not starve.
+        if hidden is not None and hidden.queue_order <= now_s:
+            # This background request has waited as long as its queue order asks, and must not starve.
             return self.background, 1.0, hidden
         if first is not None:
             return self.waiting, 1.0, first
@@ -148,3 +297,85 @@ class ModelTurns:
     def _fits(self, answers: int, share: float = 1.0) -> bool:
         slots = self._slots()
         return not slots or not self.running or self.running + answers <= int(slots * share)
+
+
+# A job of more text than this is large, and may hold its thread for long: so much text takes some 20 ms to tokenize.
+SMALL_JOB_BYTES = 64 * 2**10
+# In the fair order of jobs, each job costs as much as this many bytes, besides its own.
+JOB_BYTES = 1024
+RETRY_AFTER_MS = 1000
+
+
+@dataclass(eq=False, slots=True)
+class ThreadJob:
+    """Represents a job for a thread. ``abandoned`` says that nobody waits for it any more."""
+
+    tenant: Tenant
+    place: WaitingRequest
+    large: bool
+    abandoned: bool = False
+
+
+class ThreadTurns:
+    """Gives jobs the ``threads``, which are at least two. At most ``most_jobs`` may wait or run, and of these a tenant
+    has its share."""
+
+    def __init__(self, threads: int, most_jobs: int) -> None:
+        self._threads = threads
+        self._most_jobs = most_jobs
+        self._numbers = itertools.count()
+        self._lines = {large: FairQueue() for large in (False, True)}
+        self._waiting: dict[int, ThreadJob] = {}
+        # This counts the running jobs, the small and the large ones apart.
+        self._running: Counter[bool] = Counter()
+        self._jobs_of: Counter[str] = Counter()
+
+    @property
+    def jobs(self) -> int:
+        """Gives the number of jobs that wait or run."""
+        return self._jobs_of.total()
+
+    def wait(self, tenant: Tenant, size_bytes: int) -> ThreadJob:
+        """Puts a job in line for a thread. Raises Overloaded."""
+        most = share_of(tenant, self._most_jobs, self.jobs - self._jobs_of[tenant.name])
+        if self.jobs >= self._most_jobs or self._jobs_of[tenant.name] >= most:
+            raise Overloaded(f"{self._jobs_of[tenant.name]} prompts wait to be tokenized", RETRY_AFTER_MS)
+        place = WaitingRequest(0.0, next(self._numbers), JOB_BYTES + size_bytes, 1)
+        job = ThreadJob(tenant, place, size_bytes > SMALL_JOB_BYTES)
+        self._lines[job.large].push(tenant, place)
+        self._waiting[place.number] = job
+        self._jobs_of[tenant.name] += 1
+        return job
+
+    def grant(self) -> list[ThreadJob]:
+        """Takes those jobs out of their lines that may run on a thread from now on."""
+        granted = []
+        while (large := self._next()) is not None:
+            job = self._waiting.pop(self._lines[large].pop().number)
+            self._running[large] += 1
+            granted.append(job)
+        return granted
+
+    def end(self, job: ThreadJob) -> None:
+        """Frees the thread of a job that has ended, or takes out a job that waits; :meth:`grant` follows."""
+        if self._waiting.pop(job.place.number, None) is not None:
+            self._lines[job.large].remove(job.tenant, job.place)
+        else:
+            self._running[job.large] -= 1
+        self._jobs_of[job.tenant.name] -= 1
+        self._jobs_of = +self._jobs_of
+
+    def keep(self, names: Collection[str]) -> None:
+        """Forgets the shares of tenants that are not among ``names`` and do not wait."""
+        for line in self._lines.values():
+            line.keep(names)
+
+    def _next(self) -> bool | None:
+        """Returns whether the next job is a large one; None where no thread is free for any job."""
+        if self._running.total() >= self._threads:
+            return None
+        small, large = (self._lines[size].first() is not None for size in (False, True))
+        large = large and self._running[True] < self._threads - 1
+        if large and (not small or not self._running[True]):
+            return True
+        return False if small else None

@@ -1,4 +1,4 @@
-"""One batch in this process's hands, from its lock to its outputs. All functions here block.
+"""Holds one batch for this process, from its lock to its outputs. All functions here block.
 
     lock --> input read and judged --> journal read, its torn end cut --> results appended --> outputs --> journal gone
 
@@ -28,12 +28,12 @@ from pillion.gateway.batches.batch_folder import (
 from pillion.gateway.batches.batch_lines import BatchLine, InputCheck, JournalEntry, read_request, whole_entries
 from pillion.gateway.batches.batch_records import BatchRecord
 
-# So much of the input is read and judged at once; between two such pieces other work has its turn.
+# This much of the input is read and judged at once; between two pieces other work has its turn.
 PIECE_BYTES = 256 * 2**10
 
 
 class BatchClaim:
-    """A batch that this process alone runs, until ``close``. Made by :func:`claim`."""
+    """Holds a batch that this process alone runs, until ``close``. :func:`claim` makes it."""
 
     def __init__(self, folder: BatchFolder, record: BatchRecord, lock: int) -> None:
         self.record = record
@@ -45,13 +45,13 @@ class BatchClaim:
         self._offsets: dict[int, int] = {}
 
     def judge(self, check: InputCheck, max_line_bytes: int) -> bool:
-        """Reads one more piece of the input; returns whether there is more. Raises FileNotFoundError where it is
-        gone."""
+        """Judges one more piece of the batch's input; returns whether there is more. Raises FileNotFoundError where the
+        input is gone."""
         if self._input is None:
             self._input = self._folder.content(self.record.input_file_id).open("rb")
         end = self._input.tell() + PIECE_BYTES
         while self._input.tell() < end:
-            # One byte more than a line may have shows that it is too long.
+            # A piece that has one byte more than a line may have shows that the line is too long.
             line = self._input.readline(max_line_bytes + 2)
             if line:
                 check.add(line)
@@ -61,7 +61,8 @@ class BatchClaim:
         return True
 
     def replay(self) -> list[tuple[int, bool]]:
-        """The numbers of lines that have a result, and whether that is an error. Results may be appended then."""
+        """Returns the numbers of lines that have a result, and whether the result is an error. From then on results may
+        be appended to the journal."""
         done, size = [], 0
         with told_if_full():
             self._journal = os.open(self._place / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -73,7 +74,7 @@ class BatchClaim:
         return done
 
     def line(self, number: int) -> BatchLine:
-        """A line of the input, which was judged good."""
+        """Returns the line with this number, which was judged good before."""
         assert self._input is not None
         at, raw = self._offsets[number], b""
         while not raw.endswith(b"\n"):
@@ -84,13 +85,14 @@ class BatchClaim:
         return read_request(raw)
 
     def append(self, entries: Sequence[JournalEntry]) -> None:
-        """Keeps results. They outlive this process; :meth:`save` makes them outlive the machine's power. Raises
-        FolderFull; then the claim is to be given up, because the journal's end may be torn."""
+        """Writes results of lines to the batch's journal. They outlive this process; after :meth:`save` they outlive a
+        loss of power too. Raises FolderFull; then the claim is to be given up, because the journal's end may be
+        torn."""
         with told_if_full():
             write_all(self._journal, b"".join(entry.packed() for entry in entries))
 
     def save(self, record: BatchRecord) -> None:
-        """Keeps the batch's record: on the disk, with all results before it, where its status is another one."""
+        """Keeps the batch's record: it is forced to the disk, after all results, where its status has changed."""
         if record == self.record:
             return
         moved = record.status != self.record.status
@@ -101,12 +103,12 @@ class BatchClaim:
         self.record = record
 
     def cancel_asked(self) -> bool:
-        """Whether a client has asked for the end of the batch."""
+        """Returns whether a client has asked for the end of the batch."""
         return (self._place / "cancel").exists()
 
     def write_outputs(self, unserved: Iterator[bytes]) -> tuple[str | None, str | None]:
-        """Writes the files of answers and of errors, the lines of ``unserved`` behind the others; returns their ids,
-        None for one that would be empty. Raises FolderFull."""
+        """Writes a batch's files of answers and of errors, the lines of ``unserved`` after the others; returns the
+        files' ids, None for a file that would be empty. Raises FolderFull."""
 
         def lines(failed: bool) -> Iterator[bytes]:
             with self._entries() as entries:
@@ -124,7 +126,7 @@ class BatchClaim:
         (self._place / "journal").unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Gives the batch up, as it is. Idempotent."""
+        """Gives the batch up as it stands, for another gateway to go on with. Idempotent."""
         if self._input is not None:
             self._input.close()
         for file in (self._journal, self._lock):
@@ -138,7 +140,7 @@ class BatchClaim:
             try:
                 yield stack.enter_context((self._place / "journal").open("rb"))
             except FileNotFoundError:
-                # The batch never ran a line.
+                # A batch without a journal never ran a line.
                 yield iter(())
 
     def _write_output(self, kind: str, lines: Iterator[bytes]) -> str | None:
@@ -163,11 +165,11 @@ class BatchClaim:
 
 
 def claim(folder: BatchFolder, name: str) -> BatchClaim | None:
-    """Claims a batch; None where another process has it, or it has ended. Raises OSError."""
+    """Claims a batch for this process; None where another process has it, or it has ended. Raises OSError."""
     lock = folder.lock(name)
     if lock is None:
         return None
-    # Read once the lock is held: until then another process may have written it.
+    # The record is read once the lock is held, because until then another process may have written it.
     record = folder.known_batch(name)
     if record is None or record.over:
         os.close(lock)

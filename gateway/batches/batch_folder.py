@@ -1,4 +1,4 @@
-"""The folder of --batch-path: files, batches, their bounds and their ages. Several gateways may share it.
+"""Keeps the folder of --batch-path: files, batches, their bounds and their ages. Several gateways may share it.
 
     FOLDER/files/ID.part                 a file that is being written; ID.jsonl once it is whole and on the disk
     FOLDER/files/ID.json                 its record; a file without one is not there
@@ -8,7 +8,8 @@
     FOLDER/batches/ID/journal            a result for each line that has one; gone once the outputs are written
 
 Records replace each other whole, by renames. A tenant sees what is its own; anything else is not found. All functions
-here block. They raise NotFound for an id that is not the tenant's, and FolderFull where the disk or a bound is.
+here block. They raise NotFound for an id that is not the tenant's, and FolderFull where the disk is full or a bound is
+met.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from pillion.gateway.batches.batch_lines import whole_entries
 from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, COMPLETION_WINDOW_S, BatchRecord, FileRecord
 
 INPUT_PURPOSE, OUTPUT_PURPOSE = "batch", "batch_output"
-# Records of all tenants; looking through them is what a list costs.
+# The folder holds at most this many files, of all tenants, because a list has to look through them.
 MAX_FILES = 8192
 MAX_BATCHES = 4096
-# Where a bound is met, inputs that no open batch reads and batches that have ended make room once they are so old.
+# Where a bound is met, inputs that no open batch reads and batches that have ended make room from this age on.
 IDLE_KEEP_S = 3600
-# Bytes that a file of unknown length takes ahead of what has come of it.
+# A file of unknown length reserves this many bytes ahead of what has come of it.
 RESERVED_AHEAD_BYTES = 8 * 2**20
-# Batches of one tenant that have not come to their end.
+# One tenant may have this many batches that have not ended.
 MAX_OPEN_BATCHES = 100
 MAX_FILENAME_CHARS = 256
-# An unfinished file that has not changed for so long has lost its writer.
+# An unfinished file that has not changed for this long has lost its writer.
 PART_AGE_S = 3600
-# Time after which a client may try again where a bound of the folder is met: files go when they are old or deleted.
+# A client may try again after this time where a bound of the folder is met: files go when they are old or deleted.
 FULL_RETRY_MS = 60_000
 # The names of a batch's outputs begin alike, so that a gateway that writes them again replaces them.
 OUTPUT, ERRORS = "-output", "-errors"
@@ -62,16 +63,16 @@ T = TypeVar("T")
 
 
 class FolderFull(Overloaded):
-    """Neither a file nor a result can be kept now."""
+    """Says that neither a file nor a result can be kept now, for want of room."""
 
 
 class FileTooLarge(InvalidRequest):
-    """The file is larger than --batch-file-bytes."""
+    """Says that a file is larger than --batch-file-bytes."""
 
 
 @contextlib.contextmanager
 def told_if_full() -> Iterator[None]:
-    """Raises FolderFull for an OSError that says that the disk is."""
+    """Raises FolderFull for an OSError which says that the disk is full."""
     try:
         yield
     except OSError as error:
@@ -82,19 +83,19 @@ def told_if_full() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class FolderUse:
-    """Bytes, files and batches: those of a tenant, or a bound."""
+    """Holds numbers of bytes, files and batches: those that a tenant uses, or the most that are allowed."""
 
     bytes: int = 0
     files: int = 0
     batches: int = 0
 
     def plus(self, other: FolderUse) -> FolderUse:
-        """The sum of both."""
+        """Returns the sum of this use and another one."""
         return FolderUse(self.bytes + other.bytes, self.files + other.files, self.batches + other.batches)
 
     def beyond(self, most: FolderUse, used: FolderUse) -> FolderUse | None:
-        """By how much it is too much where so much is used already; None where it fits. What it has nothing of counts
-        for nothing."""
+        """Returns by how much this use goes beyond the bound where ``used`` is in use already; None where it does not.
+        A count of 0 always fits."""
         total = self.plus(used)
         over = FolderUse(
             max(0, total.bytes - most.bytes) if self.bytes else 0,
@@ -104,18 +105,18 @@ class FolderUse:
         return over if over != FolderUse() else None
 
     def weight(self, most: FolderUse) -> float:
-        """The largest of its shares of ``most``."""
+        """Returns the largest of the three shares (of bytes, files and batches) that this use takes of ``most``."""
         return max(self.bytes / most.bytes, self.files / most.files, self.batches / most.batches)
 
     def words(self, most: FolderUse) -> str:
-        """What of ``most``, a bound, it is beyond."""
+        """Names in words the numbers of ``most``, a bound, that this use exceeds."""
         if self.bytes:
             return f"about {most.bytes} bytes (--batch-bytes)"
         return f"{most.files} files" if self.files else f"{most.batches} batches"
 
 
 class Upload:
-    """A file that is being written. It is there for its tenant once it is whole, or never.
+    """Represents a file that is being uploaded or written. Its tenant sees it once it is whole, or never.
 
     The part file is made as long as the file may become, so that every gateway counts what is reserved.
     """
@@ -129,13 +130,13 @@ class Upload:
         self._file = open_new(self._path)
 
     def reserve(self, size_bytes: int) -> None:
-        """Makes the part so long."""
+        """Makes the part file this long, which reserves the room for it."""
         with told_if_full():
             os.ftruncate(self._file, size_bytes)
         self.reserved_bytes = size_bytes
 
     def write(self, data: bytes | bytearray) -> None:
-        """Adds to the file. Raises FileTooLarge, and FolderFull."""
+        """Adds bytes to the file. Raises FileTooLarge, and FolderFull."""
         self.size += len(data)
         if self.size > self._folder.file_bytes:
             raise self._folder.too_large()
@@ -145,21 +146,21 @@ class Upload:
             write_all(self._file, data)
 
     def keep(self, filename: str, purpose: str) -> FileRecord:
-        """Ends the file; from now on it is its tenant's. Raises InvalidRequest for an empty one."""
+        """Ends the writing of the file, which is its tenant's from now on. Raises InvalidRequest for an empty file."""
         if not self.size:
             raise InvalidRequest.of(FieldViolation("file", "it is empty"))
         self.reserve(self.size)
         return self._folder.keep_file(self._file, self._path, self.id, self.tenant, filename, purpose)
 
     def close(self) -> None:
-        """Ends writing. What was not kept is removed."""
+        """Ends the writing of the file. A file that was not kept is removed."""
         self._folder.uploads.pop(self.id, None)
         os.close(self._file)
         self._path.unlink(missing_ok=True)
 
 
 class BatchFolder:
-    """The folder. Raises ConfigError where it cannot be made or used.
+    """Manages the folder of --batch-path. Raises ConfigError where it cannot be made or used.
 
     Args:
         max_bytes: most bytes in it before uploads are refused and batches stand still.
@@ -183,7 +184,8 @@ class BatchFolder:
         self.path = Path(path)
         self.tenant_percent = tenant_percent
         self.uploads: dict[str, Upload] = {}
-        # The tenants of files and batches, which never change, and what keeps two threads from taking one room.
+        # These are the tenants of files and batches, which never change, and a lock that keeps two threads from
+        # reserving the same bytes.
         self._tenants: dict[str, str] = {}
         self._lock = threading.RLock()
         self.max_bytes, self.file_bytes, self.keep_s = max_bytes, file_bytes, keep_s
@@ -197,10 +199,9 @@ class BatchFolder:
         except OSError as error:
             raise ConfigError(f"--batch-path {self.path}: {error.strerror}") from None
 
-    # Files.
-
     def upload(self, tenant: str, size_bytes: int = 0) -> Upload:
-        """Begins a file of about so many bytes; 0: nobody knows. Raises FolderFull, and FileTooLarge."""
+        """Begins to write a file of about so many bytes; 0 means that the size is unknown. Raises FolderFull, and
+        FileTooLarge."""
         if size_bytes > self.file_bytes:
             raise self.too_large()
         with self._lock, told_if_full():
@@ -215,7 +216,7 @@ class BatchFolder:
         return upload
 
     def reserve(self, upload: Upload, size_bytes: int) -> None:
-        """Makes room for an upload of at least so many bytes. Raises FolderFull."""
+        """Reserves room in the folder for an upload of at least so many bytes. Raises FolderFull."""
         with self._lock:
             ahead = min(size_bytes + RESERVED_AHEAD_BYTES, self.file_bytes)
             for wanted in (ahead, size_bytes):
@@ -229,12 +230,12 @@ class BatchFolder:
                     return
 
     def too_large(self) -> InvalidRequest:
-        """The error for a file that is larger than clients may bring."""
+        """Makes the error for a file that is larger than clients may bring."""
         return FileTooLarge.of(FieldViolation("file", f"larger than {self.file_bytes} bytes (--batch-file-bytes)"))
 
     def _find_room(self, tenant: str, size_bytes: int, files: int = 0, batches: int = 0) -> None:
-        """Raises FolderFull where so much more of a tenant's does not fit, within its share and in the folder. What is
-        idle makes room before: the tenant's own, and in a full folder that of the tenant that has most."""
+        """Raises FolderFull where so much more does not fit within a tenant's share, or in the folder. Before that,
+        idle files and batches make room: the tenant's own, and in a full folder those of the tenant that has most."""
         wanted, uses = FolderUse(size_bytes, files, batches), self.uses()
         for whose in (tenant, "") if tenant else ("",):
             most = self._share(whose)
@@ -251,7 +252,7 @@ class BatchFolder:
                 raise FolderFull(f"{holds} the folder of --batch-path already {over.words(most)}{share}", FULL_RETRY_MS)
 
     def keep_file(self, file: int, part: Path, name: str, tenant: str, filename: str, purpose: str) -> FileRecord:
-        """Puts a whole file, written as ``part``, into its place, with its record; both are on the disk then."""
+        """Moves a whole file, written as ``part``, to its place and writes its record; both are on the disk then."""
         now = int(time.time())
         record = FileRecord(
             id=name,
@@ -269,14 +270,15 @@ class BatchFolder:
         return record
 
     def file(self, tenant: str, name: str) -> FileRecord:
-        """The record of a tenant's file."""
+        """Returns the record of a tenant's file."""
         known = _read(self._files / f"{name}.json", FileRecord) if _FILE_ID.fullmatch(name) else None
         if known is None or known.tenant != tenant:
             raise NotFound(f"there is no file {name[:100]!r}")
         return known
 
     def open_file(self, tenant: str, name: str) -> tuple[FileRecord, FileIO]:
-        """A tenant's file, to be read and closed by the caller; it can be read to its end also if it is removed."""
+        """Opens a tenant's file, which the caller reads and closes; it can be read to its end even if somebody removes
+        it meanwhile."""
         known = self.file(tenant, name)
         try:
             return known, FileIO(self.content(name))
@@ -284,13 +286,13 @@ class BatchFolder:
             raise NotFound(f"there is no file {name!r}") from None
 
     def files(self, tenant: str, purpose: str = "") -> list[FileRecord]:
-        """A tenant's files, the newest first."""
+        """Returns a tenant's files, the newest first."""
         known = (_read(path, FileRecord) for path in self._files.glob("*.json"))
         mine = [one for one in known if one and one.tenant == tenant and purpose in ("", one.purpose)]
         return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
 
     def content(self, name: str) -> Path:
-        """Where a file's content is."""
+        """Returns the path of a file's content."""
         return self._files / f"{name}.jsonl"
 
     def delete_file(self, tenant: str, name: str) -> None:
@@ -301,10 +303,8 @@ class BatchFolder:
                 raise Conflict(f"batch {batch.id} reads {known.id}: cancel it, or wait for its end")
         self._remove_file(known.id)
 
-    # Batches.
-
     def create(self, tenant: str, file_id: str, endpoint: str, metadata: dict[str, str] | None) -> BatchRecord:
-        """A new batch, on the disk. Raises InvalidRequest, naming ``input_file_id``, and Overloaded."""
+        """Makes a new batch on the disk. Raises InvalidRequest, which names ``input_file_id``, and Overloaded."""
         try:
             known = self.file(tenant, file_id)
         except NotFound as error:
@@ -334,20 +334,20 @@ class BatchFolder:
         return record
 
     def batch(self, tenant: str, name: str) -> BatchRecord:
-        """A tenant's batch as it is now."""
+        """Returns a tenant's batch as it is now."""
         known = self.known_batch(name) if _BATCH_ID.fullmatch(name) else None
         if known is None or known.tenant != tenant:
             raise NotFound(f"there is no batch {name[:100]!r}")
         return known
 
     def batches(self, tenant: str) -> list[BatchRecord]:
-        """A tenant's batches, the newest first."""
+        """Returns a tenant's batches, the newest first."""
         known = map(self.known_batch, self.batch_ids())
         mine = [one for one in known if one is not None and one.tenant == tenant]
         return sorted(mine, key=lambda one: (one.created_at, one.id), reverse=True)
 
     def cancel(self, tenant: str, name: str) -> BatchRecord:
-        """Asks whoever runs a batch to end it. Raises Conflict where it has ended."""
+        """Asks the gateway that runs a batch to end it early. Raises Conflict where the batch has ended."""
         known = self.batch(tenant, name)
         if known.over:
             raise Conflict(f"batch {known.id} is {known.status}, so it cannot be cancelled")
@@ -357,15 +357,16 @@ class BatchFolder:
         return self.batch(tenant, name)
 
     def of_batch(self, name: str) -> Path:
-        """The folder of a batch."""
+        """Returns the folder of a batch."""
         return self._batches / name
 
     def batch_ids(self) -> list[str]:
-        """All batches."""
+        """Returns the ids of all batches."""
         return [entry.name for entry in os.scandir(self._batches) if _BATCH_ID.fullmatch(entry.name)]
 
     def known_batch(self, name: str) -> BatchRecord | None:
-        """Any tenant's batch; None where there is none. One that is asked to end is shown as being cancelled."""
+        """Returns the record of any tenant's batch; None if there is no such batch. A batch that is asked to end is
+        shown as being cancelled."""
         known = _read(self.of_batch(name) / "batch.json", BatchRecord)
         if known is None or known.over:
             return known
@@ -374,17 +375,17 @@ class BatchFolder:
         return known
 
     def open_batches(self) -> list[BatchRecord]:
-        """All batches that have not come to their end, the oldest first."""
+        """Returns all batches that have not ended, the oldest first."""
         known = filter(None, map(self.known_batch, self.batch_ids()))
         return sorted((one for one in known if not one.over), key=lambda one: (one.created_at, one.id))
 
-    # The folder as a whole.
-
     def uses(self) -> dict[str, FolderUse]:
-        """What each tenant has. Files that others are writing are nobody's, whose name is empty."""
+        """Returns what each tenant uses of the folder. Files that other gateways are writing count for the tenant whose
+        name is empty."""
         with self._lock:
             known, counts = dict[str, str](), defaultdict[str, tuple[int, int, int]](lambda: (0, 0, 0))
-            # Paths as texts and the sizes of entries: there may be thousands, and this is done for each upload.
+            # This loop uses paths as texts and the sizes of directory entries, because there may be thousands of them
+            # and it runs for each upload.
             for entry in os.scandir(self._files):
                 name, _, kind = entry.name.partition(".")
                 own = self.uploads.get(name) if kind == "part" else None
@@ -400,26 +401,27 @@ class BatchFolder:
             return {tenant: FolderUse(*count) for tenant, count in counts.items()}
 
     def used_bytes(self) -> int:
-        """Bytes of all files and journals."""
+        """Returns the bytes of all files and journals."""
         return sum(use.bytes for use in self.uses().values())
 
     def full(self) -> bool:
-        """Whether --batch-bytes is used up."""
+        """Returns whether --batch-bytes is used up."""
         return self.used_bytes() >= self.max_bytes
 
     def full_tenants(self) -> frozenset[str]:
-        """The tenants whose share of --batch-bytes is used up."""
+        """Returns the tenants whose share of --batch-bytes is used up."""
         uses = self.uses()
         return frozenset(one for one, use in uses.items() if one and use.bytes >= self._share(one).bytes)
 
     def _share(self, tenant: str) -> FolderUse:
-        """The most that a tenant may have; that of the one without a name is all."""
+        """Returns the most of the folder that a tenant may use; the tenant without a name may use all of it."""
         percent = self.tenant_percent if tenant else 100
         bounds = (self.max_bytes, MAX_FILES, MAX_BATCHES)
         return FolderUse(*(max(1, bound * percent // 100) for bound in bounds))
 
     def _tenant_of(self, name: str, known: dict[str, str]) -> str:
-        """The tenant of a file or a batch, by its id; "" where nobody knows. What has a record becomes ``known``."""
+        """Returns the tenant of a file or a batch, by its id; "" where it is not known. A tenant that a record names is
+        added to ``known``."""
         found = known.get(name, self._tenants.get(name))
         if found is None:
             record: FileRecord | BatchRecord | None = _read(self._files / f"{name}.json", FileRecord)
@@ -431,7 +433,7 @@ class BatchFolder:
         return found
 
     def _remove_idle(self, tenant: str, over: FolderUse) -> None:
-        """Removes what is idle of a tenant, the oldest first, until no more than ``over`` has gone."""
+        """Removes idle files and batches of a tenant, the oldest first, until as much as ``over`` is free."""
         before_s = time.time() - IDLE_KEEP_S
         in_use = {batch.input_file_id for batch in self.open_batches()}
         left_bytes, left_files = over.bytes, over.files
@@ -444,7 +446,7 @@ class BatchFolder:
             self._remove_batch(batch.id)
 
     def sweep(self, now_s: float) -> None:
-        """Removes what is older than it is kept, and what writers that died have left."""
+        """Removes files and batches that are older than they are kept, and what writers that died have left."""
         in_use = {batch.input_file_id for batch in self.open_batches()}
         for path in self._files.iterdir():
             known = _read(path, FileRecord) if path.suffix == ".json" else None
@@ -456,15 +458,16 @@ class BatchFolder:
         for name in self.batch_ids():
             batch, place = self.known_batch(name), self.of_batch(name)
             if batch is not None and batch.over:
-                # The gateway that ended this batch removes its journal last, and was killed before it did.
+                # The gateway that ended this batch was killed before it removed the batch's journal, which it does
+                # last.
                 (place / "journal").unlink(missing_ok=True)
             old = batch is not None and batch.over and batch.ended_at + self.keep_s <= now_s
             if old or (batch is None and _age_s(place, now_s) > PART_AGE_S):
                 self._remove_batch(name)
 
     def lock(self, name: str) -> int | None:
-        """Takes the lock of a batch; None where another has it, or the batch is gone. Closing gives it back, and so
-        does the end of the process."""
+        """Takes the lock of a batch; None where another process has it, or the batch is gone. Closing the descriptor,
+        or the end of the process, gives the lock back."""
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(self.of_batch(name) / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
             try:
@@ -498,7 +501,7 @@ class BatchFolder:
                 assert len(numbers) == len(set(numbers)), f"the journal of {name} has a line twice"
 
     def _remove_file(self, name: str) -> None:
-        # The record first: content without one is no file.
+        # The record goes first, because content without a record is no file.
         (self._files / f"{name}.json").unlink(missing_ok=True)
         self.content(name).unlink(missing_ok=True)
 
@@ -510,7 +513,7 @@ class BatchFolder:
 
 
 def _sum(uses: Mapping[str, FolderUse], tenant: str) -> FolderUse:
-    """What a tenant has; "": what all have."""
+    """Returns what a tenant uses of the folder; for "", what all tenants use."""
     found = FolderUse()
     for one, use in uses.items():
         found = found.plus(use) if tenant in ("", one) else found
@@ -518,7 +521,8 @@ def _sum(uses: Mapping[str, FolderUse], tenant: str) -> FolderUse:
 
 
 def page_of(records: Sequence[T], ids: Sequence[str], after: str, limit: int) -> tuple[Sequence[T], bool]:
-    """So many records behind the one called ``after``, and whether there are more. Raises NotFound."""
+    """Returns at most ``limit`` records after the one with the id ``after``, and whether there are more. Raises
+    NotFound."""
     begin = 0
     if after:
         if after not in ids:
@@ -528,7 +532,7 @@ def page_of(records: Sequence[T], ids: Sequence[str], after: str, limit: int) ->
 
 
 def open_new(path: Path) -> int:
-    """A new file of its owner's alone, to be written; an older one of this name goes."""
+    """Opens a new file for writing, which only its owner may read; an older file of this name goes."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, _OWNER_ONLY_FILE)
 
 
@@ -540,7 +544,7 @@ def write_all(file: int, data: bytes | bytearray) -> None:
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Puts a small file in the place of another, whole; with ``sync`` it is on the disk then. Raises OSError."""
+    """Puts a small file whole in the place of another; with ``sync`` it is on the disk afterwards. Raises OSError."""
     part = path.with_suffix(f".{secrets.token_hex(4)}.part")
     file = open_new(part)
     try:
@@ -556,7 +560,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = True) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Brings the names in a folder to the disk. Raises OSError."""
+    """Forces the names in a folder to the disk. Raises OSError."""
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -565,7 +569,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _read(path: Path, kind: type[T]) -> T | None:
-    """A record, None where there is none that can be read."""
+    """Reads a record from its file; None where the file is missing or cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=kind)
     except (OSError, ValueError):

@@ -1,4 +1,5 @@
-"""The lines of a batch: a request in its input, an entry of its journal, an answer in its output. Sans-IO (I9).
+"""Reads and writes the lines of a batch's files: a request in its input, an entry of its journal, an answer in its
+output. Sans-IO (I9).
 
 input   {"custom_id", "method", "url", "body"}
 journal CRC32, 8 digits | number of the input's line | 1: an error, 0: an answer | the line of the output
@@ -16,19 +17,19 @@ from msgspec import Raw
 
 from pillion.gateway.batches.batch_records import BatchError
 
-# OpenAI's bound.
+# OpenAI's API allows the same number of lines.
 MAX_BATCH_LINES = 50_000
 MAX_CUSTOM_ID_CHARS = 512
-# What a failed batch says about its input.
+# A failed batch reports this many errors of its input.
 MAX_INPUT_ERRORS = 100
-# Characters of the parser's message, which may repeat what the client sent.
+# At most this much of the JSON parser's message is kept, because it may repeat what the client sent.
 _MAX_REASON_CHARS = 500
 
 _encode = msgspec.json.Encoder().encode
 
 
 class BatchLine(msgspec.Struct, forbid_unknown_fields=True):
-    """A request in the input."""
+    """Holds one request of a batch's input."""
 
     custom_id: str
     method: str
@@ -41,21 +42,21 @@ _read_line = msgspec.json.Decoder(BatchLine).decode
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """The result of one line. ``number`` is the line's in the input, from 1; ``line`` is the output's, without its
-    end."""
+    """Holds the result of one line as a journal keeps it. ``number`` is that of the line in the input, from 1; ``line``
+    is the output's line, without its end."""
 
     number: int
     failed: bool
     line: bytes
 
     def packed(self) -> bytes:
-        """The entry as it stands in the journal."""
+        """Returns the entry as it stands in the journal."""
         rest = b"%d %d %s\n" % (self.number, self.failed, self.line)
         return b"%08x %s" % (zlib.crc32(rest), rest)
 
 
 def read_entry(packed: bytes) -> JournalEntry | None:
-    """Reads an entry with its line's end; None where it is not whole."""
+    """Reads an entry of a journal with its line's end; returns None where the entry is not whole."""
     check, _, rest = packed.partition(b" ")
     if not packed.endswith(b"\n") or check != b"%08x" % zlib.crc32(rest):
         return None
@@ -64,7 +65,7 @@ def read_entry(packed: bytes) -> JournalEntry | None:
 
 
 def whole_entries(lines: Iterable[bytes]) -> Iterator[tuple[JournalEntry, int]]:
-    """The entries of a journal up to the first that is not whole, each with the bytes it takes: what is behind that one
+    """Yields the entries of a journal up to the first that is not whole, each with the bytes that it takes: the rest
     was being written when the machine stopped."""
     for packed in lines:
         entry = read_entry(packed)
@@ -77,7 +78,7 @@ class InputCheck:
     """Judges the lines of an input, one after another, as they are read.
 
     Args:
-        endpoint: the batch's, which each line repeats as its url.
+        endpoint: the batch's endpoint, which each line repeats as its url.
         max_line_bytes: the longest line.
     """
 
@@ -86,7 +87,7 @@ class InputCheck:
         self._max_line_bytes = max_line_bytes
         self._ids: set[str] = set()
         self.number = 0
-        # Where each line with a request begins, and its number.
+        # For each line that holds a request, these give the byte where it begins, and its number.
         self.offsets: list[int] = []
         self.numbers: list[int] = []
         self.errors: list[BatchError] = []
@@ -94,11 +95,11 @@ class InputCheck:
 
     @property
     def hopeless(self) -> bool:
-        """Whether reading on would say nothing new."""
+        """Says whether it is useless to read on, because no further error would be reported."""
         return len(self.errors) >= MAX_INPUT_ERRORS or len(self.offsets) > MAX_BATCH_LINES
 
     def add(self, raw: bytes) -> None:
-        """Judges the next line, with its end. An empty one counts as a line and is no request."""
+        """Judges the next line of the input, with its end. An empty line counts as a line and is no request."""
         self.number += 1
         offset, self._offset = self._offset, self._offset + len(raw)
         if not raw.strip():
@@ -110,7 +111,7 @@ class InputCheck:
             self.errors.append(BatchError(code=code, message=message, line=self.number, param=param))
 
     def end(self) -> tuple[BatchError, ...]:
-        """What is wrong with the input, once all lines are added; empty where it is good."""
+        """Returns what is wrong with the input, once all lines are added; an empty tuple where the input is good."""
         if not self.offsets:
             return (BatchError(code="empty_file", message="the input holds no request"),)
         if len(self.offsets) > MAX_BATCH_LINES:
@@ -120,7 +121,8 @@ class InputCheck:
         return tuple(self.errors)
 
     def _judged(self, raw: bytes) -> tuple[str, str, str | None]:
-        """What is wrong with a line: code, message and field; the code is empty where nothing is."""
+        """Returns what is wrong with a line of the input: code, message and field; the code is empty where nothing is
+        wrong."""
         if len(raw) > self._max_line_bytes:
             return "line_too_long", f"the line is longer than {self._max_line_bytes} bytes", None
         try:
@@ -147,19 +149,19 @@ def read_request(raw: bytes) -> BatchLine:
 
 
 def output_line(batch_id: str, number: int, custom_id: str, status: int, request_id: str, body: bytes) -> bytes:
-    """The line of an answer, or of the error that a call would have got."""
+    """Makes the output's line for an answer, or for the error that a call would have got."""
     response = {"status_code": status, "request_id": request_id, "body": Raw(body)}
     return _encode({"id": _line_id(batch_id, number), "custom_id": custom_id, "response": response, "error": None})
 
 
 def unserved_line(batch_id: str, number: int, custom_id: str, code: str, message: str) -> bytes:
-    """The line of a request that was never answered."""
+    """Makes the output's line for a request that was never answered."""
     error = {"code": code, "message": message}
     return _encode({"id": _line_id(batch_id, number), "custom_id": custom_id, "response": None, "error": error})
 
 
 def request_id(batch_id: str, number: int) -> str:
-    """The request id under which a line runs."""
+    """Returns the request id under which a line of a batch runs."""
     return f"{batch_id}-{number}"
 
 

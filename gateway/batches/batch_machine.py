@@ -5,8 +5,8 @@
                 |--its time is over, nothing runs--> expired
                 '--its tenant is gone, nothing runs--> failed
 
-A line has one result, and never two: what has a result does not run again. Times are Unix times, in seconds; those of
-``next_line`` and ``is_final`` are monotonic.
+A line has one result, and never two: a line that has a result does not run again. Times are Unix times, in seconds;
+those of ``next_line`` and ``is_final`` are monotonic.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ import msgspec
 
 from pillion.gateway.batches.batch_records import BatchError, BatchRecord
 
-# Statuses by which a call asks to be sent again, as often as the batch's time allows; Anthropic's has 529 for 503.
+# With these statuses a call asks to be sent again, as often as the batch's time allows; Anthropic has 529 for 503.
 BUSY_STATUSES = frozenset({408, 429, 503, 529})
-# Failures that may be somebody else's: tried so often in all.
+# These failures may not be the line's own fault; it runs this often in all.
 FAULT_STATUSES = frozenset({500, 502, 504})
 FAULT_ATTEMPTS = 3
-# Wait of a batch after a line that is to be sent again, doubled with each one in a row.
+# A batch waits this long after a line that is to be sent again; the wait doubles with each further such line in a row.
 BACKOFF_S = 0.25
 MAX_BACKOFF_S = 30.0
 
 
 class BatchMachine:
-    """A batch whose input is good.
+    """Decides for a batch whose input is good.
 
     Args:
         record: the batch as it was kept last.
         numbers: the numbers of its lines in the input, rising.
-        done: the numbers of lines that have a result, and whether that is an error.
+        done: the numbers of lines that have a result, and whether the result is an error.
     """
 
     def __init__(self, record: BatchRecord, numbers: Sequence[int], done: Iterable[tuple[int, bool]] = ()) -> None:
@@ -45,7 +45,8 @@ class BatchMachine:
         self._faults: dict[int, int] = {}
         self._refusals = 0
         self._paused_until_s = 0.0
-        # Lines that may run at once, as far as refusals have shown: it grows by one with as many results.
+        # At most this many lines may run at once, as far as refusals have shown: the number grows by one when as many
+        # lines have had results.
         self._most = float(len(numbers))
         self._ending: tuple[str, tuple[BatchError, ...]] = ("", ())
         self.running: set[int] = set()
@@ -54,12 +55,12 @@ class BatchMachine:
             self._count(number, failed)
 
     def begin(self, now_s: float) -> None:
-        """The input was found good."""
+        """Notes that the batch's input was found good."""
         if self.record.status == "validating":
             self.record = self.record.moved("in_progress", now_s)
 
     def next_line(self, now_s: float) -> int | None:
-        """The number of a line that is to run now, None where there is none. It is running then."""
+        """Returns the number of a line that is to run now, and counts the line as running; None where no line is."""
         if self.ending or now_s < self._paused_until_s or len(self.running) >= int(self._most):
             return None
         if self._again:
@@ -75,7 +76,8 @@ class BatchMachine:
         return number
 
     def is_final(self, number: int, status: int, retry_after_s: float, now_s: float) -> bool:
-        """Judges the status that a running line got; False: it is to be given back, and the batch pauses."""
+        """Says whether the status that a running line got is its result. Otherwise the line is to be given back, and
+        the batch pauses."""
         if status in FAULT_STATUSES:
             self._faults[number] = self._faults.get(number, 0) + 1
         elif status not in BUSY_STATUSES:
@@ -92,7 +94,7 @@ class BatchMachine:
         return False
 
     def finished(self, number: int, failed: bool) -> None:
-        """The result of a running line is in the journal."""
+        """Notes that the result of a running line is in the journal."""
         self.running.discard(number)
         self._faults.pop(number, None)
         self._refusals = 0
@@ -100,12 +102,12 @@ class BatchMachine:
         self._count(number, failed)
 
     def give_back(self, number: int) -> None:
-        """A running line stopped without a result."""
+        """Notes that a running line stopped without a result, so that it runs again."""
         self.running.discard(number)
         self._again.append(number)
 
     def tick(self, now_s: float, *, cancel: bool, tenant_known: bool) -> None:
-        """Looks for a reason to end before all lines are done."""
+        """Ends the batch early where there is a reason to: it was cancelled, its time is over or its tenant is gone."""
         if self.ending or self.complete:
             return
         if cancel:
@@ -119,35 +121,37 @@ class BatchMachine:
 
     @property
     def ending(self) -> str:
-        """The status in which it ends early; empty as long as it goes on. No line runs for it any more."""
+        """Gives the status in which the batch ends early; "" as long as it goes on. No line runs for it any more."""
         return self._ending[0]
 
     @property
     def complete(self) -> bool:
-        """Whether all lines have their results."""
+        """Says whether all lines have their results."""
         return len(self._done) == len(self._numbers)
 
     @property
     def may_finish(self) -> bool:
-        """Whether nothing more comes, so that the outputs can be written."""
+        """Says whether no result can come any more, so that the outputs can be written."""
         return not self.running and (self.complete or bool(self.ending))
 
     @property
     def queued(self) -> int:
-        """Lines without a result that do not run."""
+        """Gives the number of lines without a result that do not run."""
         return len(self._numbers) - len(self._done) - len(self.running)
 
     def unserved(self) -> list[int]:
-        """The lines that an expired batch leaves without an answer, which its errors name."""
+        """Returns the numbers of the lines that an expired batch leaves without an answer; its file of errors names
+        them."""
         return [number for number in self._numbers if number not in self._done] if self.ending == "expired" else []
 
     def finalize(self, now_s: float) -> None:
-        """The outputs are being written. A batch that ends early keeps its status until they are."""
+        """Notes that the batch's outputs are being written. A batch that ends early keeps its status until they are
+        written."""
         if not self.ending:
             self.record = self.record.moved("finalizing", now_s)
 
     def end(self, output_file_id: str | None, error_file_id: str | None, now_s: float) -> None:
-        """The outputs, where there are any, are written."""
+        """Notes that the batch's outputs, where there are any, are written."""
         status, errors = self._ending
         failed = self.record.failed + len(self.unserved())
         self.record = self.record.moved(

@@ -1,4 +1,4 @@
-"""What is kept of a file and of a batch, as JSON in the folder, and how clients see it. Sans-IO (I9)."""
+"""Defines what the folder keeps of a file and of a batch, as JSON, and how clients see them. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-# A batch in one of these has come to its end and changes no more.
+# A batch in one of these states has ended and changes no more.
 FINAL = ("completed", "failed", "expired", "cancelled")
 COMPLETION_WINDOW = "24h"
 COMPLETION_WINDOW_S = 24 * 3600
 
 
 class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A file of a tenant. ``created_at`` and ``expires_at`` are Unix times, in seconds."""
+    """Describes a file of a tenant. ``created_at`` and ``expires_at`` are Unix times, in seconds."""
 
     id: str
     tenant: str
@@ -24,14 +24,14 @@ class FileRecord(msgspec.Struct, frozen=True, kw_only=True):
     expires_at: int
 
     def shown(self) -> dict[str, Any]:
-        """The file as OpenAI's clients read it."""
+        """Returns the file as OpenAI's clients read it."""
         known = msgspec.structs.asdict(self)
         del known["tenant"]
         return {"object": "file", "status": "processed", **known}
 
 
 class BatchError(msgspec.Struct, frozen=True, kw_only=True):
-    """Why a batch failed as a whole; ``line`` counts from 1."""
+    """Says why a batch failed as a whole; ``line`` is the number of the bad line in the input, from 1."""
 
     code: str
     message: str
@@ -40,10 +40,10 @@ class BatchError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A batch of a tenant. Times are Unix times, in seconds; None where that has not happened.
+    """Describes a tenant's batch. Times are Unix times, in seconds; None for an event that has not happened.
 
     Attributes:
-        total, completed, failed: lines in all, and those with an answer or an error.
+        total, completed, failed: number of lines in all, with an answer, and with an error.
     """
 
     id: str
@@ -71,22 +71,22 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def over(self) -> bool:
-        """Whether it has come to its end."""
+        """Says whether the batch has ended."""
         return self.status in FINAL
 
     @property
     def ended_at(self) -> int:
-        """When it came to its end; its creation while it has not."""
+        """Gives the time when the batch ended; that of its creation while it has not."""
         return self.completed_at or self.failed_at or self.expired_at or self.cancelled_at or self.created_at
 
     def moved(self, status: str, now_s: float, **more: Any) -> BatchRecord:
-        """The batch with another status, since ``now_s`` where it did not have that before."""
+        """Returns the batch with the given status. Where that is a new one, it has it since ``now_s``."""
         stamp = f"{status}_at"
         since = {} if getattr(self, stamp) is not None else {stamp: int(now_s)}
         return msgspec.structs.replace(self, status=status, **since, **more)
 
     def shown(self) -> dict[str, Any]:
-        """The batch as OpenAI's clients read it."""
+        """Returns the batch as OpenAI's clients read it."""
         known = msgspec.structs.asdict(self)
         for name in ("tenant", "total", "completed", "failed"):
             del known[name]

@@ -1,4 +1,4 @@
-"""Runs batches: claims those that nobody has, and sends their lines through the gateway like calls, in the background.
+"""Runs batches: claims those that no gateway has, and sends their lines through the gateway like calls.
 
     look for a batch --lock--> judge its input, read its journal --> lines, so many at once --> outputs --> next look
                                  | bad: failed                        | busy: again, later       | disk full: given up
@@ -39,16 +39,17 @@ from pillion.observability.metrics import Meters, Reading
 
 log = logging.getLogger("pillion.gateway.batches")
 
-# How often a gateway looks for batches, and for reasons to end one that it runs; its record is as old at most.
+# A gateway looks this often for batches, and for reasons to end one that it runs; a batch's record is no older than
+# this.
 LOOK_MS = 500
-# How often old files are looked for, and the folder's bytes are counted.
+# Old files are looked for, and the folder's bytes are counted, this often.
 SWEEP_MS = 30_000
-# Batches that one gateway runs at once, and those of one tenant among them.
+# One gateway runs at most MAX_BATCHES_AT_ONCE batches at once, and at most TENANT_BATCHES_AT_ONCE of one tenant.
 MAX_BATCHES_AT_ONCE = 64
 TENANT_BATCHES_AT_ONCE = 4
-# Pause before a batch that was given up, because of the disk or of a defect, is claimed again.
+# A batch that was given up, because of the disk or of a defect, is claimed again after this pause.
 GIVEN_UP_MS = 10_000
-# Threads that read and write the folder: a slow disk holds up batches and nothing else.
+# These threads read and write the folder: a slow disk holds up batches and nothing else.
 DISK_THREADS = 4
 
 EXPIRED = ("batch_expired", "This request could not be executed before the completion window expired.")
@@ -58,33 +59,34 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class LineReply:
-    """What the call of a line would have answered: JSON, and when to try again (0: no word of that)."""
+    """Holds the response that the call of a line would have got: JSON, and when to try again (0 where it does not
+    say)."""
 
     status: int
     body: bytes
     retry_after_s: float
 
 
-# Serves a line like a call: its url, its body, its tenant and its request id.
+# Such a function serves a line of a batch like a client's call: its url, its body, its tenant and its request id.
 ServeLine = Callable[[str, bytes, Tenant, str], Awaitable[LineReply]]
 
 
 @dataclass(eq=False, slots=True)
 class RunningBatch:
-    """A claimed batch while its lines run."""
+    """Represents a claimed batch while its lines run."""
 
     claim: BatchClaim
     machine: BatchMachine
     lines: set[asyncio.Task[bool]] = field(default_factory=set)
-    # Results that are not in the journal yet: at most one of each running line.
+    # These results are not in the journal yet: at most one of each running line.
     results: list[JournalEntry] = field(default_factory=list)
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    # Why it has to be given up, where it has.
+    # This says why the batch has to be given up, where it has.
     failure: Exception | None = None
 
     @property
     def tenant(self) -> str:
-        """The name of the tenant that the batch belongs to."""
+        """Gives the name of the tenant that the batch belongs to."""
         return self.machine.record.tenant
 
 
@@ -92,9 +94,9 @@ class BatchRunner:
     """Runs batches until ``stop``.
 
     Args:
-        serve: serves a line.
-        tenant_named: the tenant of a name, None where the keys do not have it any more.
-        max_lines: lines that run or wait in the gateway at once.
+    serve: serves a line of a batch.
+        tenant_named: returns the tenant of a name, None where the keys do not have it any more.
+        max_lines: the most lines that run or wait in the gateway at once.
     """
 
     def __init__(
@@ -113,7 +115,7 @@ class BatchRunner:
         self._disk = ThreadPoolExecutor(DISK_THREADS, "batches")
         self._running: list[RunningBatch] = []
         self._claimed: dict[str, BatchClaim] = {}
-        # Batches that have ended: they are not read again.
+        # The batches with these ids have ended, and are not read again.
         self._over: set[str] = set()
         self._wake = asyncio.Event()
         self._full = False
@@ -123,21 +125,22 @@ class BatchRunner:
         meters.watch(self._readings)
 
     def start(self) -> None:
-        """Begins to run batches."""
+        """Begins to look for batches and to run them."""
         self._spawn(_for_ever(self._look, LOOK_MS / 1000), "batches")
         self._spawn(_for_ever(self._feed, 0.0), "batch lines")
 
     async def stop(self) -> None:
-        """Gives up all batches, as they are; others go on with them. Files are still served, until ``close``."""
+        """Gives up all batches as they stand; other gateways go on with them. Clients can read files until
+        ``close``."""
         await _cancelled(self._tasks)
 
     def close(self) -> None:
-        """Ends the threads. Idempotent."""
+        """Ends the threads that read and write the folder. Idempotent."""
         self._disk.shutdown(wait=False)
 
     async def on_disk(self, job: Callable[..., T], *arguments: Any) -> T:
-        """Runs a job of the folder on a thread. Raises what it raises. It has ended when this returns, also where the
-        caller was cancelled: the job may use what the caller closes next."""
+        """Runs a job of the folder on a thread. Raises what the job raises. The job has ended when this returns, even
+        where the caller was cancelled, because the job may use what the caller closes next."""
         work = asyncio.get_running_loop().run_in_executor(self._disk, job, *arguments)
         try:
             return await asyncio.shield(work)
@@ -151,10 +154,8 @@ class BatchRunner:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # Which batches.
-
     async def _look(self) -> None:
-        """Claims what nobody has, and keeps the folder small."""
+        """Claims batches that no gateway has, and removes old files from the folder."""
         if time.monotonic() - self._swept_s >= SWEEP_MS / 1000:
             self._swept_s = time.monotonic()
             await self.on_disk(self.folder.sweep, time.time())
@@ -173,7 +174,7 @@ class BatchRunner:
                 self._spawn(self._run(held), record.id)
 
     def _unclaimed(self) -> list[BatchRecord]:
-        """The batches that might be claimed, the oldest first."""
+        """Returns the batches that might be claimed, the oldest first."""
         ids, found = set(self.folder.batch_ids()), []
         self._over &= ids
         for name in ids - self._over - self._claimed.keys():
@@ -183,8 +184,6 @@ class BatchRunner:
             elif record is not None:
                 self._over.add(name)
         return sorted(found, key=lambda one: (one.created_at, one.id))
-
-    # One batch.
 
     async def _run(self, held: BatchClaim) -> None:
         """Runs a claimed batch to its end, or gives it up for a while."""
@@ -208,7 +207,8 @@ class BatchRunner:
                 del self._claimed[held.record.id]
 
     async def _judged(self, held: BatchClaim) -> BatchMachine | None:
-        """A machine for the batch, where its input is good; else it has failed."""
+        """Makes a machine for the batch where its input is good; otherwise ends the batch as failed and returns
+        None."""
         check = InputCheck(held.record.endpoint, MAX_REQUEST_BYTES)
         try:
             while await self.on_disk(held.judge, check, MAX_REQUEST_BYTES):
@@ -224,7 +224,8 @@ class BatchRunner:
         return machine
 
     async def _run_lines(self, held: BatchClaim, machine: BatchMachine) -> None:
-        """Returns when the batch may be ended. Raises PillionError and OSError where it has to be given up."""
+        """Runs lines, and returns when the batch may be ended. Raises PillionError and OSError where the batch is given
+        up."""
         running, look_s = RunningBatch(held, machine), -math.inf
         self._running.append(running)
         try:
@@ -265,21 +266,19 @@ class BatchRunner:
         machine.end(*await self.on_disk(held.write_outputs, left), time.time())
         await self.on_disk(held.finish, machine.record)
 
-    # Lines.
-
     async def _feed(self) -> None:
-        """Starts lines as long as there are places for them, and waits until something has changed."""
+        """Starts lines as long as the gateway has room for them, and waits until something has changed."""
         self._wake.clear()
         while self._lines_running() < self._max_lines and not self._full and (found := self._next()) is not None:
             self.start_line(*found)
         await self._wake.wait()
 
     def start_line(self, running: RunningBatch, number: int, tenant: Tenant) -> None:
-        """Starts a line that is to run now. However it ends, it has a result then, or was given back."""
+        """Starts a line that is to run now. When it ends, however it ends, it has a result or was given back."""
 
         def ended(line: asyncio.Task[bool]) -> None:
             running.lines.discard(line)
-            # A line that is cancelled may never have begun.
+            # A task that is cancelled may never have begun to run its line.
             if line.cancelled() or not line.result():
                 running.machine.give_back(number)
             running.changed.set()
@@ -289,7 +288,8 @@ class BatchRunner:
         line.add_done_callback(ended)
 
     def _next(self) -> tuple[RunningBatch, int, Tenant] | None:
-        """The next line: of the tenant with the fewest lines for its weight, of its batch with the fewest."""
+        """Returns the next line to run: of the tenant with the fewest lines for its weight, and of its batch with the
+        fewest."""
         of_tenant: Counter[str] = Counter()
         tenants = {one.tenant: self._tenant_named(one.tenant) for one in self._running}
         for one in self._running:
@@ -308,7 +308,7 @@ class BatchRunner:
         return None
 
     async def _run_line(self, running: RunningBatch, number: int, tenant: Tenant) -> bool:
-        """Serves one line; returns whether there is a result, which waits for the journal then."""
+        """Serves one line; returns whether it got a result, which then waits to be written to the journal."""
         held, machine = running.claim, running.machine
         name = request_id(held.record.id, number)
         try:
@@ -333,7 +333,7 @@ class BatchRunner:
 
 
 async def _for_ever(step: Callable[[], Awaitable[None]], pause_s: float) -> None:
-    """Repeats a step. A defect, or a folder that is away for a while, must not be the end of all batches."""
+    """Repeats a step for ever. A defect in it, or a folder that is away for a while, must not end all batches."""
     while True:
         try:
             await step()

@@ -1,4 +1,4 @@
-"""The places for uploads: which clients may send files at the same time, and for how long. Sans-IO (I9).
+"""Gives out the places for uploads: which clients may send files at the same time, and for how long. Sans-IO (I9).
 
 A place is held for GRACE_S, and then for as long as its file comes at MIN_BYTES_PER_S. Where all places of a tenant,
 or of the gateway, are taken, a newcomer gets that of the slowest upload that has had YIELD_S and comes at less than
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-# Files that clients bring to one gateway at the same time, and those of one tenant.
+# Clients may upload at most MAX_UPLOADS files to one gateway at the same time, and those of one tenant at most
+# TENANT_UPLOADS.
 MAX_UPLOADS, TENANT_UPLOADS = 16, 4
 GRACE_S, MIN_BYTES_PER_S = 60.0, 16 * 2**10
 YIELD_S, YIELD_BYTES_PER_S = 10.0, 64 * 2**10
@@ -18,10 +19,10 @@ YIELD_S, YIELD_BYTES_PER_S = 10.0, 64 * 2**10
 
 @dataclass(eq=False, slots=True)
 class UploadPlace:
-    """One upload's place.
+    """Represents the right of one client to upload a file now, its place.
 
     Attributes:
-        size_bytes: what has come of its body.
+        size_bytes: number of bytes that have come of its body.
         lost: whether a newcomer has the place now.
     """
 
@@ -33,22 +34,22 @@ class UploadPlace:
 
     @property
     def ends_s(self) -> float:
-        """When the place ends, unless more comes."""
+        """Gives the time when the place ends, unless more of the file comes."""
         return self.began_s + GRACE_S + self.size_bytes / MIN_BYTES_PER_S
 
     def pace(self, now_s: float) -> float:
-        """Bytes a second so far."""
+        """Returns the bytes per second that have come so far."""
         return self.size_bytes / max(now_s - self.began_s, 1e-9)
 
 
 class UploadPlaces:
-    """The places of one gateway."""
+    """Gives out the places for uploads to one gateway."""
 
     def __init__(self) -> None:
         self._taken: list[UploadPlace] = []
 
     def begin(self, tenant: str, now_s: float, lose: Callable[[], None]) -> UploadPlace | None:
-        """A place; None where all are taken. ``lose`` is called when a newcomer gets it."""
+        """Gives an upload a place; None where all are taken. ``lose`` is called when a newcomer gets the place."""
         mine = [place for place in self._taken if place.tenant == tenant]
         full = mine if len(mine) >= TENANT_UPLOADS else self._taken if len(self._taken) >= MAX_UPLOADS else []
         if full:
@@ -64,6 +65,6 @@ class UploadPlaces:
         return self._taken[-1]
 
     def end(self, place: UploadPlace) -> None:
-        """Gives a place back."""
+        """Gives the place of an upload back."""
         if not place.lost:
             self._taken.remove(place)

@@ -1,4 +1,4 @@
-"""The parts of an answer that became certain, and the text that waits to be read. Sans-IO (I9)."""
+"""Collects the parts of an answer whose meaning is certain, and the text that still has to be read. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 
 from pillion.types import ToolCallDelta
 
-# Most characters that are held of one call while it is not known what they are: its object before the name and the
-# arguments begin, a parameter whose text may be a value, white space behind a mark.
+# This many characters of one call are held of which it is not yet known what they belong to: its object before the name
+# and the arguments begin, a parameter whose text may be a value, white space after a mark.
 MAX_HELD_CHARS = 65_536
-# Most characters of one answer that are read again because they were no call.
+# At most this many characters of one answer are read a second time, because what looked like a call was none.
 MAX_REREAD_CHARS = 8192
 _SPACE = " \t\r\n"
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
 def call_id(request_id: str, answer: int, number: int, short: bool = False) -> str:
-    """The id of call ``number`` of an answer: always the same one, so that a resumed stream says it again.
+    """Returns the id of call ``number`` of an answer: it is always the same, so that a resumed stream repeats it.
 
     ``short`` ids have nine letters and digits, which is all that Mistral's templates take.
     """
@@ -30,12 +30,13 @@ def call_id(request_id: str, answer: int, number: int, short: bool = False) -> s
 
 @dataclass(slots=True)
 class AnswerParts:
-    """What became certain and was not taken yet. White space next to calls and marks is no content.
+    """Holds the parts of an answer that became certain and that nobody has taken yet. White space next to calls and
+    marks is no content.
 
     Attributes:
-        request_id, answer: what the ids of calls are made of.
+        request_id, answer: the ids of calls are made of these.
         short_ids: whether these ids have nine characters.
-        calls: calls that have begun.
+        calls: number of calls that have begun.
         thought: whether there was reasoning, or a mark of it.
     """
 
@@ -47,55 +48,51 @@ class AnswerParts:
     _texts: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _deltas: list[ToolCallDelta] = field(default_factory=list)
-    # White space that is content if more content follows it, and whether white space that comes next is none.
+    # This white space is content if more content follows it; the flag says whether white space that comes next is no
+    # content.
     _held: list[str] = field(default_factory=list)
     _bare: bool = False
 
     def content(self, text: str) -> None:
-        """Adds text of the answer itself."""
+        """Adds text to the content of the answer."""
         self._add(self._texts, text)
 
     def think(self, text: str) -> None:
-        """Adds reasoning."""
+        """Adds text to the answer's reasoning."""
         self._add(self._reasoning, text)
 
     def mark(self) -> None:
-        """Notes that a mark was read: the white space around it is no content."""
+        """Notes that a mark was read: the white space around a mark is no content."""
         self._held.clear()
         self._bare = True
 
     def begin(self, name: str) -> None:
-        """Begins the next call."""
+        """Begins the next call of a tool."""
         self.mark()
         made = call_id(self.request_id, self.answer, self.calls, self.short_ids)
         self._deltas.append(ToolCallDelta(self.calls, made, name))
         self.calls += 1
 
     def arguments(self, text: str) -> None:
-        """Adds to the arguments of the call that began last."""
+        """Adds text to the arguments of the call that began last."""
         if text:
             self._deltas.append(ToolCallDelta(self.calls - 1, arguments=text))
 
-    @property
-    def behind_mark(self) -> bool:
-        """Whether nothing but white space has come since the last mark."""
-        return self._bare
-
     def end(self, thinking: bool) -> None:
-        """Ends the answer: white space behind content that no call follows is content too."""
+        """Ends the answer: white space after content that no call follows is content too."""
         if self._held and not (thinking or self.calls):
             self._texts += self._held
         self._held.clear()
 
     def take_content(self) -> str:
-        """The content that came since the last call."""
+        """Returns the content that came since the last call of this method."""
         if not self._texts:
             return ""
         texts, self._texts = self._texts, []
         return "".join(texts)
 
     def take(self) -> tuple[str, tuple[ToolCallDelta, ...]]:
-        """The reasoning and the calls that came since the last one."""
+        """Returns the reasoning and the calls that came since the last call of this method."""
         if not (self._reasoning or self._deltas):
             return "", ()
         taken = "".join(self._reasoning), tuple(self._deltas)
@@ -114,7 +111,7 @@ class AnswerParts:
 
 
 class Marks:
-    """Texts that mean something in an answer. Of two that begin at one place the first one counts.
+    """Finds marks in an answer. Where two of them begin at one place, the first one of ``texts`` counts.
 
     Attributes:
         texts: the marks.
@@ -126,15 +123,15 @@ class Marks:
         self.texts = texts
         self._pattern = re.compile("|".join(map(re.escape, texts)))
         longest = max(map(len, texts), default=0)
-        # By how many characters of a mark have come, longest first: the beginnings of marks that are longer.
+        # For each number of characters, the largest first, this holds the beginnings of the marks that are longer.
         self._heads = [tuple(mark[:n] for mark in texts if len(mark) > n) for n in range(longest - 1, 0, -1)]
 
     def find(self, text: str, at: int) -> re.Match[str] | None:
-        """The first of them in ``text`` from ``at`` on."""
+        """Finds the first of the marks in ``text`` from ``at`` on."""
         return self._pattern.search(text, at) if self.texts else None
 
     def begun(self, text: str, at: int) -> int:
-        """How many of the last characters of ``text``, from ``at`` on, may be the beginning of a mark."""
+        """Returns how many of the last characters of ``text``, from ``at`` on, may be the beginning of a mark."""
         for count, heads in zip(range(len(self._heads), 0, -1), self._heads, strict=True):
             if text.endswith(heads, at):
                 return count
@@ -142,16 +139,18 @@ class Marks:
 
 
 class PendingText:
-    """The text that has come and is not read yet. Its readers are generators that yield when they need more.
+    """Holds the text of an answer that has come and is not read yet. Its readers are generators that yield when they
+    need more.
 
-    A reader that may be wrong about what it reads tries it, and takes or leaves what it has read since:
+    A reader that is not sure what it reads begins a trial read (``attempt``), and then takes or leaves what it has read
+    since:
 
         attempt() --> reads on --> take(): it was right
                                 '-> leave(): the text is read again, as something else, or is handed out unread
 
-    An attempt reads no more than MAX_HELD_CHARS. Attempts that fail may have MAX_REREAD_CHARS of one answer read again,
-    all of them together; the text of one that goes beyond is handed out, and nothing is looked for in it. So the work
-    grows with the text, whatever it is, and what is read depends on nothing but the text.
+    A trial read takes in no more than MAX_HELD_CHARS. Trial reads that fail may have MAX_REREAD_CHARS of one answer
+    read again, all of them together; the text of one that goes beyond is handed out, and nothing is looked for in it.
+    So the work grows in proportion to the text, and the result depends on nothing but the text.
 
     Attributes:
         ended: whether no more will come.
@@ -161,16 +160,17 @@ class PendingText:
 
     def __init__(self) -> None:
         self._text = ""
-        # The next character, and where the attempt began that goes on.
+        # These are the place of the next character, and the place where the present trial read began.
         self._at = 0
         self._from: int | None = None
         self._may_reread = MAX_REREAD_CHARS
         self.ended = False
-        # Whether the text has ended where more was to come, and whether an attempt wanted more than there is.
+        # These say whether the text has ended where more was to come, and whether a trial read wanted more text than
+        # there is.
         self._was_cut = self._short = False
 
     def push(self, piece: str) -> None:
-        """Adds what comes next."""
+        """Adds the next piece of text."""
         text, self._text = self._text, ""
         if self._from is None and self._at:
             text, self._at = text[self._at :], 0
@@ -178,26 +178,26 @@ class PendingText:
         text += piece
         self._text = text
 
-    def cut(self, marks: Marks, least: int) -> None:
-        """Notes that the text breaks off here. Drops the beginning of a mark, of ``least`` characters and more, at the
-        end of what is not taken yet."""
+    def cut(self, marks: Marks) -> None:
+        """Notes that the answer's text breaks off here. Where the text that is not taken yet ends with half a mark,
+        that half is dropped."""
         self._was_cut = True
         half = marks.begun(self._text, self._at if self._from is None else self._from)
-        if half >= least:
+        if half:
             self._text = self._text[:-half]
             self._at = min(self._at, len(self._text))
 
     def attempt(self) -> None:
-        """Begins an attempt here."""
+        """Begins a trial read at the next character."""
         self._from, self._short = self._at, False
 
     def take(self) -> None:
-        """Ends the attempt: what it has read is taken."""
+        """Ends the trial read and takes the text that it has read."""
         self._from = None
 
     def leave(self) -> str:
-        """Ends the attempt, as if it had read nothing. Where too much would be read again, what it has read is taken
-        and returned."""
+        """Ends the trial read as if it had read nothing. Where too much would be read again, its text is taken and
+        returned."""
         begin, self._from = self._from or 0, None
         if self._at - begin > self._may_reread:
             return self._text[begin : self._at]
@@ -206,19 +206,19 @@ class PendingText:
         return ""
 
     def drop_half(self) -> bool:
-        """Ends an attempt that has failed where the text was cut and all that it wanted was more of it. What there is
-        of it is dropped: half a call is nobody's text. False where it failed otherwise, and goes on."""
+        """Ends a trial read that has failed only because the answer was cut short. Its text is dropped, because half a
+        call is of no use. Returns False, and ends nothing, where the trial read failed for another reason."""
         if not (self._was_cut and self._short):
             return False
         self._at, self._from = len(self._text), None
         return True
 
     def step(self) -> None:
-        """Reads one character that is known."""
+        """Reads one character, which the caller knows to be there."""
         self._at += 1
 
     def some(self) -> Generator[None, None, bool]:
-        """Waits until there is a character to read; false where the text, or all that may be held of it, ends."""
+        """Waits until there is a character to read; returns False if the text, or all that may be held of it, ends."""
         while self._at >= self._end:
             if self.ended or self._at >= self._most:
                 self._short = self.ended and self._at < self._most
@@ -227,7 +227,8 @@ class PendingText:
         return True
 
     def past_space(self) -> Generator[None, None, str]:
-        """Reads white space: the character behind it, which is not read; "" where there is none."""
+        """Reads white space of the answer, and returns the character after it, which stays unread; "" where there is
+        none."""
         while (yield from self.some()):
             found = _NO_SPACE.search(self._text, self._at, self._end)
             if found is not None:
@@ -237,7 +238,7 @@ class PendingText:
         return ""
 
     def has(self, mark: str) -> Generator[None, None, bool]:
-        """Whether ``mark`` comes next, which is read then; it waits no longer than it needs to know."""
+        """Returns whether ``mark`` comes next, and then reads it; waits for no more text than it takes to know."""
         while True:
             come = self._text[self._at : min(self._at + len(mark), self._end)]
             if come == mark:
@@ -262,14 +263,15 @@ class PendingText:
         return "".join(read)
 
     def piece(self, read: Callable[[str, int, int], int]) -> str:
-        """Reads what is there, as far as ``read`` goes, which is called with a text, where to begin and its end."""
+        """Reads the text that is there, as far as ``read`` goes; ``read`` gets a text, where to begin and where to
+        end."""
         begin = self._at
         self._at = read(self._text, begin, self._end)
         return self._text[begin : self._at]
 
     def until(self, marks: Marks, give: Callable[[str], object]) -> Generator[None, None, str]:
-        """Gives all that stands before the next of ``marks``, as it comes, and reads the mark; "" where there is none.
-        It is no part of an attempt."""
+        """Gives all text before the next of ``marks`` as it comes, and reads and returns the mark; "" where there is
+        none. It must not be called within a trial read."""
         while True:
             text, found = self._text, marks.find(self._text, self._at)
             certain = len(text) - (0 if self.ended else marks.begun(text, self._at)) if found is None else found.start()
@@ -284,10 +286,10 @@ class PendingText:
 
     @property
     def _most(self) -> int:
-        """Where an attempt may read to."""
+        """Gives the place up to which a trial read may go."""
         return sys.maxsize if self._from is None else self._from + MAX_HELD_CHARS
 
     @property
     def _end(self) -> int:
-        """The end of what may be read now."""
+        """Gives the place up to which the text may be read now."""
         return min(len(self._text), self._most)

@@ -2,7 +2,7 @@
 
     text --> reasoning, if it begins with it --> content and calls, or content alone --> parts
 
-What was read is a function of the text alone: it does not matter where the text was cut.
+The parts are a function of the text alone: it does not matter into which pieces the text was cut.
 """
 
 from __future__ import annotations
@@ -10,21 +10,22 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 
+from pillion.gateway.answer_formats import AskedOutput
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 from pillion.gateway.formats.reasoning import ReasoningFormat, read_reasoning
 from pillion.gateway.formats.tool_formats import ToolFormat, ToolSchemas
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerForm:
-    """What the answers to one request may hold besides content.
+class OutputFormat(AskedOutput):
+    """Says what the answers to one request may hold besides content.
 
     Attributes:
-        reasoning: the format of their reasoning; None: they hold none.
-        opened: whether they begin within it; None: they say so themselves.
-        tools: the format of their calls; None: they hold none.
+        reasoning: the format of their reasoning; None where they hold none.
+        opened: whether they begin within reasoning; None where each answer shows whether it does.
+        tools: the format of their calls; None where they hold none.
         schemas: the tools that may be called.
-        visible: by id, the texts of special tokens that are marks.
+        visible: the texts of special tokens that are marks, by their ids.
     """
 
     reasoning: ReasoningFormat | None
@@ -38,46 +39,46 @@ class AnswerReader:
     """Reads one answer.
 
     Attributes:
-        parts: what became certain.
+        parts: the parts that became certain.
         thinking: whether the answer is within its reasoning, or may still begin with it.
     """
 
     __slots__ = ("_marks", "_reading", "_text", "parts", "thinking")
 
-    def __init__(self, form: AnswerForm, parts: AnswerParts) -> None:
+    def __init__(self, output_format: OutputFormat, parts: AnswerParts) -> None:
         self.parts = parts
-        self.thinking = form.reasoning is not None and form.opened is not False
+        self.thinking = output_format.reasoning is not None and output_format.opened is not False
         self._text = PendingText()
-        marks = [] if form.reasoning is None else [form.reasoning.begin, form.reasoning.end]
-        if form.tools is not None:
-            marks += filter(None, (form.tools.begin, form.tools.end, *form.tools.inner))
+        marks = [] if output_format.reasoning is None else [output_format.reasoning.begin, output_format.reasoning.end]
+        if output_format.tools is not None:
+            marks += filter(None, (output_format.tools.begin, output_format.tools.end, *output_format.tools.inner))
         self._marks = Marks(*marks)
-        self._reading = self._read(form)
-        # Up to where it needs text.
+        self._reading = self._read(output_format)
+        # The first call lets the reading generator run up to where it needs text.
         next(self._reading, None)
 
     def push(self, text: str) -> None:
-        """Reads the next text."""
+        """Reads the next text of the answer."""
         self._text.push(text)
         next(self._reading, None)
 
     def flush(self, cut: bool = False) -> None:
-        """Reads what was held back: no more text will come. Call once, at the end. ``cut``: the answer has not ended
-        by itself, so that half a mark at its end, of two characters and more or behind another mark, is no text, and
-        neither is half a call whose name is not known yet."""
+        """Reads the text that was held back, because no more will come. Call it once, at the end. With ``cut`` the
+        answer did not end by itself: half a mark at its end is then no text, and neither is half a call whose name is
+        not known yet."""
         text = self._text
         if cut:
-            text.cut(self._marks, 1 if self.parts.behind_mark else 2)
+            text.cut(self._marks)
         text.ended = True
         next(self._reading, None)
         self.parts.end(self.thinking)
 
-    def _read(self, form: AnswerForm) -> Generator[None, None, None]:
+    def _read(self, output_format: OutputFormat) -> Generator[None, None, None]:
         text, parts = self._text, self.parts
-        if form.reasoning is not None:
-            yield from read_reasoning(form.reasoning, form.opened, text, parts)
+        if output_format.reasoning is not None:
+            yield from read_reasoning(output_format.reasoning, output_format.opened, text, parts)
             self.thinking = False
-        if form.tools is not None:
-            yield from form.tools.read(text, parts, form.schemas)
+        if output_format.tools is not None:
+            yield from output_format.tools.read(text, parts, output_format.schemas)
             return
         yield from text.until(Marks(), parts.content)

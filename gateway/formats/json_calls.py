@@ -1,11 +1,12 @@
-"""Calls that are JSON objects with a name and arguments, between marks or without any. Sans-IO (I9).
+"""Reads a model's calls of tools that are written as JSON objects with a name and arguments, with or without marks
+around them. Sans-IO (I9).
 
     mark --> {"name": the_name, "arguments": {...}} --> mark             the arguments are given as they come
        '--> anything else: the mark, and what follows it, is content
 
-What stands in an object is read without being given until its name and the beginning of its arguments are known. That
-is an attempt (:class:`PendingText`): it ends where the text cannot be a call any more, or would have to be held for too
-long.
+Nothing of an object is passed on to the client until its name and the beginning of its arguments are known. So the
+reader makes a trial read (:class:`PendingText`), which ends where the text cannot be a call any more, or would have to
+be held back for too long.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 MAX_NAME_CHARS = 128
 NAME = re.compile(rf"[A-Za-z0-9_.:-]{{1,{MAX_NAME_CHARS}}}")
 _ARGUMENTS = ("arguments", "parameters")
-# What changes how deep a value is, outside of its strings; "<" is none of JSON's, so it is a mark there.
+# Outside of strings, these characters change how deep a JSON value is nested. JSON has no "<", so it is a mark there.
 _STRUCTURE = re.compile(r'["{}\[\]<]')
 _IN_STRING = re.compile(r'["\\]')
-# What ends a number or a word.
+# A JSON number or word (true, false, null) ends before one of these characters.
 _BEHIND_WORD = re.compile(r"[,}\] \t\r\n<]")
 _NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
 _NOT_ID = re.compile(r"[\W_]")
@@ -39,8 +40,8 @@ class JsonScan:
         self.ended = False
 
     def read(self, text: str, at: int, most: int) -> int:
-        """Where the value ends in ``text[at:most]``, or breaks off at a mark: it is ``ended`` there. ``most`` where it
-        goes on."""
+        """Returns where the value ends in ``text[at:most]``, or breaks off at a mark; it is ``ended`` then. Returns
+        ``most`` where it goes on."""
         while at < most:
             if self._escaped:
                 self._escaped, at = False, at + 1
@@ -66,7 +67,7 @@ class JsonScan:
 
 
 class JsonCalls:
-    """Reads a text with calls between ``begin`` and ``end``. ``end`` may be left out."""
+    """Reads an answer whose calls are JSON objects between ``begin`` and ``end``. ``end`` may be left out."""
 
     def __init__(self, text: PendingText, parts: AnswerParts, known: frozenset[str], begin: str, end: str = "") -> None:
         self._text = text
@@ -76,7 +77,7 @@ class JsonCalls:
         self._end = end
 
     def read(self) -> Generator[None, None, None]:
-        """Reads the whole text."""
+        """Reads the whole answer."""
         text, parts = self._text, self._parts
         while mark := (yield from text.until(self._begin, parts.content)):
             text.attempt()
@@ -84,18 +85,19 @@ class JsonCalls:
                 parts.content(mark + text.leave())
 
     def _after_mark(self) -> Generator[None, None, bool]:
-        """Reads what follows a mark; false where that is no call, which leaves the attempt to the caller."""
+        """Reads what follows a mark. Returns False where that is no call, and leaves it to the caller to end the trial
+        read."""
         if not (yield from self._call()):
             return False
-        # White space behind a call is no content.
+        # White space after a call is no content.
         yield from self._text.past_space()
         if self._end:
             yield from self._text.has(self._end)
         return True
 
     def _call(self, only_known: bool = False) -> Generator[None, None, bool]:
-        """Reads one object, gives it as a call and takes it; false where it is none, which leaves the attempt to the
-        caller."""
+        """Reads one JSON object and adds it to the answer's calls. Returns False where it is no call, and leaves it to
+        the caller to end the trial read."""
         text, parts = self._text, self._parts
         if (yield from text.past_space()) != "{":
             return False
@@ -130,8 +132,8 @@ class JsonCalls:
         return True
 
     def _rest(self) -> Generator[None, None, None]:
-        """Reads what an object holds behind its arguments, which is no part of the call; content where it does not
-        end."""
+        """Reads what a call's object holds after the arguments, which is no part of the call; it is content where the
+        object does not end."""
         text = self._text
         text.attempt()
         while (character := (yield from text.past_space())) == ",":
@@ -147,7 +149,8 @@ class JsonCalls:
             self._parts.content(text.leave())
 
     def _key(self) -> Generator[None, None, tuple[str | None, str]]:
-        """A key of an object, and the first character of its value; None where there is none."""
+        """Reads a key of a JSON object; returns the key, or None where the object has no further key, and the first
+        character of the key's value."""
         text = self._text
         if (character := (yield from text.past_space())) != '"':
             return None, character
@@ -159,7 +162,7 @@ class JsonCalls:
         return (_string(key) if character else None), character
 
     def _value(self, character: str) -> Generator[None, None, str]:
-        """The JSON text of the value that begins with ``character``, as far as it goes."""
+        """Returns the JSON text of the value that begins with ``character``, as much of it as has come."""
         text = self._text
         if character not in '{["':
             return (yield from text.up_to(_BEHIND_WORD))
@@ -169,18 +172,18 @@ class JsonCalls:
         return "".join(read)
 
     def _stream(self) -> Generator[None, None, None]:
-        """Gives the object that comes next as arguments, as it comes, and takes it."""
+        """Reads the next object, and gives each piece of it, as it comes, as arguments of a call."""
         scan, text = JsonScan(), self._text
         while not scan.ended and (yield from text.some()):
             self._parts.arguments(text.piece(scan.read))
 
 
 class LlamaCalls(JsonCalls):
-    """Reads an answer of Llama 3: one that begins with a call's object, perhaps behind a mark, or is all content."""
+    """Reads an answer of Llama 3: it begins with a call's object, perhaps after a mark, or is all content."""
 
     def read(self) -> Generator[None, None, None]:
-        """Reads the whole text."""
-        # Without a mark, an object is only a call if it names a tool: an answer may be JSON for itself.
+        """Reads the whole answer."""
+        # Without a mark an object is a call only if it names a tool, because the answer itself may be JSON.
         self._text.attempt()
         if (yield from self._call(only_known=True)):
             yield from self._more()
@@ -195,7 +198,7 @@ class LlamaCalls(JsonCalls):
         return True
 
     def _more(self) -> Generator[None, None, None]:
-        """Reads further calls, which stand behind semicolons."""
+        """Reads further calls, which Llama 3 writes after semicolons."""
         text = self._text
         while (yield from text.past_space()) == ";":
             text.attempt()
@@ -207,8 +210,8 @@ class LlamaCalls(JsonCalls):
 
 
 class MistralCalls(JsonCalls):
-    """Reads an answer of Mistral: behind the mark is a list of objects or, since its tokenizer v11, a name, perhaps an
-    id, and the arguments."""
+    """Reads an answer of a model of Mistral's: after the mark comes a list of objects or, since its tokenizer v11, a
+    name, perhaps an id, and the arguments."""
 
     def _after_mark(self) -> Generator[None, None, bool]:
         if (yield from self._text.past_space()) == "[":
@@ -248,7 +251,7 @@ class MistralCalls(JsonCalls):
 
 
 def _string(value: str) -> str:
-    """The text of a JSON string; "" for anything else."""
+    """Returns the text of a JSON string; "" for any other value."""
     try:
         read = json.loads(value)
     except ValueError:

@@ -1,7 +1,8 @@
-"""The formats of one model: named by flags, or found in its chat template. Sans-IO (I9)."""
+"""Finds the formats in which one model writes reasoning and calls, by flags or in its chat template. Sans-IO (I9)."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,31 +11,34 @@ from typing import Any
 import tokenizers
 
 from pillion.errors import ConfigError, FieldViolation, InvalidRequest
-from pillion.gateway.formats.answer_reader import AnswerForm
-from pillion.gateway.formats.client_json import parsed
+from pillion.gateway.answer_formats import NONE, AnswerFormats, AskedOutput, StopRules
+from pillion.gateway.formats.answer_parts import AnswerParts
+from pillion.gateway.formats.answer_reader import OutputFormat
+from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.formats.reasoning import REASONING_FORMATS, ReasoningFormat
 from pillion.gateway.formats.tool_formats import GENERIC, SPELLED_OUT, TOOL_FORMATS, ToolFormat
+from pillion.gateway.request.client_json import parsed
+from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer
+from pillion.gateway.tokens.tool_prompt import knows_tools
 from pillion.types import GenerateRequest, Tool, ToolOptions
 
-AUTO, NONE = "auto", "none"
-_TOOLS = re.compile(r"\btools\b")
+AUTO = "auto"
+# A token that may be a mark stands in brackets, so one pass finds those of a client's text, however many a model has.
+MARK = re.compile(r"[<\[][^<>\[\]]*[>\]]")
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFormats:
-    """How a model writes reasoning and calls.
+class ModelFormats(AnswerFormats):
+    """Says how a model writes reasoning and calls of tools.
 
     Attributes:
-        tool_parser, reasoning_parser: the names of the formats; "none" where there is none.
         auto_choice: whether the model may choose by itself to call a tool.
-        foreign: whether its template tells it to call tools in a way that is not read here, so that it calls them in
-            the generic one where a grammar makes it, and may not choose.
-        mark_ids: by text, the ids of marks that are one token, which a grammar names by its id.
-        visible: by id, the texts of those that are left out of plain text.
+        foreign: whether its template tells it to call tools in a way that is not read here. It then calls them in the
+            generic way where a grammar makes it do so, and may not choose.
+        mark_ids: the ids of tokens that may be marks, by their texts; a grammar names such a mark by its id.
+        visible: the texts of the formats' marks that are left out of plain text, by their ids.
     """
 
-    tool_parser: str = NONE
-    reasoning_parser: str = NONE
     auto_choice: bool = True
     mark_ids: Mapping[str, int] = field(default_factory=dict)
     visible: Mapping[int, str] = field(default_factory=dict)
@@ -42,22 +46,22 @@ class ModelFormats:
 
     @property
     def tools(self) -> ToolFormat | None:
-        """The format of calls."""
+        """Gives the format in which the model calls tools."""
         return TOOL_FORMATS.get(self.tool_parser)
 
     @property
     def reasoning(self) -> ReasoningFormat | None:
-        """The format of reasoning."""
+        """Gives the format in which the model reasons."""
         return REASONING_FORMATS.get(self.reasoning_parser)
 
     @property
     def spells_out(self) -> bool:
-        """Whether tools, calls and results can be told to the model as text."""
+        """Says whether tools, calls and results can be told to the model as text."""
         return self.tool_parser in SPELLED_OUT
 
-    def check(self, options: ToolOptions) -> None:
+    def check(self, options: ToolOptions, structured: bool = False) -> None:
         """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
-        if not asks_for_calls(options):
+        if not options.asks_for_calls:
             return
         if self.tools is None:
             text = "this model has no chat template, or its gateway was started with --tool-call-parser none"
@@ -73,35 +77,52 @@ class ModelFormats:
             raise InvalidRequest.of(FieldViolation("tools.choice", text))
 
     def read_answers(self, options: ToolOptions) -> bool:
-        """Whether the answers to a conversation may hold more than content."""
-        return self.reasoning is not None or (self.tools is not None and asks_for_calls(options))
+        """Returns whether the answers to a conversation may hold more than content."""
+        return self.reasoning is not None or (self.tools is not None and options.asks_for_calls)
 
-    def answer_form(self, request: GenerateRequest, prompt: str) -> AnswerForm | None:
-        """What the answers to a checked conversation may hold; None where it is content alone. ``prompt`` is its
-        text."""
+    def output_format(self, request: GenerateRequest, prompt: str) -> OutputFormat | None:
+        """Returns what the answers to a checked conversation may hold; None where that is content alone. ``prompt`` is
+        its text."""
+        visible = self._marks_of_tag(request)
         if not request.messages or not self.read_answers(request.tools):
-            return None
+            return OutputFormat(None, None, None, {}, visible) if visible else None
         reasoning, opened = self.reasoning, None
-        tools = self.tools if asks_for_calls(request.tools) else None
+        tools = self.tools if request.tools.asks_for_calls else None
         if reasoning is not None:
             opened = reasoning.opened_by(prompt)
             if request.chat.continue_final_message:
                 last = request.messages[-1].content
                 opened = last.rfind(reasoning.begin) > last.rfind(reasoning.end)
         schemas = {tool.name: schema_of(tool) for tool in request.tools.tools} if tools is not None else {}
-        return AnswerForm(reasoning, opened, tools, schemas, self.visible)
+        return OutputFormat(reasoning, opened, tools, schemas, {**self.visible, **visible})
 
+    def _marks_of_tag(self, request: GenerateRequest) -> dict[int, str]:
+        """Returns the special tokens of which the request's structural tag speaks, with their texts, which clients
+        see."""
+        structured = request.sampling.structured_outputs
+        if structured is None or not structured.structural_tag:
+            return {}
+        try:
+            text = json.dumps(parsed(structured.structural_tag), ensure_ascii=False)
+        except (ValueError, RecursionError):
+            # Making the grammar of it refuses it.
+            return {}
+        # One search after the other, for a single call that finds all would keep other threads from running.
+        found = (match[0] for match in MARK.finditer(text))
+        return {self.mark_ids[mark]: mark for mark in found if mark in self.mark_ids}
 
-NO_FORMATS = ModelFormats()
-
-
-def asks_for_calls(options: ToolOptions) -> bool:
-    """Whether answers may call tools."""
-    return bool(options.tools) and options.choice != NONE
+    def new_text(
+        self, output: AskedOutput | None, detokenizer: Detokenizer, stops: StopRules, request_id: str, index: int
+    ) -> AnswerText:
+        """Makes the text of answer number ``index`` of a request, before its first token."""
+        if not isinstance(output, OutputFormat):
+            return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens)
+        parts = AnswerParts(request_id, index, output.tools is not None and output.tools.short_ids)
+        return ReadAnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, output, parts)
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """The schema of a checked tool's arguments; {} is any object."""
+    """Returns the schema of a checked tool's arguments; {} allows any object."""
     return dict(parsed(tool.parameters)) if tool.parameters else {}
 
 
@@ -112,29 +133,33 @@ def choose_formats(
     reasoning_parser: str = AUTO,
     auto_choice: bool = True,
 ) -> ModelFormats:
-    """The formats of a model. ``template`` is its chat template's text, "" where it has none; the names are "auto",
-    "none" or a format's. Raises ConfigError for another name."""
+    """Returns the formats in which a model writes reasoning and calls. ``template`` is its chat template's text, ""
+    where it has none; the names are "auto", "none" or a format's. Raises ConfigError for another name."""
     tools, reasoning = parser_names(template, tool_parser, reasoning_parser)
     marks: list[str] = []
     if tools != NONE:
         marks += TOOL_FORMATS[tools].marks
     if reasoning != NONE:
         marks += (REASONING_FORMATS[reasoning].begin, REASONING_FORMATS[reasoning].end)
-    added = {token.content: (number, token) for number, token in codec.get_added_tokens_decoder().items()}
-    known = [(mark, *added[mark]) for mark in dict.fromkeys(marks) if mark in added]
+    added = codec.get_added_tokens_decoder()
     return ModelFormats(
         tools,
         reasoning,
         auto_choice,
-        # llguidance takes them for tokens without a text: they are named by their ids or not at all.
-        {mark: number for mark, number, token in known if token.special or (mark[0] == "<" and mark[-1] == ">")},
-        {number: mark for mark, number, token in known if token.special},
+        # llguidance takes these tokens for tokens without a text, so a grammar names them by their ids or not at all.
+        {
+            token.content: number
+            for number, token in added.items()
+            if MARK.fullmatch(token.content) and (token.special or token.content[0] == "<")
+        },
+        {number: token.content for number, token in added.items() if token.special and token.content in marks},
         foreign=tools == GENERIC and tool_parser == AUTO and knows_tools(template),
     )
 
 
 def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
-    """The names of the formats of calls and of reasoning; see :func:`choose_formats`."""
+    """Returns the names of the tool format and the reasoning format that :func:`choose_formats` takes for a
+    template."""
     return (
         _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template)),
         _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template)),
@@ -149,13 +174,8 @@ def _chosen(flag: str, name: str, known: Mapping[str, Any], found: str) -> str:
     return name
 
 
-def knows_tools(template: str) -> bool:
-    """Whether a chat template has a place for tools."""
-    return _TOOLS.search(template) is not None
-
-
 def _tools_in(template: str) -> str:
-    """The format that a chat template speaks of, or the generic one; none where there is no template."""
+    """Returns the tool format that a chat template speaks of, or the generic one; "none" where there is no template."""
     if knows_tools(template):
         for name, form in TOOL_FORMATS.items():
             if any(all(text in template for text in texts) for texts in form.found):
@@ -164,8 +184,8 @@ def _tools_in(template: str) -> str:
 
 
 def _reasoning_in(template: str) -> str:
-    """The format whose marks are in a chat template. Many templates have them for models that do not reason, so a
-    format that takes every answer for reasoning is never found."""
+    """Returns the reasoning format whose marks are in a chat template. Many templates have them for models that do not
+    reason, so a format that takes every answer for reasoning is never found."""
     for name, form in REASONING_FORMATS.items():
         if form.end in template and not form.assumed:
             return name

@@ -1,4 +1,4 @@
-"""Reasoning formats: the marks between which a model thinks before it answers. Sans-IO (I9)."""
+"""Lists the reasoning formats: the marks between which a model thinks before it answers. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 
 @dataclass(frozen=True, slots=True)
 class ReasoningFormat:
-    """The marks of one format.
+    """Names the marks of one format.
 
     Attributes:
-        begin, end: what stands before and behind the reasoning.
-        assumed: an answer begins within reasoning unless its prompt says otherwise, as some models leave ``begin`` out.
+        begin, end: the marks before and after the reasoning.
+    assumed: whether an answer begins within reasoning unless its prompt says otherwise; some models leave ``begin``
+    out.
     """
 
     begin: str
@@ -22,7 +23,7 @@ class ReasoningFormat:
     assumed: bool = False
 
     def opened_by(self, prompt: str) -> bool | None:
-        """Whether an answer to ``prompt`` begins within reasoning; None where the answer itself has to say so.
+        """Returns whether an answer to ``prompt`` begins within reasoning; None where the answer itself has to show it.
 
         Templates end a prompt with ``begin`` to make a model think, and with both marks to keep it from thinking.
         """
@@ -34,7 +35,7 @@ class ReasoningFormat:
         return True if self.assumed else None
 
 
-# By the names that vLLM gives them. `auto` finds the first whose marks are in the chat template.
+# The formats have the names that vLLM gives them. `auto` takes the first format whose marks are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", assumed=True),
@@ -46,7 +47,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
 def read_reasoning(
     form: ReasoningFormat, opened: bool | None, text: PendingText, parts: AnswerParts
 ) -> Generator[None, None, None]:
-    """Reads up to where the reasoning ends; nothing where the answer does not begin with it."""
+    """Reads the answer up to where its reasoning ends; reads nothing where the answer does not begin with reasoning."""
     if opened is False:
         return
     text.attempt()

@@ -1,4 +1,4 @@
-"""The table of tool formats: how each is recognized, and what reads it. Sans-IO (I9)."""
+"""Lists the tool formats in a table: how a chat template shows each one, and what reads it. Sans-IO (I9)."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
 from pillion.gateway.formats.json_calls import JsonCalls, LlamaCalls, MistralCalls
 from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_MARKS, XmlCalls
 
-# The tools of a request: their schemas of arguments, by name.
+# This maps the names of a request's tools to the schemas of their arguments.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
 CallReader = Callable[[PendingText, AnswerParts, ToolSchemas], Generator[None, None, None]]
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """A format.
+    """Describes a tool format.
 
     Attributes:
         begin, end: the marks around a call; ``end`` is "" where there is none.
         read: reads an answer's text.
-        found: the format of a chat template that holds one of these groups of texts, all of the group.
+        found: groups of texts; a chat template that holds all texts of one group has this format.
         marks: texts of special tokens that ``read`` needs to see.
         inner: further marks, within a call.
         short_ids: whether the template takes ids of nine letters and digits only.
@@ -57,8 +57,9 @@ GENERIC = "generic"
 _XML = ToolFormat(
     TOOL_CALL, END_TOOL_CALL, _read_xml, (("<function=", "<parameter="),), (TOOL_CALL, END_TOOL_CALL), inner=XML_MARKS
 )
-# By the names that vLLM gives them, but for the generic one, which is for models whose chat templates know no tools, or
-# call them in a way that is not read here. `auto` finds the first one that the chat template speaks of.
+# The formats have the names that vLLM gives them, but for the generic one, which is for models whose chat templates
+# know no tools, or call tools in a way that Pillion does not read. `auto` takes the first format that the chat template
+# speaks of.
 TOOL_FORMATS: dict[str, ToolFormat] = {
     "qwen3_coder": _XML,
     "qwen3_xml": _XML,
@@ -75,5 +76,5 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
     ),
     GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes),
 }
-# Formats in which tools, calls and results are told to a model as text, where its template has no place for them.
+# In these formats tools, calls and results are told to a model as text, where its template has no place for them.
 SPELLED_OUT = ("hermes", GENERIC)

@@ -1,4 +1,4 @@
-"""Calls as Qwen3-Coder writes them: a text for each parameter, whose type is the tool's schema's. Sans-IO (I9).
+"""Reads calls as Qwen3-Coder writes them: a text for each parameter, whose type the tool's schema gives. Sans-IO (I9).
 
 <tool_call> <function=NAME> <parameter=KEY> text </parameter> ... </function> </tool_call>
 """
@@ -20,7 +20,7 @@ FUNCTION, END_FUNCTION = "<function=", "</function>"
 PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
 XML_MARKS = (FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER)
 MAX_KEY_CHARS = 256
-# Parameters whose types are remembered for one answer.
+# The types of this many parameters are remembered for one answer.
 _KEPT_TYPES = 1024
 
 _BEGINS = Marks(TOOL_CALL, FUNCTION)
@@ -32,17 +32,17 @@ _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dic
 
 
 class XmlCalls:
-    """Reads a text with such calls. ``schemas`` are the tools' schemas of arguments by name."""
+    """Reads an answer whose calls are XML-like elements. ``schemas`` are the tools' schemas of arguments by name."""
 
     def __init__(self, text: PendingText, parts: AnswerParts, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         self._text = text
         self._parts = parts
         self._schemas = schemas
-        # By tool and parameter: a schema may be long, and a model may write a parameter often.
+        # Types are kept by tool and parameter, because a schema may be long, and a model may write a parameter often.
         self._types: dict[tuple[str, str], set[str]] = {}
 
     def read(self) -> Generator[None, None, None]:
-        """Reads the whole text."""
+        """Reads the whole answer."""
         text, parts = self._text, self._parts
         while mark := (yield from text.until(_BEGINS, parts.content)):
             text.attempt()
@@ -50,8 +50,8 @@ class XmlCalls:
                 parts.content(mark + text.leave())
 
     def _call(self, mark: str) -> Generator[None, None, bool]:
-        """Reads a call, from behind its mark on, and takes it; false where it is none, which leaves the attempt to the
-        caller."""
+        """Reads a call, from after its mark on, and adds it to the answer's calls. Returns False where it is none, and
+        leaves it to the caller to end the trial read."""
         text = self._text
         if mark == TOOL_CALL:
             yield from text.past_space()
@@ -66,7 +66,7 @@ class XmlCalls:
         while (yield from self._parameter(name, opened)):
             opened = ", "
         if (yield from text.some()):
-            # What is cut short stays open, so that nobody takes it for whole.
+            # The arguments of a call that is cut short stay an unfinished object, so that nobody takes them for whole.
             self._parts.arguments("{}" if opened == "{" else "}")
         for end in (END_FUNCTION, END_TOOL_CALL):
             if (yield from text.has(end)):
@@ -74,12 +74,12 @@ class XmlCalls:
         return True
 
     def _word(self) -> Generator[None, None, str]:
-        """Reads what stands before the next ``>``, and that; "" where nothing does."""
+        """Reads up to and with the next ``>``; returns the text before it, "" where there is none."""
         word = yield from self._text.up_to(_BEHIND_WORD, MAX_KEY_CHARS)
         return word if (yield from self._text.has(">")) else ""
 
     def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
-        """Reads the next parameter of the tool ``name``; false where there is none."""
+        """Reads the next parameter of the tool ``name``; returns False where there is none."""
         text, parts = self._text, self._parts
         # White space in a call is no content.
         yield from text.past_space()
@@ -107,16 +107,16 @@ class XmlCalls:
 
 
 class _Value:
-    """A parameter's text as JSON of one of ``types``. A string is given as it comes. Anything else is held until it is
-    known what it is. A text of more than MAX_HELD_CHARS is given as it comes too: as it is where it begins like an
-    object or a list that ``types`` allow, and as a string otherwise."""
+    """Writes a parameter's text as JSON of one of ``types``. A string is handed on as it comes. Anything else is held
+    until its type is known. A text of more than MAX_HELD_CHARS is given as it comes, too: unchanged where it begins
+    like an object or a list that ``types`` allow, and as a string otherwise."""
 
     def __init__(self, types: set[str], give: Callable[[str], None]) -> None:
         self._types = types
         self._give = give
         self._held: list[str] = []
         self._held_chars = 0
-        # How what comes is spelled; None while it is held.
+        # This function writes the text that comes; it is None while the text is held.
         self._spell: Callable[[str], str] | None = None
         if types == {"string"}:
             self._begin("")
@@ -131,7 +131,7 @@ class _Value:
             self._begin("".join(self._held))
 
     def end(self, whole: bool) -> None:
-        """``whole``: whether the parameter's end has come."""
+        """Ends the parameter's value. ``whole`` says whether the mark of the parameter's end has come."""
         if self._spell is None:
             text = "".join(self._held)
             self._give(typed(text, self._types) if whole else text)
@@ -154,7 +154,7 @@ def _in_string(text: str) -> str:
 
 
 def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
-    """The JSON types that a schema of arguments allows a parameter; {"string"} where it does not say."""
+    """Returns the JSON types that a schema of arguments allows a parameter; {"string"} where it does not say."""
     properties = schema.get("properties")
     known = properties.get(key) if isinstance(properties, dict) else None
     found = _types(known) if isinstance(known, dict) else set()
@@ -163,7 +163,7 @@ def types_of(schema: Mapping[str, Any], key: str) -> set[str]:
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
     found: set[str] = set()
-    # A stack, as a client's schema may be deep.
+    # The loop keeps a stack instead of recursing, because a client's schema may be deep.
     left = [schema]
     while left:
         one = left.pop()
@@ -172,7 +172,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
         values = one["enum"] if isinstance(one.get("enum"), list) else [one["const"]] if "const" in one else []
         found |= types or {_TYPE_OF.get(type(value), "null") for value in values}
         if "$ref" in one:
-            # What a reference means is in another place; its value is most likely an object.
+            # A schema's "$ref" points to another place, which is not read; its value is most likely an object.
             found.add("object")
         for word in ("anyOf", "oneOf", "allOf"):
             options = one.get(word)
@@ -181,11 +181,11 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def typed(text: str, types: set[str]) -> str:
-    """A parameter's text as JSON of one of ``types``; as a string where it is none."""
+    """Writes a parameter's text as JSON of one of ``types``; as a string where it is none of them."""
     value = _PYTHON.get(text.strip(), text.strip())
     try:
-        # Unlike the standard library it reads neither NaN nor an infinity. What an object or a list holds is checked
-        # and not made: a deep one would take long.
+        # Unlike the standard library's parser this one refuses NaN and infinities. What an object or a list holds is
+        # checked and not made: a deep one would take long.
         read = msgspec.json.decode(value, type=msgspec.Raw if value[:1] in ("{", "[") else Any)
     except (ValueError, RecursionError):
         return json.dumps(text, ensure_ascii=False)

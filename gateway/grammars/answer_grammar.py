@@ -2,8 +2,8 @@
 
     [piece] [piece] ... --join--> one text, which Submit.grammar carries to the worker
 
-A piece is what stands to the right of a rule in llguidance's variant of Lark, with the rules that it refers to. What a
-client wrote in a grammar's notation is a grammar of its own within the text, so that none of its names can meet ours.
+A piece is the right side of a rule in llguidance's variant of Lark, with the rules that it refers to. A grammar that a
+client wrote is a grammar of its own within the text, so that none of its names can meet ours.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ from typing import Any
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.grammar_limits import MAX_GRAMMAR_BYTES
 
-# What an expression of Lark cannot hold as it is, escaped already or not.
+# These characters cannot stand in a regular expression of Lark as they are, whether or not a client has escaped them.
 _ESCAPED = re.compile(r"\\.|[/\n\r]", re.DOTALL)
 _WRITTEN = {"/": r"\/", "\n": r"\n", "\r": r"\r"}
-# The name of the grammar that the others are parts of.
+# The text that a worker gets consists of several grammars; the one of this name refers to the others.
 _ROOT = "answer"
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of an answer's grammar.
+    """Holds a part of an answer's grammar.
 
     Attributes:
         body: the right side of a rule, in Lark.
-        rules: lines that define what ``body`` names, each for itself. The names are this piece's alone.
+        rules: lines, each of which defines a name in ``body``. The names are this piece's alone.
         grammars: whole grammars in Lark by name, each with a rule ``start``; ``body`` refers to one by ``@name``.
-        sources: the client's fields that it was made of, each with its JSON schema, or with None for other notations.
+        sources: the client's fields of which the piece was made, each with its JSON schema, or with None for other
+            notations.
     """
 
     body: str
@@ -43,15 +44,16 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGrammar:
-    """A grammar as a worker gets it, and what it was made of, for errors: see ``Piece.sources``."""
+    """Holds a grammar as a worker gets it, and the client's fields from which it was made, which errors name (see
+    ``Piece.sources``)."""
 
     text: str
     sources: dict[str, Any]
 
 
 def join(pieces: Sequence[Piece]) -> JoinedGrammar:
-    """The grammar whose answers are the pieces, one behind the other. Raises InvalidRequest for one that no worker
-    takes: what stands for a pattern is longer than the pattern."""
+    """Makes the grammar whose answers are the pieces, one after the other. Raises InvalidRequest where the grammar is
+    too long for a worker: that of a pattern is longer than the pattern."""
     sources = {name: source for piece in pieces for name, source in piece.sources.items()}
     text = _text(pieces)
     size_bytes = len(text.encode())
@@ -73,12 +75,14 @@ def _text(pieces: Sequence[Piece]) -> str:
 
 
 def literal(text: str) -> str:
-    """``text`` as a string of Lark: one of JSON, but for a character that only Lark forbids."""
+    """Returns ``text`` as a string of Lark, which is written like a string of JSON, except for a character that only
+    Lark forbids."""
     return json.dumps(text).replace("\x7f", "\\u007f")
 
 
 def expression(pattern: str, field: str) -> str:
-    """A regular expression between slashes, as Lark has it; the client's ``field`` holds it. Raises InvalidRequest."""
+    """Returns a regular expression between slashes, as Lark writes it. Raises InvalidRequest, which names the client's
+    ``field``."""
     written = _ESCAPED.sub(lambda found: _WRITTEN.get(found[0][-1], found[0]), pattern)
     if _ESCAPED.sub("", pattern).endswith("\\"):
         raise InvalidRequest.of(FieldViolation(field, "it ends within an escape"))

@@ -20,25 +20,27 @@ from pillion.gateway.grammars.answer_grammar import JoinedGrammar
 from pillion.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
 
-# Computing time of one grammar; a schema of 80 KB takes 0.2 s.
+# The compilation of one grammar may take this much computing time; a schema of 80 KB takes 0.2 s.
 COMPILE_CPU_S = 2.0
-# Wall-clock time of one grammar, for a machine that is very busy, and of loading a large tokenizer.
+# On a machine that is very busy, compiling one grammar may take this much wall-clock time, and so may loading a large
+# tokenizer.
 COMPILE_WALL_S = 60.0
 COMPILE_MEMORY_BYTES = 2 * 2**30
 MAX_WAITING_GRAMMARS = 64
-# What is remembered of a grammar is its hash, and why it was refused.
+# The checker remembers this many grammars by their hashes, with the reason where one was refused.
 MAX_KNOWN_GRAMMARS = 4096
-# A client may come again at once: the process is started anew.
+# Where the process that checks grammars has died, a client may send its request again after this time, because the
+# process is started anew.
 RETRY_AFTER_MS = 1000
 _HANDLER = Path(__file__).with_name("grammar_worker.py")
 
 
 class GrammarChecker:
-    """Checks grammars for one tokenizer. Its process is started by the first one.
+    """Checks grammars for one tokenizer. The first check starts its process.
 
     Args:
         tokenizer: the path of tokenizer.json.
-        vocab_size: of the model.
+        vocab_size: the model's number of token ids.
         end_ids: the model's own ids that end an answer.
     """
 
@@ -62,7 +64,7 @@ class GrammarChecker:
 
     async def check(self, grammar: JoinedGrammar) -> None:
         """Raises InvalidRequest for a grammar that a worker could not follow, naming the client's field and the place
-        in its schema; Overloaded where too many wait; Unavailable where it could not be found out."""
+        in its schema; Overloaded where too many wait; Unavailable where the check got no result."""
         key = hashlib.sha256("\0".join((grammar.text, *grammar.sources)).encode()).digest()
         if key in self._known:
             self._known.move_to_end(key)
@@ -72,23 +74,24 @@ class GrammarChecker:
             if task is None:
                 task = self._running[key] = asyncio.create_task(self._compile(key, grammar))
                 task.add_done_callback(lambda _: self._running.pop(key, None))
-            # A caller that leaves does not take it from the others, nor from the next one.
+            # A caller that leaves does not end the check for the others that wait, nor for the next one.
             violations = await asyncio.shield(task)
         if violations:
             raise InvalidRequest.of(*violations)
 
-    async def lark(self, shape: StructuredOutputs) -> StructuredOutputs:
-        """The shape, with a grammar in GBNF as one in Lark. Raises what ``check`` raises."""
-        if shape.grammar is None or "::=" not in shape.grammar:
-            return shape
+    async def lark(self, structured: StructuredOutputs) -> StructuredOutputs:
+        """Returns the structure that a client asks for, with a grammar in GBNF translated to Lark. Raises what
+        ``check`` raises."""
+        if structured.grammar is None or "::=" not in structured.grammar:
+            return structured
         try:
-            answer = await self._box.run({"gbnf": shape.grammar}, len(shape.grammar))
+            answer = await self._box.run({"gbnf": structured.grammar}, len(structured.grammar))
         except BoxFailure as failure:
             answer = {"reason": str(failure)}
         if "lark" not in answer:
             reason = answer.get("reason") or answer["broken"]
             raise InvalidRequest.of(FieldViolation("sampling.structured_outputs.grammar", f"not GBNF: {reason}"))
-        return replace(shape, grammar=answer["lark"])
+        return replace(structured, grammar=answer["lark"])
 
     async def _compile(self, key: bytes, grammar: JoinedGrammar) -> tuple[FieldViolation, ...]:
         job = {"grammar": grammar.text, "sources": grammar.sources}
@@ -105,7 +108,7 @@ class GrammarChecker:
         return violations
 
     async def aclose(self) -> None:
-        """Ends the process; the next grammar would start another one."""
+        """Ends the process that checks grammars; the next grammar would start another one."""
         for task in tuple(self._running.values()):
             task.cancel()
         await asyncio.gather(*self._running.values(), return_exceptions=True)

@@ -1,9 +1,10 @@
-"""Compiles grammars in the process of :mod:`pillion.gateway.boxed_process`, never in the gateway's: clients write them.
-It needs the standard library and llguidance only.
+"""Compiles grammars in a process of its own (:mod:`pillion.gateway.boxed_process`), because clients write them and one
+that is slow or makes the compiler crash must not hurt the gateway. This module needs the standard library and
+llguidance only.
 
-What it compiles it also follows for a few tokens, because some grammars meet their limits only then. Where a JSON
-schema is at fault it finds the place: llguidance says what is wrong and not where, so parts of the schema are left out
-until the fault is gone.
+The process also follows each grammar for a few tokens, because some grammars meet llguidance's limits only then. Where
+a JSON schema is at fault, the process finds the place: llguidance says what is wrong and not where, so parts of the
+schema are left out until the fault is gone.
 """
 
 from __future__ import annotations
@@ -19,28 +20,32 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-# Less than a worker's threads have, so that no grammar that passes here overflows the stack there.
+# The stack of this process is smaller than those of a worker's threads, so that no grammar that is good here overflows
+# the stack there.
 STACK_BYTES = 2 * 2**20
-# Tokens for which a grammar is followed.
+# Each grammar is followed for this many tokens, as a trial.
 TRIAL_TOKENS = 8
-# Below every thread that computes for streams: a schema that is new waits for them, and not they for it.
+# This process has a lower priority (nice) than every thread that computes for streams, so that the check of a new
+# schema waits for them and never delays them.
 NICENESS = 10
-# Computing time for finding the place of a fault.
+# Finding the place in a schema that llguidance refuses may take this much computing time.
 SEARCH_CPU_S = 0.4
 MAX_REASON_CHARS = 300
-# Where schemas stand within a schema: under names, in a list, or alone.
+# These are the keywords of JSON Schema that hold inner schemas: as the values of an object, as the items of a list, or
+# a single one.
 _NAMED, _LISTED, _ALONE = (
     ("properties", "patternProperties"),
     ("anyOf", "oneOf", "allOf", "prefixItems", "items"),
     ("items", "additionalItems", "additionalProperties"),
 )
-# Lists from which a schema that is left out is taken; from others it is replaced by one that allows everything.
+# To leave out an inner schema of one of these lists, the search removes it; elsewhere it puts a schema there that
+# allows everything.
 _CHOICES = ("anyOf", "oneOf", "allOf")
 _DEFINITIONS = ("$defs", "definitions")
 _WHERE = re.compile(r"^at \d+\(\d+\): (?:failed to compile JSON schema: )?")
-# What an expression's error says behind a picture of the place.
+# llguidance's message about a regular expression has its cause on a line like this, after lines that show the place.
 _CAUSE = re.compile(r"^error: (.*)", re.MULTILINE)
-# Messages of llguidance's that name what a client cannot change.
+# These messages of llguidance name things that a client cannot change, so clients get other words in their place.
 _SAID = {
     "oneOf constraints are not supported": "more than one of these may hold at once; anyOf allows that",
     "NoExtensionBias": "no text fits it",
@@ -50,8 +55,8 @@ Path = tuple[str | int, ...]
 
 
 def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
-    """What compiles grammars for the tokenizer of ``setup``: {} for a good one, else {"field", "path", "reason"}. It
-    translates GBNF too."""
+    """Returns the function that compiles grammars for the tokenizer of ``setup``: the function returns {} for a good
+    grammar, else {"field", "path", "reason"}. It also translates grammars in GBNF to Lark."""
     os.nice(NICENESS)
     _, hard = resource.getrlimit(resource.RLIMIT_STACK)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, hard))
@@ -69,7 +74,7 @@ def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
 
 
 def converted(text: str) -> dict[str, Any]:
-    """{"lark": the grammar in Lark}, or {"reason": why it is no GBNF}."""
+    """Returns {"lark": the grammar in Lark}, or {"reason": why the text is no grammar in GBNF}."""
     try:
         return {"lark": any_to_lark(text)}
     except Exception as error:  # noqa: BLE001  (the library has errors of its own, and lets others through)
@@ -77,7 +82,7 @@ def converted(text: str) -> dict[str, Any]:
 
 
 def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
-    """Why a grammar cannot be followed; "" where it can, as far as a few tokens tell."""
+    """Returns why llguidance cannot follow a grammar, or "" where it has followed it for a few tokens."""
     matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
     for step in range(TRIAL_TOKENS):
         if matcher.is_error():
@@ -87,7 +92,7 @@ def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
             mask &= ~(1 << end)
         if not mask or matcher.is_stopped():
             break
-        # From both ends of the vocabulary in turn: bytes, and long words.
+        # Tokens are taken from both ends of the vocabulary in turn, so that there are bytes and long words.
         matcher.consume_token(mask.bit_length() - 1 if step % 2 else (mask & -mask).bit_length() - 1)
     if matcher.is_error():
         return matcher.get_error() or "it does not compile"
@@ -95,7 +100,8 @@ def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
 
 
 def blame(sources: dict[str, Any], reason: str, limits: LLParserLimits) -> dict[str, Any]:
-    """Which of the client's fields is at fault, and where in its schema; ``sources`` has None for other notations."""
+    """Says which of the client's fields is at fault, and where in its schema. ``sources`` has the schema by field, None
+    for other notations."""
     for field, schema in sources.items():
         if schema is not None:
             search = Search(limits)
@@ -108,7 +114,8 @@ def blame(sources: dict[str, Any], reason: str, limits: LLParserLimits) -> dict[
 
 
 def plain(reason: str) -> str:
-    """A message of llguidance's without the place in our own text."""
+    """Returns a message of llguidance's without the position that it names in the grammar, because the client wrote a
+    schema and not that grammar."""
     text, _, rest = _WHERE.sub("", reason.replace("<non-verbose/>", "").strip()).partition("\n")
     cause = _CAUSE.search(rest)
     return next((ours for theirs, ours in _SAID.items() if theirs in text), f"{text} {cause[1] if cause else ''}")[
@@ -117,12 +124,12 @@ def plain(reason: str) -> str:
 
 
 def pointer(path: Path) -> str:
-    """A JSON pointer."""
+    """Writes a path within a schema as a JSON pointer."""
     return "".join("/" + str(part).replace("~", "~0").replace("/", "~1") for part in path)
 
 
 class Search:
-    """Finds the smallest part of a schema that llguidance refuses."""
+    """Finds the smallest part of a client's schema that llguidance refuses by itself."""
 
     def __init__(self, limits: LLParserLimits) -> None:
         self._limits = limits
@@ -130,11 +137,12 @@ class Search:
         self._followed: set[str] = set()
 
     def fault(self, schema: Any) -> str:
-        """What llguidance says against a schema; "" for nothing."""
+        """Returns llguidance's error for a schema; "" where there is none."""
         return LLMatcher.validate_grammar(f"start: %json {json.dumps(schema)}", limits=self._limits)
 
     def locate(self, root: Any, base: Path) -> tuple[Path, str]:
-        """The place of the fault and what it is; ``base`` is where ``root`` stands in the client's schema."""
+        """Returns the place of the fault in a schema and what the fault is; ``base`` is where ``root`` stands in the
+        client's schema."""
         path: Path = ()
         while time.process_time() < self._until_s:
             node = _at(root, path)
@@ -150,7 +158,7 @@ class Search:
         return base + path, ""
 
     def _guilty(self, root: Any, path: Path, suspects: list[Path]) -> Path | None:
-        """The child that is at fault by itself; None where only several together are."""
+        """Returns the inner schema that llguidance refuses by itself; None where it only refuses several together."""
         while suspects and time.process_time() < self._until_s:
             if len(suspects) == 1:
                 return suspects[0]
@@ -161,8 +169,9 @@ class Search:
         return None
 
     def _own(self, root: Any, base: Path, path: Path, reason: str, kept: frozenset[Path]) -> tuple[Path, str]:
-        """The fault of a schema's own keywords, beside the schemas within it that are ``kept``, or of what it refers
-        to."""
+        """Returns the place of the fault in a schema none of whose inner schemas is at fault by itself, and what the
+        fault is: the place is one of its own keywords, or within what it refers to. The search leaves in only the parts
+        that are ``kept``."""
         node = _at(root, path)
         for key in node if isinstance(node, dict) else ():
             if key in _DEFINITIONS or time.process_time() > self._until_s:
@@ -180,7 +189,7 @@ class Search:
 
 
 def _children(node: Any) -> Iterator[Path]:
-    """Where schemas stand within ``node``."""
+    """Yields the paths to the schemas directly within ``node``."""
     if not isinstance(node, dict):
         return
     for key, value in node.items():
@@ -193,7 +202,7 @@ def _children(node: Any) -> Iterator[Path]:
 
 
 def _pruned(node: Any, path: Path, kept: frozenset[Path]) -> Any:
-    """``node`` without the schemas within it, but for those along ``path``, and those ``kept`` at its end."""
+    """Returns ``node`` without its inner schemas, except those along ``path`` and those ``kept`` at its end."""
     if not isinstance(node, dict):
         return node
     made = {key: value.copy() if isinstance(value, dict | list) else value for key, value in node.items()}
@@ -213,7 +222,7 @@ def _pruned(node: Any, path: Path, kept: frozenset[Path]) -> Any:
 
 
 def _replaced(node: Any, path: Path, new: Any) -> Any:
-    """``node`` with ``new`` in place of what stands at ``path``."""
+    """Returns a copy of ``node`` with ``new`` at the place ``path``."""
     if not path:
         return new
     made = node.copy()
@@ -228,7 +237,7 @@ def _at(node: Any, path: Path) -> Any:
 
 
 def _target(root: Any, reference: Any) -> Path | None:
-    """Where a reference within the schema leads; None where it leads nowhere."""
+    """Returns the place that a schema's reference names; None where there is no such place."""
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return None
     path = tuple(part.replace("~1", "/").replace("~0", "~") for part in reference[2:].split("/"))

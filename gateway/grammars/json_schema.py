@@ -1,7 +1,8 @@
-"""What of JSON Schema an answer can be held to (I9).
+"""Checks whether answers can be made to fit a JSON schema, and writes it so that llguidance reads it as JSON Schema
+means it. Sans-IO (I9).
 
-llguidance refuses most of what it does not know. What it would let pass, or follow only nearly, is refused here, with
-its place: an answer fits the whole schema, or there is none.
+llguidance refuses most keywords that it does not know. This module refuses those that llguidance would ignore, or would
+follow only nearly, and names their place: so an answer fits the whole schema, or the request is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pillion.gateway.grammars.schema_places import (
     schemas_in,
 )
 
-# Keywords of some draft that constrain a value and cannot be followed.
+# These keywords, each from some draft of JSON Schema, constrain a value and cannot be followed.
 UNSUPPORTED = frozenset(
     {
         *("not", "if", "then", "else", "dependencies", "dependentRequired", "dependentSchemas", "propertyNames"),
@@ -29,20 +30,21 @@ UNSUPPORTED = frozenset(
         *("$dynamicRef", "$recursiveRef", "extends", "disallow", "divisibleBy"),
     }
 )
-# Objects and lists within one another; llguidance reads a few more.
+# Objects and lists may be nested this deeply; llguidance reads a few levels more.
 MAX_SCHEMA_DEPTH = 100
-# Numbers are followed as floats; an integer beyond this may be another one there.
+# llguidance follows numbers as floats, and larger integers are not exact as floats.
 MAX_EXACT_INTEGER = 2**53
 MAX_VIOLATIONS = 8
-# An answer is written as Python's json writes it, so that no model can write blanks for ever and what stands between
-# two values is forced.
+# An answer has white space only where Python's json writes it, so that no model can write blanks for ever, and the text
+# between two values needs no sampling.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _OPTIONS = "x-guidance"
-# Without the one that has four digits.
+# JSON has these short escapes; the only other one is "\u" with four digits.
 _SHORT_ESCAPES = 'nrbtf\\"'
-# What further properties are held to where that is nothing, or where there are none.
+# These values of additionalProperties either allow any further property, or none at all.
 _FREE: tuple[Any, ...] = (None, True, False, {})
-# All names but those with control characters. With its ends: one that any text may surround makes masks slow.
+# This expression matches all names without control characters. It is anchored at both ends, because one that any text
+# may surround makes masks slow.
 _FURTHER = r"^[^\x00-\x1f\x7f]*$"
 _CONTROLS = frozenset(map(chr, [*range(0x20), 0x7F]))
 _APPLIED = frozenset({"allOf", "anyOf", "oneOf", "$ref"})
@@ -50,17 +52,18 @@ _NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multi
 
 
 class _Whole:
-    """What holds for all of a schema.
+    """Holds what is known of a whole schema while its parts are written anew.
 
     A name that may be spelled in two ways could come as two properties: as the one that the schema names, and as
     another one, and a pattern could miss it. llguidance takes every spelling of a name for that of a further property.
-    Where it holds further properties to nothing, they become those of a pattern, for which it spells all but control
+    Where further properties are free, they become those of a pattern, for which llguidance spells all but control
     characters in one way alone. Elsewhere no escape with four digits is written at all.
 
     Attributes:
-        lost: the control characters that the strings of its patterns go without (:func:`rust_pattern`).
-        compares: whether it has patternProperties.
-        endless: the references that no value fits which ends.
+        lost: the control characters that strings may not contain where they have to match one of the schema's patterns
+            (:func:`rust_pattern`).
+        compares: whether the schema has patternProperties.
+        endless: the references that no finite value fits.
     """
 
     def __init__(self, root: Any) -> None:
@@ -73,7 +76,7 @@ class _Whole:
 
 
 def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
-    """Places in a parsed schema, as JSON pointers, and what is wrong there."""
+    """Yields the places in a parsed schema that cannot be followed, as JSON pointers, and what is wrong there."""
     if isinstance(schema, dict) and _OPTIONS in schema:
         yield f"/{_OPTIONS}", "how an answer is written cannot be chosen"
     if _is_deep(schema):
@@ -83,7 +86,7 @@ def schema_faults(schema: Any) -> Iterator[tuple[str, str]]:
 
 
 def written(schema: Any) -> Any:
-    """A checked schema as llguidance gets it, with how an answer is written."""
+    """Returns a checked schema as llguidance gets it, with the rules for white space and escapes in answers."""
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
@@ -94,7 +97,8 @@ def written(schema: Any) -> Any:
 
 
 def _followed(schema: Any, whole: _Whole) -> Any:
-    """A schema in which each string is followed as JSON Schema means it."""
+    """Returns a schema with its patterns and formats written so that llguidance reads them as JSON Schema means
+    them."""
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
@@ -116,14 +120,15 @@ def _followed(schema: Any, whole: _Whole) -> Any:
         del made["format"]
         made["allOf"] = [*others, {"pattern": pattern}]
     if whole.lost == NUL and any(names_in(schema)) and schema.get("additionalProperties") is not False:
-        # Before what applies other schemas here, because llguidance overlooks it behind that.
+        # "additionalProperties" is moved before the keywords that apply other schemas at this place, because llguidance
+        # overlooks it after them.
         made.pop("additionalProperties", None)
         return {"patternProperties": {_FURTHER: True}, "additionalProperties": False, **made}
     return made
 
 
 def _is_deep(schema: Any) -> bool:
-    """Whether a schema is nested too deeply for what reads it by recursion."""
+    """Returns whether a schema is nested too deeply for readers that recurse."""
     level, depth = [schema], 0
     while level and depth <= MAX_SCHEMA_DEPTH:
         inner = (one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list))
@@ -146,7 +151,7 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
     for place, inner in inner_schemas(schema):
         yield from _faults(inner, path + "".join(f"/{_escaped(str(part))}" for part in place), whole)
     if schema.get("uniqueItems") is False:
-        # It asks for nothing, and llguidance does not know it.
+        # "uniqueItems": false demands nothing, and llguidance does not know the keyword.
         del schema["uniqueItems"]
     if "prefixItems" in schema and "additionalItems" in schema:
         yield f"{path}/additionalItems", "prefixItems goes with items, which means the same"
@@ -160,7 +165,7 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
 
 
 def _fault(key: str, value: Any, whole: _Whole) -> str:
-    """What is wrong with a keyword by itself; "" for nothing."""
+    """Says what is wrong with a keyword of a schema by itself; "" where nothing is."""
     if key in UNSUPPORTED and not (key == "uniqueItems" and value is False):
         return "no answer can be held to this keyword here"
     if key in _NUMBERS and not _is_exact(value):
@@ -181,7 +186,7 @@ def _fault(key: str, value: Any, whole: _Whole) -> str:
 
 
 def _is_exact(value: Any) -> bool:
-    """Whether no integer in ``value`` is beyond what a float holds."""
+    """Returns whether floats hold every integer in ``value`` exactly."""
     if isinstance(value, list):
         return all(map(_is_exact, value))
     if isinstance(value, dict):
@@ -190,7 +195,7 @@ def _is_exact(value: Any) -> bool:
 
 
 def _has_long_control(value: Any) -> bool:
-    """Whether a string in a value has a control character that has no short escape."""
+    """Returns whether a string in a value has a control character that has no short escape."""
     if isinstance(value, str):
         return any(one in LONG_CONTROLS for one in value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()

@@ -1,13 +1,15 @@
-"""Which strings a schema's ``pattern`` and ``format`` mean, as patterns that llguidance reads so (I9).
+"""Says which strings a schema's ``pattern`` and ``format`` mean, as patterns that llguidance reads in the same way
+(I9).
 
-A pattern of JSON Schema is one of ECMA-262. llguidance reads Rust's notation, in which some marks of ECMA-262 are valid
-too and mean something else. It knows formats, but for the calendar: its 29 February is in every year.
+JSON Schema writes patterns in the notation of ECMA-262. llguidance reads Rust's notation, in which some marks of
+ECMA-262 are valid too and mean something else. It knows formats, but for the calendar: its 29 February is in every
+year.
 
 llguidance 1.9 spells what a pattern matches as JSON, one set of characters after the other, and gives each set that has
 all control characters both of ``\\"`` and ``\\\\``, whether they are in it or not (``quote_all_ctrl`` of its library
 derivre). So a set that has not both of them must not have all control characters: it goes without some, which a model
-hardly ever writes. That holds for every set that llguidance may make of such sets, because unions and intersections of
-sets that keep to it keep to it.
+hardly ever writes. This is then true of every set that llguidance may make of such sets, because it is true of their
+unions and intersections.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-# What patterns cannot match where their strings may have any escape of JSON.
+# Patterns cannot match the character NUL where their strings may have any escape of JSON.
 NUL = "\0"
-# Characters that JSON can spell as \\u00.. alone.
+# JSON can spell these control characters only as \\u00 and two digits.
 LONG_CONTROLS = "".join(map(chr, [*range(8), 0x0B, *range(0x0E, 0x20), 0x7F]))
 
 Range = tuple[int, int]
@@ -25,7 +27,7 @@ Range = tuple[int, int]
 _LAST = 0x10FFFF
 _DIGITS = ((0x30, 0x39),)
 _WORDS = ((0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A))
-# ECMA-262's white space and ends of lines.
+# These are white space and line ends as ECMA-262 defines them.
 _LINE_ENDS = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
 _BLANKS = (
     *((0x09, 0x0D), (0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x2028, 0x2029)),
@@ -34,7 +36,7 @@ _BLANKS = (
 
 
 def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """All characters but these, which rise."""
+    """Returns all characters outside of ``ranges``, which rise."""
     found, begin = [], 0
     for low, high in ranges:
         if begin < low:
@@ -48,14 +50,14 @@ _SETS = {"d": _DIGITS, "w": _WORDS, "s": _BLANKS}
 _SETS |= {name.upper(): _others(ranges) for name, ranges in _SETS.items()}
 _SETS["."] = _others(_LINE_ENDS)
 _LETTERS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0, "a": 7}
-# What clients wrote is read in one pass: nothing is tried twice, and nothing looks for its end far ahead.
+# A client's pattern is read in one pass: these expressions try nothing twice, and none looks far ahead for its end.
 _ESCAPE = r"\\(?>u\{[0-9a-fA-F]{1,6}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^{}]{1,64}\}|c[a-zA-Z]|.)"
 _CLASS = rf"\[(\^?)((?>{_ESCAPE}|[^\]\\])*+)(\]?)"
-# A group with a name, which llguidance would give a meaning, and one with flags.
+# This matches a group with a name, which llguidance would give another meaning, and a group with flags.
 _GROUP = r"\(\?(?>P?<[A-Za-z_$][\w$]{0,63}>|([a-zA-Z-]{1,16})[:)])"
 _PART = re.compile(rf"{_CLASS}|{_GROUP}|({_ESCAPE})|.", re.DOTALL)
 _FLAGS = re.compile(r"[ims]*(-[ims]+)?[:)]?")
-# One character of a class, or a range of them.
+# This matches one character of a character class, or a range of them.
 _MEMBER = re.compile(rf"({_ESCAPE}|.)(?:(-)({_ESCAPE}|.))?", re.DOTALL)
 
 _YEAR = "(?:[0-9]{3}[1-9]|[0-9]{2}[1-9][0-9]|[0-9][1-9][0-9]{2}|[1-9][0-9]{3})"
@@ -64,22 +66,23 @@ _SHORT_MONTH = "(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
 _DAY = f"(?:{_LONG_MONTH}|{_SHORT_MONTH}|02-(?:0[1-9]|1[0-9]|2[0-8]))"
 _LEAP_YEAR = "(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _DATE = f"(?:{_YEAR}-{_DAY}|{_LEAP_YEAR}-02-29)"
-# Without leap seconds, of which there was one in some years, and only at one time of the day.
+# Leap seconds are left out, because they exist in some years only, at one time of the day.
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]+)?(?:[zZ]|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 _FORMATS = {"date": f"^{_DATE}$", "time": f"^{_TIME}$", "date-time": f"^{_DATE}[tT]{_TIME}$"}
 
 
 def format_pattern(name: str) -> str | None:
-    """The strings of a format that llguidance follows only nearly; None for every other one."""
+    """Returns a pattern for the strings of a format that llguidance follows only nearly; None for every other
+    format."""
     return _FORMATS.get(name)
 
 
 def rust_pattern(pattern: str, lost: str = NUL) -> str:
-    """A pattern of ECMA-262 in Rust's notation. It matches no string with a character of ``lost``, some control
-    characters, unless what matches that character has both the quote and the backslash too.
+    """Returns a pattern of ECMA-262 in Rust's notation. It matches no string with a character of ``lost``, which are
+    control characters, unless the set that matches that character has both the quote and the backslash too.
 
-    What is in neither notation stays, to be refused by its reader. Raises ValueError for what is in both and means
-    something else, and for what asks for a character of ``lost`` alone.
+    Text that is in neither notation stays, for its reader to refuse. Raises ValueError for text that is in both and
+    means something else, and for a set of characters of ``lost`` alone.
     """
     return _PART.sub(lambda found: _part(found, lost), pattern)
 
@@ -104,7 +107,7 @@ def _part(found: re.Match[str], lost: str) -> str:
     if escape[1] in "pP":
         return _class(False, (), (_property(escape),), lost)
     if escape[1] in "bBAzk123456789" or len(escape) == 1:
-        # Assertions and references, which the reader knows or refuses.
+        # Assertions and references are left in the pattern for llguidance, which knows or refuses them.
         return text
     return _written(_code(escape), lost)
 
@@ -131,9 +134,9 @@ def _class_of(negated: bool, inner: str, lost: str) -> str:
 
 
 def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lost: str) -> str:
-    """A class in Rust's notation; of ``properties``, such as ``\\p{L}``, nobody here knows what is in them."""
+    r"""Writes a character class in Rust's notation. ``properties``, such as ``\p{L}``, stand for unknown characters."""
     if not ranges and not properties:
-        # ECMA-262 has a class of nothing, and one of everything.
+        # An empty class of ECMA-262 matches nothing, and a negated empty class matches everything.
         return r"[\s\S]" if negated else _NOTHING
 
     def has(one: str) -> bool:
@@ -144,7 +147,8 @@ def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lo
     if not (negated or properties) and all(
         high - low < len(lost) and all(chr(code) in lost for code in range(low, high + 1)) for low, high in ranges
     ):
-        # Nothing would be left, and llguidance notices too late that no text goes on with that.
+        # A class of lost characters alone would be empty, and llguidance notices too late that no text goes on with an
+        # empty class.
         _written(ranges[0][0], lost)
     if not properties and ((has('"') and has("\\")) or not any(map(has, lost))):
         return text
@@ -152,7 +156,8 @@ def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lo
 
 
 def _written(code: int, lost: str = "") -> str:
-    """A character as nothing else than itself, in a class and outside. Raises ValueError for one of ``lost``."""
+    """Writes a character so that a pattern means only the character itself, in a class and outside. Raises ValueError
+    for a ``lost`` one."""
     one = chr(code)
     if one in lost:
         raise ValueError(f"no string has the control character \\x{code:02x} here")
@@ -167,7 +172,7 @@ def _property(escape: str) -> str:
 
 
 def _code(one: str) -> int:
-    """The character that stands in a class, or an escape of one. Raises ValueError."""
+    """Returns the number of the character that stands in a class, or that an escape means. Raises ValueError."""
     if one[0] != "\\" or len(one) == 1:
         return ord(one[0])
     kind = one[1]

@@ -1,4 +1,4 @@
-"""Where schemas stand within a schema, and where its references lead (I9)."""
+"""Finds where schemas stand within a schema, and where its references lead (I9)."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-# Keywords whose values have schemas: under names, in a list, or alone.
+# The values of these keywords hold schemas: NAMED under names, the others in a list or alone.
 NAMED = ("properties", "patternProperties", "$defs", "definitions")
 LISTED = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ALONE = ("items", "additionalItems", "additionalProperties")
-# Schemas that are looked at for finding references without an end; a schema that needs more is left to its compiler.
+# At most this many schemas are looked at to find endless references; a schema that needs more is left to llguidance to
+# judge.
 MAX_REFERENCE_STEPS = 50_000
 
 
 def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """The schemas that are objects: a schema, then those within it."""
+    """Yields the schemas that are JSON objects: a schema itself, then those within it."""
     waiting = [schema]
     while waiting:
         one = waiting.pop()
@@ -25,7 +26,7 @@ def schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, ...], Any]]:
-    """The schemas that stand in a schema, and where."""
+    """Yields the schemas directly within a schema, and where they stand in it."""
     for key, value in schema.items():
         if key in NAMED and isinstance(value, dict):
             yield from (((key, name), inner) for name, inner in value.items())
@@ -36,14 +37,15 @@ def inner_schemas(schema: Mapping[str, Any]) -> Iterator[tuple[tuple[str | int, 
 
 
 def names_in(schema: Mapping[str, Any]) -> Iterator[str]:
-    """The names of properties in a schema's own keywords."""
+    """Yields the names of properties that a schema's own keywords mention."""
     properties, required = schema.get("properties"), schema.get("required")
     yield from properties if isinstance(properties, dict) else ()
     yield from (name for name in required if isinstance(name, str)) if isinstance(required, list) else ()
 
 
 def leads_to_a_schema(reference: str) -> bool:
-    """Whether what a reference names would be followed as a schema: a keyword's name and what stands under it."""
+    """Returns whether a reference leads to a place that holds a schema, so that a keyword's name comes before each
+    value."""
     _, _, fragment = reference.partition("#")
     if not fragment.startswith("/"):
         return True
@@ -60,10 +62,10 @@ def leads_to_a_schema(reference: str) -> bool:
 
 
 def endless_references(root: Any) -> frozenset[str]:
-    """The references of a schema that no value fits which ends, such as those that lead back to themselves."""
+    """Returns the references of a schema that no finite value fits, such as those that lead back to themselves."""
     schemas = list(schemas_in(root))
     if any("$id" in one for one in schemas[1:]):
-        # It has several roots.
+        # An "$id" gives the schema several roots, in which a reference may mean another place.
         return frozenset()
     targets: dict[str, Any] = {}
     for one in schemas:
@@ -79,7 +81,7 @@ def endless_references(root: Any) -> frozenset[str]:
 
 
 def _child(node: Any, part: str) -> Any:
-    """What stands in a JSON value under a part of a pointer; None where nothing does."""
+    """Returns what stands in a JSON value under a part of a pointer; None where nothing does."""
     part = unquote(part).replace("~1", "/").replace("~0", "~")
     if isinstance(node, dict):
         return node.get(part)
@@ -88,7 +90,8 @@ def _child(node: Any, part: str) -> Any:
 
 
 class _Endings:
-    """Finds which references have a value that ends: at first none is known to, and each that does may show others."""
+    """Finds which references have a finite value that fits: at first none is known to, and each one found may show
+    others."""
 
     def __init__(self, targets: Mapping[str, Any]) -> None:
         self._targets = targets
@@ -96,19 +99,20 @@ class _Endings:
         self._steps_left = MAX_REFERENCE_STEPS
 
     def endless(self) -> frozenset[str]:
-        """Empty where it takes too many steps."""
+        """Returns the references without a finite value; none where finding them takes too many steps."""
         order, before = list(self._targets), -1
         while before != len(self._endless) and self._steps_left > 0:
             before = len(self._endless)
             for one in order:
                 if one in self._endless and self._ends(self._targets[one]):
                     self._endless.discard(one)
-            # A chain of references is followed in one pass in one of both directions.
+            # Alternating the direction follows a chain of references to its end in one pass, whichever way it leads.
             order.reverse()
         return frozenset(self._endless if self._steps_left > 0 else ())
 
     def _ends(self, schema: Any) -> bool:
-        """Whether a value that fits a schema ends, as far as its own keywords tell."""
+        """Returns whether some finite JSON value may fit a schema, judged by its reference, combinations and type and
+        by the values that its objects and lists must contain; True where these do not tell."""
         self._steps_left -= 1
         if not isinstance(schema, dict) or self._steps_left < 0:
             return True

@@ -1,15 +1,18 @@
-"""Structural tags, in both notations that vLLM reads, as a piece of a grammar (I9).
+"""Writes structural tags, in both notations that vLLM reads, as a piece of a grammar (I9).
 
-{"structures": [{"begin", "schema", "end"}...], "triggers": [...]}     free text; behind a trigger a whole structure
+{"structures": [{"begin", "schema", "end"}...], "triggers": [...]}     free text; after a trigger a whole structure
 {"format": {"type": "triggered_tags" | "tag" | "sequence" | ...}}      the same and more, nested
+
+A mark that is a special token of the model may be written as this token or letter by letter; both are the same text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.formats.model_formats import MARK
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
 
 MAX_TAGS = 256
@@ -17,23 +20,25 @@ MAX_TAG_DEPTH = 16
 _TEXT = "/(?s:.*)/"
 
 
-def tag_piece(parsed: Any, field: str, json_piece: Callable[[Any, str], Piece]) -> Piece:
-    """The piece of a parsed structural tag, which the client's ``field`` holds; ``json_piece`` makes those of schemas.
-    Raises InvalidRequest, naming the place."""
-    return _Tags(field, json_piece).piece(parsed)
+def tag_piece(parsed: Any, field: str, json_piece: Callable[[Any, str], Piece], token_ids: Mapping[str, int]) -> Piece:
+    """Makes the piece of a parsed structural tag, which the client's ``field`` holds; ``json_piece`` makes the pieces
+    of its schemas, and ``token_ids`` has the ids of the model's special tokens by their texts. Raises InvalidRequest,
+    naming the place."""
+    return _Tags(field, json_piece, token_ids).piece(parsed)
 
 
 class _Tags:
-    """Writes the rules of one structural tag."""
+    """Writes the grammar rules of one structural tag."""
 
-    def __init__(self, field: str, json_piece: Callable[[Any, str], Piece]) -> None:
+    def __init__(self, field: str, json_piece: Callable[[Any, str], Piece], token_ids: Mapping[str, int]) -> None:
         self._field = field
+        self._token_ids = token_ids
         self._json_piece = json_piece
         self._rules: list[str] = [f"TAG_TEXT: {_TEXT}"]
         self._sources: dict[str, Any] = {field: None}
         self._grammars: dict[str, str] = {}
         self._writers: dict[str, Callable[[dict[str, Any], str, int], str]] = {
-            "const_string": lambda one, at, _: literal(self._string(one, "value", at)),
+            "const_string": lambda one, at, _: self._written(self._string(one, "value", at)),
             "json_schema": lambda one, at, _: self._schema(self._value(one, "json_schema", at), f"{at}.json_schema"),
             "regex": lambda one, at, _: self._expression(self._string(one, "pattern", at), f"{at}.pattern"),
             "grammar": lambda one, at, _: self._grammar(self._string(one, "grammar", at)),
@@ -46,7 +51,7 @@ class _Tags:
         }
 
     def piece(self, parsed: Any) -> Piece:
-        """The whole."""
+        """Makes the piece of a grammar for the whole structural tag."""
         if isinstance(parsed, dict) and "structures" in parsed:
             tags = [
                 {
@@ -75,19 +80,25 @@ class _Tags:
         elements = self._list(one, "elements", at)
         return [self._format(inner, f"{at}.elements[{n}]", depth + 1) for n, inner in enumerate(elements)]
 
-    def _tag(self, one: Any, at: str, depth: int, trigger: str = "") -> str:
-        """A begin, content and an end. ``trigger`` is what of the begin is there already."""
-        begin, content = self._string(one, "begin", at, empty=True), self._value(one, "content", at)
+    def _tag(self, one: Any, at: str, depth: int) -> str:
+        """Writes the rule for a tag's begin, content and end."""
+        return f"{self._written(self._string(one, 'begin', at, empty=True))} {self._content(one, at, depth)}"
+
+    def _content(self, one: Any, at: str, depth: int) -> str:
+        """Writes the rule for a tag's content and end."""
+        content = self._value(one, "content", at)
         ends = one.get("end")
         ends = [ends] if isinstance(ends, str) else ends
         if not isinstance(ends, list) or not ends or not all(isinstance(end, str) for end in ends):
             raise self._wrong(f"{at}.end", "a text, or texts of which one ends it")
         end = "(" + " | ".join(map(literal, ends)) + ")"
-        head = literal(begin[len(trigger) :])
         if isinstance(content, dict) and content.get("type") == "any_text" and all(ends):
-            # Text up to the first end: whatever else could follow would be text as well.
-            return f"{head} {self._rule(f'TAG_TEXT {end}', lazy=True)}"
-        return f"{head} {self._format(content, f'{at}.content', depth + 1)} {end}"
+            # The tag's text goes up to the first occurrence of its end, because anything else that could follow would
+            # be text as well.
+            texts = [self._rule(f"TAG_TEXT {end}", lazy=True), *filter(None, map(self._text_to_token, ends))]
+            return f"({' | '.join(texts)})"
+        end = "(" + " | ".join(map(self._written, ends)) + ")"
+        return f"{self._format(content, f'{at}.content', depth + 1)} {end}"
 
     def _triggered(self, one: dict[str, Any], at: str, depth: int) -> str:
         triggers = self._list(one, "triggers", at)
@@ -101,7 +112,8 @@ class _Tags:
             if trigger is None:
                 raise self._wrong(f"{place}.begin", "it begins with none of the triggers")
             lead = self._rule(f"TAG_TEXT {literal(trigger)}", lazy=True)
-            tags.append(f"{lead} {self._tag(tag, place, depth, trigger)}")
+            leads = [f"{lead} {literal(begin[len(trigger) :])}", *filter(None, [self._text_to_token(begin)])]
+            tags.append(f"({' | '.join(leads)}) {self._content(tag, place, depth)}")
         some = "(" + " | ".join(tags) + ")"
         if one.get("stop_after_first"):
             return some if one.get("at_least_one") else f"{some} | TAG_TEXT"
@@ -109,7 +121,7 @@ class _Tags:
 
     def _separated(self, one: dict[str, Any], at: str, depth: int) -> str:
         tags = [self._tag(tag, f"{at}.tags[{n}]", depth) for n, tag in enumerate(self._list(one, "tags", at))]
-        some, between = "(" + " | ".join(tags) + ")", literal(self._string(one, "separator", at, empty=True))
+        some, between = "(" + " | ".join(tags) + ")", self._written(self._string(one, "separator", at, empty=True))
         several = some if one.get("stop_after_first") else f"{some} ({between} {some})*"
         return several if one.get("at_least_one") else f"({several})?"
 
@@ -126,8 +138,40 @@ class _Tags:
         self._grammars[name] = text
         return f"@{name}"
 
+    def _parts(self, text: str) -> list[str]:
+        """Cuts a text into special tokens of the model, at odd places, and what stands between them."""
+        parts: list[str] = []
+        begin = 0
+        for found in MARK.finditer(text):
+            if found[0] in self._token_ids:
+                parts += text[begin : found.start()], found[0]
+                begin = found.end()
+        return [*parts, text[begin:]]
+
+    def _written(self, text: str) -> str:
+        """Returns the term for a text of the client's, in which special tokens may stand."""
+        parts = self._parts(text)
+        return literal(text) if len(parts) == 1 else f"({literal(text)} | {self._terms(parts)})"
+
+    def _terms(self, parts: Sequence[str]) -> str:
+        return " ".join(
+            f"<[{self._token_ids[part]}]>" if n % 2 else literal(part) for n, part in enumerate(parts) if part
+        )
+
+    def _text_to_token(self, text: str) -> str:
+        """Returns the term for free text and the client's ``text`` after it, whose special tokens are written as
+        tokens; "" where it has none. The free text goes up to the first of these tokens by itself."""
+        first, *rest = self._parts(text)
+        if not rest:
+            return ""
+        lead = "TAG_TEXT"
+        if first:
+            lead = f"TAG_TEXT_{len(self._rules)}"
+            self._rules.append(f"{lead}: {_TEXT} {literal(first)}")
+        return f"{lead} {self._terms(['', *rest])}"
+
     def _rule(self, body: str, *, lazy: bool) -> str:
-        """A rule of its own for ``body``; equal ones are one."""
+        """Returns the name of a grammar rule for ``body``; equal bodies share a rule."""
         made = {rule.partition(": ")[2]: rule.partition("[")[0] for rule in self._rules[1:]}
         if body not in made:
             made[body] = f"tag_rule_{len(self._rules)}"

@@ -1,8 +1,9 @@
-"""The pieces of reasoning and of calls of tools: the marks of a format, and between them what each schema allows (I9).
+"""Writes the pieces of a grammar for reasoning and for calls: a format's marks, and between them what each schema
+allows (I9).
 
 reasoning, up to its end | calls                              tool_choice required or named
                          | text, in which calls may stand     auto: from a mark on, a call is whole
-                         | calls | the shape that was asked   auto, with a shape of the answer itself
+                         | calls | the structure that was asked   auto, with a structure of the answer itself
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from pillion.gateway.formats.answer_reader import AnswerForm
+from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.model_formats import ModelFormats, schema_of
 from pillion.gateway.formats.reasoning import ReasoningFormat
 from pillion.gateway.formats.xml_calls import (
@@ -23,42 +24,51 @@ from pillion.gateway.formats.xml_calls import (
     PARAMETER,
     types_of,
 )
-from pillion.gateway.grammars.answer_grammar import Piece, literal
-from pillion.gateway.grammars.shapes import json_piece
+from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+from pillion.gateway.grammars.spelled_lark import spelled
+from pillion.gateway.grammars.structured_outputs import json_piece
+from pillion.gateway.tokens.tool_prompt import GRAMMAR, INPUT
 from pillion.types import Tool, ToolOptions
 
-# Bounds of a text's length that a grammar counts; it does not hold a text to larger ones.
+# A grammar limits a text's length only where the bound is at most this large; larger bounds are left out.
 MAX_COUNTED_CHARS = 1024
 _TEXT = "/(?s:.*)/"
+# This follows the mark of the end of a custom tool's input.
+_END = f"\n{END_FUNCTION}"
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
 def answer_pieces(
-    form: AnswerForm | None, formats: ModelFormats, options: ToolOptions, shape: Piece | None, loose: bool = False
+    output_format: OutputFormat | None,
+    formats: ModelFormats,
+    options: ToolOptions,
+    structured: Piece | None,
+    loose: bool = False,
 ) -> list[Piece]:
-    """The pieces of an answer; none where it is free.
+    """Returns the grammar's pieces for an answer; none where it may be any text.
 
     Args:
-        form: what it may hold besides content.
+        output_format: what the answer may hold besides content.
         options: the tools of the request.
-        shape: the piece of the content's shape, if one was asked for.
+        structured: the piece of the content's structure, if one was asked for.
         loose: whether tools without ``strict`` may be called with any object.
 
     Raises InvalidRequest for a schema that no call can be held to.
     """
     marks = formats.mark_ids
-    body = shape
-    if form is not None and form.tools is not None:
-        body = _Calls(formats, options, loose).piece(shape)
+    body = structured
+    if output_format is not None and output_format.tools is not None:
+        body = _Calls(formats, options, loose).piece(structured)
     if body is None:
         return []
-    if form is None or form.reasoning is None or form.opened is False:
+    if output_format is None or output_format.reasoning is None or output_format.opened is False:
         return [body]
-    return [reasoning_piece(form.reasoning, form.opened, marks), body]
+    return [reasoning_piece(output_format.reasoning, output_format.opened, marks), body]
 
 
 def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[str, int]) -> Piece:
-    """Free text up to the end of the reasoning. An answer that says itself whether it reasons may leave it out."""
+    """Makes a piece of free text up to the end of the reasoning. The reasoning is optional where each answer shows by
+    itself whether it reasons."""
     rules: tuple[str, ...] = ()
     thought = f"{_TEXT} {_term(form.end, marks)}"
     if form.end not in marks:
@@ -72,41 +82,52 @@ def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[s
 
 @dataclass(frozen=True, slots=True)
 class _Calls:
-    """Writes the piece of a request's calls."""
+    """Writes the piece of a grammar for a request's calls."""
 
     formats: ModelFormats
     options: ToolOptions
     loose: bool
 
-    def piece(self, shape: Piece | None) -> Piece:
-        """All calls, or content with calls. ``shape`` is the content's."""
+    def piece(self, structured: Piece | None) -> Piece:
+        """Makes the piece for an answer of calls alone, or of content with calls. ``structured`` is the content's own
+        piece."""
         form = self.formats.tools
         assert form is not None
         choice = self.options.choice or "auto"
-        tools = {
-            n: tool for n, tool in enumerate(self.options.tools) if choice != "named" or tool.name == self.options.name
-        }
+        allowed = {self.options.name} if choice == "named" else set(self.options.allowed)
+        tools = {n: tool for n, tool in enumerate(self.options.tools) if not allowed or tool.name in allowed}
         several = self.options.parallel_tool_calls is not False and choice != "named"
         name = self.formats.tool_parser
         writer = _WRITERS[name](self, tools, several)
-        rules = tuple(writer.rules)
+        rules, grammars = tuple(writer.rules), writer.grammars
         if choice in ("required", "named"):
-            return Piece(writer.calls, rules, sources=writer.sources)
-        if shape is not None:
-            sources = writer.sources | shape.sources
-            return Piece(f"({writer.calls}) | ({shape.body})", rules + shape.rules, shape.grammars, sources)
+            return Piece(writer.calls, rules, grammars, writer.sources)
+        if structured is not None:
+            sources, grammars = writer.sources | structured.sources, grammars | structured.grammars
+            return Piece(f"({writer.calls}) | ({structured.body})", rules + structured.rules, grammars, sources)
         body, more = writer.amid_text()
-        return Piece(body, rules + more, sources=writer.sources)
+        return Piece(body, rules + more, grammars, writer.sources)
 
     def term(self, mark: str) -> str:
-        """A mark as a grammar names it."""
+        """Returns a mark as a grammar names it."""
         return _term(mark, self.formats.mark_ids)
 
     def schema(self, tool: Tool) -> Mapping[str, Any]:
-        """The schema that the arguments of a tool's calls are held to."""
+        """Returns the schema that the arguments of a tool's calls have to fit."""
         if tool.strict is False or (self.loose and tool.strict is None):
             return _ANY_OBJECT
         return schema_of(tool) or _ANY_OBJECT
+
+
+def _input_grammar(schema: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Returns syntax and text of the grammar of a custom tool's input, by the schema of its arguments; None where it
+    may be any text, or the tool is a function."""
+    properties = schema.get("properties")
+    value = properties.get(INPUT) if isinstance(properties, dict) and len(properties) == 1 else None
+    found = value.get(GRAMMAR) if isinstance(value, dict) else None
+    if not isinstance(found, dict) or found.get("syntax") not in ("lark", "regex"):
+        return None
+    return found["syntax"], str(found.get("definition"))
 
 
 class _Writer:
@@ -114,8 +135,8 @@ class _Writer:
 
     Attributes:
         calls: the right side of a rule: one call, or several where they are allowed.
-        rules: the rules that it needs.
-        sources: the client's fields that it was made of, as Piece has them.
+        rules: the rules that ``calls`` needs.
+        grammars, sources: clients' grammars, and the fields of which the calls were made, as in Piece.
     """
 
     def __init__(self, asked: _Calls, tools: Mapping[int, Tool], several: bool) -> None:
@@ -123,37 +144,57 @@ class _Writer:
         self.several = several
         self.rules: list[str] = []
         self.sources: dict[str, Any] = {}
+        self.grammars: dict[str, str] = {}
         for n, tool in tools.items():
             self.rules.append(f"call_{n}: {self.one(tool, n)}")
         self.any = "(" + " | ".join(f"call_{n}" for n in tools) + ")"
         self.calls = self.all()
 
     def one(self, tool: Tool, number: int) -> str:
-        """What a call of ``tool`` is, between the marks."""
+        """Returns the grammar rule for a call of ``tool``, between the marks."""
         raise NotImplementedError
 
     def all(self) -> str:
-        """The calls of an answer that is nothing else."""
+        """Returns the grammar rule for an answer that has calls alone."""
         raise NotImplementedError
 
     def json(self, schema: Any, number: int, place: str = "") -> str:
-        """JSON that fits the schema at ``place`` of the tool's own. Raises InvalidRequest."""
+        """Returns a rule for JSON that fits ``schema``, which is at ``place`` in the tool's own schema. Raises
+        InvalidRequest."""
         piece = json_piece(schema, f"tools.tools[{number}].parameters{place}")
         self.sources |= piece.sources
         return piece.body
 
+    def client_grammar(self, grammar: str, number: int) -> str:
+        """Returns what stands for a client's grammar in Lark in a rule."""
+        self.grammars[f"input_{number}"] = grammar
+        self.sources[f"tools.tools[{number}].parameters"] = None
+        return f"@input_{number}"
+
+    def arguments(self, tool: Tool, number: int) -> str:
+        """Returns a grammar rule for the arguments of a call as a JSON object. Raises InvalidRequest."""
+        schema = self.asked.schema(tool)
+        match _input_grammar(schema):
+            case "lark", text:
+                inner = self.client_grammar(spelled(text, f"tools.tools[{number}].parameters"), number)
+                head, tail = literal(f'{{"{INPUT}": "'), literal('"}')
+                return f"{head} {inner} {tail}"
+            case "regex", text:
+                schema = {**schema, "properties": {INPUT: {"type": "string", "pattern": f"^(?:{text})$"}}}
+        return self.json(schema, number)
+
     def object(self, tool: Tool, number: int, arguments: str) -> str:
-        """A call as a JSON object. Raises InvalidRequest."""
+        """Returns a grammar rule for a call as a JSON object. Raises InvalidRequest."""
         head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
-        return f'{literal(head)} {self.json(self.asked.schema(tool), number)} "}}"'
+        return f'{literal(head)} {self.arguments(tool, number)} "}}"'
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        """Free text in which calls may stand, and the rules for it."""
+        """Returns a grammar rule for free text in which calls may stand, and the further rules that it needs."""
         raise NotImplementedError
 
 
 class _TaggedWriter(_Writer):
-    """A mark before each call and one behind it: hermes, generic."""
+    """Writes the grammar of calls that stand between two marks, as the formats hermes and generic have them."""
 
     def one(self, tool: Tool, number: int) -> str:
         return self.object(tool, number, "arguments")
@@ -172,12 +213,15 @@ class _TaggedWriter(_Writer):
 
 
 class _XmlWriter(_TaggedWriter):
-    """Calls as elements: qwen3_coder."""
+    """Writes the grammar of calls as XML-like elements, as the format qwen3_coder has them."""
 
     def one(self, tool: Tool, number: int) -> str:
         schema = self.asked.schema(tool)
         properties = schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
+        if (grammar := _input_grammar(schema)) is not None:
+            value = self._input(*grammar, number)
+            return f"{literal(f'{FUNCTION}{tool.name}>{chr(10)}{PARAMETER}{INPUT}>{chr(10)}')} {value} {literal(_END)}"
         required = schema.get("required")
         needed = required if isinstance(required, list) else []
         parts = []
@@ -187,16 +231,28 @@ class _XmlWriter(_TaggedWriter):
             self.rules += self._parameter(name, key, value, schema, number)
             parts.append(name if key in needed else f"{name}?")
         if not known:
-            # Nothing is known of its parameters.
+            # The tool's schema says nothing of its parameters.
             name = f"parameter_{number}"
             self.rules += _text(name, f'{literal(PARAMETER)} /[^<>\\n]{{1,{MAX_KEY_CHARS}}}/ ">\\n"', {})
             parts.append(f"{name}*")
         return f"{literal(f'{FUNCTION}{tool.name}>{chr(10)}')} {' '.join(parts)} {literal(END_FUNCTION)}"
 
+    def _input(self, syntax: str, text: str, number: int) -> str:
+        """Returns a rule for a custom tool's input, up to the line end before its mark."""
+        if syntax == "lark":
+            return f'{self.client_grammar(text, number)} "\\n{END_PARAMETER}"'
+        field, end = f"tools.tools[{number}].parameters", END_PARAMETER.replace("/", "\\/")
+        self.sources[field] = None
+        name = f"input_text_{number}"
+        value = f"/(?:{expression(text, field)[1:-1]})\\n{end}/ & ~/(?s:.*){end}(?s:.+)/"
+        self.rules += [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {value}"]
+        return name
+
     def _parameter(
         self, name: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int
     ) -> list[str]:
-        """The rules of one parameter: a text up to its end, one of some values, or JSON. Raises InvalidRequest."""
+        """Returns the grammar rules of one parameter: a text up to its end, one of some values, or JSON. Raises
+        InvalidRequest."""
         begin, end = literal(f"{PARAMETER}{key}>\n"), literal(f"\n{END_PARAMETER}\n")
         values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
         if isinstance(values, list) and values:
@@ -209,7 +265,8 @@ class _XmlWriter(_TaggedWriter):
 
 
 class _LlamaWriter(_Writer):
-    """Objects without marks, semicolons between them: llama3_json."""
+    """Writes the grammar of calls as JSON objects without marks, with semicolons between them, as llama3_json has
+    them."""
 
     def one(self, tool: Tool, number: int) -> str:
         return self.object(tool, number, "parameters")
@@ -218,7 +275,7 @@ class _LlamaWriter(_Writer):
         return f'{self.any} ("; " {self.any})*' if self.several else self.any
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
-        # Only an answer that begins with a brace is a call. Empty ones are allowed, as everywhere.
+        # Only an answer that begins with a brace is a call. Empty answers are allowed, as everywhere.
         form = self.asked.formats.tools
         assert form is not None
         text = r"/(\s*[^{\s](?s:.*))?/"
@@ -228,11 +285,12 @@ class _LlamaWriter(_Writer):
 
 
 class _MistralWriter(_Writer):
-    """A list behind one mark or, where the tokenizer has a mark for it, a name and arguments behind each."""
+    """Writes the grammar of Mistral's calls: a list after one mark or, where the tokenizer has a mark for it, a name
+    and arguments after each."""
 
     def one(self, tool: Tool, number: int) -> str:
         if "[ARGS]" in self.asked.formats.mark_ids:
-            return f"{literal(tool.name)} {self.asked.term('[ARGS]')} {self.json(self.asked.schema(tool), number)}"
+            return f"{literal(tool.name)} {self.asked.term('[ARGS]')} {self.arguments(tool, number)}"
         return self.object(tool, number, "arguments")
 
     def all(self) -> str:
@@ -260,13 +318,13 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
 
 
 def _term(mark: str, ids: Mapping[str, int]) -> str:
-    """A mark as a grammar names it: a token by its id, anything else by its text."""
+    """Returns a mark as a grammar writes it: a token by its id, anything else by its text."""
     return f"<[{ids[mark]}]>" if mark in ids else literal(mark)
 
 
 def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:
-    """Free text in which ``call`` stands behind each ``begin``; behind a call that has to be the only one, nothing
-    does."""
+    """Returns a rule for free text in which ``call`` stands after each ``begin``, and the rules that it needs; where
+    only one call is allowed, nothing follows it."""
     head, rules = f"TEXT {_term(begin, ids)}", [f"TEXT: {_TEXT}"]
     if begin not in ids:
         head = "text_and_mark"
@@ -276,7 +334,8 @@ def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> 
 
 
 def _text(name: str, begin: str, schema: Mapping[str, Any]) -> list[str]:
-    """The rules of a parameter that is a text: all up to the first end, of so many characters as the schema allows."""
+    """Returns the grammar rules of a parameter that is a text: everything up to the mark of its end, of as many
+    characters as the schema allows."""
     least, most = (schema.get(word) for word in ("minLength", "maxLength"))
     low = least if isinstance(least, int) and 0 <= least <= MAX_COUNTED_CHARS else 0
     high = most if isinstance(most, int) and low <= most <= MAX_COUNTED_CHARS else ""

@@ -1,25 +1,24 @@
-"""The public gRPC service: the check of keys, and converters around the gateway. No policy."""
+"""Serves the public gRPC service: the check of keys, and converters around the gateway. It decides nothing."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from pillion.errors import InvalidRequest
+from pillion.errors import InvalidRequest, NotFound
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
-from pillion.gateway.prefixes.prefix_pins import PrefixPins
-from pillion.gateway.request.message_bounds import check_generate_message, check_warm_message
-from pillion.gateway.request.runner import Generation
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, is_request_id
+from pillion.gateway.request.request_runner import RequestRunner
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message, is_request_id
 from pillion.observability import telemetry
+from pillion.rooms import Seam, entered
 from pillion.types import GenerateRequest
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import (
@@ -27,20 +26,17 @@ from pillion.wire.public import (
     delta_to_pb,
     model_to_pb,
     origin_to_pb,
-    pin_to_pb,
     request_from_pb,
     status_to_pb,
-    warmed_to_pb,
 )
 
 M = TypeVar("M", bound=Message)
 
-# Without a deadline, gRPC gives one that is centuries away.
+# A call without a deadline gets a deadline from gRPC that is centuries away.
 MAX_DEADLINE_S = 10 * 365 * 86_400.0
-# Health and reflection are open to everybody.
+# Only calls of this service need a key; health and reflection are open to everybody.
 _NEEDS_KEY = "/pillion.v1.Gateway/"
 _GENERATE = "/pillion.v1.Gateway/Generate"
-_WARM = "/pillion.v1.Gateway/WarmPrefix"
 _COUNTED = (
     "token_ids",
     "messages",
@@ -52,26 +48,49 @@ _COUNTED = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class GrpcCall:
+    """Describes a call of the service that a room serves: it takes a message and a context and returns the answer. A
+    ``raw`` call gets its message as bytes, and counts the items in them before it reads them."""
+
+    serve: Callable[[Any, Any], Awaitable[Any]]
+    raw: bool = False
+
+
+# Rooms add the calls of the service that they serve here, by name. A call that no room serves is NOT_FOUND.
+CALLS = Seam[Callable[[Gateway], Mapping[str, GrpcCall]]]("gateway.grpc_api.calls")
+
+
+async def _absent(request: Any, context: Any) -> NoReturn:
+    raise NotFound("this gateway was installed without the room that serves this call (docs/rooms.md)")
+
+
+_ABSENT = GrpcCall(_absent)
+
+
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Raises Unauthenticated for a call that needs a key and has none, before its message is read. ``tenant_of`` judges
-    an Authorization header."""
+    """Raises Unauthenticated for a call that needs an API key and has no valid one, before its message is read.
+    ``tenant_of`` judges an Authorization header."""
 
     def __init__(self, tenant_of: Callable[[str], Tenant]) -> None:
         self._tenant_of = tenant_of
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         if details.method.startswith(_NEEDS_KEY):
-            self._tenant_of(_header(details.invocation_metadata, "authorization"))
+            self._tenant_of(header(details.invocation_metadata, "authorization"))
         return await continuation(details)
 
 
 class RawGenerate(grpc.aio.ServerInterceptor):
-    """Hands the messages of Generate and WarmPrefix on as bytes: the servicer counts what they hold before it reads
-    them."""
+    """Hands the messages of Generate, and those of ``raw_calls``, on as bytes; their handlers count the items in a
+    message before they read it."""
+
+    def __init__(self, raw_calls: Iterable[str]) -> None:
+        self._raw_calls = {f"{_NEEDS_KEY}{name}" for name in raw_calls}
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         handler = await continuation(details)
-        if details.method == _WARM:
+        if details.method in self._raw_calls:
             return grpc.unary_unary_rpc_method_handler(handler.unary_unary, None, handler.response_serializer)
         if details.method != _GENERATE:
             return handler
@@ -79,156 +98,114 @@ class RawGenerate(grpc.aio.ServerInterceptor):
 
 
 class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
-    """Serves pillion.v1.Gateway."""
+    """Serves pillion.v1.Gateway. ``raw_calls`` are the names of the calls of rooms whose messages come as bytes."""
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        self._prefixes = PrefixPins(gateway)
-        # Streams from their calls to their last messages, which have been given to the transport then.
+        known = gateway_pb2.DESCRIPTOR.services_by_name["Gateway"].methods_by_name
+        calls = {name: _ABSENT for name in known if name not in vars(GatewayServicer)}
+        for room_calls in entered(CALLS):
+            calls |= room_calls(gateway)
+        for name, call in calls.items():
+            setattr(self, name, call.serve)
+        self.raw_calls = frozenset(name for name, call in calls.items() if call.raw)
+        # This counts open streams: from the call until the last message has been given to the transport.
         self.streams = 0
 
     async def Generate(  # noqa: N802
         self, request: Any, context: Any
     ) -> AsyncIterator[gateway_pb2.GenerateResponse]:
-        """Streams an answer; the call's end, however it comes, cancels what is left of the request. The ``request`` is
-        a serialized GenerateRequest, as RawGenerate hands it on."""
+        """Streams an answer; the call's end, for whatever reason, cancels what is left of the request. The ``request``
+        is a serialized GenerateRequest, as RawGenerate hands it on."""
         self.streams += 1
         try:
-            generation = await self._begin(request, context)
-            writer = DeltaWriter(generation.job.request_id)
+            runner = await self._begin(request, context)
+            writer = DeltaWriter(runner.admitted.request_id)
             try:
-                resolved = generation.job.resolved
+                resolved = runner.admitted.resolved
                 if resolved.cut:
                     await context.send_initial_metadata(((MAX_TOKENS_HEADER, str(resolved.max_tokens)),))
-                # There is always a first delta, or an error.
-                first = delta_to_pb(await anext(generation))
-                if (origin := generation.origin()) is not None:
+                # An answer always has a first delta, or an error takes its place.
+                first = delta_to_pb(await anext(runner))
+                if (origin := runner.origin()) is not None:
                     first.origin.CopyFrom(origin_to_pb(origin))
                 yield first
-                async for delta in generation:
+                async for delta in runner:
                     yield writer.to_pb(delta)
             finally:
-                generation.cancel()
+                runner.cancel()
         finally:
             self.streams -= 1
 
-    async def _begin(self, request: bytes, context: Any) -> Generation:
-        """The request of a Generate call, admitted."""
+    async def _begin(self, request: bytes, context: Any) -> RequestRunner:
+        """Admits the request of a Generate call."""
         metadata = context.invocation_metadata()
-        tenant = self._gateway.tenant_of(_header(metadata, "authorization"))
+        tenant = self._gateway.tenant_of(header(metadata, "authorization"))
         generate = await self._gateway.off_loop(tenant, len(request), read_generate, request)
-        label = generate.request_id or _header(metadata, "x-request-id") or f"req-{secrets.token_hex(12)}"
+        label = generate.request_id or header(metadata, "x-request-id") or f"req-{secrets.token_hex(12)}"
         if is_request_id(label):
-            # It is sent however the call ends. A bad one is refused, and repeated nowhere.
+            # The id is sent whatever the call's end is. A request id that is not valid is refused and repeated nowhere.
             context.set_trailing_metadata((("x-request-id", label),))
-        generation = await self._gateway.generate(
+        runner = await self._gateway.generate(
             replace(generate, request_id=label),
             tenant=tenant,
-            timeout_s=_timeout_s(context),
+            timeout_s=timeout_of(context),
             parent=telemetry.extract(metadata),
         )
-        context.add_done_callback(lambda _: generation.cancel())
-        return generation
+        context.add_done_callback(lambda _: runner.cancel())
+        return runner
 
     async def ListModels(  # noqa: N802
         self, request: gateway_pb2.ListModelsRequest, context: Any
     ) -> gateway_pb2.ListModelsResponse:
-        """The models that live workers serve, and their adapters."""
+        """Returns the models that live workers serve, and their adapters."""
         tenant = self._tenant(context)
         return gateway_pb2.ListModelsResponse(models=[model_to_pb(info) for info in self._gateway.models(tenant)])
-
-    async def LoadAdapter(  # noqa: N802
-        self, request: gateway_pb2.LoadAdapterRequest, context: Any
-    ) -> gateway_pb2.Model:
-        """Gives a name to an adapter."""
-        info = await self._gateway.load_adapter(
-            self._tenant(context), request.name, request.path, in_place=request.in_place, model=request.model
-        )
-        return model_to_pb(info)
-
-    async def UnloadAdapter(  # noqa: N802
-        self, request: gateway_pb2.UnloadAdapterRequest, context: Any
-    ) -> gateway_pb2.UnloadAdapterResponse:
-        """Takes the name of an adapter away."""
-        await self._gateway.unload_adapter(self._tenant(context), request.name)
-        return gateway_pb2.UnloadAdapterResponse()
-
-    async def WarmPrefix(  # noqa: N802
-        self, request: Any, context: Any
-    ) -> gateway_pb2.WarmPrefixResponse:
-        """Computes a prompt ahead, and pins it; the call's end cancels what is left of that. The ``request`` is a
-        serialized WarmPrefixRequest, as RawGenerate hands it on."""
-        metadata = context.invocation_metadata()
-        tenant = self._tenant(context)
-        asked, prompt = await self._gateway.off_loop(tenant, len(request), read_warm, request)
-        warmed = await self._prefixes.warm(
-            prompt,
-            tenant,
-            pin=asked.pin,
-            name=asked.name,
-            ttl_s=asked.ttl_s,
-            timeout_s=_timeout_s(context),
-            parent=telemetry.extract(metadata),
-        )
-        return warmed_to_pb(warmed)
-
-    async def ListPrefixes(  # noqa: N802
-        self, request: gateway_pb2.ListPrefixesRequest, context: Any
-    ) -> gateway_pb2.ListPrefixesResponse:
-        """The tenant's pins."""
-        pins = await self._prefixes.pins(self._tenant(context))
-        return gateway_pb2.ListPrefixesResponse(pins=map(pin_to_pb, pins))
-
-    async def DropPrefix(  # noqa: N802
-        self, request: gateway_pb2.DropPrefixRequest, context: Any
-    ) -> gateway_pb2.DropPrefixResponse:
-        """Ends a pin of the tenant."""
-        await self._prefixes.drop(request.name, self._tenant(context))
-        return gateway_pb2.DropPrefixResponse()
 
     async def GetStatus(  # noqa: N802
         self, request: gateway_pb2.GetStatusRequest, context: Any
     ) -> gateway_pb2.GetStatusResponse:
-        """Components and totals."""
+        """Returns the cluster's components and the gateways' totals."""
         return status_to_pb(self._gateway.status(self._tenant(context)))
 
     def _tenant(self, context: Any) -> Tenant:
-        return self._gateway.tenant_of(_header(context.invocation_metadata(), "authorization"))
+        return caller(self._gateway, context)
 
 
 def read_generate(raw: bytes) -> GenerateRequest:
     """Reads a serialized GenerateRequest. Raises InvalidRequest."""
     check_generate_message(raw)
-    return _generate_of(_parsed(raw, gateway_pb2.GenerateRequest))
+    return generate_of(parsed(raw, gateway_pb2.GenerateRequest))
 
 
-def read_warm(raw: bytes) -> tuple[gateway_pb2.WarmPrefixRequest, GenerateRequest]:
-    """Reads a serialized WarmPrefixRequest, and the prompt in it. Raises InvalidRequest."""
-    check_warm_message(raw)
-    asked = _parsed(raw, gateway_pb2.WarmPrefixRequest)
-    return asked, _generate_of(asked.prompt)
-
-
-def _parsed(raw: bytes, kind: type[M]) -> M:
+def parsed(raw: bytes, kind: type[M]) -> M:
+    """Reads a serialized message. Raises InvalidRequest."""
     try:
         return kind.FromString(raw)
     except DecodeError as error:
         raise InvalidRequest(f"the message cannot be read: {str(error)[:200]}") from None
 
 
-def _generate_of(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
+def generate_of(message: gateway_pb2.GenerateRequest) -> GenerateRequest:
+    """Returns the request that a message asks for. Raises InvalidRequest."""
     check_counts({name: len(attrgetter(name)(message)) for name in _COUNTED})
     check_counts({"resume.answers.token_ids": sum(len(one.token_ids) for one in message.resume.answers)})
     return request_from_pb(message)
 
 
-def _timeout_s(context: Any) -> float | None:
+def caller(gateway: Gateway, context: Any) -> Tenant:
+    """Returns the tenant of a call. Raises Unauthenticated."""
+    return gateway.tenant_of(header(context.invocation_metadata(), "authorization"))
+
+
+def timeout_of(context: Any) -> float | None:
+    """Returns the seconds that a call's client gives it; None for no limit."""
     left = context.time_remaining()
     return None if left is None or left > MAX_DEADLINE_S else float(left)
 
 
-def _header(metadata: Any, wanted: str) -> str:
-    """The first value of ``wanted`` in a call's metadata, "" where there is none."""
+def header(metadata: Any, wanted: str) -> str:
+    """Returns the first value of ``wanted`` in a call's metadata, "" where there is none."""
     for name, value in metadata or ():
         if name == wanted:
             return value if isinstance(value, str) else ""

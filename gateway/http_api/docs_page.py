@@ -1,4 +1,4 @@
-"""The page for people at /docs, which is made of the OpenAPI document: contents, a call of each path, all fields."""
+"""Makes the page at /docs, which shows people the OpenAPI document: contents, a call of each path, all fields."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 import msgspec
 
-from pillion.gateway.http_api.openapi import REF
+from pillion.gateway.http_api.openapi import POLICY, REF
 
-# Where `pillion serve` listens unless it is told otherwise.
+# `pillion serve` listens here unless it is told otherwise.
 ADDRESS = "http://127.0.0.1:8000"
 # Wide tables and lines scroll by themselves, so that the page fits into a phone; colours follow the system's scheme.
 _STYLE = (
@@ -29,7 +29,7 @@ _STYLE = (
 
 
 def page(document: dict[str, Any]) -> bytes:
-    """The page of an OpenAPI document. It loads nothing, from here or from elsewhere, and runs no script."""
+    """Makes the page of an OpenAPI document. The page loads nothing and runs no script."""
     operations = [
         (path, method.upper(), operation)
         for path, methods in document["paths"].items()
@@ -66,7 +66,8 @@ def _contents(title: str, entries: list[tuple[str, str]]) -> str:
 
 
 def _call(path: str, method: str, operation: dict[str, Any]) -> str:
-    """One operation: what it does, what its body is, and a line for a shell where it can be tried as it stands."""
+    """Describes one operation of the API as HTML: what it does, what its body is, and a command for a shell where one
+    works as it stands."""
     text = f"<h3 id='{operation['operationId']}'><code>{method} {escape(path)}</code></h3>"
     text += f"<p>{escape(operation['summary'])}</p>"
     example: dict[str, Any] | None = None
@@ -81,7 +82,7 @@ def _call(path: str, method: str, operation: dict[str, Any]) -> str:
 
 
 def _command(path: str, kind: str, example: dict[str, Any] | None) -> Iterator[str]:
-    """The words of a call with curl."""
+    """Yields the words of a call with curl."""
     yield f"curl {ADDRESS}{path}"
     if kind == "application/json":
         yield f"-H 'Content-Type: application/json' \\\n  -d {shlex.quote(json.dumps(example))}"
@@ -90,20 +91,20 @@ def _command(path: str, kind: str, example: dict[str, Any] | None) -> Iterator[s
 
 
 def _type(name: str, schema: dict[str, Any]) -> str:
-    """The fields of an object, in a table that scrolls by itself where it is too wide."""
+    """Makes a table of the fields of an object, which scrolls sideways where it is too wide for the page."""
     rows = (
         f"<tr><td><code>{escape(field)}</code>{' (needed)' if field in schema.get('required', ()) else ''}</td>"
-        f"<td>{_kind(kind)}</td><td>{escape(kind.get('description', ''))}</td></tr>"
+        f"<td>{_kind(kind)}</td><td>{kind.get(POLICY, '')}</td><td>{escape(kind.get('description', ''))}</td></tr>"
         for field, kind in schema["properties"].items()
     )
-    heads = "<tr><th>field</th><th>type</th><th>meaning</th></tr>"
+    heads = "<tr><th>field</th><th>type</th><th>policy</th><th>meaning</th></tr>"
     wide = f"<div class='wide' role='region' aria-label='Fields of {name}' tabindex='0'>"
     about = f"<h3 id='{name}'>{name}</h3><p>{escape(schema.get('description', ''))}</p>"
     return f"{about}{wide}<table>{heads}{''.join(rows)}</table></div>"
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A schema in words, as HTML."""
+    """Describes a schema in words, as HTML."""
     if "$ref" in schema:
         name = schema["$ref"].removeprefix(REF)
         return f"<a href='#{name}'>{name}</a>"

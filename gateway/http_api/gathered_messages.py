@@ -1,6 +1,8 @@
-"""Messages of the gateway, some of which are made of several of a client's: all of one are joined at once.
+"""Joins neighbouring messages of a client's conversation into one message, as models expect them, and copies each text
+only once.
 
-Joined one after another, megabytes of small messages would be copied once for each of them.
+If each message were appended to the text of those before it, megabytes of text would be copied again for each small
+message.
 """
 
 from __future__ import annotations
@@ -12,14 +14,18 @@ from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_CHARS, m
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import ChatMessage
 
+# A tool's result may hold an image. It stays in the conversation for good, so the model is told of it, and the
+# conversation can go on.
+UNSEEN = "[There is an image here, which this model cannot see.]"
+
 
 class GatheredMessages:
-    """Gathers a conversation.
+    """Gathers the messages of a conversation.
 
     Args:
-        role: messages of this role that follow each other are one.
-        field: the client's field of the conversation, for errors.
-        names: gets the client's names of messages, by the gateway's.
+        role: neighbouring messages of this role are joined.
+        field: the field of the client's request that has the conversation, which errors name.
+        names: a dict that is filled with what the client calls each message, by what the gateway calls it, for errors.
     """
 
     def __init__(self, role: str, field: str, names: dict[str, str]) -> None:
@@ -30,7 +36,8 @@ class GatheredMessages:
         self._chars = 0
 
     def add(self, message: ChatMessage, path: str) -> None:
-        """Adds a message, which the client calls ``path``. Raises ApiError where they are too many or too long."""
+        """Adds a message, which the client calls ``path``. Raises ApiError where there are too many messages or too
+        much text."""
         check_wanted()
         self._chars += message_chars(message)
         if self._chars > MAX_PROMPT_CHARS:
@@ -45,5 +52,5 @@ class GatheredMessages:
         self._groups.append([message])
 
     def joined(self, join: Callable[[Sequence[ChatMessage]], ChatMessage]) -> tuple[ChatMessage, ...]:
-        """The conversation; ``join`` makes one message of several."""
+        """Returns the whole conversation; ``join`` makes one message of several."""
         return tuple(group[0] if len(group) == 1 else join(group) for group in self._groups)

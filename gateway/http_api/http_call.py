@@ -1,8 +1,16 @@
-"""One HTTP call: its id, its bounded body, its response, and what happens when its client goes away.
+"""Handles one HTTP call: its id, its bounded body, its response, and what happens when its client goes away.
 
 headers --> request id, body (bounded in size and time) --> work --> answer, whole or in pieces
                                                              |
                                               client gone ---+--> the work is cancelled (I8)
+
+Calls that pages of other origins make a browser send without asking first are refused here. A browser asks (a
+preflight, which the port answers by --allowed-origins) before it sends JSON, a DELETE or a key for a page of another
+origin. It sends a form, a plain text or an empty body at once: the page cannot read the answer, but the call is made.
+So a call that changes something and needs no preflight has to come from no browser, from a page of this port, or from a
+page that --allowed-origins names. These are told apart by headers that browsers write themselves and pages cannot
+change, as Go's http.CrossOriginProtection does it: by Sec-Fetch-Site, and where that is missing, on plain HTTP, by
+whether the Origin is the Host that was asked.
 """
 
 from __future__ import annotations
@@ -10,44 +18,45 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
-from urllib.parse import parse_qs
+from urllib.parse import parse_qs, urlsplit
 
 from opentelemetry import context as otel_context
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
-from pillion.gateway.request.runner import DEFECT
+from pillion.gateway.request.request_runner import DEFECT
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
 from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway")
 
 MAX_BODY_BYTES = MAX_REQUEST_BYTES
-# Bytes of all bodies that are being read: thousands of clients may send one at the same time.
+# All bodies that are being read have at most this many bytes, as thousands of clients may send one at the same time.
 MAX_BODIES_BYTES = 64 * MAX_BODY_BYTES
-# Path and headers together.
+# Path and headers together have at most this many bytes.
 MAX_HEADER_BYTES = 32 * 2**10
-# A body that takes longer holds a connection for nothing.
+# A body that takes longer than this to arrive is refused, because it holds a connection for nothing.
 BODY_TIMEOUT_S = 60.0
 JSON_TYPE = b"application/json"
-# Answers to requests whose body may not have been read.
+# An answer with one of these statuses may come before the call's body has been read.
 _UNREAD = (401, 403, 405, 408, 413, 415, 431)
 
 Headers = list[tuple[bytes, bytes]]
 
 
 class HttpCall:
-    """One call. Its response carries ``request_id``, which is a label and never an address.
+    """Represents one call. Its response carries ``request_id``, which is a label and never an address.
 
-    ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``. The response has the
-    headers ``notes``, too.
+    ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``. The response also has
+    the headers ``notes``.
     """
 
-    # Bytes of all bodies that this process is reading.
+    # This counts the bytes of all bodies that this process is reading.
     bodies_bytes = 0
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, error_form: ErrorForm = OPENAI_ERRORS) -> None:
@@ -67,12 +76,12 @@ class HttpCall:
         self.tenant = OPEN
         given_id = self.header(b"x-request-id")
         self._bad_id = bool(given_id) and not is_request_id(given_id)
-        # Further headers of the response.
+        # The response gets these headers beside those of its kind.
         self.notes: Headers = []
         self.request_id = given_id if given_id and not self._bad_id else f"req-{secrets.token_hex(12)}"
 
     def trace_parent(self) -> otel_context.Context | None:
-        """The client's trace context, None where it sends none."""
+        """Returns the client's trace context, None where it sends none."""
         header = self.header(b"traceparent")
         return telemetry.from_traceparent(header) if header else None
 
@@ -103,7 +112,8 @@ class HttpCall:
         return b"".join(parts)
 
     def query(self, *known: str) -> dict[str, str]:
-        """The parameters behind the path's "?". Raises ApiError for one that is not ``known``, or comes twice."""
+        """Returns the parameters after the path's "?". Raises ApiError for a parameter that is not one of ``known``, or
+        comes twice."""
         try:
             found = parse_qs(self._query.decode("ascii"), keep_blank_values=True, max_num_fields=16)
         except ValueError:
@@ -114,7 +124,7 @@ class HttpCall:
         return {name: values[0] for name, values in found.items()}
 
     async def pieces(self) -> AsyncIterator[bytes]:
-        """A body of any kind as it comes, which may be long: each piece has BODY_TIMEOUT_S. Raises ApiError."""
+        """Yields a body of any kind as it comes, which may be long: each piece has BODY_TIMEOUT_S. Raises ApiError."""
         self._reading = True
         while True:
             try:
@@ -131,7 +141,7 @@ class HttpCall:
                 return
 
     async def while_connected(self, work: Awaitable[None]) -> None:
-        """Awaits ``work``, which is cancelled at once when the client goes away (I8)."""
+        """Awaits ``work``, which is cancelled at once when the call's client goes away (I8)."""
         task = asyncio.current_task()
         assert task is not None
         gone = False
@@ -156,13 +166,14 @@ class HttpCall:
     async def answer(
         self, status: int, body: bytes, headers: Headers | None = None, *, content_type: bytes = JSON_TYPE
     ) -> None:
-        """Sends a whole response."""
+        """Sends a whole response to the call."""
         length = (b"content-length", b"%d" % len(body))
         await self.start(status, [(b"content-type", content_type), length, *(headers or [])])
         await self._send({"type": "http.response.body", "body": body})
 
     async def fail(self, error: ApiError) -> None:
-        """Sends an error, where nothing has been sent yet. A body that was not read is dropped with its connection."""
+        """Sends an error, where nothing has been sent yet. Where the call's body was not read, the connection is
+        closed."""
         close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
         status, body = self.error_form.write(error, self.request_id)
         await self.answer(status, body, [*error.headers(), *close])
@@ -180,18 +191,19 @@ class HttpCall:
         )
 
     def write(self, events: bytes, last: bool = False) -> Awaitable[None]:
-        """Sends some events in one write. The result must be awaited; that takes time while the client reads slowly."""
+        """Writes some events to the client in one write. The result must be awaited, which takes long if the client
+        reads slowly."""
         return self._send({"type": "http.response.body", "body": events, "more_body": not last})
 
     async def start(self, status: int, headers: Headers) -> None:
-        """Begins a response whose body is written next."""
+        """Begins a response whose body the caller writes next."""
         self.started = True
         label = self.request_id.encode()
         labels = [(name, label) for name in self.error_form.id_headers]
         await self._send({"type": "http.response.start", "status": status, "headers": [*headers, *self.notes, *labels]})
 
     async def _read(self, parts: list[bytes]) -> None:
-        """Adds to ``parts``, and counts their bytes, until the body is whole or too large."""
+        """Reads the call's body into ``parts``, and counts its bytes, until it is whole or too large."""
         size = 0
         while True:
             message = await self._receive()
@@ -209,51 +221,48 @@ class HttpCall:
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
 
     def credentials(self) -> str:
-        """What the sender proves to be, as an Authorization header has it; Anthropic's clients may send a bare key."""
+        """Gives the sender's credentials as an Authorization header has them; Anthropic's clients may send a key in a
+        header of its own."""
         key = self.header(b"x-api-key")
         return self.header(b"authorization") or (f"Bearer {key}" if key else "")
 
     def header(self, name: bytes) -> str:
-        """A header's value, "" where there is none."""
+        """Returns a header's value, "" where there is none."""
         return self._headers.get(name, b"").decode("latin-1")
 
 
 class ClientGone(Exception):  # noqa: N818
-    """The client went away before its request was whole."""
+    """Says that the client went away before its request was whole."""
 
 
+@dataclass(frozen=True, eq=False)
 class Endpoint:
-    """An ASGI application around a handler of calls; an exception of the handler is sent as an error.
+    """Represents an ASGI application around a handler of calls; an exception of the handler is sent as an error.
 
-    Args:
-        method: the only one that is allowed; GET allows HEAD too, "" allows any.
+    Attributes:
+        method: the only method that is allowed; GET allows HEAD too, "" allows any.
         handler: answers a call.
         tenant_of: finds the tenant by the Authorization header, before a body is read; None: the page is open.
-        body: what the handler reads a body as, for the API's description.
+        body: the type that the handler reads a body as, for the API's description.
         error_form: how the page's errors are written.
-        body_type: the body's content type, for the same.
+        body_type: the body's content type, for the API's description.
+        example: a body, for the API's description. A test sends it.
+        in_batches: whether the handler answers with what a model generates, so that a line of a batch may be its call.
     """
 
-    def __init__(
-        self,
-        method: str,
-        handler: Callable[[HttpCall], Awaitable[None]],
-        tenant_of: Callable[[str], Tenant] | None = None,
-        body: type | None = None,
-        error_form: ErrorForm = OPENAI_ERRORS,
-        body_type: str = JSON_TYPE.decode(),
-    ) -> None:
-        self.method = method
-        self.handler = handler
-        self._tenant_of = tenant_of
-        self.body = body
-        self.error_form = error_form
-        self.body_type = body_type
+    method: str
+    handler: Callable[[HttpCall], Awaitable[None]]
+    tenant_of: Callable[[str], Tenant] | None = None
+    body: type | None = None
+    error_form: ErrorForm = OPENAI_ERRORS
+    body_type: str = JSON_TYPE.decode()
+    example: Mapping[str, Any] | None = None
+    in_batches: bool = False
 
     @property
     def needs_key(self) -> bool:
-        """Whether the page is closed to strangers where API keys are in use."""
-        return self._tenant_of is not None
+        """Says whether the page needs an API key where API keys are in use."""
+        return self.tenant_of is not None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         await self.answer(HttpCall(scope, receive, send, self.error_form))
@@ -265,8 +274,8 @@ class Endpoint:
                 raise ApiError(405, f"{call.path} takes {self.method}", code="method_not_allowed")
             if call.header_bytes > MAX_HEADER_BYTES:
                 raise ApiError(431, f"the headers are larger than {MAX_HEADER_BYTES} bytes")
-            if self._tenant_of is not None:
-                call.tenant = self._tenant_of(call.credentials())
+            if self.tenant_of is not None:
+                call.tenant = self.tenant_of(call.credentials())
             await self.handler(call)
         except ClientGone:
             log.debug("the client of request %s went away while it sent it", call.request_id)
@@ -277,13 +286,14 @@ class Endpoint:
         except Exception:
             log.exception("request %s failed", call.request_id)
             if call.started:
-                # The connection ends in the middle of the response, which shows the client that it is not whole.
+                # The connection is cut in the middle of the response, which shows the client that the response is not
+                # whole.
                 raise
             await call.fail(from_pillion(Internal(DEFECT), {}))
 
 
 class Methods:
-    """An ASGI application of a path that takes several methods, each with an endpoint of its own."""
+    """Represents an ASGI application of a path that takes several methods, each with an endpoint of its own."""
 
     def __init__(self, *endpoints: Endpoint) -> None:
         self.endpoints: Sequence[Endpoint] = endpoints
@@ -297,3 +307,48 @@ class Methods:
 def _too_large() -> ApiError:
     message = f"the body is larger than {MAX_BODY_BYTES} bytes"
     return ApiError(413, message, code="request_too_large")
+
+
+# Calls with these methods change nothing, or a browser asks before it sends them for a foreign page.
+_SAFE = ("GET", "HEAD", "OPTIONS")
+_ASKED_FIRST = ("DELETE", "PUT", "PATCH")
+
+
+def is_foreign_write(method: str, headers: Mapping[bytes, bytes], allowed: Collection[str]) -> bool:
+    """Returns whether a browser may have sent this call for a page of an origin that is not ``allowed``, without asking
+    first. ``headers`` have names in small letters."""
+    kind = headers.get(b"content-type", b"").split(b";")[0].strip().lower()
+    if method in _SAFE or method in _ASKED_FIRST or kind == JSON_TYPE:
+        return False
+    origin, site = headers.get(b"origin", b"").decode("latin-1"), headers.get(b"sec-fetch-site", b"")
+    if site in (b"same-origin", b"none") or (not site and not origin):
+        return False
+    if "*" in allowed or origin in allowed:
+        return False
+    return bool(site) or not _same_host(origin, headers.get(b"host", b"").decode("latin-1"))
+
+
+def _same_host(origin: str, host: str) -> bool:
+    try:
+        return bool(host) and urlsplit(origin).netloc.lower() == host.lower()
+    except ValueError:
+        return False
+
+
+class OwnPagesWrite:
+    """Represents an ASGI application that passes calls on to ``app``, except writes that foreign pages make a browser
+    send."""
+
+    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
+        # Where a header comes twice the first one counts, as everywhere on the port.
+        known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
+        if known and is_foreign_write(scope["method"], known, self._allowed):
+            text = "a browser sent this for a page of another origin; --allowed-origins names those that may"
+            error = ApiError(403, text, kind="permission_error", code="cross_origin")
+            await HttpCall(scope, receive, send).fail(error)
+            return
+        await self._app(scope, receive, send)

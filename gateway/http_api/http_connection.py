@@ -1,4 +1,5 @@
-"""One connection of the HTTP port: uvicorn's h11 protocol, with bounds for clients that are idle, slow or malicious."""
+"""Represents one connection of the HTTP port: uvicorn's h11 protocol, with bounds for clients that are idle, slow or
+malicious."""
 
 from __future__ import annotations
 
@@ -9,32 +10,34 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-# Seconds from a connection's begin (TLS done), or the first byte of a further request, until its headers are whole.
+# A connection may take this long from its begin (TLS done), or from the first byte of a further request, until the
+# headers of its request are whole.
 HEAD_TIMEOUT_S = 20.0
-# A client that reads nothing for so long, while more waits for it than the transport holds, has gone.
+# A client counts as gone when it reads nothing for this long while more data waits for it than the transport holds.
 STALL_TIMEOUT_S = 120.0
-# Connections beyond those that are served; they get 503.
+# This many connections beyond those that are served are accepted and answered with 503.
 SPARE_CONNECTIONS = 64
-# A body may come in so many chunks of any size. What comes in more has chunks of at least so many bytes on the average,
-# because each costs as much as a kilobyte: what the system hands over at once would keep the event loop for a second.
+# A body may come in SMALL_CHUNKS chunks of any size. Further chunks must have MIN_CHUNK_BYTES bytes on the average,
+# because each chunk costs as much time as a kilobyte: the tiny chunks that the system hands over at once could keep the
+# event loop busy for a second.
 SMALL_CHUNKS, MIN_CHUNK_BYTES = 512, 128
 
 
 class StrictParser(h11.Connection):
-    """h11's parser, which refuses more. ``refusal`` says what, where it has refused something itself."""
+    """Parses HTTP as h11 does, and refuses more. ``refusal`` says what this class itself has refused."""
 
     refusal = ""
     _chunks = _chunk_bytes = 0
 
     def next_event(self) -> Any:
-        """The next event. Raises RemoteProtocolError."""
+        """Returns the next event of the connection. Raises RemoteProtocolError."""
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._chunks = self._chunk_bytes = 0
             names = {name for name, _ in event.headers}
             if b"content-length" in names and b"transfer-encoding" in names:
-                # A proxy may believe the one and we the other, so that one request hides in another's body: RFC 9112,
-                # 6.3, has such a connection closed.
+                # A request may have both a length and chunks. A proxy may follow the one header and we the other, so
+                # that one request hides in another's body: RFC 9112, 6.3, has such a connection closed.
                 self._refuse("Content-Length and Transfer-Encoding contradict each other.")
         elif isinstance(event, h11.Data) and event.chunk_start:
             self._chunks += 1
@@ -49,17 +52,17 @@ class StrictParser(h11.Connection):
 
 
 class WaitingClients:
-    """Connections that wait for their clients, by the clients' addresses, the longest waiting first (I9)."""
+    """Holds connections that wait for their clients, by the clients' addresses, the longest waiting first (I9)."""
 
     def __init__(self) -> None:
         self._by_peer: dict[str, dict[Any, None]] = {}
 
     def add(self, connection: Any, peer: str) -> None:
-        """Adds a connection that begins to wait; one that waits already stays where it is."""
+        """Adds a connection that begins to wait for its client; one that waits already keeps its place."""
         self._by_peer.setdefault(peer, {}).setdefault(connection)
 
     def remove(self, connection: Any, peer: str) -> None:
-        """Takes a connection out, if it is in."""
+        """Takes a connection out of those that wait for their clients, if it waits."""
         waiting = self._by_peer.get(peer, {})
         waiting.pop(connection, None)
         if not waiting:
@@ -67,22 +70,22 @@ class WaitingClients:
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Gives the number of connections that wait for their clients."""
         return sum(map(len, self._by_peer.values()))
 
     def longest(self) -> Any:
-        """The connection that has waited longest among those of the address that has most of them; None where there is
-        none."""
+        """Returns the connection that has waited longest among those of the address that has most of them; None where
+        there is none."""
         waiting = max(self._by_peer.values(), key=len, default=None)
         return None if waiting is None else next(iter(waiting))
 
 
 class PortState(ServerState):
-    """What all connections of a port know of each other.
+    """Holds what all connections of a port share.
 
     Attributes:
-        idle: those without a request, or with headers that are not whole.
-        sending: those with a request whose body is not whole.
+        idle: the connections without a request, or with headers that are not whole.
+        sending: the connections with a request whose body is not whole.
     """
 
     def __init__(self) -> None:
@@ -92,7 +95,7 @@ class PortState(ServerState):
 
 
 class HttpConnection(H11Protocol):
-    """An HTTP connection.
+    """Represents an HTTP connection.
 
     made --headers within HEAD_TIMEOUT_S--> request and answer --kept alive, the next one's first byte--> headers ...
       | no place is free: of those that wait | client takes nothing for STALL_TIMEOUT_S
@@ -101,7 +104,7 @@ class HttpConnection(H11Protocol):
 
     Uvicorn itself waits for ever for the first request, for the rest of a request's headers, and for a client that does
     not read. A few thousand such connections, which cost an attacker nothing, would keep all other clients out. So the
-    one that has waited for the longest time gives its place to a new connection: first one without a request, then one
+    connection that has waited longest gives its place to a new one: first a connection without a request, then one
     whose body is not whole, and in both cases one of the address that has most of them.
     """
 
@@ -130,7 +133,7 @@ class HttpConnection(H11Protocol):
         self._head = self.loop.call_later(HEAD_TIMEOUT_S, transport.abort)
 
     def give_up(self) -> None:
-        """Cuts the connection at once: its place is another's."""
+        """Cuts the connection at once, because another one gets its place."""
         self._leave()
         self.connections.discard(self)
         self.transport.abort()
@@ -149,7 +152,7 @@ class HttpConnection(H11Protocol):
         if self.conn.our_state is h11.IDLE or self.conn.our_state is h11.SEND_RESPONSE:
             super().send_400_response(self.conn.refusal or msg)
         else:
-            # The answer has begun.
+            # An answer has begun, so nothing but a cut connection can tell the client that it is over.
             self.transport.abort()
 
     def on_response_complete(self) -> None:
@@ -169,7 +172,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _sort(self) -> None:
-        """Notes whether it waits for its client, and for what."""
+        """Notes whether the connection waits for its client: for a request, or for the rest of a body."""
         cycle, state = self.cycle, self.server_state
         idle = cycle is None or cycle.response_complete
         for waiting, belongs in ((state.idle, idle), (state.sending, not idle and cycle.more_body)):

@@ -1,10 +1,11 @@
-"""Errors as clients know them: a status and a JSON object, in OpenAI's form or, at Anthropic's door, in Anthropic's."""
+"""Writes errors as clients know them: a status and a JSON object, in OpenAI's form or in that of another door."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -22,13 +23,13 @@ from pillion.errors import (
     Unavailable,
 )
 
-# Time after which a client may try again where the error has none: a lost component comes back within seconds.
+# A client may try again after this time where the error names none: a lost component is back within seconds.
 RETRY_AFTER_MS = 1000
-# No message repeats more of a client's own text than this.
+# An error message repeats no more of a client's own text than this.
 MAX_MESSAGE_CHARS = 4096
 
 _INVALID = "invalid_request_error"
-# HTTP status, OpenAI's type, OpenAI's code.
+# For each kind of error this has the HTTP status, OpenAI's type and OpenAI's code.
 _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
     InvalidRequest: (400, _INVALID, "invalid_value"),
     NotFound: (404, _INVALID, "not_found"),
@@ -40,23 +41,12 @@ _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
     Unauthenticated: (401, _INVALID, "invalid_api_key"),
     PermissionDenied: (403, "permission_error", "permission_denied"),
 }
-# Anthropic's types of errors, by the status that OpenAI's clients get.
-_ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    408: "timeout_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    503: "overloaded_error",
-    504: "timeout_error",
-}
 
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """An error response. ``retry_after_ms`` is 0 where trying again does not help; ``final``: where it does harm, which
-    clients of OpenAI and Anthropic, who try every 500 again, are told."""
+    """Describes an error response. ``retry_after_ms`` is 0 where trying again does not help. ``final`` says that trying
+    again does harm; clients of OpenAI and Anthropic, which try every 500 again, are told so."""
 
     status: int
     message: str
@@ -68,8 +58,8 @@ class ApiError(Exception):
     final: bool = False
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Retry-After in whole seconds, as the standard has it, and in milliseconds, as OpenAI's clients read it; where
-        a key is needed, what kind."""
+        """Returns the error's headers: Retry-After in whole seconds, as the standard has it, and in milliseconds, as
+        OpenAI's clients read it; where an API key is needed, also which kind of key."""
         if self.status == 401:
             return [(b"www-authenticate", b"Bearer")]
         if self.final:
@@ -82,44 +72,55 @@ class ApiError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """How errors and ids of requests look to the clients of an API.
+    """Says how errors and ids of requests look to the clients of an API.
 
     Attributes:
-        write: the status and the body of an error; its second argument is the request's id.
+        write: returns the status and the body of an error; its second argument is the request's id.
+        name: the name of ``schema`` in the API's description.
+        schema: the JSON schema of the body.
+        statuses: the statuses that stand for OpenAI's, where they differ.
         id_headers: headers of responses that carry the request's id.
     """
 
     write: Callable[[ApiError, str], tuple[int, bytes]]
+    name: str
+    schema: Mapping[str, Any]
+    statuses: Mapping[int, int] = field(default_factory=dict)
     id_headers: tuple[bytes, ...] = (b"x-request-id",)
 
 
 def _openai(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """``{"error": {"message", "type", "param", "code"}}``."""
+    """Writes an error as ``{"error": {"message", "type", "param", "code"}}``, OpenAI's form."""
     text = error.message[:MAX_MESSAGE_CHARS]
     said = {"message": text, "type": error.kind, "param": error.param, "code": error.code}
     return error.status, msgspec.json.encode({"error": said})
 
 
-def _anthropic(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """``{"type": "error", "error": {"type", "message"}, "request_id"}``; 503 is Anthropic's 529."""
-    kind = _ANTHROPIC_TYPES.get(error.status, _INVALID if error.status < 500 else "api_error")
-    said = {"type": kind, "message": error.message[:MAX_MESSAGE_CHARS]}
-    status = 529 if error.status == 503 else error.status
-    return status, msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
-
-
-OPENAI_ERRORS = ErrorForm(_openai)
-ANTHROPIC_ERRORS = ErrorForm(_anthropic, (b"x-request-id", b"request-id"))
+OPENAI_ERRORS = ErrorForm(
+    _openai,
+    "Error",
+    {
+        "type": "object",
+        "description": "What an error's body holds.",
+        "properties": {
+            "error": {
+                "type": "object",
+                "description": "The error, with OpenAI's type and code.",
+                "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
+            }
+        },
+    },
+)
 
 
 def refused(param: str, message: str, code: str = "invalid_value") -> ApiError:
-    """The error of a wrong field: 400."""
+    """Makes the error of a wrong field, with the status 400."""
     return ApiError(400, f"{param}: {message}", param=param, code=code)
 
 
 def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
-    """The answer that stands for ``error``. ``spelled``: the client's names of fields, by the gateway's, where these
-    differ."""
+    """Makes the HTTP error that stands for ``error``. ``spelled`` has the client's names of fields, by the gateway's,
+    where these differ."""
     status, kind, code = _MAPPED.get(type(error), (500, "server_error", "internal_error"))
     message, param, retry_after_ms = error.message, None, 0
     if isinstance(error, InvalidRequest) and error.violations:
@@ -132,9 +133,9 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
 
 
 def _spell(field: str, spelled: Mapping[str, str]) -> str:
-    """The client's name of a field: ``sampling.stop[2]`` is ``stop[2]``. An item may have a name of its own.
+    """Returns the client's name of a field: ``sampling.stop[2]`` is ``stop[2]``. An item may have a name of its own.
 
-    A name with ``[]`` is that of what is in any item.
+    A name with ``[]`` stands for the field of any item.
     """
     if field in spelled:
         return spelled[field]

@@ -1,4 +1,4 @@
-"""The HTTP port, in the gateway's process and event loop: OpenAI's and Anthropic's APIs, and pages of the gateway."""
+"""Serves the HTTP port, in the gateway's process and event loop: OpenAI's and Anthropic's APIs, and pages."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import math
 import socket
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,39 +21,32 @@ from starlette.types import ASGIApp
 from pillion._version import VERSION
 from pillion.config import GatewayFlags, listed_origins
 from pillion.errors import PillionError, Unavailable
-from pillion.gateway.admission.tenants import Tenant
-from pillion.gateway.batches.batch_runner import BatchRunner
 from pillion.gateway.gateway import Gateway
+from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.http_api import docs_page, openapi
-from pillion.gateway.http_api.adapters_api import AdaptersApi, LoadAdapterBody, UnloadAdapterBody
-from pillion.gateway.http_api.anthropic_api import AnthropicApi
-from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
-from pillion.gateway.http_api.batches_api import BatchBody, BatchesApi
-from pillion.gateway.http_api.cross_origin import OwnPagesWrite
-from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, Methods
+from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, OwnPagesWrite
 from pillion.gateway.http_api.http_connection import HttpConnection, PortState
-from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS, ApiError
+from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
-from pillion.gateway.http_api.multipart import FORM_TYPE, UploadForm
-from pillion.gateway.http_api.openai_api import OpenAIApi
-from pillion.gateway.http_api.openai_fields import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from pillion.gateway.http_api.prefixes_api import PrefixBody, PrefixesApi
-from pillion.gateway.http_api.responses_api import ResponsesApi
-from pillion.gateway.http_api.responses_fields import ResponsesBody
-from pillion.gateway.http_api.ui_api import UiApi
+from pillion.gateway.http_api.openai_api import openai_routes
+from pillion.gateway.http_api.openai_fields import IGNORED_HEADER
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
 from pillion.observability.metrics_export import MetricsPage
+from pillion.rooms import Seam, entered
 from pillion.sampling_defaults import SAMPLING_KEYS
 from pillion.types import ModelInfo
 
+# Rooms add pages to the port here: each function gets the object that answers calls, and the flags, and returns pages.
+ROUTES = Seam[Callable[[ModelCalls, GatewayFlags], list[Route]]]("gateway.http_api.routes")
+
 MAX_HTTP_CONNECTIONS = 4096
 LISTEN_BACKLOG = 1024
-# How long a connection may stay without a further request.
+# A connection may stay this long without a further request.
 KEEP_ALIVE_S = 75
-# How often the date in the headers of answers changes.
+# The date in the headers of answers changes this often.
 DATE_INTERVAL_S = 1.0
-# Paths of OpenAI's, Jina's and vLLM's APIs for which models of other kinds are needed.
+# These paths of OpenAI's, Jina's and vLLM's APIs need models of other kinds.
 NOT_OFFERED = frozenset(
     f"{version}/{name}"
     for version in ("", "/v1", "/v2")
@@ -62,17 +55,27 @@ NOT_OFFERED = frozenset(
 
 
 class _Pages:
-    """The pages whose calls have no body."""
+    """Handles the pages of the port whose calls have no body."""
 
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
         self._vllm_names = flags.vllm_metric_names
+        self._ignored_fields = flags.ignored_fields
         self._first_page = b"ui" if flags.ui else b"docs"
         self._started = int(time.time())
         self.routes: list[Route] = []
+        # An unknown path below a page of an API that writes errors in a form of its own is answered in that form.
+        self._forms: list[tuple[str, ErrorForm]] = []
+
+    def describe(self, routes: list[Route]) -> None:
+        """Takes the list of all pages of the port, which the API's description shows."""
+        self.routes = routes
+        apps = ((route.path, route.app) for route in routes)
+        self._forms = [(f"{path}/", app.error_form) for path, app in apps if isinstance(app, Endpoint)]
+        self._forms = [(above, form) for above, form in self._forms if form is not OPENAI_ERRORS]
 
     async def health(self, call: HttpCall) -> None:
-        """200 when a request would be served now, 503 with what is missing when not."""
+        """Answers 200 when a request would be served now, and 503 with what is missing when not."""
         missing = self._gateway.not_ready()
         if missing:
             await call.answer(503, msgspec.json.encode({"status": "unavailable", "missing": missing}))
@@ -80,21 +83,22 @@ class _Pages:
             await call.answer(200, b'{"status":"ok"}')
 
     async def version(self, call: HttpCall) -> None:
-        """This gateway's version."""
+        """Answers with this gateway's version."""
         await call.answer(200, msgspec.json.encode({"version": VERSION}))
 
     async def metrics(self, call: HttpCall) -> None:
-        """Metrics for Prometheus: those of this process, where several share the port."""
+        """Gives this gateway's metrics for Prometheus; where several processes share the port, those of the one that
+        was reached."""
         page = MetricsPage(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
     async def models(self, call: HttpCall) -> None:
-        """OpenAI's list of what live workers serve."""
+        """Lists the models that live workers serve, in OpenAI's form."""
         entries = [self._entry(info) for info in self._gateway.models(call.tenant)]
         await call.answer(200, msgspec.json.encode({"object": "list", "data": entries}))
 
     async def model(self, call: HttpCall) -> None:
-        """One model; its name may contain slashes."""
+        """Describes one model; its name may contain slashes."""
         asked = str(call.parameters["name"])
         try:
             entry = await self._gateway.find_entry(asked, call.tenant)
@@ -108,37 +112,37 @@ class _Pages:
 
     async def start(self, call: HttpCall) -> None:
         """Redirects a browser to the page for people (/ui) where the gateway has one, and to /docs otherwise."""
-        # The place is a relative one, so it is right behind a proxy's path, too.
+        # The redirect is a relative one, so it is also right where a proxy adds a path.
         await call.answer(307, b"", [(b"location", self._first_page)])
 
     async def openapi(self, call: HttpCall) -> None:
-        """Gives this description of the API, as OpenAPI 3.1."""
+        """Gives the description of this API, as OpenAPI 3.1."""
         document, _ = await asyncio.to_thread(lambda: self._description)
         await call.answer(200, document)
 
     async def docs(self, call: HttpCall) -> None:
-        """Shows this page."""
+        """Shows the description of this API as a page."""
         policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
         _, page = await asyncio.to_thread(lambda: self._description)
         await call.answer(200, page, [policy], content_type=b"text/html; charset=utf-8")
 
     @cached_property
     def _description(self) -> tuple[bytes, bytes]:
-        """OpenAPI's document of the port and the page of it, made when somebody asks first: that takes 30 ms."""
-        described = openapi.describe(self.routes)
+        """Gives the port's OpenAPI document and the page that shows it. Both are made on the first request, because
+        that takes 30 ms."""
+        described = openapi.describe(self.routes, self._ignored_fields)
         return msgspec.json.encode(described), docs_page.page(described)
 
     async def nothing(self, call: HttpCall) -> None:
-        """404, for every other path."""
-        if call.path.startswith("/v1/messages/"):
-            call.error_form = ANTHROPIC_ERRORS
+        """Answers every path that the port does not have with 404."""
+        call.error_form = next((form for above, form in self._forms if call.path.startswith(above)), OPENAI_ERRORS)
         if call.path in NOT_OFFERED:
             raise ApiError(404, f"{call.path} is not offered: the models here generate text", code="not_found")
         raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
-        """A model as OpenAI describes it, with vLLM's ``max_model_len``; an adapter has the model as ``parent``, and
-        its content's digest, and a model's other name has the model as ``root``."""
+        """Returns a model as OpenAI describes it, with vLLM's ``max_model_len``. An adapter has the model as
+        ``parent``, and its content's digest; a model's other name has the model as ``root``."""
         of_adapter = {"parent": info.parent, "digest": info.adapter} if info.parent else {"parent": None}
         return {
             "id": info.name,
@@ -157,61 +161,29 @@ class _Pages:
         }
 
 
-def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None) -> ASGIApp:
-    """The application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
+def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]) -> ASGIApp:
+    """Makes the application; every page of the port is in this one table. Pages that need a key have ``tenant_of``.
 
-    It is a bare router: Starlette's application wraps every write of a stream twice, for errors that Endpoint handles.
-    With --allowed-origins the writes of a browser's streams are wrapped once.
+    The application is a bare router: Starlette's application wraps every write of a stream twice, for errors that
+    Endpoint handles. With --allowed-origins the writes of a browser's streams are wrapped once.
     """
-    pages, tenant_of, calls = _Pages(gateway, flags), gateway.tenant_of, ModelCalls(gateway)
-    api, anthropic, files = OpenAIApi(calls), AnthropicApi(calls), BatchesApi(batches)
-    adapters = AdaptersApi(gateway)
+    pages, tenant_of, calls = _Pages(gateway, flags), gateway.tenant_of, ModelCalls(gateway, flags.ignored_fields)
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
         Route("/metrics", Endpoint("GET", pages.metrics, tenant_of)),
         Route("/v1/models", Endpoint("GET", pages.models, tenant_of)),
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
-        Route("/v1/completions", Endpoint("POST", api.completions, tenant_of, CompletionBody)),
-        Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of, ChatBody)),
-        Route("/v1/responses", Endpoint("POST", ResponsesApi(calls).responses, tenant_of, ResponsesBody)),
-        Route("/v1/messages", Endpoint("POST", anthropic.messages, tenant_of, MessagesBody, ANTHROPIC_ERRORS)),
-        Route(
-            "/v1/messages/count_tokens",
-            Endpoint("POST", anthropic.count_tokens, tenant_of, CountTokensBody, ANTHROPIC_ERRORS),
-        ),
-        Route(
-            "/v1/files",
-            Methods(
-                Endpoint("POST", files.create_file, tenant_of, UploadForm, body_type=FORM_TYPE),
-                Endpoint("GET", files.files, tenant_of),
-            ),
-        ),
-        Route(
-            "/v1/files/{id}",
-            Methods(Endpoint("GET", files.file, tenant_of), Endpoint("DELETE", files.delete_file, tenant_of)),
-        ),
-        Route("/v1/files/{id}/content", Endpoint("GET", files.content, tenant_of)),
-        Route(
-            "/v1/batches",
-            Methods(
-                Endpoint("POST", files.create_batch, tenant_of, BatchBody),
-                Endpoint("GET", files.batches, tenant_of),
-            ),
-        ),
-        Route("/v1/batches/{id}", Endpoint("GET", files.batch, tenant_of)),
-        Route("/v1/batches/{id}/cancel", Endpoint("POST", files.cancel_batch, tenant_of)),
-        *_prefix_routes(PrefixesApi(calls), tenant_of),
-        Route("/v1/load_lora_adapter", Endpoint("POST", adapters.load_lora_adapter, tenant_of, LoadAdapterBody)),
-        Route("/v1/unload_lora_adapter", Endpoint("POST", adapters.unload_lora_adapter, tenant_of, UnloadAdapterBody)),
-        Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody)),
-        Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of, DetokenizeBody)),
+        *openai_routes(calls),
         Route("/", Endpoint("GET", pages.start)),
         Route("/openapi.json", Endpoint("GET", pages.openapi)),
         Route("/docs", Endpoint("GET", pages.docs)),
     ]
-    routes += _ui_routes(gateway) if flags.ui else []
-    pages.routes = routes
+    for room_routes in entered(ROUTES):
+        routes += room_routes(calls, flags)
+    for part in parts:
+        routes += part.routes(calls, tuple(routes))
+    pages.describe(routes)
     origins = listed_origins(flags.allowed_origins)
     app = OwnPagesWrite(Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing)), origins)
     if not origins:
@@ -222,32 +194,20 @@ def make_app(gateway: Gateway, flags: GatewayFlags, batches: BatchRunner | None)
         allow_methods=["GET", "POST", "DELETE"],
         allow_headers=["*"],
         allow_credentials=flags.allow_credentials,
-        expose_headers=["x-request-id", "request-id", "retry-after", "retry-after-ms", MAX_TOKENS_HEADER],
+        expose_headers=[
+            "x-request-id",
+            "request-id",
+            "retry-after",
+            "retry-after-ms",
+            MAX_TOKENS_HEADER,
+            IGNORED_HEADER,
+        ],
     )
 
 
-def _ui_routes(gateway: Gateway) -> list[Route]:
-    """The page for people, whose files are open, and what it shows of the cluster."""
-    ui = UiApi(gateway)
-    return [
-        Route("/ui", Endpoint("GET", ui.page)),
-        Route("/ui/cluster", Endpoint("GET", ui.cluster, gateway.tenant_of)),
-        Route("/ui/{name}", Endpoint("GET", ui.file)),
-    ]
-
-
-def _prefix_routes(api: PrefixesApi, tenant_of: Callable[[str], Tenant]) -> list[Route]:
-    made = Endpoint("POST", api.warm, tenant_of, PrefixBody)
-    return [
-        Route("/v1/cache/prefixes", Methods(made, Endpoint("GET", api.prefixes, tenant_of))),
-        Route("/v1/cache/prefixes/{name}", Endpoint("DELETE", api.drop, tenant_of)),
-    ]
-
-
 class _Server(uvicorn.Server):
-    """Uvicorn without its signal handlers, for the process belongs to the component and not to its HTTP port, and
-    without its polls: it looks every 100 ms whether it is to end, and waits as long again where nobody is connected.
-    """
+    """Runs uvicorn without its signal handlers, because they belong to the component's process, and without its polls:
+    uvicorn looks every 100 ms whether it is to end, and waits as long again where nobody is connected."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -259,7 +219,7 @@ class _Server(uvicorn.Server):
         yield
 
     async def main_loop(self) -> None:
-        # A tick whose number is 0 writes the headers' date.
+        # In uvicorn, a tick with the number 0 updates the date that headers have.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.ending.wait(), DATE_INTERVAL_S)
@@ -272,7 +232,7 @@ class _Server(uvicorn.Server):
 
 
 class HttpServer:
-    """A running server. ``address`` is where it really listens."""
+    """Represents a running HTTP server. ``address`` is where it really listens."""
 
     def __init__(self, server: _Server, task: asyncio.Task[None], address: str) -> None:
         self._server = server
@@ -281,16 +241,18 @@ class HttpServer:
 
     @property
     def connections(self) -> Collection[Any]:
-        """The protocols of open connections."""
+        """Gives the protocols of open connections."""
         return self._server.server_state.connections
 
     @property
     def waiting_clients(self) -> tuple[int, int]:
-        """Connections that wait for their clients: those without a request, and those whose body is not whole."""
+        """Gives the numbers of connections that wait for their clients: without a request, and with a body that is not
+        whole."""
         return self._server.server_state.idle.count, self._server.server_state.sending.count
 
     async def stop(self, grace_s: float = 1.0) -> None:
-        """Takes no more connections, lets answers under way finish for ``grace_s`` (whole seconds), then closes."""
+        """Takes no more connections, lets answers that are being sent finish for ``grace_s`` (whole seconds), then
+        closes all connections."""
         self._server.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
         self._server.should_exit = True
         self._server.ending.set()
@@ -298,9 +260,9 @@ class HttpServer:
 
 
 async def start_http(
-    gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None, batches: BatchRunner | None = None
+    gateway: Gateway, flags: GatewayFlags, identity: tls.Identity | None, parts: Sequence[GatewayPart] = ()
 ) -> HttpServer:
-    """Serves on --host and --http-port (0: any free port), with TLS where there is an ``identity``.
+    """Serves HTTP on --host and --http-port (0: any free port), with TLS where there is an ``identity``.
 
     With --share-ports other processes may listen on the same port; the system spreads connections over them. Raises
     OSError when the address cannot be bound.
@@ -310,8 +272,8 @@ async def start_http(
     listener = socket.create_server(address, family=family, backlog=LISTEN_BACKLOG, reuse_port=flags.share_ports)
     bound = listener.getsockname()[1]
     config = uvicorn.Config(
-        make_app(gateway, flags, batches),
-        # On h11, which takes a bound for headers that are not whole yet; whole ones are judged by the endpoint.
+        make_app(gateway, flags, parts),
+        # h11 bounds headers that are not whole yet; the endpoint judges the size of whole ones.
         http=HttpConnection,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         lifespan="off",

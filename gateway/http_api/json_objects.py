@@ -1,16 +1,24 @@
-"""JSON of a body that is passed on as text, such as a tool's schema: no objects are made of what is in it."""
+"""Reads parts of a body that are passed on as JSON text, such as a tool's schema: no objects are made of what is in
+them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
 
-# The types of such fields. A bare Raw field is one that is not supported, or that is read later.
+T = TypeVar("T")
+
+# A field of the type Ignored[...] is accepted without effect: the answer's header IGNORED_HEADER names it.
+IGNORED = msgspec.Meta(extra={"effect": "none"})
+Ignored = Annotated[T, IGNORED]
+# These are the types of fields whose JSON is passed on. The API refuses a Raw field without such a type, or reads it
+# later.
 AnyJson = Annotated[Raw, msgspec.Meta(extra_json_schema={})]
 JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
@@ -26,13 +34,13 @@ _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
 
 
 def json_object(raw: Raw, field: str) -> str:
-    """A JSON object as text, as it was sent. Raises ApiError where it is none."""
+    """Returns the text of a JSON object as it was sent. Raises ApiError for any other value."""
     return _checked(raw, field, (dict,)).decode()
 
 
 def compact_json(raw: Raw, field: str, *kinds: type[Any]) -> str:
-    """JSON of one of these kinds as text, without the blanks between its parts. Raises ApiError where it is another
-    one."""
+    """Returns JSON of one of these kinds as text, without the blanks between its parts. Raises ApiError for another
+    kind."""
     return msgspec.json.format(_checked(raw, field, kinds), indent=-1).decode()
 
 

@@ -1,42 +1,168 @@
-"""Calls that a model answers, at any of the doors: whole, or as server-sent events.
+"""Answers the calls for which a model generates text, of every HTTP API: whole, or as server-sent events.
 
 body --> read by the door --> first delta --> status and headers --> events of the door's writer ... its last events
             | 4xx with a param   | 4xx, 5xx                           | the error as an event
 
 The status is sent with the first delta, so that a refusal is a status and not an event. A client that goes away before
 or after cancels its request (I8).
+
+A call has one prompt or several, whose deltas are read in batches of all that are there.
+
+one prompt:       its request runner is read directly
+several prompts:  a task each reads its request runner into one bounded queue; at most MAX_PROMPTS_AT_ONCE run at a time
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from pillion.errors import NotFound, PillionError
+from pillion.errors import Internal, NotFound, PillionError
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.http_api.delta_reader import DeltaBatch, DeltaReader
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
+from pillion.gateway.http_api.openai_fields import IGNORED_HEADER, BodyReading, read_noting
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
-from pillion.gateway.request.runner import Generation
+from pillion.gateway.request.admitted_request import PlacedPrefix
+from pillion.gateway.request.request_runner import DEFECT, RequestRunner
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER
-from pillion.types import Delta, GenerateRequest, Usage
+from pillion.types import Delta, GenerateRequest, SamplingParams, Usage
 
-# Writes of all streams together: half a core's worth. A write costs more than a token: the wake-up, the framing, the
-# system call.
+log = logging.getLogger("pillion.gateway")
+
+MAX_PROMPTS_AT_ONCE = 32
+# This many deltas may wait for one client. Further deltas are merged by the runner of each request.
+MAX_WAITING_DELTAS = 256
+# One write has at most this many deltas.
+MAX_BATCH_DELTAS = 256
+
+StartRunner = Callable[[GenerateRequest], Awaitable[RequestRunner]]
+# A batch of deltas has pairs of a prompt's index and its delta.
+DeltaBatch = list[tuple[int, Delta]]
+
+
+class DeltaReader:
+    """Starts the requests of a call with the first ``read``, and reads their deltas. ``close`` cancels all of them, at
+    any time (I8)."""
+
+    def __init__(self, requests: Sequence[GenerateRequest], start: StartRunner) -> None:
+        self._requests = requests
+        self._start = start
+        # This holds the runners by the number of their prompts, in the order in which they were started.
+        self._runners: dict[int, RequestRunner] = {}
+        self._pumps: list[asyncio.Task[None]] = []
+        self._queue: asyncio.Queue[tuple[int, Delta | PillionError] | None] = asyncio.Queue(MAX_WAITING_DELTAS)
+        # This is the number of the prompt whose error was raised.
+        self.failed = 0
+        self._running = 0
+        # This function returns the next deltas, at least one, or none at the end of all answers. It raises
+        # PillionError.
+        self.read: Callable[[], Awaitable[DeltaBatch]] = self._read_one if len(requests) == 1 else self._read_several
+
+    @property
+    def fingerprint(self) -> str:
+        """Gives the name of the weights, adapter included, in OpenAI's form. It is known after the first batch."""
+        return next(iter(self._runners.values())).admitted.system_fingerprint
+
+    def cut_tokens(self) -> int | None:
+        """Returns the most tokens of an answer, where the contexts of the prompts leave fewer than were asked for; else
+        None. It is known after the first batch, for the prompts that run by then."""
+        resolved = [runner.admitted.resolved for runner in self._runners.values()]
+        return min((one.max_tokens for one in resolved if one.cut), default=None)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Gives the sampling of the first prompt's answers, the model's defaults included. It is known after the first
+        batch."""
+        return next(iter(self._runners.values())).admitted.resolved.sampling
+
+    def first_token(self, prompt: int) -> int:
+        """Returns the first token of a prompt of which a delta has come."""
+        return self._runners[prompt].admitted.own_prompt[0]
+
+    def first_prompt(self) -> tuple[tuple[int, ...], int, PlacedPrefix | None]:
+        """Returns the first prompt's token ids, how many places for an adapter's virtual tokens they begin with, and
+        where the blocks of all of them are in the cluster. All are known after the first batch."""
+        runner = self._runners[0]
+        return runner.admitted.prompt, runner.admitted.virtual_tokens, runner.placed_prefix()
+
+    def usage(self) -> Usage:
+        """Returns the token counts of all prompts so far."""
+        return sum((runner.usage() for runner in self._runners.values()), Usage(0, 0, 0))
+
+    async def _read_several(self) -> DeltaBatch:
+        if not self._pumps:
+            turns = asyncio.Semaphore(MAX_PROMPTS_AT_ONCE)
+            self._running = len(self._requests)
+            self._pumps = [asyncio.create_task(self._pump(n, turns)) for n in range(len(self._requests))]
+        batch: DeltaBatch = []
+        while self._running and not batch:
+            batch = self._taken(await self._queue.get(), batch)
+        while self._queue.qsize() and len(batch) < MAX_BATCH_DELTAS:
+            batch = self._taken(self._queue.get_nowait(), batch)
+        return batch
+
+    def close(self) -> None:
+        """Cancels the requests that still run."""
+        for pump in self._pumps:
+            pump.cancel()
+        for runner in self._runners.values():
+            runner.cancel()
+
+    async def _read_one(self) -> DeltaBatch:
+        if not self._runners:
+            self._runners[0] = await self._start(self._requests[0])
+        runner = self._runners[0]
+        try:
+            batch = [(0, await anext(runner))]
+        except StopAsyncIteration:
+            return []
+        while runner.pending and len(batch) < MAX_BATCH_DELTAS:
+            batch.append((0, await anext(runner)))
+        return batch
+
+    async def _pump(self, number: int, turns: asyncio.Semaphore) -> None:
+        async with turns:
+            try:
+                runner = self._runners[number] = await self._start(self._requests[number])
+                async for delta in runner:
+                    await self._queue.put((number, delta))
+                await self._queue.put(None)
+            except PillionError as error:
+                await self._queue.put((number, error))
+            except Exception:
+                # A defect must end the response, because otherwise the client would wait for ever.
+                log.exception("a prompt of a list failed")
+                await self._queue.put((number, Internal(DEFECT)))
+
+    def _taken(self, item: tuple[int, Delta | PillionError] | None, batch: DeltaBatch) -> DeltaBatch:
+        if item is None:
+            self._running -= 1
+            return batch
+        number, came = item
+        if isinstance(came, PillionError):
+            self.failed = number
+            raise came
+        batch.append((number, came))
+        return batch
+
+
+# All streams together may write this often, which takes half a core. A write costs more than a token: the wake-up, the
+# framing, the system call.
 MAX_WRITES_PER_S = 12_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AskedCall:
-    """A parsed call; the base of all doors'.
+    """Holds a parsed call for a model's answers. The calls of each HTTP API extend this class.
 
     Attributes:
-        requests: one for each prompt; they differ in it alone.
+        requests: a request for each prompt; they differ in the prompt alone.
         names: the client's names of fields, by the gateway's, for each prompt.
         stream: whether events are wanted.
     """
@@ -47,29 +173,29 @@ class AskedCall:
 
 
 class AnswerWriter:
-    """Writes the response to one call; the base of all doors'. Either its events are asked for, or all is kept and then
-    written as one object.
+    """Writes the response to one call. The writers of each HTTP API extend this class. A response is either written as
+    events, or kept and then written as one object.
 
     Attributes:
-        size_bytes: about what the whole response takes so far.
+        size_bytes: about the size of the whole response so far.
     """
 
     size_bytes = 0
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """The events of some deltas. ``usage`` gives the tokens so far."""
+        """Returns the events of some deltas. ``usage`` returns the tokens so far."""
         raise NotImplementedError
 
     def events_bytes(self, batch: DeltaBatch) -> int:
-        """About how large the events of some deltas are, where they may be too large for the event loop; else 0."""
+        """Gives about how large the events of some deltas are, if they may be too large for the event loop; else 0."""
         return 0
 
     def last_events(self, usage: Usage) -> bytes:
-        """What stands behind the events of the last delta."""
+        """Returns the events that stand after those of the last delta."""
         raise NotImplementedError
 
     def failed(self, error: bytes) -> bytes:
-        """The last event of a stream that fails. ``error`` is its JSON, in the form of the door's errors."""
+        """Returns the last event of a stream that fails. ``error`` is its JSON, in the form of the API's errors."""
         raise NotImplementedError
 
     def keep(self, prompt: int, delta: Delta) -> None:
@@ -77,20 +203,23 @@ class AnswerWriter:
         raise NotImplementedError
 
     def whole(self, usage: Usage) -> bytes:
-        """Everything that was kept, as one object."""
+        """Returns everything that :meth:`keep` collected, as one object."""
         raise NotImplementedError
 
 
+T = TypeVar("T")
 Asked = TypeVar("Asked", bound=AskedCall)
-# Makes the writer of a call, whose first deltas are there.
+# Such a function makes the writer of a call once its first deltas are there.
 NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
 
 
 class ModelCalls:
-    """Answers calls of all doors. ``gateway`` is what stands behind them."""
+    """Answers calls for a model's answers, of every HTTP API. ``gateway`` is the gateway behind them, and
+    ``ignored_fields`` are those of --ignored-fields."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, ignored_fields: tuple[str, ...] = ()) -> None:
         self.gateway = gateway
+        self._ignored_fields = ignored_fields
         self._texts: dict[str, TokenTexts] = {}
         self._pacer = WritePacer()
 
@@ -101,19 +230,28 @@ class ModelCalls:
         new_writer: NewWriter[Asked],
         begun: Callable[[HttpCall, Asked, ModelEntry], None] = lambda *_: None,
     ) -> None:
-        """Reads the body with ``read``, which gets the request's id too, and answers it as long as the client is
-        there. ``begun`` is called once its first prompt has been checked, counted and admitted. Raises ApiError."""
+        """Reads the body with ``read``, which gets the request's id too, and answers it as long as the client is there.
+        ``begun`` is called once the call's first prompt has been checked, counted and admitted. Raises ApiError."""
         await call.while_connected(self._answer(call, read, new_writer, begun, await call.body()))
 
+    async def read(self, call: HttpCall, read: Callable[..., T], raw: bytes, *arguments: Any) -> T:
+        """Returns ``read(raw, *arguments)``, which reads a call's body. The answer gets a header with the names of the
+        fields that have no effect. Raises ApiError."""
+        reading = BodyReading(self._ignored_fields)
+        found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
+        if reading.found:
+            call.notes.append((IGNORED_HEADER.encode(), reading.ignored.encode()))
+        return found
+
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
-        """The model that a client's ``name`` means. Raises ApiError."""
+        """Returns the model that a client's ``name`` means. Raises ApiError."""
         try:
             return await self.gateway.find_entry(name, tenant)
         except NotFound as error:
             raise unknown_model(error.message) from None
 
     def texts_of(self, entry: ModelEntry) -> TokenTexts:
-        """The texts of a model's tokens."""
+        """Returns the texts of a model's tokens."""
         name = entry.limits.name
         if name not in self._texts:
             self._texts[name] = TokenTexts(entry.tokenizer.spellings)
@@ -127,24 +265,24 @@ class ModelCalls:
         begun: Callable[[HttpCall, Asked, ModelEntry], None],
         raw: bytes,
     ) -> None:
-        asked = await self.gateway.off_loop(call.tenant, len(raw), read, raw, call.request_id)
-        # All prompts of a call are answered by what the name means now.
+        asked = await self.read(call, read, raw, call.request_id)
+        # All prompts of a call are answered by the model that the name means now.
         entry, parent = await self.entry(asked.requests[0].model, call.tenant), call.trace_parent()
         if len(asked.requests) > 1:
             await self._check_prompts(asked, call.tenant)
 
-        async def start(request: GenerateRequest) -> Generation:
-            generation = await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry)
+        async def start(request: GenerateRequest) -> RequestRunner:
+            runner = await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry)
             if request is asked.requests[0]:
                 begun(call, asked, entry)
-            return generation
+            return runner
 
         reader = DeltaReader(asked.requests, start)
         try:
             batch = await reader.read()
             if (cut_tokens := reader.cut_tokens()) is not None:
                 call.notes.append((MAX_TOKENS_HEADER.encode(), b"%d" % cut_tokens))
-            # After the first delta: nothing is prepared for what is refused or waits for its turn.
+            # The writer is made after the first delta, so nothing is prepared for a call that is refused or waits.
             writer = await new_writer(call, asked, entry, reader)
             if asked.stream:
                 await self._stream(call, asked, reader, writer, batch)
@@ -186,7 +324,7 @@ class ModelCalls:
         await call.write(writer.last_events(reader.usage()), last=True)
 
     async def _check_prompts(self, asked: AskedCall, tenant: Tenant) -> None:
-        """Checks several prompts before any of them is run. Raises ApiError, naming the prompt."""
+        """Checks all prompts of a call before any of them is run. Raises ApiError, naming the prompt."""
         for request, names in zip(asked.requests, asked.names, strict=True):
             try:
                 await self.gateway.check(request, tenant)
@@ -195,7 +333,7 @@ class ModelCalls:
 
 
 class WritePacer:
-    """Bounds how often one process writes; ``with pacer`` is one more stream that writes.
+    """Bounds how often one process writes; ``with pacer`` adds one more stream that writes.
 
     Each stream writes as soon as it has something, but no sooner after its last write than its share of
     MAX_WRITES_PER_S; what comes meanwhile goes with the next write. So nothing is held back as long as all streams
@@ -213,12 +351,12 @@ class WritePacer:
         self.streams -= 1
 
     async def rest(self, wrote: float) -> None:
-        """Waits until a stream that wrote at ``wrote`` (monotonic seconds) may write again; mostly that is at once."""
+        """Waits until a stream that wrote at ``wrote`` (monotonic seconds) may write again; mostly it may at once."""
         left_s = wrote + self.streams / MAX_WRITES_PER_S - time.monotonic()
         if left_s > 0:
             await asyncio.sleep(left_s)
 
 
 def unknown_model(message: str) -> ApiError:
-    """OpenAI's error for an unknown model: 404."""
+    """Makes OpenAI's error for an unknown model, with the status 404."""
     return ApiError(404, message, param="model", code="model_not_found")

@@ -1,4 +1,5 @@
-"""OpenAI's completions and vLLM's two endpoints for tokens; calls that the model answers go through ModelCalls."""
+"""Serves OpenAI's completions and vLLM's two endpoints for tokens; calls for a model's answers go through
+ModelCalls."""
 
 from __future__ import annotations
 
@@ -6,21 +7,27 @@ import time
 from functools import partial
 
 import msgspec
+from starlette.routing import Route
 
 from pillion.errors import PillionError
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import ModelEntry
-from pillion.gateway.http_api.delta_reader import DeltaReader
-from pillion.gateway.http_api.http_call import HttpCall
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
-from pillion.gateway.http_api.model_calls import ModelCalls
+from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
 from pillion.gateway.http_api.openai_events import (
     ChatResponseWriter,
     CompletionResponseWriter,
     ReadResponseWriter,
     ResponseWriter,
 )
-from pillion.gateway.http_api.openai_fields import DetokenizeBody, parse
+from pillion.gateway.http_api.openai_fields import (
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    TokenizeBody,
+    parse,
+)
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import (
     COMPLETION_NAMES,
@@ -32,20 +39,41 @@ from pillion.gateway.http_api.openai_requests import (
 )
 from pillion.types import GenerateRequest
 
-# What a token's id, and its text, cost in an answer, by the measure of LOOP_BYTES.
+# A token's id, and its text, cost this much in an answer, when an answer is compared with LOOP_BYTES.
 TOKEN_ID_BYTES = 1
 TOKEN_STRING_BYTES = 8
 
+# The API's description shows these examples of bodies.
+CHAT_EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+_PROMPT = {"model": "demo", "prompt": "The capital of France is"}
+
+
+def openai_routes(calls: ModelCalls) -> list[Route]:
+    """Returns the pages of OpenAI's API for the table of the HTTP port."""
+    api, tenant_of = OpenAIApi(calls), calls.gateway.tenant_of
+    chat, text = CHAT_EXAMPLE | {"max_tokens": 32}, _PROMPT | {"max_tokens": 16}
+    ids = {"model": "demo", "tokens": [1, 2, 3]}
+    return [
+        Route("/v1/chat/completions", Endpoint("POST", api.chat, tenant_of, ChatBody, example=chat, in_batches=True)),
+        Route(
+            "/v1/completions",
+            Endpoint("POST", api.completions, tenant_of, CompletionBody, example=text, in_batches=True),
+        ),
+        Route("/tokenize", Endpoint("POST", api.tokenize, tenant_of, TokenizeBody, example=_PROMPT)),
+        Route("/detokenize", Endpoint("POST", api.detokenize, tenant_of, DetokenizeBody, example=ids)),
+    ]
+
 
 class OpenAIApi:
-    """Handlers of calls; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what they raise into responses."""
+    """Handles the calls of OpenAI's API; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers
+    raise into responses."""
 
     def __init__(self, calls: ModelCalls) -> None:
         self._calls = calls
         self._gateway = calls.gateway
 
     async def completions(self, call: HttpCall) -> None:
-        """Continues a prompt, or several."""
+        """Generates the continuation of a prompt, or of several."""
         read = partial(completion_request, most_ids=self._gateway.longest_tokens)
         await self._calls.answer(call, read, self._new_writer)
 
@@ -54,15 +82,15 @@ class OpenAIApi:
         await self._calls.answer(call, chat_request, self._new_writer)
 
     async def tokenize(self, call: HttpCall) -> None:
-        """Gives the ids of a prompt or of a conversation, as they would be computed."""
+        """Gives the token ids of a prompt or of a conversation as they would be computed."""
         await call.while_connected(self._tokenize(call, await call.body()))
 
     async def detokenize(self, call: HttpCall) -> None:
-        """Gives the text of ids."""
+        """Gives the text of token ids."""
         await call.while_connected(self._detokenize(call, await call.body()))
 
     async def _tokenize(self, call: HttpCall, raw: bytes) -> None:
-        body, request = await self._gateway.off_loop(call.tenant, len(raw), tokenize_request, raw)
+        body, request = await self._calls.read(call, tokenize_request, raw)
         entry = await self._calls.entry(body.model, call.tenant)
         try:
             bare = body.add_special_tokens is False
@@ -75,7 +103,7 @@ class OpenAIApi:
         await call.answer(200, await self._gateway.off_loop(call.tenant, size, _tokenized, tokens, texts, longest))
 
     async def _detokenize(self, call: HttpCall, raw: bytes) -> None:
-        body = await self._gateway.off_loop(call.tenant, len(raw), parse, raw, DetokenizeBody)
+        body = await self._calls.read(call, parse, raw, DetokenizeBody)
         entry = await self._calls.entry(body.model, call.tenant)
         most = entry.limits.max_model_len_tokens
         tokens = await self._gateway.off_loop(call.tenant, len(raw), read_ids, body.tokens, "tokens", most)
@@ -83,10 +111,10 @@ class OpenAIApi:
         await call.answer(200, msgspec.json.encode({"prompt": text}))
 
     async def _prompt_text(self, request: GenerateRequest, entry: ModelEntry, tenant: Tenant) -> str:
-        """The prompt's text, for an echo."""
+        """Returns the prompt's text, for an answer that begins with its prompt."""
         if not request.token_ids:
             return request.text
-        # By the model's own name: that of an adapter may have gone since the call came.
+        # The model is found by its own name, because the adapter's may have gone since the call came.
         return await self._gateway.text_of(entry.limits.name, request.token_ids, tenant)
 
     async def _new_writer(
@@ -110,7 +138,7 @@ class OpenAIApi:
 
 
 def _tokenized(tokens: tuple[int, ...], texts: TokenTexts | None, longest: int) -> bytes:
-    """The answer of /tokenize, with the text of each token where there are ``texts``."""
+    """Writes the answer of /tokenize, with the text of each token where there are ``texts``."""
     strings = None if texts is None else [texts.text_of(token) for token in tokens]
     answer = {"count": len(tokens), "max_model_len": longest, "tokens": tokens, "token_strs": strings}
     return msgspec.json.encode(answer)

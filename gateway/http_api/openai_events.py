@@ -1,6 +1,7 @@
-"""Responses as OpenAI's clients read them: one server-sent event for each delta, or one object at the end.
+"""Writes responses as OpenAI's clients read them: one server-sent event for each delta, or one object at the end.
 
-What does not change from event to event is encoded once for each answer; an event costs the encoding of its text.
+The fields that stay the same from event to event are encoded once for each answer; an event costs the encoding of its
+text.
 
     opening(0)  event(0, delta) ...  opening(1)  event(1, delta) ...   usage   data: [DONE]
 """
@@ -14,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from pillion.gateway.http_api.delta_reader import DeltaBatch
-from pillion.gateway.http_api.model_calls import AnswerWriter
+from pillion.gateway.http_api.custom_tools import CustomCalls
+from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.http_api.openai_requests import OpenAIRequest
 from pillion.types import Delta, Timings, TokenLogprob, ToolCallDelta, Usage
 
 DONE = b"data: [DONE]\n\n"
 _END = b"\n\n"
-# About what the log probability of a token, or of an alternative to it, takes in a response.
+# The log probability of a token, or of an alternative to it, takes about this much of a response.
 LOGPROB_BYTES = 64
 
 _encode = msgspec.json.Encoder().encode
@@ -30,8 +31,8 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class _WrittenAnswer:
-    """One answer as written so far. ``head`` is what its events begin with; ``front`` and ``back`` stand around the
-    text of one that brings text and no more."""
+    """Holds what has been written of one answer. ``head`` is the beginning of its events; ``front`` and ``back``
+    enclose the text of an event that brings nothing else."""
 
     head: bytes
     front: bytes
@@ -41,13 +42,14 @@ class _WrittenAnswer:
     finish_reason: str | None = None
     stop_string: str = ""
     offset: int = 0
-    # The first token of a prompt whose log probabilities are echoed and have not been written yet.
+    # This is the first token of a prompt whose log probabilities are echoed and have not been written yet.
     first_token: int | None = None
     opened: bool = False
 
 
 class ResponseWriter(AnswerWriter):
-    """Writes the response to one call; the base of both endpoints. Indexes count answers over all prompts.
+    """Writes the response to one call of OpenAI's API. The writers of both endpoints extend it. Indexes count answers
+    over all prompts.
 
     Args:
         head: the fields that every event and the whole response begin with; "object" is set by the endpoint.
@@ -57,10 +59,11 @@ class ResponseWriter(AnswerWriter):
 
     kind = ""
     event_kind = ""
-    # What stands before and behind the text of an event.
+    # These bytes stand before and after the text of an event.
     before = b""
-    behind = b""
-    # The choice of an event before an answer's first one, if there is one, and that of an event that only ends it.
+    after = b""
+    # These are the choice of an event before an answer's first one, if there is such an event, and the choice of an
+    # event that only ends the answer.
     opening = b""
     empty = b""
 
@@ -74,20 +77,20 @@ class ResponseWriter(AnswerWriter):
         self._tail = b',"usage":null}\n\n' if asked.include_usage else b"}\n\n"
         self._common = b"data: " + _encode({**head, "object": self.event_kind})[:-1]
         self._answers: dict[int, _WrittenAnswer] = {}
-        # The timings of the call's one prompt, which come with its last delta.
+        # These timings of the call's one prompt come with its last delta.
         self._timings: Timings | None = None
-        # Log probabilities of each prompt; the first token has none.
+        # These are log probabilities of each prompt; a prompt's first token has none.
         self._scores: defaultdict[int, list[TokenLogprob]] = defaultdict(list)
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """One event for each delta, some with an opening before it."""
+        """Returns one event for each delta, some with an opening before it."""
         so_far = usage_json(usage()) if self._asked.continuous_usage else b""
         if batch:
             self._timings = batch[-1][1].timings
         return b"".join([self.event(prompt * self._per_prompt + delta.index, delta, so_far) for prompt, delta in batch])
 
     def last_events(self, usage: Usage) -> bytes:
-        """The event with the usage and the timings, where they were asked for, and the mark of the end."""
+        """Returns the event with the usage and the timings, where they were asked for, and the mark of the end."""
         found: dict[str, Any] = {"usage": usage_fields(usage)} if self._asked.include_usage else {}
         found |= self._asked_timings()
         if not found:
@@ -95,19 +98,20 @@ class ResponseWriter(AnswerWriter):
         return self._common + b',"choices":[],' + _encode(found)[1:] + _END + DONE
 
     def failed(self, error: bytes) -> bytes:
-        """The error as the last event of a stream; OpenAI's clients raise it."""
+        """Returns the error as the last event of a stream; OpenAI's clients raise it."""
         return b"data: " + error + _END
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """``delta`` as an event, after the opening where it is its answer's first. ``usage`` is JSON."""
+        """Returns ``delta`` as an event, after the answer's opening event where it is the first one. ``usage`` is
+        JSON."""
         answer = self._answers.get(index) or self._begin(index)
         if delta.text and answer.opened and delta.finish_reason is None and not (usage or self._shows):
-            # Nearly every event.
+            # Nearly every event brings only text, which takes this short way.
             return answer.front + _encode(delta.text) + answer.back
         tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
         opening = b"" if answer.opened or not self.opening else answer.head + self.opening + tail
         answer.opened = True
-        content = self.before + _encode(delta.text) + self.behind
+        content = self.before + _encode(delta.text) + self.after
         if not (delta.text or delta.token_ids):
             content = self.empty
         logprobs = b"null"
@@ -121,7 +125,7 @@ class ResponseWriter(AnswerWriter):
         )
 
     def keep(self, prompt: int, delta: Delta) -> None:
-        """Collects a delta for :meth:`whole`."""
+        """Collects a delta of an answer for :meth:`whole`."""
         self._timings = delta.timings
         if delta.prompt_logprobs:
             self._scores[prompt].extend(delta.prompt_logprobs)
@@ -138,7 +142,7 @@ class ResponseWriter(AnswerWriter):
             answer.finish_reason, answer.stop_string = delta.finish_reason.value, delta.stop_string
 
     def whole(self, usage: Usage) -> bytes:
-        """All answers in one object."""
+        """Returns all answers to a call in one object."""
         choices = []
         for index, answer in sorted(self._answers.items()):
             logprobs = self._logprobs(answer, [*self._echoed_scores(index), *answer.logprobs]) if self._shows else None
@@ -146,7 +150,7 @@ class ResponseWriter(AnswerWriter):
             choice = {"index": index, **self._choice(index, text)}
             choices.append({**choice, "logprobs": logprobs, "finish_reason": answer.finish_reason})
             if answer.stop_string:
-                # The field is vLLM's.
+                # This field is vLLM's.
                 choices[-1]["stop_reason"] = answer.stop_string
         whole = {**self._head, "object": self.kind, "choices": choices, "usage": usage_fields(usage)}
         return _encode({**whole, **self._asked_timings(), **self._around()})
@@ -156,25 +160,25 @@ class ResponseWriter(AnswerWriter):
 
     @property
     def _score_copies(self) -> int:
-        """How often the whole response has the log probabilities of a prompt."""
+        """Gives the number of times that the whole response has the log probabilities of a prompt."""
         return 1
 
     def _listed_scores(self, prompt: int) -> dict[str, Any]:
-        """vLLM's field with the log probabilities of a prompt; none if it was not asked for."""
+        """Returns vLLM's field with the log probabilities of a prompt; nothing if it was not asked for."""
         most = self._asked.prompt_logprobs
         return {} if most is None else {"prompt_logprobs": self._tokens.prompt(self._scores[prompt], most)}
 
     def _around(self) -> dict[str, Any]:
-        """Further fields of the whole response."""
+        """Returns further fields of a whole response, besides its choices and usage."""
         return {}
 
     def _echoed_scores(self, index: int) -> Sequence[TokenLogprob]:
-        """Log probabilities of the prompt that the answer's own follow."""
+        """Returns the log probabilities of the echoed prompt, which stand before the answer's own."""
         return ()
 
     def _begin(self, index: int) -> _WrittenAnswer:
         head = self._common + b',"choices":[{"index":%d,' % index
-        back = self.behind + b',"logprobs":null,"finish_reason":null}]' + self._tail
+        back = self.after + b',"logprobs":null,"finish_reason":null}]' + self._tail
         answer = _WrittenAnswer(head, head + self.before, back)
         self._answers[index] = answer
         return answer
@@ -187,12 +191,12 @@ class ResponseWriter(AnswerWriter):
 
 
 class ChatResponseWriter(ResponseWriter):
-    """Responses of /v1/chat/completions."""
+    """Writes responses of /v1/chat/completions."""
 
     kind = "chat.completion"
     event_kind = "chat.completion.chunk"
     before = b'"delta":{"content":'
-    behind = b"}"
+    after = b"}"
     opening = b'"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}]'
     empty = b'"delta":{}'
 
@@ -208,27 +212,33 @@ class ChatResponseWriter(ResponseWriter):
 
 @dataclass(slots=True)
 class _WrittenParts:
-    """What an answer holds beside its content: its reasoning, and its calls by number."""
+    """Holds what an answer has beside its content: its reasoning, and its calls by number."""
 
     reasoning: list[str] = field(default_factory=list)
     calls: dict[int, list[ToolCallDelta]] = field(default_factory=dict)
 
 
 class ReadResponseWriter(ChatResponseWriter):
-    """Responses whose answers may hold reasoning and calls of tools. An event has at most one part of one call."""
+    """Writes responses whose answers may hold reasoning and calls of tools. An event brings a part of at most one
+    call."""
 
     def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: OpenAIRequest) -> None:
         super().__init__(head, tokens, asked)
         self._parts: defaultdict[int, _WrittenParts] = defaultdict(_WrittenParts)
+        self._custom = CustomCalls(asked.custom)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """``delta`` as events: its reasoning and content, then the parts of its calls. The last one ends the answer."""
+        """Returns ``delta`` as events: its reasoning and content, then the parts of its calls. The last event ends the
+        answer."""
         if not (delta.reasoning or delta.tool_calls):
             return super().event(index, delta, usage)
+        delta = self._custom.read(delta, index)
         written: dict[str, Any] = _reasoning_fields(delta.reasoning) if delta.reasoning else {}
         if delta.text:
             written["content"] = delta.text
-        changes = ([written] if written else []) + [{"tool_calls": [_call_part(part)]} for part in delta.tool_calls]
+        changes = ([written] if written else []) + [
+            {"tool_calls": [_call_part(part, self._custom.has(part.index, index))]} for part in delta.tool_calls
+        ]
         answer = self._answers.get(index) or self._begin(index)
         tail = self._tail if not usage else b',"usage":' + usage + b"}\n\n"
         events = [] if answer.opened else [answer.head + self.opening + tail]
@@ -246,11 +256,12 @@ class ReadResponseWriter(ChatResponseWriter):
         return b"".join(events)
 
     def keep(self, prompt: int, delta: Delta) -> None:
-        """Collects a delta for :meth:`whole`."""
+        """Collects a delta of an answer for :meth:`whole`."""
         super().keep(prompt, delta)
         if not (delta.reasoning or delta.tool_calls):
             return
-        parts = self._parts[prompt * self._per_prompt + delta.index]
+        index = prompt * self._per_prompt + delta.index
+        delta, parts = self._custom.read(delta, index), self._parts[index]
         parts.reasoning.append(delta.reasoning)
         self.size_bytes += len(delta.reasoning)
         for part in delta.tool_calls:
@@ -266,16 +277,17 @@ class ReadResponseWriter(ChatResponseWriter):
         if reasoning:
             message |= _reasoning_fields(reasoning)
         if parts.calls:
-            message["tool_calls"] = [_whole_call(call) for _, call in sorted(parts.calls.items())]
+            calls = sorted(parts.calls.items())
+            message["tool_calls"] = [_whole_call(call, self._custom.has(n, index)) for n, call in calls]
         return {"message": message}
 
 
 class CompletionResponseWriter(ResponseWriter):
-    """Responses of /v1/completions.
+    """Writes responses of /v1/completions.
 
     Args:
         prompts: the texts to echo, one for each prompt; none without an echo.
-        first_token: gives the first token of a prompt of which a delta has come.
+        first_token: returns the first token of a prompt of which a delta has come.
     """
 
     kind = event_kind = "text_completion"
@@ -293,14 +305,14 @@ class CompletionResponseWriter(ResponseWriter):
         super().__init__(head, tokens, asked)
         self._prompts = prompts
         self._first_token = first_token
-        # Whether an echoed prompt is shown with its log probabilities.
+        # This says whether an echoed prompt is shown with its log probabilities.
         self._echoes_scores = bool(prompts) and asked.logprobs
-        # What all choices of a prompt have, encoded once.
+        # All choices of a prompt have these fields, which are encoded once.
         self._listings: dict[int, dict[str, Any]] = {}
         self.size_bytes = asked.answers * sum(map(len, prompts))
 
     def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
-        """One event for each delta of an answer; log probabilities of a prompt wait for the event that echoes it."""
+        """Returns one event for each delta of an answer; a prompt's log probabilities wait for its echo."""
         if self._echoes_scores:
             for prompt, delta in batch:
                 self._scores[prompt].extend(delta.prompt_logprobs)
@@ -308,14 +320,14 @@ class CompletionResponseWriter(ResponseWriter):
         return super().events(batch, usage)
 
     def events_bytes(self, batch: DeltaBatch) -> int:
-        """About how large the echoes are that come with these events."""
+        """Returns about how large the echoes are that come with these events."""
         if not self._echoes_scores:
             return 0
         begun = {prompt for prompt, delta in batch if prompt * self._per_prompt + delta.index not in self._answers}
         return self._per_prompt * sum(_score_bytes(self._scores[prompt]) for prompt in begun)
 
     def event(self, index: int, delta: Delta, usage: bytes = b"") -> bytes:
-        """``delta`` as an event; an echoed prompt is an event of its own before it."""
+        """Returns ``delta`` as an event; an echoed prompt is an event of its own before it."""
         echoed = b""
         if self._prompts and index not in self._answers:
             text, scores = self._prompts[index // self._per_prompt], tuple(self._echoed_scores(index))
@@ -354,30 +366,34 @@ class CompletionResponseWriter(ResponseWriter):
 
 
 def _score_bytes(logprobs: Sequence[TokenLogprob]) -> int:
-    """About what log probabilities of a prompt take in a response."""
+    """Returns about how many bytes of a response log probabilities of a prompt take."""
     return LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
 
 
 def _reasoning_fields(text: str) -> dict[str, Any]:
-    """Reasoning by the name that most clients read, and by the one that vLLM has now."""
+    """Returns the fields with a piece of reasoning: under the name that most clients read, and under the one that vLLM
+    has now."""
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call_part(part: ToolCallDelta) -> dict[str, Any]:
-    """A part of a call as a stream has it; the first one brings id and name."""
+def _call_part(part: ToolCallDelta, custom: bool) -> dict[str, Any]:
+    """Returns a part of a call of a tool, perhaps of a ``custom`` one, as a stream has it; the first part brings id and
+    name."""
+    kind, field = ("custom", "input") if custom else ("function", "arguments")
     if not part.name:
-        return {"index": part.index, "function": {"arguments": part.arguments}}
-    function = {"name": part.name, "arguments": part.arguments}
-    return {"index": part.index, "id": part.id, "type": "function", "function": function}
+        return {"index": part.index, kind: {field: part.arguments}}
+    return {"index": part.index, "id": part.id, "type": kind, kind: {"name": part.name, field: part.arguments}}
 
 
-def _whole_call(parts: Sequence[ToolCallDelta]) -> dict[str, Any]:
-    function = {"name": parts[0].name, "arguments": "".join(part.arguments for part in parts)}
-    return {"id": parts[0].id, "type": "function", "function": function}
+def _whole_call(parts: Sequence[ToolCallDelta], custom: bool) -> dict[str, Any]:
+    kind, field = ("custom", "input") if custom else ("function", "arguments")
+    called = {"name": parts[0].name, field: "".join(part.arguments for part in parts)}
+    return {"id": parts[0].id, "type": kind, kind: called}
 
 
 def usage_fields(usage: Usage) -> dict[str, Any]:
-    """Usage by OpenAI's names; cached tokens are always there, those of reasoning and guesses where there are any."""
+    """Returns a call's usage under OpenAI's names. Cached tokens are always named, their tiers and tokens of reasoning
+    and guesses where there are any."""
     details = {"reasoning_tokens": usage.reasoning_tokens} if usage.reasoning_tokens else {}
     if usage.guessed_tokens:
         details["accepted_prediction_tokens"] = usage.accepted_tokens
@@ -386,11 +402,17 @@ def usage_fields(usage: Usage) -> dict[str, Any]:
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "prompt_tokens_details": cached_fields(usage),
         **({"completion_tokens_details": details} if details else {}),
     }
 
 
+def cached_fields(usage: Usage) -> dict[str, Any]:
+    """Returns how many tokens of a prompt were cached and, where there are any, in which tiers."""
+    tiers = {"cached_tokens_details": usage.cached_by_tier()} if usage.cached_tokens else {}
+    return {"cached_tokens": usage.cached_tokens, **tiers}
+
+
 def usage_json(usage: Usage) -> bytes:
-    """Usage as JSON."""
+    """Returns a call's usage as JSON."""
     return _encode(usage_fields(usage))

@@ -1,51 +1,93 @@
-"""The fields of OpenAI's requests, with those that vLLM adds. Any other field is refused by its name.
+"""Defines the fields of OpenAI's requests, with those that vLLM adds, and judges the fields of every body.
 
-A body is read in two steps, so that what is too long is refused before it is parsed whole: its strings are counted
-first, and the lists and maps stay raw until each is counted. Fields that ask for what Pillion does not do are raw too:
-only the value that changes nothing is let through, and clients do send those.
+A field's type says what becomes of it, in the bodies of all doors and in the objects within them:
+
+Ignored[...]  it is accepted without effect, because it cannot change the answer; a header of the answer names it
+Raw           it is refused by its name, because ignoring it would change the answer; a value that asks for what happens
+              anyhow is let through, and clients do send such values
+any other     it is carried out; the bare Raw fields of READ_LATER are, too
+
+A field that no body has is refused by its name, except for those of --ignored-fields, which have no effect.
+
+A body is read in two steps, so that a body that is too long is refused before it is parsed whole: its strings are
+counted first, and the lists and maps stay raw until each is counted.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.http_api.custom_tools import ToolGrammar
 from pillion.gateway.http_api.http_errors import ApiError, refused
-from pillion.gateway.http_api.json_objects import AnyJson, JsonObject, JsonObjects, JsonSchema, JsonShape
-from pillion.gateway.request.message_bounds import (
+from pillion.gateway.http_api.json_objects import IGNORED, Ignored, JsonObject, JsonObjects, JsonSchema, JsonShape
+from pillion.gateway.http_api.sampling_body import CompletionSampling, Int
+from pillion.gateway.request.validation import (
     MAX_BRACKETS,
     MAX_STRINGS,
     holds_too_many_brackets,
     holds_too_many_strings,
 )
+from pillion.gateway.tokens.tokenizer import check_wanted
 
 T = TypeVar("T")
 
-# Larger numbers have no use; their digits alone could be megabytes.
-Int = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-# OpenAI's words, and those of templates that know more.
+# These are the efforts of reasoning that OpenAI names, and those that models' templates know besides.
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
-# Characters of each end of the parser's message; between them it repeats what the client sent.
+Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
+# This header of an answer names the fields of its request that had no effect, without the places in lists.
+IGNORED_HEADER = "x-pillion-ignored"
+# This many characters are kept of each end of the parser's message; between them the message repeats what the client
+# sent.
 _MAX_ERROR_CHARS = 1000
-# Longest value of a field that changes nothing.
+# A field that changes nothing may be this long.
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
+_INDEX = re.compile(r"\[\d+\]")
 _VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
 
 
-class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """Options of a stream.
+@dataclass(frozen=True, slots=True)
+class BodyReading:
+    """Holds what the reading of one body is told and finds.
 
     Attributes:
-        include_usage: send one more event, with the usage, at the end.
-        continuous_usage_stats: send the usage so far with every event, as vLLM does.
+        more: names of further fields that have no effect.
+        found: the names of the fields without effect that the body has, as the keys.
+    """
+
+    more: tuple[str, ...] = ()
+    found: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def ignored(self) -> str:
+        """Gives the names of the fields without effect that the body has, as the header has them."""
+        return ", ".join(sorted(self.found))
+
+
+_reading: ContextVar[BodyReading | None] = ContextVar("reading", default=None)
+
+
+def _current() -> BodyReading:
+    """Returns the reading that is going on; outside read_noting, one that nobody looks at."""
+    return _reading.get() or BodyReading()
+
+
+class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Sets options of a stream.
+
+    Attributes:
+        include_usage: whether one more event, with the usage, is sent at the end.
+        continuous_usage_stats: whether the usage so far is sent with every event, as vLLM does.
     """
 
     include_usage: bool | None = None
@@ -54,31 +96,31 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
-    """Free text."""
+    """Asks for free text."""
 
 
 class JsonObjectFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_object", tag_field="type"):
-    """Any JSON object."""
+    """Asks for any JSON object."""
 
 
 class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
-    """A JSON schema with OpenAI's words around it.
+    """Wraps a JSON schema in OpenAI's words.
 
     Attributes:
-        name: what the schema is called; without effect.
+        name: the schema's name; the answer does not depend on it.
         schema: the schema; left out, any JSON object will do.
-        description: what the schema is for; without effect.
-        strict: without effect: every answer fits the whole schema.
+        description: what the schema is for; the model is not told.
+        strict: it has no effect, because every answer fits the whole schema.
     """
 
     name: str = ""
     schema: JsonSchema = Raw()
-    description: str | None = None
+    description: Ignored[str | None] = None
     strict: bool | None = None
 
 
 class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_schema", tag_field="type"):
-    """JSON that fits a schema.
+    """Asks for JSON that fits a schema.
 
     Attributes:
         json_schema: the schema.
@@ -88,11 +130,11 @@ class JsonSchemaFormat(msgspec.Struct, forbid_unknown_fields=True, tag="json_sch
 
 
 class TagFormat(msgspec.Struct, forbid_unknown_fields=True, tag="structural_tag", tag_field="type"):
-    """Free text with parts of a given shape, as vLLM has it: structures and triggers, or a format.
+    """Asks for free text with parts of a given structure, as vLLM has it: structures and triggers, or a format.
 
     Attributes:
-        structures: begin, schema and end of each part.
-        triggers: texts behind which one of the structures has to follow.
+        structures: the begin, schema and end of each part.
+        triggers: texts after which one of the structures has to follow.
         format: the newer notation, which nests.
     """
 
@@ -102,15 +144,15 @@ class TagFormat(msgspec.Struct, forbid_unknown_fields=True, tag="structural_tag"
 
 
 class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The shape of the answer in vLLM's words; exactly one field is given.
+    """Sets the structure of the answer in vLLM's words; exactly one field is given.
 
     Attributes:
         json: a JSON schema, or its text.
         regex: a regular expression that the whole answer matches.
-        choice: the answer is one of these texts.
+        choice: texts of which the answer is one.
         grammar: a grammar in Lark's notation, or in GBNF's.
-        json_object: any JSON object will do.
-        structural_tag: free text with parts of a given shape, as text.
+        json_object: whether any JSON object will do.
+        structural_tag: free text with parts of a given structure, as text.
         whitespace_pattern: not supported; JSON is written as Python's json writes it.
     """
 
@@ -125,63 +167,56 @@ class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
     whitespace_pattern: Raw = Raw()
 
 
-class _CommonBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The fields of both kinds of completion; those of sampling are described in SamplingParams.
+class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
+    """Sets the fields of both kinds of completion; SamplingParams describes those of sampling.
 
     Attributes:
         model: the served model's name; may be left out where one model is served.
-        stream: send the answer as server-sent events while it grows.
+        stream: whether the answer is sent as server-sent events while it grows.
         stream_options: options of that stream.
-        timings: report where the prompt's tokens and the request's time went, beside the usage, as the SDK's Timings
-            has it; in a stream with its last event. Only with one prompt.
+        timings: whether to report where the prompt's tokens and the request's time went, beside the usage, as the SDK's
+            Timings has it; in a stream it comes with the last event. It needs a request of one prompt.
         priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
-        prompt_logprobs: report log probabilities of the prompt's tokens and of this many alternatives, as vLLM does;
-            not with stream.
+        prompt_logprobs: number of alternatives that are reported with the log probabilities of the prompt's tokens, as
+            vLLM does; it does not go with stream.
         cache_salt: only requests with the same salt share cached prefixes.
-        response_format: the shape of the answer, in OpenAI's words.
-        structured_outputs: the shape of the answer, in vLLM's words.
-        user: a label of at most 512 characters, without effect.
-        metadata: labels, at most 16 of 64 and 512 characters, without effect: nothing is stored.
+        response_format: the structure of the answer, in OpenAI's words.
+        structured_outputs: the structure of the answer, in vLLM's words.
+        user: a label of at most 512 characters; nothing is stored.
+        metadata: labels, at most 16 of 64 and 512 characters; nothing is stored.
+        service_tier: all requests are of one tier; see priority.
+        store: nothing is stored.
     """
 
     model: str = ""
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Int | None = None
-    min_p: float | None = None
-    seed: Int | None = None
     max_tokens: Int | None = None
-    min_tokens: Int | None = None
-    n: Int | None = None
-    best_of: Int | None = None
     stop: Raw = Raw()
     stop_token_ids: Raw = Raw()
     ignore_eos: bool | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
     logit_bias: Raw = Raw()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    prompt_logprobs: Int | None = None
     timings: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     response_format: Raw = Raw()
     structured_outputs: Raw = Raw()
-    user: str | None = None
-    metadata: Raw = Raw()
+    user: Ignored[Label | None] = None
+    metadata: Ignored[Raw] = Raw()
+    service_tier: Ignored[Label | None] = None
+    store: Ignored[bool | None] = None
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/completions.
+    """Describes the body of POST /v1/completions.
 
     Attributes:
         prompt: a text, token ids, or a list of either; each prompt gets answers of its own.
-        max_tokens: most tokens to generate; default 16. 0: none, for log probabilities of the prompt.
-        echo: begin each answer with its prompt.
-        logprobs: report log probabilities of the answer's tokens and of this many alternatives; with echo also of the
-            prompt's.
+        max_tokens: most tokens to generate; default 16. With 0 nothing is generated, for log probabilities of the
+            prompt.
+        echo: whether each answer begins with its prompt.
+        logprobs: number of alternatives that are reported with the log probabilities of the answer's tokens; with echo
+            also with those of the prompt's.
     """
 
     prompt: Raw
@@ -190,20 +225,25 @@ class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
 
 
 class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /v1/chat/completions.
+    """Describes the body of POST /v1/chat/completions.
 
     Attributes:
         messages: the conversation, oldest message first.
         max_completion_tokens: most tokens to generate; default: what the context has left.
         max_tokens: the older name of max_completion_tokens.
         logprobs: whether to report log probabilities of the answer's tokens.
-        top_logprobs: report so many alternatives with each of them.
+        top_logprobs: number of alternatives that are reported with each token.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         reasoning_effort: a variable of the template that some models know.
-        safety_identifier: a label of at most 512 characters, without effect.
-        tools: functions that the model may call, at most 128.
-        tool_choice: "auto" (the default), "none", "required", or the one function that has to be called.
-        parallel_tool_calls: whether one answer may call several; default true.
+        safety_identifier: a label of at most 512 characters; nothing is stored.
+        prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
+        prompt_cache_retention, prompt_cache_options: prefixes stay as long as there is room for them.
+        prediction: a guess of the answer; guesses change only how fast it comes.
+        verbosity: a wish for a longer or shorter answer; no model's template knows it, so say it in a message.
+        tools: functions and custom tools that the model may call, at most 128.
+        tool_choice: "auto" (the default), "none", "required", the one tool that has to be called, or the tools that may
+            be called.
+        parallel_tool_calls: whether one answer may call several tools; default true.
     """
 
     messages: Raw
@@ -217,19 +257,26 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     reasoning_effort: ReasoningEffort | None = None
-    safety_identifier: str | None = None
+    safety_identifier: Ignored[Label | None] = None
+    prompt_cache_key: Ignored[str | None] = None
+    prompt_cache_retention: Ignored[str | None] = None
+    prompt_cache_options: Ignored[Raw] = Raw()
+    prediction: Ignored[Raw] = Raw()
+    verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """A part of a message's content.
+    """Holds a part of a message's content.
 
     Attributes:
         type: only "text" is supported.
         text: the text.
+        cache_control: prefixes are cached without it.
     """
 
-    type: str
+    type: Literal["text"]
     text: str = ""
+    cache_control: Ignored[Raw] = Raw()
     audio_url: Raw = Raw()
     file: Raw = Raw()
     image_url: Raw = Raw()
@@ -239,7 +286,7 @@ class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A function that the model may call.
+    """Describes a function that the model may call.
 
     Attributes:
         name: at most 128 letters, digits and _ . : -
@@ -254,42 +301,112 @@ class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class ToolBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A tool.
+class ToolBody(msgspec.Struct, forbid_unknown_fields=True, tag="function", tag_field="type"):
+    """Describes a function as a tool.
 
     Attributes:
-        type: only "function" is supported.
         function: the function.
+        cache_control: prefixes are cached without it.
     """
 
-    type: Literal["function"]
     function: FunctionBody
+    cache_control: Ignored[Raw] = Raw()
+
+
+class AnyText(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type", omit_defaults=True):
+    """Says that a custom tool's input is any text."""
+
+
+class GrammarOfInput(msgspec.Struct, forbid_unknown_fields=True, tag="grammar", tag_field="type"):
+    """Says that a custom tool's input follows a grammar.
+
+    Attributes:
+        grammar: the grammar.
+    """
+
+    grammar: ToolGrammar
+
+
+class CustomBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Describes a custom tool, whose input is a text.
+
+    Attributes:
+        name: at most 128 letters, digits and _ . : -
+        description: what the model reads of it.
+        format: the form of the input; default: any text.
+    """
+
+    name: str
+    description: str | None = None
+    format: AnyText | GrammarOfInput | None = None
+
+
+class CustomToolBody(msgspec.Struct, forbid_unknown_fields=True, tag="custom", tag_field="type"):
+    """Describes a tool whose input is a text.
+
+    Attributes:
+        custom: the tool.
+        cache_control: prefixes are cached without it.
+    """
+
+    custom: CustomBody
+    cache_control: Ignored[Raw] = Raw()
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """The name of a function.
+    """Holds the name of a function or of a custom tool.
 
     Attributes:
-        name: that of one of the tools.
+        name: the name of one of the tools.
     """
 
     name: str
 
 
-class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The one tool that has to be called.
+class ChoiceBody(msgspec.Struct, forbid_unknown_fields=True, tag="function", tag_field="type"):
+    """Names the one function that has to be called.
 
     Attributes:
-        type: only "function" is supported.
-        function: its name.
+        function: the function's name.
     """
 
-    type: Literal["function"]
     function: NamedFunction
 
 
+class CustomChoice(msgspec.Struct, forbid_unknown_fields=True, tag="custom", tag_field="type"):
+    """Names the one custom tool that has to be called.
+
+    Attributes:
+        custom: the tool's name.
+    """
+
+    custom: NamedFunction
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    """Names the tools that may be called, of those of which the model is told.
+
+    Attributes:
+        mode: "auto", or "required" for at least one call.
+        tools: the tools' names.
+    """
+
+    mode: Literal["auto", "required"]
+    tools: list[ChoiceBody | CustomChoice]
+
+
+class AllowedChoice(msgspec.Struct, forbid_unknown_fields=True, tag="allowed_tools", tag_field="type"):
+    """Names the tools that may be called, of those of which the model is told.
+
+    Attributes:
+        allowed_tools: the tools, and how they may be called.
+    """
+
+    allowed_tools: AllowedTools
+
+
 class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
-    """A function as it was called.
+    """Describes a function as it was called.
 
     Attributes:
         name: the function's name.
@@ -300,24 +417,38 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
     arguments: str = ""
 
 
-class CallBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A call that a message of the assistant made.
+class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
+    """Describes a custom tool as it was called.
 
     Attributes:
-        id: what the message with its result names.
+        name: the tool's name.
+        input: the text.
+    """
+
+    name: str
+    input: str
+
+
+class CallBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Describes a call that a message of the assistant made.
+
+    Attributes:
+        id: the id that the message with its result names.
+        type: "function", the default, or "custom".
         function: name and arguments, a JSON object as text.
-        type: only "function" is supported.
-        index: the call's place, as streams have it; without effect.
+        custom: name and input of a custom tool.
+        index: the call's place, as streams have it; calls stand in their order.
     """
 
     id: str
-    function: CalledFunction
-    type: Literal["function"] = "function"
-    index: int | None = None
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+    type: Literal["function", "custom"] = "function"
+    index: Ignored[int | None] = None
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
-    """One message of a conversation; an assistant's may be sent back as it was received.
+    """Holds one message of a conversation; an assistant's may be sent back as it was received.
 
     Attributes:
         role: "system", "developer", "user", "assistant" or "tool"; the model's own template may know more.
@@ -327,15 +458,20 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
         name: who speaks.
         reasoning_content: what the assistant thought; most templates leave it out.
         reasoning: another name of reasoning_content.
-        provider_specific_fields: what litellm adds to the messages that it got; without effect.
+        annotations: what stood beside an earlier answer's text.
+        provider_specific_fields: fields that litellm adds to the messages that it got.
+        reasoning_details: the same as reasoning, in a form of OpenRouter's.
+        cache_control: prefixes are cached without it.
     """
 
     role: str
     content: str | list[ContentPart] | None = None
-    annotations: Raw = Raw()
+    annotations: Ignored[Raw] = Raw()
     audio: Raw = Raw()
+    cache_control: Ignored[Raw] = Raw()
     function_call: Raw = Raw()
-    provider_specific_fields: AnyJson = Raw()
+    provider_specific_fields: Ignored[Raw] = Raw()
+    reasoning_details: Ignored[Raw] = Raw()
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -345,7 +481,7 @@ class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /tokenize, as vLLM has it: a prompt, or messages.
+    """Describes the body of POST /tokenize, as vLLM has it: a prompt, or messages.
 
     Attributes:
         model: the served model's name; may be left out where one model is served.
@@ -353,7 +489,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         messages: a conversation.
         tools: functions that the model may call, at most 128.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
-        return_token_strs: give the text of each token too.
+        return_token_strs: whether the text of each token is given too.
         add_special_tokens: whether the tokenizer's own beginning of a text is added to a prompt; default: true.
     """
 
@@ -369,7 +505,7 @@ class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 
 
 class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """The body of POST /detokenize, as vLLM has it.
+    """Describes the body of POST /detokenize, as vLLM has it.
 
     Attributes:
         model: the served model's name; may be left out where one model is served.
@@ -380,28 +516,29 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: Raw
 
 
-# Fields that ask for what Pillion does not do, by body; see HARMLESS.
+# These fields, by body, ask for what Pillion does not do; HARMLESS has the values of them that are let through.
 _UNSUPPORTED_IN_BOTH = """
     allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
     include_stop_str_in_output kv_transfer_params length_penalty
-    return_token_ids return_tokens_as_token_ids service_tier skip_special_tokens spaces_between_special_tokens
-    store truncate_prompt_tokens use_beam_search
+    return_token_ids return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens
+    truncate_prompt_tokens use_beam_search
 """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
     ChatBody: f"""{_UNSUPPORTED_IN_BOTH}
-    audio chat_template documents echo function_call functions mm_processor_kwargs modalities
-    prediction prompt_cache_key prompt_cache_retention verbosity web_search_options
+    audio chat_template documents echo function_call functions mm_processor_kwargs modalities moderation
+    web_search_options
     """,
     TokenizeBody: "chat_template",
 }
-# Besides null, the values that an unsupported field may have: they ask for what happens anyhow.
+# These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does.
 HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "add_special_tokens": (True,),
     "allowed_callers": (["direct"],),
-    "annotations": ([],),
     "background": (False,),
+    "annotations": ([],),
     "bad_words": ([],),
+    "caller": ({"type": "direct"},),
     "context_management": ([],),
     "defer_loading": (False,),
     "disable_any_whitespace": (True, False),
@@ -418,25 +555,34 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "service_tier": ("auto", "default"),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True,),
+    "speed": ("standard",),
+    "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
+    "truncation": ("disabled",),
     "use_beam_search": (False,),
     "verbosity": ("medium",),
 }
-# Older names of what is supported, with the newer ones.
+_WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
+# For refused fields and types of items, this says what a client sends in their place.
 INSTEAD: Mapping[str, str] = {
-    f"guided_{name}": f"vLLM has taken this name away; send structured_outputs.{name}"
-    for name in ("json", "regex", "choice", "grammar")
+    **{
+        f"guided_{name}": f"vLLM has taken this name away; send structured_outputs.{name}"
+        for name in ("json", "regex", "choice", "grammar")
+    },
+    "previous_response_id": _WHOLE,
+    "conversation": _WHOLE,
+    "item_reference": "nothing is stored here: send the item itself, as clients do that are told store=false",
+    "background": "nothing is stored here: read the answer as a stream, or send it as a batch (/v1/batches)",
 }
-# Read in the second step, as these; every other raw field is not supported.
+# These fields are read in the second step, as these types; every other field that is bare Raw is not supported.
 READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "messages": list[MessageBody],
-    "tools": list[ToolBody],
-    "tool_choice": Literal["auto", "none", "required"] | ChoiceBody,
+    "tools": list[ToolBody | CustomToolBody],
+    "tool_choice": Literal["auto", "none", "required"] | ChoiceBody | CustomChoice | AllowedChoice,
     "stop": str | list[str],
     "stop_token_ids": list[Int],
     "logit_bias": dict[Int, float],
@@ -449,12 +595,12 @@ READ_LATER: Mapping[str, Any] = {
 
 
 def _with_unsupported(kind: Any, names: str) -> type[msgspec.Struct]:
-    """The body with its unsupported fields, which are read raw."""
+    """Returns the body's type with its unsupported fields, which are read raw."""
     fields = [(name, Raw, Raw()) for name in names.split()]
     return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
 
 
-# What a body is parsed as.
+# The JSON of a call is parsed as these types, which also know the unsupported fields.
 READ_AS: Mapping[Any, type[Any]] = {kind: _with_unsupported(kind, names) for kind, names in _UNSUPPORTED.items()}
 
 
@@ -466,42 +612,92 @@ def parse(body: bytes, kind: type[T]) -> T:
     elif holds_too_many_brackets(body):
         too_many = f"{MAX_BRACKETS} brackets and braces"
     if too_many:
-        # Only a list can hold so many, and the one that may be long is the prompt's.
+        # Only a list can hold so many texts or brackets, and only the prompt's list may be long, so the error names it.
         names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
         field = next(name for name in ("messages", "input", "prompt", "tokens", "lora_name") if name in names)
         raise refused(field, f"the body holds more than {too_many}")
+    reading = _current()
+    known: Any = READ_AS.get(kind, kind)
     try:
-        parsed: T = msgspec.json.decode(body, type=READ_AS.get(kind, kind))
+        parsed: T = msgspec.json.decode(body, type=with_ignored(known, reading.more) if reading.more else known)
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, "") from None
-    refuse_unsupported(parsed, "")
+    _judge(parsed, "", reading.found)
     return parsed
 
 
 def parse_field(raw: Raw, kind: Any, field: str) -> Any:
-    """Reads a raw field as ``kind``. Raises ApiError."""
+    """Reads a raw field of a body as ``kind``. Raises ApiError."""
     try:
-        return msgspec.json.decode(raw, type=kind)
+        parsed = msgspec.json.decode(raw, type=kind)
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, field) from None
+    _judge(parsed, field, _current().found)
+    return parsed
 
 
 def given(raw: Raw) -> bool:
-    """Whether a raw field was sent, and not as null."""
+    """Returns whether a raw field was sent with a value other than null."""
     text = bytes(raw).strip()
     return bool(text) and text != b"null"
 
 
-def refuse_unsupported(parsed: Any, prefix: str) -> None:
-    """Raises ApiError for a field that asks for what is not supported. ``prefix`` is the path of ``parsed``, with its
-    dot."""
+def note_ignored(field: str) -> None:
+    """Notes that the body that is being read has a field without effect."""
+    _current().found[_INDEX.sub("", field)] = None
+
+
+def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -> T:
+    """Returns ``read(*arguments)``, which reads a body, as ``reading`` says, and notes there what has no effect."""
+    before = _reading.set(reading)
+    try:
+        return read(*arguments)
+    finally:
+        _reading.reset(before)
+
+
+@cache
+def with_ignored(kind: type[Any], more: tuple[str, ...]) -> type[Any]:
+    """Returns a body's type with the fields ``more``, which have no effect. What the body carries out stays so."""
+    known, unsupported = {one.encode_name for one in msgspec.structs.fields(kind)}, unsupported_fields(kind)  # type: ignore[arg-type]
+    fields = [
+        (name if name in known else f"further_{n}", Ignored[Raw], msgspec.field(name=name, default=Raw()))
+        for n, name in enumerate(more)
+        if name not in known or name in unsupported
+    ]
+    return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
+
+
+def _judge(parsed: Any, path: str, found: dict[str, None]) -> None:
+    """Raises ApiError for a field of ``parsed``, which the body has at ``path``, or of an object in it, that asks for
+    what is not supported. The fields that have no effect are added to ``found``."""
+    if isinstance(parsed, list) and parsed and isinstance(parsed[0], msgspec.Struct):
+        for n, one in enumerate(parsed):
+            check_wanted()
+            _judge(one, f"{path}[{n}]", found)
+    if not isinstance(parsed, msgspec.Struct):
+        return
     kind: Any = type(parsed)
+    prefix = f"{path}." if path else ""
     for name in unsupported_fields(kind):
         raw = getattr(parsed, name)
         if given(raw) and not _changes_nothing(name, raw):
             harmless = b" or ".join(map(msgspec.json.encode, HARMLESS.get(name, ()))).decode()
-            reason = INSTEAD.get(name, "this is not supported here") + (f", only {harmless} is" if harmless else "")
+            reason = "this is not supported here" + (f", only {harmless} is" if harmless else "")
+            reason = INSTEAD.get(name, reason)
             raise refused(prefix + name, reason, "unsupported_parameter")
+    for name, spelled in _ignored_fields(kind):
+        value = getattr(parsed, name)
+        if isinstance(value, Raw):
+            has_value = given(value) and not _changes_nothing(name, value)
+        else:
+            has_value = value not in (None, "", *HARMLESS.get(name, ()))
+        if has_value:
+            found[_INDEX.sub("", prefix + spelled)] = None
+    for name in _nested_fields(kind):
+        inner = getattr(parsed, name)
+        if isinstance(inner, list | msgspec.Struct):
+            _judge(inner, prefix + name, found)
 
 
 def _changes_nothing(name: str, raw: Raw) -> bool:
@@ -516,12 +712,40 @@ def _changes_nothing(name: str, raw: Raw) -> bool:
 
 @cache
 def unsupported_fields(kind: type[Any]) -> tuple[str, ...]:
-    """The names of the raw fields of a struct that are not read later."""
+    """Returns the names of the raw fields of a struct that are not read later."""
     return tuple(f.name for f in msgspec.structs.fields(kind) if f.type is Raw and f.name not in READ_LATER)
 
 
+@cache
+def _ignored_fields(kind: type[Any]) -> tuple[tuple[str, str], ...]:
+    """Returns the names of the fields of a struct that have no effect, each with its name in JSON."""
+    return tuple((f.name, f.encode_name) for f in msgspec.structs.fields(kind) if is_ignored(f))
+
+
+def is_ignored(field: msgspec.structs.FieldInfo) -> bool:
+    """Returns whether a field of a struct is accepted without effect."""
+    return IGNORED in getattr(field.type, "__metadata__", ())
+
+
+@cache
+def _nested_fields(kind: type[Any]) -> tuple[str, ...]:
+    """Returns the names of the fields of a struct that may hold structs."""
+    return tuple(f.name for f in msgspec.inspect.type_info(kind).fields if _holds_structs(f.type))  # type: ignore[attr-defined]
+
+
+def _holds_structs(kind: msgspec.inspect.Type) -> bool:
+    match kind:
+        case msgspec.inspect.StructType():
+            return True
+        case msgspec.inspect.UnionType():
+            return any(map(_holds_structs, kind.types))
+        case msgspec.inspect.ListType():
+            return _holds_structs(kind.item_type)
+    return False
+
+
 def _unreadable(error: Exception, field: str) -> ApiError:
-    """The error for a body that cannot be read: msgspec's message names what it expected, and where."""
+    """Makes the error for a body that cannot be read: msgspec's message names what it expected, and where."""
     if isinstance(error, UnicodeDecodeError):
         return ApiError(400, "the body is not valid UTF-8", param=field or None, code="invalid_json")
     if isinstance(error, RecursionError):
@@ -530,7 +754,7 @@ def _unreadable(error: Exception, field: str) -> ApiError:
         return ApiError(400, f"the body is not valid JSON: {error}", param=field or None, code="invalid_json")
     text = str(error)
     if len(text) > 2 * _MAX_ERROR_CHARS:
-        # The name of a field may have megabytes.
+        # The name of a field that a client sent may have megabytes, so the message is shortened.
         text = text[:_MAX_ERROR_CHARS] + text[-_MAX_ERROR_CHARS:]
     found = _PATH.match(text)
     what, path = (found["what"], found["path"] or "") if found else (text, "")
@@ -544,5 +768,6 @@ def _unreadable(error: Exception, field: str) -> ApiError:
     if "missing required" in what:
         return refused(param, "this field is required", "missing_required_parameter")
     if param.endswith("type") and (unknown := _VALUE.search(what)):
-        return refused(param, f"{unknown[1]!r} is not supported here", "unsupported_value")
+        reason = INSTEAD.get(unknown[1], f"{unknown[1]!r} is not supported here")
+        return refused(param, reason, "unsupported_value")
     return refused(param, what, "invalid_type") if param else ApiError(400, what, code="invalid_type")

@@ -1,11 +1,13 @@
-"""Log probabilities in OpenAI's two shapes: by position for a conversation, by column for a completion."""
+"""Writes log probabilities in OpenAI's two forms: an entry for each token for conversations, a list for each field for
+completions.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from pillion.gateway.tokens.detokenizer import Spellings
+from pillion.gateway.tokens.answer_text import Spellings
 from pillion.types import TokenLogprob
 
 # JSON has no infinity; OpenAI uses this number for a token that is as good as impossible.
@@ -13,15 +15,14 @@ LEAST_LOGPROB = -9999.0
 
 
 class TokenTexts:
-    """The bytes and texts of a model's tokens."""
+    """Finds the bytes and texts of a model's tokens."""
 
     def __init__(self, spellings: Spellings) -> None:
-        # The token's own bytes, which may be a part of a character.
+        # This function returns a token's own bytes, which may be a part of a character.
         self.bytes_of = spellings.own_bytes
 
     def text_of(self, token_id: int) -> str:
-        """The token's text; bytes that are no whole characters are written as ``bytes:\\xe2``, as OpenAI does in
-        completions."""
+        """Returns the token's text; bytes that are no whole characters are written as OpenAI does, ``bytes:\\xe2``."""
         raw = self.bytes_of(token_id)
         try:
             return raw.decode()
@@ -29,7 +30,7 @@ class TokenTexts:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
     def chat(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
-        """Log probabilities for a conversation: one entry for each token, each with its alternatives."""
+        """Returns log probabilities for a conversation: one entry for each token, each with its alternatives."""
         content = [
             {
                 **self._entry(one.token_id, one.logprob),
@@ -40,14 +41,14 @@ class TokenTexts:
         return {"content": content, "refusal": None}
 
     def prompt(self, logprobs: Sequence[TokenLogprob], most: int) -> list[dict[str, Any] | None]:
-        """Log probabilities of a prompt in vLLM's shape: null for its first token, then each token and its ``most``
-        likeliest alternatives, by id."""
+        """Returns log probabilities of a prompt in vLLM's form: null for its first token, then each token and its
+        ``most`` likeliest alternatives, by id."""
         return [None, *(self._ranked(one, most) for one in logprobs)]
 
     def _ranked(self, one: TokenLogprob, most: int) -> dict[str, Any]:
         tops = enumerate(zip(one.top_ids[:most], one.top_logprobs[:most], strict=True), 1)
         ranked = [(one.token_id, one.logprob, one.rank), *((top, value, rank) for rank, (top, value) in tops)]
-        # The token itself goes first, with its own rank, and is not listed again.
+        # A prompt's own token goes first, with its own rank, and is not listed again among the likeliest.
         return {
             str(token_id): {
                 "logprob": _finite(logprob),
@@ -60,8 +61,9 @@ class TokenTexts:
     def completion(
         self, logprobs: Sequence[TokenLogprob], offset: int, first_token: int | None = None
     ) -> tuple[dict[str, Any], int]:
-        """Log probabilities of a completion's next tokens, in columns, and the characters up to their end; ``offset``
-        are those before them. ``first_token``, of an echoed prompt, goes before them and has none."""
+        """Returns log probabilities of a completion's next tokens, one list for each field, and the number of
+        characters up to their end; ``offset`` counts the characters before them. ``first_token``, of an echoed prompt,
+        goes before them and has no log probability."""
         tokens, offsets, tops = [], [], []
         values: list[float | None] = [_finite(one.logprob) for one in logprobs]
         if first_token is not None:
@@ -75,7 +77,7 @@ class TokenTexts:
             offsets.append(offset)
             offset += len(text)
             alternatives = zip(one.top_ids, one.top_logprobs, strict=True)
-            # The token itself is always among them, so there may be one more than was asked for.
+            # The answer's token itself is always among the alternatives, so there may be one more than was asked for.
             tops.append(
                 {self.text_of(top): _finite(value) for top, value in alternatives} | {text: _finite(one.logprob)}
             )
@@ -93,5 +95,5 @@ class TokenTexts:
 
 
 def _finite(logprob: float) -> float:
-    """``logprob``, or LEAST_LOGPROB where it is less or NaN."""
+    """Returns ``logprob``, or LEAST_LOGPROB where it is less or NaN."""
     return logprob if logprob >= LEAST_LOGPROB else LEAST_LOGPROB

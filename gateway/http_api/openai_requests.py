@@ -1,4 +1,7 @@
-"""Turns OpenAI's bodies into requests of the gateway."""
+"""Turns the bodies of OpenAI's calls into requests of the gateway.
+
+The structure that an answer must have may be asked for in vLLM's words, too.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,36 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
+    AllowedChoice,
+    CallBody,
     ChatBody,
     ChoiceBody,
     CompletionBody,
-    FunctionBody,
-    Int,
+    CustomChoice,
+    CustomToolBody,
+    GrammarOfInput,
+    JsonObjectFormat,
+    JsonSchemaFormat,
     MessageBody,
+    ShapeBody,
     StreamOptions,
+    TagFormat,
+    TextFormat,
     TokenizeBody,
+    ToolBody,
     given,
     parse,
     parse_field,
-    refuse_unsupported,
 )
-from pillion.gateway.http_api.openai_shapes import FORMAT_NAMES, read_shape
+from pillion.gateway.http_api.sampling_body import Int, sampling_of
+from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
 from pillion.gateway.request.validation import (
     MAX_MESSAGES,
     MAX_PROMPT_IDS,
@@ -42,11 +55,75 @@ from pillion.gateway.request.validation import (
 )
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.sampling_ranges import MAX_LOGIT_BIASES
-from pillion.types import ChatMessage, ChatOptions, GenerateRequest, SamplingParams, Tool, ToolCall, ToolOptions
+from pillion.types import (
+    ChatMessage,
+    ChatOptions,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    ToolOptions,
+)
 
-# OpenAI's default, and vLLM's, for completions; a conversation's answer may fill the context.
+# JSON needs at most six bytes for each character of a structure.
+_MAX_RAW_BYTES = 6 * MAX_STRUCTURED_BYTES
+_SHAPE = "sampling.structured_outputs"
+# Where response_format is given, clients know these fields of the gateway under these names.
+FORMAT_NAMES: Mapping[str, str] = {
+    f"{_SHAPE}.json": "response_format.json_schema.schema",
+    f"{_SHAPE}.structural_tag": "response_format",
+    _SHAPE: "response_format",
+}
+
+
+def read_structured(response_format: Raw, structured_outputs: Raw) -> StructuredOutputs | None:
+    """Reads the structure that an answer must have; returns None for free text. Raises ApiError."""
+    for field, raw in (("response_format", response_format), ("structured_outputs", structured_outputs)):
+        if len(bytes(raw)) > _MAX_RAW_BYTES:
+            raise refused(field, f"more than {_MAX_RAW_BYTES} bytes")
+    structured = None
+    if given(response_format):
+        field = "response_format"
+        structured = _of_format(parse_field(response_format, READ_LATER[field], field))
+    if not given(structured_outputs):
+        return structured
+    if structured is not None:
+        raise refused("structured_outputs", "response_format asks for a structure already; send one of both")
+    body: ShapeBody = parse_field(structured_outputs, ShapeBody, "structured_outputs")
+    schema = compact_json(body.json, "structured_outputs.json", dict, str, bool) if given(body.json) else None
+    return StructuredOutputs(
+        json=msgspec.json.decode(schema) if schema is not None and schema.startswith('"') else schema,
+        json_object=bool(body.json_object),
+        regex=body.regex,
+        choice=tuple(body.choice or ()),
+        grammar=body.grammar,
+        structural_tag=body.structural_tag,
+    )
+
+
+def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat) -> StructuredOutputs | None:
+    match asked:
+        case TextFormat():
+            return None
+        case JsonSchemaFormat(json_schema) if given(json_schema.schema):
+            field = "response_format.json_schema.schema"
+            return StructuredOutputs(json=compact_json(json_schema.schema, field, dict, bool))
+        case TagFormat():
+            triggers = Raw() if asked.triggers is None else Raw(msgspec.json.encode(asked.triggers))
+            sent = (("structures", asked.structures), ("triggers", triggers), ("format", asked.format))
+            parts = [
+                f'"{name}":{compact_json(raw, f"response_format.{name}", dict if name == "format" else list)}'
+                for name, raw in sent
+                if given(raw)
+            ]
+            return StructuredOutputs(structural_tag=f"{{{','.join(parts)}}}")
+    return StructuredOutputs(json_object=True)
+
+
+# OpenAI and vLLM have this default for completions; a chat's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
-# Prompts of one request, which run side by side.
+# One request may have this many prompts, which run side by side.
 MAX_PROMPTS = 128
 # JSON needs at most six bytes for a character, and a number has at most twenty digits.
 _MAX_STOP_BYTES = 16 * MAX_STOPS * MAX_STOP_CHARS
@@ -58,7 +135,7 @@ _STOPS_BOUND = f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters"
 _IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
 _BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
 _KWARGS_BOUND = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
-# OpenAI's bounds of metadata.
+# OpenAI has these bounds of metadata.
 MAX_METADATA_PAIRS = 16
 MAX_METADATA_NAME_CHARS = 64
 _MAX_METADATA_BYTES = 16 * MAX_METADATA_PAIRS * (MAX_METADATA_NAME_CHARS + MAX_LABEL_CHARS)
@@ -66,16 +143,10 @@ _METADATA_BOUND = (
     f"at most {MAX_METADATA_PAIRS} pairs of a name of {MAX_METADATA_NAME_CHARS} characters "
     f"and a text of {MAX_LABEL_CHARS}"
 )
-# Fields that the body and SamplingParams hold alike.
-_SAME_FIELDS = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "n", "best_of"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "prompt_logprobs"),
-)
-
-# The beginning of a list, up to its first item.
+# This matches the beginning of a list in JSON, up to its first item.
 _LIST = re.compile(rb"\[\s*(.?)", re.DOTALL)
 
-# The client's names of fields that have other names in the gateway.
+# These are the client's names of fields that have other names in the gateway.
 COMPLETION_NAMES: Mapping[str, str] = {"text": "prompt", "token_ids": "prompt"}
 CHAT_NAMES: Mapping[str, str] = {
     "sampling.logprobs": "top_logprobs",
@@ -83,6 +154,7 @@ CHAT_NAMES: Mapping[str, str] = {
     "tools.tools[]": "tools[].function",
     "tools.choice": "tool_choice",
     "tools.name": "tool_choice.function.name",
+    "tools.allowed": "tool_choice.allowed_tools.tools",
 }
 CHAT_NAMES_NEW: Mapping[str, str] = {**CHAT_NAMES, "sampling.max_tokens": "max_completion_tokens"}
 
@@ -91,14 +163,15 @@ Prompt = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenAIRequest(AskedCall):
-    """A parsed call to either endpoint.
+    """Holds a parsed call to either endpoint.
 
     Attributes:
         include_usage, continuous_usage: whether a stream has usage at the end, and in each event.
         timings: whether the whole answer, or the stream's end, says where the prompt and the time went.
         echo: whether each answer begins with its prompt.
         logprobs: whether log probabilities are shown.
-        prompt_logprobs: with how many alternatives those of the prompt are listed; None lists none.
+        prompt_logprobs: number of alternatives that are listed with log probabilities of the prompt; None lists none.
+        custom: the names of the custom tools.
     """
 
     include_usage: bool
@@ -107,23 +180,24 @@ class OpenAIRequest(AskedCall):
     echo: bool
     logprobs: bool
     prompt_logprobs: int | None = None
+    custom: frozenset[str] = frozenset()
 
     @property
     def answers(self) -> int:
-        """Answers to each prompt."""
+        """Gives the number of answers to each prompt."""
         return self.requests[0].sampling.n or 1
 
 
 def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_IDS) -> OpenAIRequest:
-    """Reads the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused unread. Raises
-    ApiError."""
+    """Reads the body of POST /v1/completions; a prompt of more than ``most_ids`` ids is refused before it is parsed.
+    Raises ApiError."""
     body = parse(raw, CompletionBody)
     most = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
     if body.min_tokens is not None and body.max_tokens is None:
         most = max(most, body.min_tokens)
     sampling = _sampling(body, most, body.logprobs)
     if body.echo and body.logprobs is not None:
-        # The echoed prompt has log probabilities like the answer.
+        # An echoed prompt is shown with log probabilities of the same kind as the answer's.
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = read_prompts(body.prompt, most_ids)
     requests = tuple(
@@ -142,15 +216,19 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
         raise refused("top_logprobs", "it needs logprobs to be true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
-    check_label(body.safety_identifier, "safety_identifier")
     newer = body.max_completion_tokens is not None
     most = body.max_completion_tokens if newer else body.max_tokens
     sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
-    tools = replace(read_tools(body.tools, body.tool_choice), parallel_tool_calls=body.parallel_tool_calls)
+    tools, custom = read_tools(body.tools, body.tool_choice)
+    tools = replace(tools, parallel_tool_calls=body.parallel_tool_calls)
     request = _request(body, request_id, sampling, messages=messages, chat=options, tools=tools)
     names = CHAT_NAMES_NEW if newer else CHAT_NAMES
-    return _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
+    for n in custom:
+        names = {**names, f"tools.tools[{n}]": f"tools[{n}].custom"}
+        names[f"tools.tools[{n}].parameters"] = f"tools[{n}].custom.format"
+    asked = _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
+    return replace(asked, custom=frozenset(tools.tools[n].name for n in custom)) if custom else asked
 
 
 def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
@@ -161,18 +239,18 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
     options = chat_options(body)
     if body.prompt is not None:
         return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
-    messages, tools = read_messages(body.messages), read_tools(body.tools, Raw())
+    messages, (tools, _) = read_messages(body.messages), read_tools(body.tools, Raw())
     return body, GenerateRequest(model=body.model, messages=messages, chat=options, tools=tools)
 
 
 def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
-    """Reads a text, texts, ids, or lists of ids: each prompt by its field's name. Raises ApiError; too many of anything
-    are refused before they are parsed."""
+    """Reads the field of a prompt (a text, texts, ids, or lists of ids), and returns each prompt by its field's name.
+    Raises ApiError; too many items are refused before they are parsed."""
     text = bytes(raw)
     begins = _LIST.match(text)
     if begins is None:
         return {"prompt": _filled(str(parse_field(raw, str, "prompt")), "prompt")}
-    # The first item tells what all of them are, so nothing is made of a mixture.
+    # The first item tells what all items are, so a list of mixed items is refused before any is parsed.
     first = begins[1]
     if first == b'"':
         items = parse_field(raw, list[str], "prompt")
@@ -191,7 +269,7 @@ def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
 
 
 def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:
-    """Reads a list of ids. Raises ApiError; too many are refused before they are parsed."""
+    """Reads a list of token ids. Raises ApiError; too many are refused before they are parsed."""
     check_wanted()
     if bytes(raw).count(b",") >= most_ids:
         raise refused(field, f"more than {most_ids} ids; no model's context holds them")
@@ -205,7 +283,8 @@ def _filled(prompt: Prompt, field: str) -> Prompt:
 
 
 def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
-    """Reads a conversation. Raises ApiError. What it makes is bounded by the strings of the body."""
+    """Reads a conversation. Raises ApiError. The number of strings in a body, which was checked, bounds what is made of
+    it."""
     messages = parse_field(raw, list[MessageBody], "messages")
     if not messages:
         raise refused("messages", "at least one message is needed")
@@ -214,31 +293,49 @@ def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
     return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
 
 
-def read_tools(raw: Raw, choice: Raw) -> ToolOptions:
-    """Reads the tools and which of them may be called. Raises ApiError; too many bytes are refused before they are
-    parsed."""
+def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, tuple[int, ...]]:
+    """Reads the tools and which of them may be called, and returns the numbers of the custom tools too. Raises
+    ApiError; too many bytes are refused before they are parsed."""
     bodies = _bounded(raw, "tools", _MAX_RAW_TOOLS_BYTES, f"more than {MAX_TOOLS_BYTES} bytes") or ()
     if len(bodies) > MAX_TOOLS:
         raise refused("tools", f"{len(bodies)} tools; at most {MAX_TOOLS}")
-    tools = tuple(_tool(body.function, f"tools[{n}].function") for n, body in enumerate(bodies))
+    tools = tuple(_tool(body, f"tools[{n}]") for n, body in enumerate(bodies))
+    custom = tuple(n for n, body in enumerate(bodies) if isinstance(body, CustomToolBody))
+    return _options(tools, choice), custom
+
+
+def _options(tools: tuple[Tool, ...], choice: Raw) -> ToolOptions:
     chosen = _bounded(choice, "tool_choice", _MAX_CHOICE_BYTES, f"more than {_MAX_CHOICE_BYTES} bytes")
-    if isinstance(chosen, ChoiceBody):
-        return ToolOptions(tools=tools, choice="named", name=chosen.function.name)
+    if isinstance(chosen, ChoiceBody | CustomChoice):
+        return ToolOptions(tools=tools, choice="named", name=_chosen_name(chosen))
+    if isinstance(chosen, AllowedChoice):
+        allowed = tuple(map(_chosen_name, chosen.allowed_tools.tools))
+        if not allowed:
+            raise refused("tool_choice.allowed_tools.tools", "at least one tool is needed")
+        return ToolOptions(tools=tools, choice=chosen.allowed_tools.mode, allowed=allowed)
     return ToolOptions(tools=tools, choice=chosen or "")
 
 
-def _tool(function: FunctionBody, path: str) -> Tool:
-    parameters = ""
+def _chosen_name(choice: ChoiceBody | CustomChoice) -> str:
+    return choice.function.name if isinstance(choice, ChoiceBody) else choice.custom.name
+
+
+def _tool(body: ToolBody | CustomToolBody, path: str) -> Tool:
+    if isinstance(body, CustomToolBody):
+        custom, form = body.custom, body.custom.format
+        grammar = form.grammar if isinstance(form, GrammarOfInput) else None
+        return custom_tool(custom.name, custom.description or "", grammar)
+    function, parameters = body.function, ""
     if given(function.parameters):
-        parameters = compact_json(function.parameters, f"{path}.parameters", dict)
+        parameters = compact_json(function.parameters, f"{path}.function.parameters", dict)
     return Tool(
         name=function.name, description=function.description or "", parameters=parameters, strict=function.strict
     )
 
 
 def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = None) -> ChatOptions:
-    """How the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template. Raises
-    ApiError."""
+    """Says how the body's conversation becomes a prompt. ``reasoning_effort`` is one more variable of the template.
+    Raises ApiError."""
     return ChatOptions(
         add_generation_prompt=body.add_generation_prompt,
         continue_final_message=bool(body.continue_final_message),
@@ -247,8 +344,8 @@ def chat_options(body: ChatBody | TokenizeBody, reasoning_effort: str | None = N
 
 
 def template_kwargs(raw: Raw, reasoning_effort: str | None, field: str) -> str:
-    """Further variables of the chat template, with the one that ``field`` sets, as JSON text; "" for none. Raises
-    ApiError."""
+    """Returns further variables of the chat template, with the one that ``field`` sets, as JSON text; "" for none.
+    Raises ApiError."""
     kwargs = _bounded(raw, "chat_template_kwargs", MAX_TEMPLATE_KWARGS_BYTES, _KWARGS_BOUND) or {}
     if reasoning_effort is not None:
         effort = Raw(msgspec.json.encode(reasoning_effort))
@@ -258,20 +355,13 @@ def template_kwargs(raw: Raw, reasoning_effort: str | None, field: str) -> str:
 
 
 def read_stops(raw: Raw) -> tuple[str, ...]:
-    """Reads a stop string, or several. Raises ApiError."""
+    """Reads the field of stop strings, which may be one string or a list. Raises ApiError."""
     stops = _bounded(raw, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
 
 
-def check_label(text: str | None, field: str) -> None:
-    """Checks the length of a label that has no effect, such as the client's name of its user. Raises ApiError."""
-    if text is not None and len(text) > MAX_LABEL_CHARS:
-        raise refused(field, f"longer than {MAX_LABEL_CHARS} characters")
-
-
 def _message(message: MessageBody, path: str) -> ChatMessage:
     check_wanted()
-    refuse_unsupported(message, f"{path}.")
     if message.role == "function":
         raise refused(f"{path}.role", "this is not supported here; a tool's result has role tool", "unsupported_value")
     content, calls = message.content, message.tool_calls or ()
@@ -281,33 +371,36 @@ def _message(message: MessageBody, path: str) -> ChatMessage:
     if content is None:
         raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
     if not isinstance(content, str):
-        for n, part in enumerate(content):
-            if part.type != "text":
-                reason = f"parts of type {part.type[:100]!r} are not supported here, only text"
-                raise refused(f"{path}.content[{n}].type", reason, "unsupported_value")
-            refuse_unsupported(part, f"{path}.content[{n}].")
         content = "\n".join(part.text for part in content)
     return ChatMessage(
-        # OpenAI's newer name of the same role; no open model's template knows it.
+        # "developer" is OpenAI's newer name of the same role; no open model's template knows it.
         role="system" if message.role == "developer" else message.role,
         content=content,
-        tool_calls=tuple(ToolCall(call.id, call.function.name, call.function.arguments) for call in calls),
+        tool_calls=tuple(_call(call, f"{path}.tool_calls[{n}]") for n, call in enumerate(calls)),
         tool_call_id=message.tool_call_id or "",
         name=message.name or "",
         reasoning=reasoning,
     )
 
 
+def _call(call: CallBody, path: str) -> ToolCall:
+    if call.type == "custom" and call.custom is not None:
+        return custom_call(call.id, call.custom.name, call.custom.input)
+    if call.type == "function" and call.function is not None:
+        return ToolCall(call.id, call.function.name, call.function.arguments)
+    raise refused(f"{path}.{call.type}", "this field is required", "missing_required_parameter")
+
+
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
     stop_ids = _bounded(body.stop_token_ids, "stop_token_ids", _MAX_IDS_BYTES, _IDS_BOUND)
     return SamplingParams(
-        **{name: getattr(body, name) for name in _SAME_FIELDS},
+        **sampling_of(body, "completions"),
         max_tokens=max_tokens,
         logprobs=logprobs,
         stop=read_stops(body.stop),
         stop_token_ids=tuple(stop_ids or ()),
         ignore_eos=bool(body.ignore_eos),
-        structured_outputs=read_shape(body.response_format, body.structured_outputs),
+        structured_outputs=read_structured(body.response_format, body.structured_outputs),
         logit_bias=_bounded(body.logit_bias, "logit_bias", _MAX_BIAS_BYTES, _BIAS_BOUND) or {},
     )
 
@@ -333,7 +426,6 @@ def _openai_request(
     echo: bool,
     logprobs: bool,
 ) -> OpenAIRequest:
-    check_label(body.user, "user")
     read_metadata(body.metadata)
     options = body.stream_options or StreamOptions()
     if body.stream and body.prompt_logprobs is not None:
@@ -342,10 +434,8 @@ def _openai_request(
         )
     if body.timings and len(requests) > 1:
         raise refused("timings", "it needs a single prompt")
-    if body.stream_options is not None:
-        if not body.stream:
-            raise refused("stream_options", "it needs stream to be true")
-        refuse_unsupported(options, "stream_options.")
+    if body.stream_options is not None and not body.stream:
+        raise refused("stream_options", "it needs stream to be true")
     return OpenAIRequest(
         requests=requests,
         names=tuple({**one, **FORMAT_NAMES} for one in names) if given(body.response_format) else names,
@@ -360,7 +450,8 @@ def _openai_request(
 
 
 def read_metadata(raw: Raw) -> dict[str, str]:
-    """Reads labels, which have no effect: a batch gives them back, and answers are not stored. Raises ApiError."""
+    """Reads labels of a request, which have no effect: a batch gives them back, and answers are not stored. Raises
+    ApiError."""
     labels: dict[str, str] = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
     too_long = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
     if too_long or len(labels) > MAX_METADATA_PAIRS:
@@ -369,7 +460,7 @@ def read_metadata(raw: Raw) -> dict[str, str]:
 
 
 def _bounded(raw: Raw, field: str, most_bytes: int, bound: str) -> Any:
-    """Reads a raw field, None where it was not sent; one of too many bytes is refused before it is parsed."""
+    """Reads a raw field, None where it was not sent; a field of too many bytes is refused before it is parsed."""
     if not given(raw):
         return None
     if len(bytes(raw)) > most_bytes:

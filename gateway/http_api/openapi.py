@@ -1,15 +1,15 @@
-"""This module describes the HTTP API as an OpenAPI document.
+"""Describes the HTTP API as an OpenAPI document.
 
 routes, and the types that bodies are read as --describe--> /openapi.json --docs_page.page--> /docs, without scripts
 
-What a field means is said once: in the docstrings of the bodies, and of the types that their fields end up in.
+The meaning of a field stands in one place: the docstring of its body, or of the type that it is read as.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -18,78 +18,40 @@ from starlette.routing import Route
 
 from pillion._version import VERSION
 from pillion.gateway.http_api.http_call import Endpoint, Methods
-from pillion.gateway.http_api.http_errors import ANTHROPIC_ERRORS
-from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER
+from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER, is_ignored, with_ignored
 from pillion.types import ChatOptions, SamplingParams
 
 REF = "#/components/schemas/"
-_ABOUT = "OpenAI's API with vLLM's additions to it, and Anthropic's Messages."
+_ABOUT = "OpenAI's API with vLLM's additions to it, and what stands beside it at the same port."
+# Each field's policy stands in the document under this name: one of the values below.
+POLICY = "x-pillion-policy"
+CARRIED_OUT, NO_EFFECT, REFUSED = "carried out", "no effect", "refused"
 _HARMLESS = "Asks for what is not supported here; taken with the value that changes nothing."
+MORE = "Named by --ignored-fields."
 _ERRORS = {
-    "400": "A field is wrong, unknown or not supported; the message begins with its name.",
-    "401": "An API key is needed, or this one is not known.",
-    "404": "The model is not served here.",
-    "429": "A bound or a quota is met; Retry-After says when to come again.",
-    "503": "No worker serves the model now.",
-}
-_CHAT = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
-_PROMPT = {"model": "demo", "prompt": "The capital of France is"}
-# What each body may look like, by path. A test sends them.
-EXAMPLES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": _CHAT | {"max_tokens": 32},
-    "/v1/completions": _PROMPT | {"max_tokens": 16},
-    "/v1/responses": {"model": "demo", "input": "What is the capital of France?", "max_output_tokens": 32},
-    "/v1/messages": _CHAT | {"max_tokens": 32},
-    "/v1/messages/count_tokens": _CHAT,
-    "/v1/files": {"purpose": "batch", "file": "@requests.jsonl"},
-    "/v1/batches": {"input_file_id": "file-...", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
-    "/v1/cache/prefixes": _PROMPT | {"name": "france", "ttl_s": 3600},
-    "/v1/load_lora_adapter": {"lora_name": "style", "lora_path": "/srv/adapters/style"},
-    "/v1/unload_lora_adapter": {"lora_name": "style"},
-    "/tokenize": _PROMPT,
-    "/detokenize": {"model": "demo", "tokens": [1, 2, 3]},
-}
-_ERROR_BODIES: dict[str, Any] = {
-    "Error": {
-        "type": "object",
-        "description": "What an error's body holds.",
-        "properties": {
-            "error": {
-                "type": "object",
-                "description": "The error, with OpenAI's type and code.",
-                "properties": {name: {"type": ["string", "null"]} for name in ("message", "type", "param", "code")},
-            }
-        },
-    },
-    "AnthropicError": {
-        "type": "object",
-        "description": "What an error's body holds at Anthropic's door.",
-        "properties": {
-            "type": {"enum": ["error"], "description": "What this object is."},
-            "error": {
-                "type": "object",
-                "description": "The error, with Anthropic's type.",
-                "properties": {name: {"type": "string"} for name in ("type", "message")},
-            },
-            "request_id": {"type": "string", "description": "The request's id."},
-        },
-    },
+    400: "A field is wrong, unknown or not supported; the message begins with its name.",
+    401: "An API key is needed, or this one is not known.",
+    404: "The model is not served here.",
+    429: "A bound or a quota is met; Retry-After says when to come again.",
+    503: "No worker serves the model now.",
 }
 
 
-def describe(routes: Sequence[Route]) -> dict[str, Any]:
-    """The OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several."""
+def describe(routes: Sequence[Route], ignored_fields: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Makes the OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several. The bodies
+    of calls to a model have ``ignored_fields`` too, without effect."""
     paths: dict[str, Any] = {}
-    bodies: list[Any] = []
+    bodies: dict[Any, tuple[str, ...]] = {}
+    errors: dict[str, Any] = {}
     for route, endpoint in _endpoints(routes):
         path = route.path_format
         operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": endpoint.handler.__name__}
-        anthropic = endpoint.error_form is ANTHROPIC_ERRORS
-        error = _json("AnthropicError" if anthropic else "Error")
+        form = endpoint.error_form
+        errors[form.name] = form.schema
         operation["responses"] = {"200": {"description": "The answer."}} | {
-            "529" if anthropic and status == "503" else status: {"description": text, "content": error}
+            str(form.statuses.get(status, status)): {"description": text, "content": _json(form.name)}
             for status, text in _ERRORS.items()
-            if endpoint.body is not None or (status == "401" and endpoint.needs_key)
+            if endpoint.body is not None or (status == 401 and endpoint.needs_key)
         }
         if endpoint.needs_key:
             operation["security"] = [{"key": []}, {}]
@@ -97,10 +59,11 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
             named = ({"name": name, "in": "path", "required": True} for name in route.param_convertors)
             operation["parameters"] = [one | {"schema": {"type": "string"}} for one in named]
         if endpoint.body is not None:
-            bodies.append(endpoint.body)
+            asks_model = any(one.name == "model" for one in msgspec.structs.fields(endpoint.body))
+            bodies[endpoint.body] = ignored_fields if asks_model else ()
             content = _json(endpoint.body.__name__, endpoint.body_type)
-            if path in EXAMPLES:
-                content[endpoint.body_type]["example"] = EXAMPLES[path]
+            if endpoint.example is not None:
+                content[endpoint.body_type]["example"] = endpoint.example
             operation["requestBody"] = {"required": True, "content": content}
         paths.setdefault(path, {})[endpoint.method.lower()] = operation
     key = {"type": "http", "scheme": "bearer", "description": "Needed where the gateway runs with --api-keys."}
@@ -108,25 +71,25 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
         "openapi": "3.1.0",
         "info": {"title": "Pillion", "version": VERSION, "description": _ABOUT},
         "paths": paths,
-        "components": {"schemas": _schemas(bodies) | _ERROR_BODIES, "securitySchemes": {"key": key}},
+        "components": {"schemas": _schemas(bodies) | errors, "securitySchemes": {"key": key}},
     }
 
 
-def _schemas(bodies: Iterable[Any]) -> dict[str, Any]:
-    """The schemas of bodies and of the objects in them, by name."""
+def _schemas(bodies: Mapping[Any, tuple[str, ...]]) -> dict[str, Any]:
+    """Returns the schemas of bodies, with their further fields, and of the objects within them, by name."""
     found: dict[str, Any] = {}
     waiting = list(bodies)
     while waiting:
         kind = waiting.pop(0)
         if kind.__name__ not in found:
-            found[kind.__name__] = _object(READ_AS.get(kind, kind), waiting)
+            known = READ_AS.get(kind, kind)
+            found[kind.__name__] = _object(with_ignored(known, bodies[kind]) if bodies.get(kind) else known, waiting)
     return found
 
 
 def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
-    """The schema of a struct; the structs in it are added to ``met``. A field that is read raw has the type that it is
-    read as later; of one that is not supported only the values that change nothing are shown, and it is left out where
-    there is none but null."""
+    """Returns the schema of a struct; the structs in it are added to ``met``. A raw field is shown with the type that
+    it is read as later; of an unsupported field only the values that change nothing are shown."""
     config = kind.__struct_config__
     meanings = _meanings(ChatOptions) | _meanings(SamplingParams)
     for base in reversed(kind.__mro__):
@@ -136,14 +99,14 @@ def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
         properties[config.tag_field] = {"enum": [config.tag], "description": "What this object is."}
     for field in msgspec.structs.fields(kind):
         found = _schema(READ_LATER.get(field.name, field.type) if field.type is Raw else field.type, met)
+        policy = NO_EFFECT if is_ignored(field) else CARRIED_OUT
         if field.type is Raw and field.name not in READ_LATER:
-            values = HARMLESS.get(field.name, ())
-            if not values:
-                continue
-            found = {"enum": [*values, None], "description": _HARMLESS}
+            found = {"enum": [*HARMLESS.get(field.name, ()), None], "description": _HARMLESS}
+            policy = REFUSED
         elif field.type is Raw and not field.required:
             found = {"anyOf": [found, {"type": "null"}]}
-        properties[field.name] = {"description": meanings.get(field.name, "")} | found
+        meaning = {"description": meanings.get(field.name, MORE), POLICY: policy}
+        properties[field.encode_name] = meaning | found
     return {
         "type": "object",
         "description": _summary(kind),
@@ -157,7 +120,7 @@ def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
 
 
 def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
-    """The schema of a field's type. Structs are added to ``met``, and are described under their names."""
+    """Returns the schema of a field's type. Structs are added to ``met``, and the schema refers to them by name."""
     known = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
     match known:
         case msgspec.inspect.StructType():
@@ -196,12 +159,12 @@ def _json(name: str, kind: str = "application/json") -> dict[str, Any]:
 
 
 def _summary(described: Any) -> str:
-    """The first paragraph of a docstring, in one line."""
+    """Returns the first paragraph of a docstring, in one line."""
     return " ".join((inspect.getdoc(described) or "").partition("\n\n")[0].split())
 
 
 def _meanings(kind: type) -> dict[str, str]:
-    """What a class's own docstring says about its attributes, by name."""
+    """Returns what a class's own docstring says about its attributes, by name."""
     section = inspect.cleandoc(kind.__dict__.get("__doc__") or "").partition("Attributes:\n")[2]
     entries = re.findall(r"^    ([\w, ]+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
     return {name: " ".join(text.split()) for names, text in entries for name in names.split(", ")}

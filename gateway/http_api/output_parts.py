@@ -1,6 +1,6 @@
-"""The parts of one answer, in the order in which they begin: what was thought, texts, and calls of tools. Sans-IO (I9).
+"""Cuts one answer into parts, in the order in which they begin: reasoning, texts, and calls of tools. Sans-IO (I9).
 
-Anthropic's content blocks and the output items of OpenAI's responses are these parts.
+The parts become Anthropic's content blocks, and the output items of OpenAI's responses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pillion.types import Delta, TokenLogprob, ToolCallDelta
 
 
 class PartKind(Enum):
-    """What a part of an answer is."""
+    """Names what a part of an answer is."""
 
     REASONING = 0
     TEXT = 1
@@ -22,7 +22,8 @@ class PartKind(Enum):
 
 @dataclass(slots=True)
 class OutputPart:
-    """One part; ``index`` counts those of the answer. ``call_id`` and ``name`` are a call's, ``logprobs`` a text's."""
+    """Holds one part of an answer, whose parts ``index`` counts. Only calls have ``call_id`` and ``name``, and only
+    texts have ``logprobs``."""
 
     kind: PartKind
     index: int
@@ -33,7 +34,7 @@ class OutputPart:
 
     @property
     def text(self) -> str:
-        """Its whole text so far: a call's arguments."""
+        """Gives the part's whole text so far; for a call, its arguments."""
         return "".join(self.texts)
 
 
@@ -41,22 +42,23 @@ class OutputParts:
     """Cuts the deltas of one answer into parts. A part ends where the next one begins.
 
     Attributes:
-        all: the parts so far; the last one grows.
+        all: the answer's parts so far; the last one grows.
     """
 
     def __init__(self) -> None:
         self.all: list[OutputPart] = []
-        # Which call of the answer the last part is, where it is one.
+        # Where the last part is a call, this is its number among the answer's calls.
         self._call = -1
 
     @property
     def has_calls(self) -> bool:
-        """Whether a tool is called."""
+        """Says whether the answer calls a tool."""
         return any(part.kind is PartKind.CALL for part in self.all)
 
     def take(self, delta: Delta) -> Iterator[tuple[OutputPart, str, bool]]:
-        """The next texts of parts, each with its part, and whether the part begins with it. A delta may be several that
-        waited: the call that grows goes on first, and further calls come behind what was thought and said."""
+        """Yields the next texts of parts, each with its part, and whether the part begins with it. A delta may be made
+        of several that waited: the call that has begun goes on first, and further calls come after reasoning and
+        content."""
         growing = self._call
         for call in delta.tool_calls:
             if call.index == growing:
@@ -70,7 +72,7 @@ class OutputParts:
                 yield self._grown(PartKind.CALL, call.arguments, call)
 
     def further_text(self, delta: Delta) -> bool:
-        """Whether ``delta`` brings further text of the last part and no more, as nearly every delta does; the text is
+        """Returns whether ``delta`` only brings further text of the last part, as nearly every delta does; the text is
         added to the part."""
         if delta.finish_reason or delta.reasoning or delta.tool_calls:
             return False

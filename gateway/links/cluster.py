@@ -1,4 +1,4 @@
-"""The gateway's connections: the registry's view, polled, and a link for every component in it."""
+"""Holds the gateway's connections: the registry's view, polled, and a link for every component in it."""
 
 from __future__ import annotations
 
@@ -19,13 +19,10 @@ from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.gateway.links.node_link import NodeLink
 from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
-from pillion.gateway.planning.candidates import choose_by_hits, choose_workers
-from pillion.gateway.planning.cluster_view import ClusterView
-from pillion.gateway.planning.plan_auto import StickyChoices
-from pillion.gateway.planning.plan_cost import Demand, FetchPace
-from pillion.gateway.planning.sent_adapters import SentAdapters
+from pillion.gateway.planning.cluster_view import ClusterView, choose_by_hits, choose_workers
+from pillion.gateway.planning.forecast import Forecaster
+from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
-from pillion.gateway.scaling.forecaster import WorkerForecaster
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.kvstore.index.index import PrefixHit
 from pillion.kvstore.index.shared_loads import SharedLoads
@@ -39,18 +36,20 @@ log = logging.getLogger("pillion.gateway")
 T = TypeVar("T")
 
 VIEW_POLL_S = 0.25
-# Longest wait for one fetch. A node keeps its own bound, --fetch-timeout-ms; this one is for a node that hangs.
+# The gateway waits at most this long for a KV node to fetch blocks. A node keeps its own bound, --fetch-timeout-ms;
+# this one is for a node that hangs.
 MAX_FETCH_S = 5.0
-# A bucket is asked for prompts of which at least so many blocks are not known to be anywhere, and answers in this time.
+# A bucket is asked for a prompt where at least so many of its blocks are not known to be on any node; it has so many
+# seconds to answer.
 MIN_ASKED_BLOCKS = 8
 MAX_FIND_MS = 500
-# How long a request that finds no worker looks for one that is just starting, before it says so.
+# A request that finds no worker looks for one that is just starting for this long, before it fails or waits longer.
 FIRST_LOOK_S = 0.5
-# How long a request waits for components that were there a short time ago: they answer no more, or their records are
+# A request waits this long for components that were there a short time ago: they answer no more, or their records are
 # gone, and a supervisor is bringing them back. Two new processes, a KV node's and then a worker's, take some 6 s on two
-# idle cores and more than 30 s on cores that others use too. The worker then loads its model. Its record says how
-# long its last start took, and the next one takes longer where the model's files are no longer in memory. So a request
-# waits LEAST_RETURN_WAIT_S and RETURN_WAIT_STARTS times the longest start, and never longer than MOST_RETURN_WAIT_S.
+# idle cores and more than 30 s on cores that others use too. The worker then loads its model. Its record says how long
+# its last start took, and the next one takes longer where the model's files are no longer in memory. So a request waits
+# LEAST_RETURN_WAIT_S and RETURN_WAIT_STARTS times the longest start, and never longer than MOST_RETURN_WAIT_S.
 LEAST_RETURN_WAIT_S, RETURN_WAIT_STARTS, MOST_RETURN_WAIT_S = 45.0, 5, 600.0
 
 
@@ -59,37 +58,39 @@ LINKS: dict[str, type[Link]] = {"kvnode": NodeLink, "prefill": PrefillLink, "dec
 
 
 class ComponentDirectory(Protocol):
-    """The records of live components: the registry, or the list of a process that holds all components itself.
+    """Gives the records of live components: from the registry or, in a process that holds all components itself, from a
+    list.
 
     Attributes:
-        refusal: why it takes no heartbeats now, so that its records are old; empty where it takes them.
+        refusal: why the directory takes no heartbeats now, so that its records are old; "" where it takes them.
     """
 
     refusal: str
 
     async def components(self) -> list[ComponentRecord]:
-        """Records of all live components. Raises Unavailable."""
+        """Returns the records of all live components. Raises Unavailable."""
 
     async def aclose(self) -> None:
-        """Closes connections."""
+        """Closes the connections of the directory."""
 
 
 class Prefixes(Protocol):
-    """What nodes probably have: the prefix index, or nothing where one node's own answer is enough (I3)."""
+    """Says which blocks nodes probably have, by the prefix index; where there is one node, it says nothing, because the
+    node's own answer is enough (I3)."""
 
     available: bool
 
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Nodes with the longest known prefix of a chain of block hashes, the longest first. Never raises."""
+        """Returns nodes with the longest known prefix of a chain of block hashes, the longest first. Never raises."""
 
     async def aclose(self) -> None:
-        """Closes connections."""
+        """Closes the connections to the index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """A model as live workers serve it: the KV that they share. ``adapter_rank``: they run adapters of that rank, too;
-    0: the model alone is asked for."""
+    """Describes how live workers serve a model, by the KV that they share. ``adapter_rank`` is a rank of adapters that
+    they run; 0 where the model alone is asked for."""
 
     model: str
     fingerprint: str
@@ -98,7 +99,7 @@ class Served:
     adapter_rank: int = 0
 
     def includes(self, worker: ComponentRecord) -> bool:
-        """Whether a worker of the model shares that KV, and runs such adapters."""
+        """Returns whether a worker of the model shares this KV, and runs adapters of this rank."""
         rank = self.adapter_rank
         if rank and not (worker.max_loras and worker.max_lora_rank >= rank):
             return False
@@ -106,10 +107,11 @@ class Served:
 
 
 class Cluster:
-    """Links by component. ``start`` begins to poll, ``aclose`` ends everything, registry and index included.
+    """Holds a gateway's links by component. ``start`` begins to poll the registry, ``aclose`` ends everything, registry
+    and index included.
 
-    ``shared_loads`` is the way on which gateways tell each other what they have under way; None: there is one gateway.
-    ``forecaster`` counts the workers that are wanted; by default for objectives that nobody has chosen.
+    By ``shared_loads`` gateways tell each other what they have under way; it is None where there is one gateway.
+    ``forecaster`` is told of requests; by default nothing is forecast.
     """
 
     def __init__(
@@ -119,32 +121,28 @@ class Cluster:
         index: Prefixes,
         grace_s: float,
         shared_loads: SharedLoads | None = None,
-        forecaster: WorkerForecaster | None = None,
+        forecaster: Forecaster | None = None,
     ) -> None:
         self.index = index
         self.load = OwnLoad()
         self._exchange = LoadExchange(gateway_id, self.load, shared_loads, self._other_gateway_ids)
-        # Blocks of other nodes, and of a bucket.
-        self.fetch_pace, self.bucket_pace = FetchPace(), FetchPace()
-        self.sticky_choices = StickyChoices()
-        self.sent_adapters = SentAdapters()
-        self.demand = Demand()
-        self.forecaster = forecaster or WorkerForecaster()
+        self.forecaster = forecaster or Forecaster()
+        self.routes = RoutePlanner(self.forecaster)
         self.view = ClusterView(grace_s)
         self.gateway_id = gateway_id
         self.registry = registry
-        # By role, then by node id (KV nodes) or component id (workers).
+        # Links are kept by role, then by node id (KV nodes) or component id (workers).
         self._links: dict[str, dict[str, Link]] = {role: {} for role in LINKS}
-        # By model and a decode worker's largest rank of adapters: when such a worker and a KV node were last on record,
-        # and the longest start of such workers then.
+        # For a model and a largest rank of adapters of decode workers, this has the time when such a worker and a KV
+        # node were last on record, and the longest start of such workers then.
         self._recorded: dict[tuple[str, int], tuple[float, float]] = {}
         self._waiters = OutageWaiters(self.refresh, self._look, self._patience_s)
         self._polling = asyncio.Lock()
         self._poller: asyncio.Task[None] | None = None
         self._closing: dict[asyncio.Task[None], None] = {}
-        # The view's ``places`` for which all links are right; -1: look again.
+        # All links are right for this value of the view's ``places``; -1 makes the next poll check them again.
         self._synced_places = -1
-        # What was made of one version of the view (see _per_look).
+        # These values were made of one version of the registry's view (see _per_look).
         self._made: dict[tuple[str, ...], Any] = {}
         self._made_of = -1
 
@@ -155,7 +153,7 @@ class Cluster:
         self._poller = asyncio.create_task(self._poll(), name="registry view")
 
     async def aclose(self) -> None:
-        """Ends polling and all links."""
+        """Ends the polling of the registry and all links."""
         if self._poller is not None:
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
@@ -166,8 +164,8 @@ class Cluster:
         await asyncio.gather(self.registry.aclose(), self.index.aclose(), return_exceptions=True)
 
     async def refresh(self) -> None:
-        """Asks the registry now; its silence leaves the last view as it is. While it takes no heartbeats, what vanishes
-        from it is kept as long as it is connected."""
+        """Asks the registry now. Without an answer the last view stays. While the registry takes no heartbeats, records
+        that vanish from it are kept as long as their components are connected."""
         async with self._polling:
             try:
                 records = await self.registry.components()
@@ -184,8 +182,8 @@ class Cluster:
             self.forecaster.tick(now, self.view, self.gateway_id)
 
     def served(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
-        """How ``model``, with adapters of a rank, is served now by components that answer. Raises Unavailable, naming
-        what is missing."""
+        """Returns how ``model``, with adapters of a LoRA rank, is served now by components that answer. Raises
+        Unavailable, which names what is missing."""
         for served in self._per_look(("served", model, fingerprint), lambda: self._spaces(model, fingerprint)):
             served = replace(served, adapter_rank=adapter_rank) if adapter_rank else served
             if any(served.includes(worker) and self._usable(worker) for worker in self.view.of("decode", model)):
@@ -194,19 +192,19 @@ class Cluster:
         raise Unavailable(f"no decode worker of model {model!r} lives{wanted}{self.blind_spot()}")
 
     def _spaces(self, model: str, fingerprint: str) -> list[Served]:
-        """How workers on record serve the model, the most usual first. Those of two releases may differ in layout; a
-        request stays with those that can share its KV."""
+        """Returns the ways in which workers on record serve the model, the most usual way first. Workers of two
+        releases may differ in layout; a request stays with those that can share its KV."""
         workers = [one for one in self.view.of("decode", model) if one.fingerprint in ("", fingerprint)]
         spaces = Counter((one.namespace, one.block_size_tokens) for one in workers if one.namespace)
         ranked = sorted(spaces, key=lambda space: (spaces[space], space), reverse=True)
         return [Served(model, fingerprint, bytes.fromhex(namespace), size) for namespace, size in ranked]
 
     def knows(self, role: str) -> bool:
-        """Whether a component of a role is known that answers."""
+        """Returns whether this gateway knows a component of a role that answers."""
         return any(one.role == role and self._usable(one) for one in self.view)
 
     def lacks_node(self, served: Served) -> bool:
-        """Whether none of the decode workers has a live KV node."""
+        """Returns whether none of the decode workers has a live KV node."""
         return not any(self._fit(worker, served, 0) for worker in self.view.of("decode", served.model))
 
     def candidates(
@@ -217,13 +215,14 @@ class Cluster:
         spread: int = 0,
         adapter: str = "",
     ) -> tuple[ComponentRecord, ...]:
-        """The components that a request is planned with: usable workers, at most MAX_CANDIDATES of a role, and nodes.
+        """Returns the components that a request is planned with: usable workers, at most MAX_CANDIDATES of a role, and
+        nodes.
 
         Args:
             tokens: prompt and answer at their longest; nodes whose whole pool is smaller are left out.
             hits: blocks of the prompt on each node, by node id.
             spread: any number that differs from request to request.
-            adapter: digest of the request's adapter; of many workers, some of those that have it are included.
+            adapter: digest of the request's adapter; among many workers, some that have the adapter are chosen.
 
         Raises Unavailable where every pool is too small. Where all nodes are gone, the workers are returned alone.
         """
@@ -239,19 +238,22 @@ class Cluster:
         now = time.monotonic()
         return (*nodes, *(self.view.aged_one(worker, now) for worker in (*decodes, *prefills)))
 
-    def board_mates(self, components: Sequence[ComponentRecord]) -> tuple[ComponentRecord, ...]:
-        """Workers that share a board of cores with one of ``components`` and are not among them: whatever keeps those
-        from being planned with, they compute."""
+    def lending_mates(self, components: Sequence[ComponentRecord]) -> tuple[ComponentRecord, ...]:
+        """Returns workers that share a core lending table with one of ``components`` and are not among them: they use
+        cores of the host, whatever keeps requests from being planned with them."""
         known = {one.component_id for one in components}
-        boards = {(one.node_id, one.core_board) for one in components if one.core_board}
-        beside = (mate for node_id in {node_id for node_id, _ in boards} for mate in self.view.on_node(node_id))
-        mates = (one for one in beside if (one.node_id, one.core_board) in boards and one.component_id not in known)
+        tables = {(one.node_id, one.core_lending_table) for one in components if one.core_lending_table}
+        beside = (mate for node_id in {node_id for node_id, _ in tables} for mate in self.view.on_node(node_id))
+        mates = (
+            one for one in beside if (one.node_id, one.core_lending_table) in tables and one.component_id not in known
+        )
         return tuple(one for one in mates if one.component_id not in self.view.fenced)
 
     def _choose(
         self, role: str, served: Served, tokens: int, nodes: Iterable[str], spread: int, adapter: str
     ) -> list[ComponentRecord]:
-        """Fit workers of a role; of many some (choose_workers), those on ``nodes`` before others, the first first."""
+        """Returns the workers of a role that can serve a request; of many it takes only some (choose_workers), those on
+        ``nodes`` before others, the first node's first."""
 
         def beside() -> Iterator[ComponentRecord]:
             found = (one for node_id in nodes for one in self.view.on_node(node_id))
@@ -259,13 +261,13 @@ class Cluster:
 
         ready: Callable[[ComponentRecord], bool] | None = None
         if adapter:
-            sent = self.sent_adapters.workers(adapter, time.monotonic())
+            sent = self.routes.sent_adapters.workers(adapter, time.monotonic())
             ready = lambda one: adapter in one.adapters or one.component_id in sent  # noqa: E731
         everyone = self.view.of(role, served.model)
         return choose_workers(everyone, beside, spread, lambda worker: self._fit(worker, served, tokens), ready)
 
     def _fit(self, worker: ComponentRecord, served: Served, tokens: int) -> bool:
-        """Whether a worker and its node can serve a request of so many tokens now."""
+        """Returns whether a worker and its node can serve a request of so many tokens now."""
         if not served.includes(worker):
             return False
         node = self._live_node(worker.node_id)
@@ -279,9 +281,9 @@ class Cluster:
         return self.answers(component) and self.view.trusts(component.component_id, time.monotonic())
 
     async def served_soon(self, model: str, fingerprint: str, adapter_rank: int = 0) -> Served:
-        """How ``model``, with adapters of a rank, is served, for a new request, which waits a little: FIRST_LOOK_S for
-        components that are just starting, and for those that were there a short time ago as :meth:`return_wait_s`
-        says. Raises Unavailable."""
+        """Returns how ``model``, with adapters of a LoRA rank, is served to a new request, as soon as it is. The
+        request waits FIRST_LOOK_S for components that are just starting, and as long as :meth:`return_wait_s` says for
+        those that lived a short time ago. Raises Unavailable."""
         with contextlib.suppress(Unavailable):
             served, complete = self._look((model, fingerprint, adapter_rank))
             if complete:
@@ -289,11 +291,12 @@ class Cluster:
         return await self._waiters.wait((model, fingerprint, adapter_rank))
 
     def request_slots(self, model: str) -> int:
-        """Requests that the model's workers should be given at once: this gateway's share of the decode workers' slots,
-        and some more. 0 as long as a worker does not report how many slots it has.
+        """Returns how many requests the model's workers should be given at once: this gateway's share of the decode
+        workers' slots, and some more. It is 0 as long as a worker does not report how many slots it has.
 
-        The share is even, with what the other gateways do not use of theirs, as of their last heartbeat: connections
-        are not spread evenly, and a client may have only one."""
+        The share is even, and includes what the other gateways did not use of theirs at their last heartbeat:
+        connections are not spread evenly, and a client may have only one.
+        """
         return self._per_look(("slots", model), lambda: self._request_slots(model))
 
     def _request_slots(self, model: str) -> int:
@@ -301,26 +304,24 @@ class Cluster:
         return shared_slots(self._known("decode", model), others)
 
     def other_gateways(self) -> list[ComponentRecord]:
-        """Live gateways besides this one."""
+        """Returns live gateways besides this one."""
         return [record for record in self.view.of("gateway") if record.component_id != self.gateway_id]
 
     def _other_gateway_ids(self) -> list[str]:
         return [record.component_id for record in self.other_gateways()]
 
     async def under_way(self, components: Iterable[ComponentRecord]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """What all gateways have under way on these workers, as far as is known, by component id: amounts and tokens as
-        in OwnLoad."""
+        """Returns what all gateways have under way on these workers, as far as is known, by component id: amounts and
+        tokens as in OwnLoad."""
         return await self._exchange.with_others([one.component_id for one in components if one.role in WORKERS])
 
-    def demand_per_s(self) -> tuple[float, float]:
-        """Requests a second to all gateways, and those that use prefill workers: other gateways are
-        assumed to get as many as this one."""
-        gateways = max(1, len(self.view.of("gateway")))
-        every, shared = self.demand.per_s(time.monotonic())
-        return gateways * every, gateways * shared
+    @property
+    def gateways(self) -> int:
+        """Gives the number of live gateways, this one included."""
+        return max(1, len(self.view.of("gateway")))
 
     def pools_tokens(self, model: str) -> list[int]:
-        """Tokens that the pool of each of the model's decode workers holds; 0 where that is not known."""
+        """Returns how many tokens the pool of each of the model's decode workers holds; 0 where that is not known."""
         return self._per_look(("pools", model), lambda: self._pools_tokens(model))
 
     def _pools_tokens(self, model: str) -> list[int]:
@@ -328,7 +329,7 @@ class Cluster:
         return [blocks.get(worker.node_id, 0) * worker.block_size_tokens for worker in self._known("decode", model)]
 
     def _per_look(self, key: tuple[str, ...], made: Callable[[], T]) -> T:
-        """What ``made`` returns, called once for each key and version of the view."""
+        """Returns the value of ``made``, which is called once for each key and version of the registry's view."""
         if self._made_of != self.view.version:
             self._made, self._made_of = {}, self.view.version
         if key not in self._made:
@@ -337,19 +338,19 @@ class Cluster:
         return found
 
     def blind_spot(self) -> str:
-        """What an error message adds while the registry takes no heartbeats; empty where it takes them."""
+        """Returns what an error message adds while the registry takes no heartbeats; "" where it takes them."""
         if not self.registry.refusal:
             return ""
         return f"; the registry takes no heartbeats, so new components are not found: {self.registry.refusal}"
 
     def _known(self, role: str, model: str = "") -> list[ComponentRecord]:
-        """All records of a role; of a registry that takes no heartbeats, those of components that answer: it still
-        lists all others that lived when it ceased to."""
+        """Returns all records of a role. While the registry takes no heartbeats, only those of components that answer,
+        because it then still lists all that lived when it began to refuse."""
         records = self.view.of(role, model)
         return list(filter(self.answers, records)) if self.registry.refusal else records
 
     def _connected(self) -> list[str]:
-        """Components that live as far as this gateway's connections show. It has none to other gateways."""
+        """Returns the components that live as far as this gateway's connections show. It has none to other gateways."""
         records = self.view.records()
         return [record.component_id for record in records if record.role == "gateway" or self.answers(record)]
 
@@ -363,21 +364,21 @@ class Cluster:
             self._recorded.update({key: (now, start_s) for key, start_s in starts_s.items()})
 
     def _look(self, key: ModelKey) -> tuple[Served, bool]:
-        """How a model is served, and whether by a KV node of its decode workers too. Raises Unavailable."""
+        """Says how a model is served, and whether a KV node of its decode workers is there too. Raises Unavailable."""
         served = self.served(*key)
         return served, not self.lacks_node(served)
 
     def _patience_s(self, key: ModelKey) -> float:
-        """How long a request waits for the model, with adapters of a rank: longer where it was served a short time
-        ago."""
+        """Returns how long a request waits for workers of the model, with adapters of a LoRA rank: longer where the
+        model was served a short time ago."""
         model, _, adapter_rank = key
         wait_s = self.return_wait_s(model, adapter_rank)
         last_s = max((at_s for at_s, _ in self._recorded_of(model, adapter_rank)), default=-math.inf)
         return wait_s if time.monotonic() - last_s < wait_s else FIRST_LOOK_S
 
     def return_wait_s(self, model: str, adapter_rank: int = 0) -> float:
-        """How long a request waits for the model's components that are being brought back: longer for a model whose
-        workers took long to start."""
+        """Returns how long a request waits for the model's components that are being brought back: longer for a model
+        whose workers took long to start."""
         start_s = max((start_s for _, start_s in self._recorded_of(model, adapter_rank)), default=0.0)
         return min(MOST_RETURN_WAIT_S, LEAST_RETURN_WAIT_S + RETURN_WAIT_STARTS * start_s)
 
@@ -385,35 +386,35 @@ class Cluster:
         return [at for (name, rank), at in self._recorded.items() if name == model and rank >= adapter_rank]
 
     def node(self, node_id: str) -> NodeLink:
-        """The link to a KV node. Raises Unavailable."""
+        """Returns the link to a KV node. Raises Unavailable."""
         link = self._links["kvnode"].get(node_id)
         if not isinstance(link, NodeLink):
             raise Unavailable(f"KV node {node_id} is gone")
         return link
 
     def holds(self, hold: TicketHold) -> bool:
-        """Whether the session that a ticket was opened in lasts, as far as this gateway knows."""
+        """Returns whether the session in which a ticket was opened is still open, as far as this gateway knows."""
         link = self._links["kvnode"].get(hold.node_id)
         return isinstance(link, NodeLink) and link.alive and link.epoch == hold.epoch
 
     def node_lives(self, node_id: str) -> bool:
-        """Whether there is a session at a KV node."""
+        """Returns whether this gateway has a session at a KV node."""
         link = self._links["kvnode"].get(node_id)
         return link is not None and link.alive
 
     def nodes(self) -> list[NodeLink]:
-        """The links to all KV nodes."""
+        """Returns the links to all KV nodes."""
         return [link for link in self._links["kvnode"].values() if isinstance(link, NodeLink)]
 
     def prefill(self, component_id: str) -> PrefillLink:
-        """The link to a prefill worker. Raises Unavailable."""
+        """Returns the link to a prefill worker. Raises Unavailable."""
         link = self._links["prefill"].get(component_id)
         if not isinstance(link, PrefillLink) or component_id in self.view.fenced:
             raise Unavailable(f"prefill worker {component_id} is gone")
         return link
 
     def decode(self, component_id: str) -> DecodeLink:
-        """The link to a decode worker. Raises Unavailable."""
+        """Returns the link to a decode worker. Raises Unavailable."""
         link = self._links["decode"].get(component_id)
         if not isinstance(link, DecodeLink) or component_id in self.view.fenced:
             raise Unavailable(f"decode worker {component_id} is gone")
@@ -422,14 +423,14 @@ class Cluster:
     async def far_hits(
         self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord]
     ) -> dict[str, int]:
-        """Blocks of a prompt that the nodes of these decode workers can have with those of a bucket, by node id; only
-        of nodes that can have more than ``hits`` says. One node of each bucket is asked, for a bounded time. It never
-        fails."""
+        """Returns how many blocks of a prompt the nodes of these decode workers can have if they fetch from their
+        buckets, by node id; it names only nodes that can have more than ``hits`` says. One node of each bucket is
+        asked, for a bounded time. It never fails."""
         known = max(hits.values(), default=0)
         if len(hashes) // HASH_BYTES - known < MIN_ASKED_BLOCKS:
             return {}
         readers: dict[str, list[str]] = {}
-        # A node of another model looks for other blocks.
+        # A KV node of another model has no block of this prompt.
         used = {record.node_id for record in components if record.role == "decode"}
         for record in components:
             if record.role == "kvnode" and record.object_url and record.node_id in used:
@@ -438,7 +439,7 @@ class Cluster:
 
         async def ask(node_ids: list[str]) -> None:
             try:
-                # A prompt always asks one node, which remembers what the bucket has.
+                # Requests with the same prompt ask the same node, which remembers what the bucket has.
                 client = self.node(node_ids[hashes[-1] % len(node_ids)]).client
                 more = await client.find_blocks(hashes, known, timeout_s=MAX_FIND_MS / 1000)
             except PillionError as error:
@@ -453,7 +454,8 @@ class Cluster:
     async def fetch_blocks(
         self, hold: TicketHold, hashes: bytes, sources: Sequence[str], pinned_blocks: int, left_s: float | None
     ) -> PrefetchReply:
-        """Lets a KV node fetch blocks under a ticket. It never fails: what does not come is computed instead (I1).
+        """Lets a KV node fetch blocks under a ticket. It never fails: blocks that do not come are computed instead
+        (I1).
 
         Args:
             hashes: the block hashes from the prompt's first block as far as they are wanted, 32 bytes each.
@@ -472,8 +474,8 @@ class Cluster:
                 span.set_attribute("error.type", type(error).__name__)
                 return PrefetchReply(blocks=pinned_blocks)
             now = time.monotonic()
-            self.fetch_pace.observe(brought.fetched_blocks, brought.fetched_ms / 1000, now)
-            self.bucket_pace.observe(brought.bucket_blocks, brought.bucket_ms / 1000, now)
+            self.routes.fetch_pace.observe(brought.fetched_blocks, brought.fetched_ms / 1000, now)
+            self.routes.bucket_pace.observe(brought.bucket_blocks, brought.bucket_ms / 1000, now)
             span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
             span.set_attribute("pillion.restored_blocks", brought.restored_blocks)
             span.set_attribute("pillion.bucket_blocks", brought.bucket_blocks)
@@ -481,7 +483,7 @@ class Cluster:
         return brought
 
     def answers(self, component: ComponentRecord) -> bool:
-        """Whether a component can be called now, as its link sees it."""
+        """Returns whether a component can be called now, as its link sees it."""
         if component.component_id in self.view.fenced:
             return False
         link = self._links.get(component.role, {}).get(_link_name(component))
@@ -493,12 +495,12 @@ class Cluster:
             try:
                 await self.refresh()
             except Exception:
-                # A failure must not end the polling: a gateway that sees no component return serves nobody.
+                # A failure must not end the polling: a gateway that never sees components come back serves nobody.
                 log.exception("looking at the registry failed")
 
     def _sync(self) -> None:
-        """Keeps a link for every known component. One that moved gets a new link; one that is forgotten keeps its link
-        while that is alive, for the sake of what runs on it."""
+        """Keeps a link for every known component. A component that moved gets a new link; one that is forgotten keeps
+        its link while that is alive, for the sake of what runs on it."""
         if self._synced_places == self.view.places:
             return
         wanted: dict[str, dict[str, ComponentRecord]] = {role: {} for role in LINKS}
@@ -519,8 +521,8 @@ class Cluster:
                     links[name] = LINKS[role](record, self.gateway_id)
 
     def _cut_off(self, component_ids: frozenset[str]) -> None:
-        """Closes the links of fenced workers, which reports what runs on them as lost. They get new links: some come
-        back."""
+        """Closes the links of fenced workers, so that the requests on them learn that they are lost. The workers get
+        new links, because some come back."""
         for component_id in component_ids:
             for role in WORKERS:
                 if (link := self._links[role].pop(component_id, None)) is not None:

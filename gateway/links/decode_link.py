@@ -1,4 +1,4 @@
-"""One connection per decode worker carries all of this gateway's streams, a batch of deltas per step.
+"""Carries all of this gateway's streams to a decode worker over one connection, a batch of deltas per step.
 
 connecting --stream up, hello sent--> alive --stream breaks--> every sink gets an error --> connecting
 """
@@ -17,7 +17,7 @@ from pillion.errors import Overloaded, PillionError, Unavailable
 from pillion.gateway.links.defects import Defects
 from pillion.net import rpc
 from pillion.v1 import decode_pb2, decode_pb2_grpc
-from pillion.v1.decode_pb2 import DecodeError, Fork, Submit
+from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.registry import ComponentRecord
@@ -26,14 +26,15 @@ log = logging.getLogger("pillion.gateway")
 
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_DELAY_S = 0.05
-# A command per stream that begins and one per stream that is cancelled: far above what admission lets in.
+# At most this many commands may wait to be sent. Each stream that begins or is cancelled is a command, and admission
+# lets in far fewer streams.
 MAX_QUEUED_COMMANDS = 65_536
 
 Sink = Callable[[DecodeDelta], None]
 
 
 class DecodeLink:
-    """The link to one decode worker. Sinks are called on the event loop and must not block."""
+    """Represents the link to one decode worker. Sinks are called on the event loop and must not block."""
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.component_id = record.component_id
@@ -45,24 +46,24 @@ class DecodeLink:
         self._sinks: dict[int, Sink] = {}
         self._keys = itertools.count(1)
         self._defects = Defects(f"the connection to decode worker {self.component_id}")
-        self._keeper = asyncio.create_task(self._keep_connected(), name=f"connection to {self.component_id}")
+        self._upkeep = asyncio.create_task(self._keep_connected(), name=f"connection to {self.component_id}")
 
     @property
     def alive(self) -> bool:
-        """Whether streams can be submitted."""
+        """Says whether streams can be submitted."""
         return self._commands is not None
 
     def submit(self, submit: Submit, sinks: Sequence[Sink]) -> tuple[int, ...]:
-        """Starts a stream, and one for each fork; returns their keys, which are set in ``submit``.
+        """Starts a stream, and one for each sibling; returns their keys, which are set in ``submit``.
 
-        ``sinks`` are called with the deltas of the stream, and of each fork. The last delta that a sink gets has a
-        finish reason or an error; after ``cancel`` it gets none. An error before the first token goes to the first sink
-        alone, but for a lost connection, which goes to all.
+        ``sinks`` are called with the deltas of the stream, and of each sibling. The last delta that a sink gets has a
+        finish reason or an error; after ``cancel`` a sink gets no delta. An error before the first token goes to the
+        first sink alone, except that a lost connection is told to all sinks.
 
         Raises Unavailable where the worker is not connected, and Overloaded where too many commands wait to be sent.
         """
         keys = tuple(next(self._keys) for _ in sinks)
-        streams: list[Submit | Fork] = [submit, *submit.forks]
+        streams: list[Submit | Sibling] = [submit, *submit.siblings]
         for stream, key in zip(streams, keys, strict=True):
             stream.key = key
         self._send(decode_pb2.DecodeCommand(submit=submit))
@@ -70,7 +71,7 @@ class DecodeLink:
         return keys
 
     def cancel(self, key: int) -> None:
-        """Cancels a stream; nothing happens where it has ended."""
+        """Cancels a stream; a stream that has ended is ignored."""
         if self._sinks.pop(key, None) is None:
             return
         try:
@@ -80,9 +81,9 @@ class DecodeLink:
             log.debug("cancel of a stream on %s: %s", self.component_id, error.message)
 
     async def aclose(self) -> None:
-        """Ends the connection; what was submitted on it is cancelled by that."""
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
+        """Ends the connection to the decode worker, which cancels what was submitted on it."""
+        self._upkeep.cancel()
+        await asyncio.gather(self._upkeep, return_exceptions=True)
         await self._channel.close()
 
     def _send(self, command: decode_pb2.DecodeCommand) -> None:
@@ -103,7 +104,7 @@ class DecodeLink:
             except grpc.aio.AioRpcError as error:
                 reason, broke = error.details() or str(error.code()), True
             except asyncio.InvalidStateError:
-                # It closed the connection in good order before our hello was written: a worker that is stopping.
+                # The worker is stopping: it closed the connection in good order before our hello was written.
                 reason = "it closed the connection at once"
             except PillionError as error:
                 reason, broke = error.message, True
@@ -115,7 +116,7 @@ class DecodeLink:
             await asyncio.sleep(RECONNECT_DELAY_S)
 
     async def _serve(self) -> None:
-        # It waits for a worker that is started again, and is connected in the moment in which that listens.
+        # With wait_for_ready the call waits while the worker is started again, and connects as soon as it listens.
         call = self._stub.Connect(wait_for_ready=True)
         commands: asyncio.Queue[decode_pb2.DecodeCommand] = asyncio.Queue(MAX_QUEUED_COMMANDS)
         writer: asyncio.Task[None] | None = None
@@ -130,7 +131,7 @@ class DecodeLink:
                 for delta in batch_from_pb(batch):
                     self._dispatch(delta)
         except asyncio.CancelledError as error:
-            # The writer cancels the call where it cannot go on, and grpc.aio reports that as our own end.
+            # The writer cancels the call where it cannot go on, and grpc.aio reports that as a cancel of this task.
             raise rpc.closed_under(error) from None
         finally:
             if writer is not None:
@@ -144,7 +145,8 @@ class DecodeLink:
             sink(delta)
 
     def _lose(self, reason: str, broke: bool) -> None:
-        """Tells all sinks. ``broke``: the worker said no good-bye, and this gateway did not end the connection."""
+        """Tells all sinks that the connection is lost. ``broke`` says that neither the worker nor this gateway ended
+        the connection in good order."""
         self._commands = None
         sinks, self._sinks = self._sinks, {}
         if sinks:
@@ -156,7 +158,8 @@ class DecodeLink:
 
 
 async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand], defects: Defects) -> None:
-    """Writes commands one after the other. The reader reports a broken stream."""
+    """Writes commands to the decode worker one after the other. The task that reads deltas reports a broken
+    connection."""
     try:
         while True:
             await call.write(await commands.get())

@@ -1,12 +1,14 @@
-"""What all gateways have under way: each tells the others by Redis, and asks for theirs before it plans.
+"""Exchanges what all gateways have under way: each tells the others by Redis, and asks for theirs before it plans.
 
     OwnLoad --note--> told: what is sent at once, what is done within REPORT_S, everything again every WHOLE_S
                         |
                         v
     SharedLoads, a hash for each gateway --with_others, before a plan--> own load + theirs on the candidates
 
-A lone gateway tells and asks nothing. Where Redis does not answer, a gateway plans with its own count and the workers'
-heartbeats alone.
+A gateway that is alone exchanges nothing. Where Redis does not answer, a gateway plans with its own count and the
+workers' heartbeats alone.
+
+An AssignedLoad is one answer's part of its gateway's own load.
 """
 
 from __future__ import annotations
@@ -19,33 +21,35 @@ from collections.abc import Callable, Mapping, Sequence
 
 from pillion.errors import Unavailable
 from pillion.gateway.links.defects import Defects
+from pillion.gateway.planning.planner import RequestPlan
 from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
 
 log = logging.getLogger("pillion.gateway")
 
-# How long the others may not know that something is done, so that many ends are one call.
+# The other gateways learn within this time that work of this one has ended, so that one call tells of many ends.
 REPORT_S = 0.1
-# How often everything is told, so that an emptied Redis learns it again: well within LOAD_TTL_MS.
+# Each time this interval has passed, a gateway tells its whole load, so that a Redis that lost its data learns it again
+# well within LOAD_TTL_MS.
 WHOLE_S = 2.0
-# How long nothing is told after a call that failed.
+# After a call of Redis that failed, the next one is made this much later.
 RETRY_S = 0.5
 
 
 class OwnLoad:
-    """What this gateway has given to each component and not got back.
+    """Counts the work that this gateway has given to each worker and that has not ended.
 
-    ``by_component``: streams for decode, tokens for prefill workers. ``tokens``: prompt tokens that are yet to be
-    computed, for both.
+    ``by_component`` counts streams of decode workers and tokens of prefill workers. ``tokens`` counts, for both, prompt
+    tokens that are yet to be computed.
     """
 
     def __init__(self) -> None:
         self.by_component: Counter[str] = Counter()
         self.tokens: Counter[str] = Counter()
-        # Told of each change: the component, and whether its load grew.
+        # This function is called with each change: the component, and whether its load grew.
         self.on_change: Callable[[str, bool], None] = lambda component_id, grew: None
 
     def add(self, component_id: str, amount: int, tokens: int = 0) -> None:
-        """Adds to a component's load, or takes from it with negative numbers; nothing is kept for an idle one."""
+        """Adds to a component's load, or takes from it with negative numbers. A component without load has no entry."""
         for counter, change in ((self.by_component, amount), (self.tokens, tokens)):
             counter[component_id] += change
             if counter[component_id] <= 0:
@@ -53,20 +57,21 @@ class OwnLoad:
         self.on_change(component_id, amount > 0 or tokens > 0)
 
     def of(self, component_id: str) -> UnderWay:
-        """What is under way on a component."""
+        """Returns what this gateway has under way on a component."""
         return UnderWay(self.by_component[component_id], self.tokens[component_id])
 
     def busy(self) -> set[str]:
-        """Components that have something."""
+        """Returns the components on which this gateway has something under way."""
         return {*self.by_component, *self.tokens}
 
 
 class LoadExchange:
-    """One gateway's part. ``start`` begins to tell, ``aclose`` takes back what was told.
+    """Tells one gateway's load to the others and reads theirs. ``start`` begins to tell it, ``aclose`` takes back what
+    was told.
 
     Args:
-        own: its load, whose changes it tells.
-        shared: the way to the others; None where the gateway is alone for good.
+        own: this gateway's load, whose changes are told.
+        shared: the connection to the others; None where the gateway is alone for good.
         others: returns the component ids of the other live gateways.
     """
 
@@ -81,20 +86,20 @@ class LoadExchange:
         self._due = asyncio.Event()
         self._report: asyncio.TimerHandle | None = None
         self._whole_at_s = 0.0
-        # Whether the others may read something of ours.
+        # This says whether the other gateways may find a load of this gateway in Redis.
         self._told = False
         self._teller: asyncio.Task[None] | None = None
         self._answers = True
         self._defects = Defects("the telling of this gateway's load")
 
     def start(self) -> None:
-        """Begins to tell. Call once, on the event loop."""
+        """Begins to tell this gateway's load. Call it once, on the event loop."""
         if self._shared is not None:
             self._own.on_change = self._note
             self._teller = asyncio.create_task(self._tell(self._shared), name="load for other gateways")
 
     async def aclose(self) -> None:
-        """Takes back what was told, if Redis answers, and closes the connections."""
+        """Takes back the load that was told, if Redis answers, and closes the connections."""
         self._own.on_change = lambda component_id, grew: None
         if self._report is not None:
             self._report.cancel()
@@ -108,8 +113,8 @@ class LoadExchange:
             await self._shared.aclose()
 
     async def with_others(self, component_ids: Sequence[str]) -> tuple[Mapping[str, int], Mapping[str, int]]:
-        """What all gateways have under way on some components, by component id: amounts and tokens as in OwnLoad. Never
-        raises; this gateway's own where the others are not known."""
+        """Returns what all gateways have under way on some components, by component id: amounts and tokens as in
+        OwnLoad. Never raises; where the others' load is not known, only this gateway's own is returned."""
         others = self._others() if self._shared is not None else ()
         if self._shared is None or not others:
             return self._own.by_component, self._own.tokens
@@ -119,15 +124,13 @@ class LoadExchange:
             self._note_answer(error)
             return self._own.by_component, self._own.tokens
         self._note_answer(None)
-        # Read behind the answer: what this gateway has sent meanwhile counts.
+        # The own load is read after the answer, because what this gateway has sent meanwhile counts.
         amounts, tokens = self._own.by_component.get, self._own.tokens.get
         pairs = list(zip(component_ids, theirs, strict=True))
         return (
             {component_id: amounts(component_id, 0) + other.amount for component_id, other in pairs},
             {component_id: tokens(component_id, 0) + other.tokens for component_id, other in pairs},
         )
-
-    # -- inside
 
     def _note(self, component_id: str, grew: bool) -> None:
         self._changed.add(component_id)
@@ -141,7 +144,7 @@ class LoadExchange:
         self._due.set()
 
     async def _tell(self, shared: SharedLoads) -> None:
-        """Tells changes until it is cancelled: one call at a time, so that none overtakes another."""
+        """Tells changes of the load until it is cancelled, one call at a time, so that no call overtakes another."""
         now_s = asyncio.get_running_loop().time
         while True:
             with contextlib.suppress(TimeoutError):
@@ -154,7 +157,7 @@ class LoadExchange:
             names = sorted(self._own.busy() if whole else self._changed)
             self._changed.clear()
             if not self._others():
-                # Whoever comes is told everything.
+                # A gateway that has just joined learns the whole load of this one.
                 self._whole_at_s = min(self._whole_at_s, now_s() + RETRY_S)
                 continue
             try:
@@ -171,7 +174,7 @@ class LoadExchange:
     async def _tell_of(self, shared: SharedLoads, names: Sequence[str], whole: bool) -> None:
         if not names and not (whole and self._told):
             return
-        # Until Redis has answered, the others may read what was told before, or this.
+        # Until Redis has answered, the others may read either what was told before or what is told now.
         self._told = True
         for first in range(0, max(1, len(names)), MAX_CHANGES_PER_CALL):
             some = {name: self._own.of(name) for name in names[first : first + MAX_CHANGES_PER_CALL]}
@@ -180,7 +183,7 @@ class LoadExchange:
         self._note_answer(None)
 
     def _note_answer(self, error: Unavailable | None) -> None:
-        """Logs only changes."""
+        """Logs the outcome of a call to Redis where it differs from that of the last call."""
         answers = error is None
         if answers != self._answers:
             log.warning(
@@ -189,3 +192,30 @@ class LoadExchange:
                 else f"planning without what the other gateways have under way: {error.message}"
             )
         self._answers = answers
+
+
+class AssignedLoad:
+    """Represents one answer's share of its gateway's ``load``, which the planner reads."""
+
+    def __init__(self, load: OwnLoad) -> None:
+        self._load = load
+        # For each component this has the answer's streams or tokens, and its prompt tokens that are yet to be computed
+        # there.
+        self._assigned: dict[str, tuple[int, int]] = {}
+
+    def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
+        """Replaces this answer's share of each component (OwnLoad.add)."""
+        for component_id in {**self._assigned, **amounts}:
+            before, now = (owner.get(component_id, (0, 0)) for owner in (self._assigned, amounts))
+            if before != now:
+                self._load.add(component_id, now[0] - before[0], now[1] - before[1])
+        self._assigned = amounts
+
+    def assign_plan(self, plan: RequestPlan, done_tokens: int = 0) -> None:
+        """Replaces this answer's share by what a plan gives to its workers. ``done_tokens`` says how far its prefill
+        range has been acknowledged."""
+        amounts = {plan.decode.component_id: (1, plan.prompt_tokens - plan.split_tokens)}
+        if plan.prefill is not None and plan.chunks:
+            left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
+            amounts[plan.prefill.component_id] = left, left
+        self.assign(amounts)

@@ -1,4 +1,4 @@
-"""The gateway's sessions at KV nodes. A session's end releases all its tickets, so a lost gateway pins nothing.
+"""Holds the gateway's sessions at KV nodes. A session's end releases all its tickets, so a lost gateway pins nothing.
 
     connecting --OpenSession's first event--> alive --session ends--> connecting ...    aclose(), anywhere --> closed
 
@@ -25,7 +25,7 @@ MAX_RELEASES_PER_CALL = 1024
 
 
 class NodeLink:
-    """The link to one KV node."""
+    """Represents the link to one KV node."""
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.node_id = record.node_id
@@ -35,33 +35,33 @@ class NodeLink:
         self._releases: list[TicketHold] = []
         self._defects = Defects(f"the session at KV node {self.node_id}")
         self._releasing: asyncio.Task[None] | None = None
-        self._keeper = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
+        self._upkeep = asyncio.create_task(self._keep_session(), name=f"session at {self.node_id}")
 
     @property
     def alive(self) -> bool:
-        """Whether a session is open, so that tickets can be opened."""
+        """Says whether a session is open, so that tickets can be opened."""
         return self._session is not None
 
     @property
     def epoch(self) -> int:
-        """The session's epoch. Raises Unavailable while there is none."""
+        """Gives the session's epoch. Raises Unavailable while there is none."""
         if self._session is None:
             raise Unavailable(f"KV node {self.node_id} does not answer")
         return self._session.epoch
 
     def release(self, hold: TicketHold) -> None:
-        """Releases a ticket soon; never fails, never waits."""
+        """Releases a ticket in the background; never fails, never waits."""
         self._releases.append(hold)
         if self._releasing is None or self._releasing.done():
             self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.node_id}")
 
     async def aclose(self) -> None:
-        """Sends what is left to release, then ends the session."""
+        """Sends the releases that wait, then ends the session."""
         if self._releasing is not None:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._releasing, 1.0)
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
+        self._upkeep.cancel()
+        await asyncio.gather(self._upkeep, return_exceptions=True)
         await self.client.aclose()
 
     async def _keep_session(self) -> None:

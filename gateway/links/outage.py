@@ -1,4 +1,4 @@
-"""Requests whose model is not served now wait here together: one task looks for all of them, several times a second.
+"""Lets requests whose model is not served now wait together: one task looks for all of them, several times a second.
 
 wait(model) --joins the line of its model--+
                                            |   the waker: asks the registry, looks at each model once
@@ -19,17 +19,17 @@ from pillion.gateway.links.defects import Defects
 LOOK_INTERVAL_S = 0.1
 
 T = TypeVar("T")
-# A model's name, its fingerprint, and the rank of the adapter that it is asked for with, 0 without one.
+# A key is a model's name, its fingerprint, and the rank of the adapter that it is asked for with, 0 without one.
 ModelKey = tuple[str, str, int]
 
 
 class OutageWaiters(Generic[T]):
-    """The lines of all models. Admission bounds how many requests wait.
+    """Holds the lines of all models. Admission bounds how many requests wait.
 
     Args:
-        refresh: asks the registry; never raises for its silence.
-        look: how a model is served now, and whether that is all it needs. Raises Unavailable.
-        patience_s: how long a request waits for a model as of now.
+    refresh: asks the registry; it does not raise where the registry does not answer. look: returns how a model is
+    served now, and whether all components that it needs are there. Raises Unavailable.
+        patience_s: returns how long a request waits for a model as of now.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class OutageWaiters(Generic[T]):
         self._defects = Defects("the search for lost components")
 
     async def wait(self, key: ModelKey) -> T:
-        """Returns how the model is served as soon as it is, or after the time to wait as far as it is. Raises
-        Unavailable."""
+        """Returns how the model is served as soon as all components that it needs are there, or, after the time to
+        wait, with those that are. Raises Unavailable."""
         answer: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         self._lines.setdefault(key, deque()).append((time.monotonic(), answer))
         if self._waker is None or self._waker.done():
@@ -55,7 +55,7 @@ class OutageWaiters(Generic[T]):
         return await answer
 
     async def aclose(self) -> None:
-        """Ends the search; who still waits gets no answer."""
+        """Ends the task that looks for models; requests that still wait get no answer."""
         if self._waker is not None:
             self._waker.cancel()
             await asyncio.gather(self._waker, return_exceptions=True)
@@ -90,7 +90,7 @@ class OutageWaiters(Generic[T]):
                 return
             line.popleft()
             if answer.done():
-                # Its request was cancelled.
+                # The request that waited here was cancelled.
                 continue
             if isinstance(found, Unavailable):
                 answer.set_exception(Unavailable(found.message, found.retry_after_ms))

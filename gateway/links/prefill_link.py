@@ -1,4 +1,4 @@
-"""Calls to prefill workers: each runs one span, which is acknowledged chunk by chunk.
+"""Makes calls to prefill workers: each runs one prefill range, which is acknowledged chunk by chunk.
 
 made --> alive --its health cannot be watched, or it says NOT_SERVING--> not alive --SERVING--> alive
 """
@@ -17,7 +17,7 @@ from pillion.errors import Unavailable
 from pillion.net import rpc
 from pillion.observability import telemetry
 from pillion.v1 import prefill_pb2_grpc
-from pillion.v1.prefill_pb2 import DESCRIPTOR, ChunkAck, RunSpanRequest
+from pillion.v1.prefill_pb2 import DESCRIPTOR, ChunkAck, RunPrefillRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.errors import said_by_server
 from pillion.wire.registry import ComponentRecord
@@ -28,15 +28,17 @@ RECONNECT_DELAY_S = 0.05
 SERVICE_NAME = DESCRIPTOR.services_by_name["Prefill"].full_name
 
 
-class SpanBroken(Unavailable):
-    """The connection to a prefill worker broke while it had a span: the worker has said nothing."""
+class PrefillBroken(Unavailable):
+    """Says that the connection to a prefill worker broke while the worker had a prefill range; the worker itself has
+    said nothing."""
 
 
 class PrefillLink:
-    """The link to one prefill worker.
+    """Represents the link to one prefill worker.
 
     Attributes:
-        alive: whether spans can be run: its health says so, or it has not been reached yet and nothing is known.
+        alive: whether prefill ranges can be run: its health says so, or it has not been reached yet and nothing is
+            known.
     """
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
@@ -48,17 +50,17 @@ class PrefillLink:
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
         self._calls: dict[Any, None] = {}
         self.alive = True
-        self._keeper = asyncio.create_task(self._keep_watched(), name=f"health of {self.component_id}")
+        self._upkeep = asyncio.create_task(self._keep_watched(), name=f"health of {self.component_id}")
 
-    async def run_span(
-        self, request: RunSpanRequest, timeout_s: float | None, on_queued: Callable[[int], None]
+    async def run_prefill(
+        self, request: RunPrefillRequest, timeout_s: float | None, on_queued: Callable[[int], None]
     ) -> AsyncIterator[ChunkAck]:
-        """Yields the acknowledgements in order; adds the hello to the request. Leaving the iteration cancels the call.
-        ``on_queued`` is called with the span's place in line when the worker says that it waits, and with 0 when it
-        begins. Raises PillionError, SpanBroken where the connection is lost.
-        """
+        """Sends a prefill range to the worker and yields the acknowledgements of its chunks in order; adds the hello to
+        the request. Leaving the iteration cancels the call. ``on_queued`` is called with the prefill range's place in
+        line when the worker says that it waits, and with 0 when it begins. Raises PillionError, PrefillBroken where the
+        connection is lost."""
         request.hello.CopyFrom(hello_to_pb(self._gateway_id))
-        call = self._stub.RunSpan(request, timeout=timeout_s, metadata=telemetry.inject())
+        call = self._stub.RunPrefill(request, timeout=timeout_s, metadata=telemetry.inject())
         self._calls[call] = None
         try:
             async for message in call:
@@ -69,7 +71,7 @@ class PrefillLink:
         except grpc.aio.AioRpcError as error:
             raised = rpc.from_rpc_error(error)
             broke = isinstance(raised, Unavailable) and not said_by_server(error)
-            raise SpanBroken(raised.message) if broke else raised from None
+            raise PrefillBroken(raised.message) if broke else raised from None
         except asyncio.CancelledError as error:
             raise rpc.closed_under(error) from None
         finally:
@@ -77,27 +79,27 @@ class PrefillLink:
             call.cancel()
 
     async def aclose(self) -> None:
-        """Cancels the spans under way, whose iterations raise Unavailable."""
-        self._keeper.cancel()
-        await asyncio.gather(self._keeper, return_exceptions=True)
-        # Closing the channel alone would let them wait for a worker that is paused and never answers.
+        """Cancels the prefill ranges under way, whose iterations raise Unavailable."""
+        self._upkeep.cancel()
+        await asyncio.gather(self._upkeep, return_exceptions=True)
+        # Closing the channel alone would leave these calls waiting for a worker that is paused and never answers.
         for call in tuple(self._calls):
             call.cancel()
         await self._channel.close()
 
     async def _keep_watched(self) -> None:
-        """Watches the worker's health, whose stream ends with the worker, and begins again for as long as there is this
-        link."""
+        """Watches the worker's health, whose stream ends with the worker, and begins to watch it again as long as this
+        link exists."""
         while True:
             asked = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
-            # A worker that is known not to answer is waited for.
-            # One that is believed to answer has to prove it at once.
+            # The call waits for a worker that is known not to answer. To a worker that is believed to answer the call
+            # fails at once if it does not.
             call = self._health.Watch(asked, wait_for_ready=not self.alive)
             try:
                 async for reply in call:
                     self.alive = reply.status == health_pb2.HealthCheckResponse.SERVING
                     if not self.alive:
-                        # A worker that stops waits for its calls to end, and so for this one.
+                        # A worker that stops waits for its calls to end, so this call must end too.
                         break
             except Exception as error:  # noqa: BLE001  (whatever it was, the worker may come back)
                 log.debug("the health of %s is unknown: %s", self.component_id, error)

@@ -1,13 +1,15 @@
-"""What a plan costs, predicted from what workers publish: time to the first token, and what decodes lose by it (I9).
+"""Predicts what a plan costs from what workers publish: time to the first token, and what decodes lose by it (I9).
 
     prefill worker  waits for its queue | chunks: each reads the KV before it again | then, on the decode worker,
     decode worker   waits for its queue . . . . . . . . . . . . . . . . . . . . . . . | prompt tail, beside its decodes
 
-A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_cost`). Everything here is closed
-arithmetic: a gateway weighs dozens of ways for each request. Every price grows with load, so more load never attracts.
+A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.step_model`). A price is computed by a
+few formulas and without a search, because a gateway weighs dozens of routes for each request. Every price grows with a
+worker's load, so that a busier worker never looks cheaper.
 
-Workers that share a board of cores (:mod:`pillion.core_board`) have one budget of compute. A decode worker there has
-all cores that nobody else uses, and what a prefill worker computes takes cores from it (:class:`Board`).
+Workers that share a core lending table (:mod:`pillion.core_lending_table`) have one budget of compute. A decode worker
+there has all cores that nobody else uses, and what a prefill worker computes takes cores from it
+(:class:`CoreBudget`).
 """
 
 from __future__ import annotations
@@ -17,94 +19,74 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+from pillion.engine.scheduling.step_model import (
+    MIN_TAIL_TOKENS,
+    WAITING_PER_DECODE,
+    StepModel,
+    seconds_for_throughput,
+)
 from pillion.wire.registry import ComponentRecord
 
-# Seconds of the call that starts a span, and of each chunk's acknowledgement, on one machine.
+# These are the seconds that the call which starts a prefill range takes on one machine, and those that the
+# acknowledgement of each chunk takes.
 SPAN_CALL_S = 0.003
 CHUNK_CALL_S = 0.001
-# Seconds of the call that fetches blocks, and the rate assumed where none was measured.
+# The call that fetches blocks takes FETCH_CALL_S; where no fetch was measured, blocks are assumed to come at
+# DEFAULT_BYTES_PER_S.
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
-# A fetch may take as long as computing what it would bring, and at least this long: then it and computing nevertheless
-# take at most twice as long as computing alone, or so much longer, whatever a source does.
+# A fetch may take as long as computing the blocks that it would bring, and at least LEAST_FETCH_S. So where a fetch
+# fails, the fetch and the computing after it take at most twice as long as computing alone, or LEAST_FETCH_S longer.
 LEAST_FETCH_S = 0.1
-# A prompt tail gets this many tokens of a step however late the decodes are
-# (pillion.engine.scheduling.step_cost.MIN_TAIL_TOKENS).
-MIN_TAIL_TOKENS = 16
-# With a target in plain steps, a step may be longer where more prompts than this wait for each stream, until it gets so
-# much of the work done that the largest step gets done in the same time
-# (pillion.engine.scheduling.step_cost.WAITING_PER_DECODE, LEAST_THROUGHPUT).
-WAITING_PER_DECODE = 0.5
-LEAST_THROUGHPUT = 0.9
-# A fit that has seen no larger step than this does not know what a chunk costs.
+# A cost model that was fitted only to steps of fewer tokens than this does not know what a chunk costs.
 MIN_CHUNK_SEEN_TOKENS = 64
-# Where a decode worker has no target, a step that takes longer than this harms its streams.
+# Where a decode worker has no target for inter-token latency, a step that takes longer than this harms its streams.
 DEFAULT_TARGET_S = 0.1
-# The queue that a heartbeat reports shrinks with its age, as the worker computes; longer silence is no sign of work.
+# The queue that a heartbeat reports is assumed to shrink as the heartbeat ages, because the worker computes, but only
+# for this long: a worker that stays silent for longer may compute nothing.
 MAX_REPORT_FADE_S = 2.0
-# A worker whose fit says so many times less, or more, than the middle one of its role is judged by that one: what is
-# absurd must not attract everything, nor drive it away.
+# Where the times that a worker's fitted cost model predicts are more than this many times longer, or shorter, than
+# those of the median worker of its role, the median worker's model is used in its place: an absurd fit must neither
+# attract all requests nor repel them.
 MAX_ODDS = 16.0
-# On a span of so many tokens they are compared.
+# The fitted cost models of workers are compared by what they predict for a prefill range of this many tokens.
 COMPARED_TOKENS = 512
-# Fits of which that is remembered: workers change theirs with every heartbeat, plans are made more often.
+# The results of this many comparisons of fitted cost models are remembered, because plans are made more often than
+# heartbeats bring new ones.
 MAX_COMPARED = 4096
-# Tokens that a running stream is assumed to generate where another one waits for its slot.
+# Where a request waits until a running stream ends, that stream is assumed to generate this many tokens until then.
 ASSUMED_ANSWER_TOKENS = 128
-# Where the tokens of somebody's queue stand in their prompts, and the context of a stream that was not reported.
+# Queued tokens are assumed to stand at this position of their prompts, and a stream that no heartbeat has reported yet
+# is assumed to have this many tokens of context.
 ASSUMED_POSITION = 512
-# What a worker's steps are taken to hold until it reports how many tokens and streams they do.
+# Until a worker reports how many tokens and streams its steps hold, they are assumed to hold at most this many.
 ASSUMED_STEP_TOKENS = 256
 ASSUMED_SLOTS = 64
 
 
-class StepModel(NamedTuple):
-    """Seconds of a step, and of each token, sequence, KV token read and query-key pair in it."""
-
-    step_s: float
-    token_s: float
-    sequence_s: float
-    read_s: float
-    pair_s: float
-
-    def span_s(self, start: int, end: int, step_tokens: int) -> float:
-        """Tokens start .. end computed alone, ``step_tokens`` in a step: every step reads the KV before it again."""
-        tokens = end - start
-        if tokens <= 0:
-            return 0.0
-        steps = -(-tokens // step_tokens)
-        reads = steps * start + tokens * (steps + 1) / 2
-        pairs = tokens * (start + (tokens + 1) / 2)
-        fixed = steps * (self.step_s + self.sequence_s)
-        return fixed + tokens * self.token_s + reads * self.read_s + pairs * self.pair_s
-
-    def at_speed(self, speed: float) -> StepModel:
-        """The model on cores that are so many times as fast together."""
-        return StepModel._make([weight_s / speed for weight_s in self])
-
-    def queued_token_s(self, step_tokens: float, step_s: float) -> float:
-        """Seconds of each queued token, ``step_tokens`` of them in a step that costs ``step_s`` by itself."""
-        fixed_s = step_s + self.sequence_s + self.read_s * ASSUMED_POSITION
-        return self.token_s + self.read_s + self.pair_s * ASSUMED_POSITION + fixed_s / step_tokens
+def queued_token_s(model: StepModel, step_tokens: float, step_s: float) -> float:
+    """Returns the seconds that each queued token takes, where a step computes ``step_tokens`` queued tokens and would
+    cost ``step_s`` without them."""
+    return model.tail_token_s(ASSUMED_POSITION) + (step_s + model.piece_s(ASSUMED_POSITION)) / step_tokens
 
 
 def _queue_wait_s(component: ComponentRecord, sent_tokens: int, token_s: float) -> float:
-    """Seconds until a worker's queue is computed: what gateways sent, or what the heartbeat reported less the time
-    since then, whichever is more."""
+    """Returns the seconds until a worker's queue is computed: either the time for the tokens that gateways sent, or the
+    time for the queue that the last heartbeat reported, less that heartbeat's age, whichever is larger."""
     fade_s = min(component.heartbeat_age_ms / 1000, MAX_REPORT_FADE_S)
     reported_s = (component.queued_tokens or component.waiting_tokens) * token_s - fade_s
     sent_s = sent_tokens * token_s
     return reported_s if reported_s > sent_s else sent_s
 
 
-# A model of no machine in particular: with it, equal workers compare by their queues, and calls by the tokens that they
-# save.
+# This cost model stands for no particular machine. It is used while no worker has reported a cost model: workers are
+# then compared by their queues, and fetches by the tokens that they save.
 DEFAULT_MODEL = StepModel(5e-3, 5e-4, 5e-5, 1e-7, 1e-7)
 
 
 class Models:
-    """The model of each worker: its own fit; of a worker that has none yet, or an absurd one, the middle one of its
-    role, or of any."""
+    """Finds the step model of each worker: the one fitted to its own steps or, where that is lacking or absurd, the
+    median one of its role or, where no worker of its role has one, of the other role."""
 
     def __init__(self, decodes: Sequence[ComponentRecord], prefills: Sequence[ComponentRecord]) -> None:
         prefill = middle_model(prefills)
@@ -114,7 +96,8 @@ class Models:
         self._compared_s = {"decode": _compared_s(self._decode), "prefill": _compared_s(self._prefill)}
 
     def of(self, component: ComponentRecord) -> StepModel:
-        """The model of a worker. A decode worker that has run no chunk yet has the token costs of prefill workers."""
+        """Returns the step model of a worker. A decode worker that has run no chunk yet gets the token costs of prefill
+        workers."""
         if component.role == "prefill":
             return self._own(component, self._prefill)
         own, prefill = self._own(component, self._decode), self._prefill
@@ -123,7 +106,7 @@ class Models:
         return own._replace(token_s=max(own.token_s, prefill.token_s), pair_s=max(own.pair_s, prefill.pair_s))
 
     def rough_token_s(self, component: ComponentRecord) -> float:
-        """Seconds of a token in a queue, to compare workers by."""
+        """Returns roughly the seconds that a token in a worker's queue takes, to compare workers."""
         return _compared_s(self.of(component)) / COMPARED_TOKENS
 
     def _own(self, component: ComponentRecord, middle: StepModel) -> StepModel:
@@ -136,24 +119,26 @@ class Models:
 
 @lru_cache(maxsize=MAX_COMPARED)
 def _compared_s(model: StepModel) -> float:
-    return model.span_s(0, COMPARED_TOKENS, COMPARED_TOKENS)
+    return model.range_s(0, COMPARED_TOKENS, COMPARED_TOKENS)
 
 
 def middle_model(workers: Sequence[ComponentRecord]) -> StepModel | None:
-    """The median model, of two the slower one: a model that is too good to be true is then the odd one."""
+    """Returns the step model of the median worker, or None where no worker has one. Of an even number it takes the
+    slower of the two in the middle, so that of two workers a model that is too good to be true is not taken."""
     fits = [StepModel._make(component.step_cost_s) for component in workers if component.step_cost_s]
     return sorted(fits, key=_compared_s)[len(fits) // 2] if fits else None
 
 
 class PrefillSide(NamedTuple):
-    """A prefill worker as a plan sees it.
+    """Describes what a plan has to know of a prefill worker.
 
     Attributes:
-        step_tokens: tokens of a step, which is a chunk or a part of one.
-        wait_s: until its queue is computed.
-        token_s: of each token behind that, roughly.
-        extra_s: what it costs that it is on another node.
-        followers_per_s: requests that come to it, and would wait behind ours.
+        step_tokens: how many tokens each of its steps computes: a chunk, or a part of one.
+        wait_s: how many seconds pass until it has computed its present queue.
+        token_s: roughly how many seconds it takes for each further token.
+        extra_s: how many seconds longer a prefill range takes because the worker is on another node than the decode
+            worker.
+        followers_per_s: requests a second that come to it, and would wait until the present one is done.
     """
 
     component: ComponentRecord
@@ -168,38 +153,44 @@ class PrefillSide(NamedTuple):
     def of(
         cls, component: ComponentRecord, model: StepModel, chunk_tokens: int, sent_tokens: int, followers_per_s: float
     ) -> PrefillSide:
-        """``sent_tokens``: what gateways have sent and not got back (ClusterSnapshot)."""
+        """Describes a prefill worker. ``sent_tokens`` counts the prompt tokens that gateways have sent there and that
+        are not computed yet (ClusterSnapshot)."""
         most = component.max_step_tokens
         step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
-        token_s = model.queued_token_s(step_tokens, model.step_s)
+        token_s = queued_token_s(model, step_tokens, model.step_s)
         wait_s = _queue_wait_s(component, sent_tokens, token_s)
         return cls(component, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
 
-    def span_s(self, start: int, end: int) -> float:
-        """Seconds from the first chunk's begin to the last one's acknowledgement."""
+    def range_s(self, start: int, end: int) -> float:
+        """Returns the seconds that a prefill range of the tokens start .. end takes, from the beginning of its first
+        chunk to the acknowledgement of its last one."""
         if end <= start:
             return 0.0
         calls_s = SPAN_CALL_S + CHUNK_CALL_S * (-(-(end - start) // self.step_tokens))
-        return self.model.span_s(start, end, self.step_tokens) + calls_s + self.extra_s
+        return self.model.range_s(start, end, self.step_tokens) + calls_s + self.extra_s
 
 
-class Board(NamedTuple):
-    """How a decode worker and the prefill workers of its host share their cores, as a plan sees it.
+class CoreBudget(NamedTuple):
+    """Describes how a decode worker and the prefill workers of its host share their cores, for a plan that uses this
+    decode worker.
 
     Attributes:
-        speed: of the decode worker while prefill workers have nothing to do; 1 is that of its own cores.
-        slower: how many times as long its work takes while they compute.
-        busy_s: for how long they do, with what they have.
-        beside: how many times as long its work takes while a prefill worker computes that had nothing to do.
-        span_factor: how many times as long a prefill worker needs for a span as the decode worker would alone.
-        follower_tokens: prompt tokens of the requests that come, on the average.
+        speed: how many times as fast the decode worker is as on its own cores alone, while prefill workers have nothing
+            to do and lend it theirs.
+        slower: how many times as long the decode worker's work takes while the prefill workers that are busy now
+            compute.
+        busy_s: how many seconds the prefill workers need for the prompts that they have now.
+        beside: how many times as long the decode worker's work takes while one prefill worker computes.
+        range_factor: how many times as long a prefill worker needs for a prefill range as the decode worker would
+            alone.
+        follower_tokens: how many prompt tokens a later request has on the average.
     """
 
     speed: float
     slower: float
     busy_s: float
     beside: float
-    span_factor: float
+    range_factor: float
     follower_tokens: float
 
     @classmethod
@@ -209,18 +200,21 @@ class Board(NamedTuple):
         mates: Sequence[ComponentRecord],
         sent_tokens: Mapping[str, int],
         follower_tokens: float,
-    ) -> Board:
-        """The board of a decode worker. ``mates``: all workers of the board, ``sent_tokens``: what gateways have sent
-        to each component and not got back."""
+    ) -> CoreBudget:
+        """Describes the cores that a decode worker shares. ``mates`` are all workers of its core lending table;
+        ``sent_tokens`` counts the prompt tokens that gateways have sent to each component and that are not computed
+        yet."""
         own_share, prefill_share = component.core_share, 0.0
         idle_share, computing_share, computing_s = 1.0 - own_share, 0.0, 0.0
-        # Workers that compute, which borrow in equal parts what is idle. A prompt of ours makes this one compute.
+        # Workers that compute borrow equal parts of the idle cores. The decode worker counts as one, because it will
+        # compute the request's tail.
         decodes, prefills = 1, 0
         for mate in mates:
             name, share = mate.component_id, mate.core_share
             tokens = max(mate.queued_tokens, mate.waiting_tokens, sent_tokens.get(name, 0))
             if mate.role == "prefill":
-                # A plan may use any of them: the one with the most cores takes the most from the decode worker.
+                # A plan may use any prefill worker, so the one with the most cores is counted, which takes the most
+                # from the decode worker.
                 prefill_share = max(prefill_share, share)
             if name == component.component_id or not (tokens or mate.running_requests):
                 continue
@@ -232,43 +226,50 @@ class Board(NamedTuple):
             if mate.step_cost_s:
                 model = StepModel._make(mate.step_cost_s)
                 steps = mate.max_step_tokens or ASSUMED_STEP_TOKENS
-                computing_s += share * tokens * model.queued_token_s(steps, model.step_s)
+                computing_s += share * tokens * queued_token_s(model, steps, model.step_s)
         idle_share = max(0.0, idle_share)
-        # Once prefill workers are done, their cores are as idle as the rest, and only decode workers borrow.
+        # Once the prefill workers have nothing to do, their cores are idle too, and only decode workers borrow cores.
         speed = 1.0 + (idle_share + computing_share) / (decodes * own_share)
         speed_now = 1.0 + idle_share / ((decodes + prefills) * own_share)
-        # Each for as long as its own cores need, on the average over the cores.
+        # Each prefill worker is assumed to compute on its own cores only; busy_s is the average of their times,
+        # weighted by their cores.
         busy_s = computing_s / computing_share if computing_share else 0.0
         has_work = component.running_requests or component.queued_tokens or sent_tokens.get(component.component_id)
-        # A span has the prefill worker's own cores, and its part of those of others that have nothing to do: this
-        # decode worker's, too, unless it has streams or prompts. Alone, the decode worker would have speed * own_share.
+        # A prefill range is computed on the prefill worker's own cores and on its part of the cores of workers that
+        # have nothing to do, this decode worker included unless it has streams or prompts. If the decode worker
+        # computed the range, it would have speed * own_share of the host's cores.
         lent_share = max(0.0, idle_share - prefill_share) + (0.0 if has_work else own_share)
-        span_share = prefill_share + lent_share / (decodes + prefills)
-        span_factor = speed * own_share / span_share if prefill_share else 1.0
-        # The prefill worker's cores are then missing from what decode workers borrow; nobody takes their own.
+        range_share = prefill_share + lent_share / (decodes + prefills)
+        range_factor = speed * own_share / range_share if prefill_share else 1.0
+        # While a prefill worker computes, decode workers cannot borrow its cores, but they always keep their own.
         speed_beside = max(1.0, speed - prefill_share / (decodes * own_share))
-        return cls(speed, speed / speed_now, busy_s, speed / speed_beside, span_factor, follower_tokens)
+        return cls(speed, speed / speed_now, busy_s, speed / speed_beside, range_factor, follower_tokens)
 
     def passed_s(self, seconds: float) -> float:
-        """How long the decode worker needs for what takes ``seconds`` while prefill workers have nothing to do."""
-        # Slowed to the end, or only as long as they are busy: in that time it gets 1 / slower of it done.
+        """Returns the seconds that the decode worker needs now for work that would take ``seconds`` if prefill workers
+        had nothing to do."""
+        # For busy_s seconds, while prefill workers compute, the work goes on at 1 / slower of its full speed, and then
+        # at full speed. The first time holds if the work ends within busy_s, else the second one, which is then
+        # smaller.
         return min(seconds * self.slower, seconds + self.busy_s * (1 - 1 / self.slower))
 
 
 class DecodeSide(NamedTuple):
-    """A decode worker as a plan for a prompt of ``end`` tokens sees it.
+    """Describes what a plan for a prompt of ``end`` tokens has to know of a decode worker.
 
     Attributes:
-        model: on the cores that it has while prefill workers of its board have nothing to do.
-        streams: how many run there.
+        model: its step model on the cores that it has while prefill workers of its core lending table have nothing to
+            do.
+        streams: how many streams run there.
         waiting: how many prompts wait there.
-        base_s: a step of the streams alone.
-        room: tokens of a prompt tail that a step takes beside them.
-        most: tokens that a step may take in all.
-        wait_s: until the prompt tails before ours are computed, and a slot is free.
+        base_s: how many seconds a step takes that only decodes the streams.
+        room: how many tokens of a prompt tail a step computes beside the streams' decodes.
+        most: how many tokens a step may compute in all.
+        wait_s: how many seconds pass until the prompt tails that came earlier are computed and the worker has room for
+            one more stream.
         limit_s: the inter-token latency that its streams should have.
-        followers_per_s: requests that come to it, and would wait behind ours.
-        board: its host's cores where workers share them.
+        followers_per_s: requests a second that come to it, and would wait until the present one is done.
+        shared_cores: how it shares cores with the prefill workers of its host; None where workers do not share cores.
     """
 
     component: ComponentRecord
@@ -282,7 +283,7 @@ class DecodeSide(NamedTuple):
     wait_s: float
     limit_s: float
     followers_per_s: float = 0.0
-    board: Board | None = None
+    shared_cores: CoreBudget | None = None
 
     @classmethod
     def of(
@@ -293,13 +294,12 @@ class DecodeSide(NamedTuple):
         sent_streams: int,
         sent_tokens: int,
         followers_per_s: float = 0.0,
-        board: Board | None = None,
+        shared_cores: CoreBudget | None = None,
     ) -> DecodeSide:
-        """``sent_streams`` and ``sent_tokens``: what gateways have there, and prompt tokens of it to be computed.
-        ``model`` is on the worker's own cores."""
-        if board is not None:
-            model = model.at_speed(board.speed)
-        step_s, token_s, sequence_s, read_s, pair_s = model
+        """Describes a decode worker. ``sent_streams`` counts the streams that gateways have there, ``sent_tokens``
+        their prompt tokens that are yet to be computed. ``model`` is the step model on the worker's own cores."""
+        if shared_cores is not None:
+            model = model.at_speed(shared_cores.speed)
         streams, context = component.decoding_requests, component.context_tokens
         present = component.running_requests + component.waiting_requests
         waiting = max(0, present - streams)
@@ -307,66 +307,73 @@ class DecodeSide(NamedTuple):
             streams += sent_streams - present
             context += (sent_streams - present) * ASSUMED_POSITION
             present = sent_streams
-        base_s = step_s + streams * (token_s + sequence_s) + context * (read_s + pair_s)
+        base_s = model.plain_s(streams, context)
         most = component.max_step_tokens or ASSUMED_STEP_TOKENS
         room = float(most - streams) if most > streams else 1.0
         target_s, target_steps = component.target_itl_ms / 1000, component.target_itl_steps
-        each_s = token_s + read_s + pair_s * end
+        each_s = model.tail_token_s(end)
         crowd, crowded_room = 0.0, room
-        if target_s and each_s:
-            fitting = (target_s - base_s - sequence_s - read_s * end) / each_s
+        if target_s and streams and each_s:
+            fitting = (target_s - base_s - model.piece_s(end)) / each_s
             room = min(room, max(fitting, MIN_TAIL_TOKENS))
         elif target_steps and streams and each_s:
-            # As if all of a step were plain but the tail's tokens: a busier worker then never looks cheaper.
-            tail_s = sequence_s + read_s * max(end, ASSUMED_POSITION)
+            # Each step is priced as if it computed nothing but the streams' decodes and one prompt tail, so that a
+            # busier worker never looks cheaper.
+            tail_s = model.piece_s(max(end, ASSUMED_POSITION))
             plain_s = base_s + tail_s
             bounded_room = min(room, max((target_steps - 1) * plain_s / each_s, MIN_TAIL_TOKENS))
-            # Prompts beyond these, which go first, are computed in longer steps.
+            # Where more prompts than ``patient`` wait, the worker computes the others in longer steps, before decodes.
             patient = int(WAITING_PER_DECODE * streams)
             crowd = min(1.0, max(0, waiting + 1 - patient) / max(1, waiting))
             if crowd:
-                fixed_s, longest_s = step_s + tail_s, plain_s + most * each_s
-                fast_s = fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s))
+                fast_s = seconds_for_throughput(model.step_s + tail_s, plain_s + most * each_s)
                 crowded_room = min(room, max((fast_s - plain_s) / each_s, bounded_room))
             room = bounded_room if patient else crowded_room
-            # Its streams lose no more than that.
+            # A step on this worker takes at most target_s, so its streams wait no longer for a token.
             target_s = plain_s + room * each_s
-        queued_s = model.queued_token_s(room, base_s)
+        queued_s = queued_token_s(model, room, base_s)
         if crowd:
-            queued_s += crowd * (model.queued_token_s(crowded_room, base_s) - queued_s)
+            queued_s += crowd * (queued_token_s(model, crowded_room, base_s) - queued_s)
         wait_s = _queue_wait_s(component, sent_tokens, queued_s)
         slots = component.running_requests + component.free_seqs or ASSUMED_SLOTS
         if present >= slots:
             wait_s += (present + 1 - slots) * base_s * ASSUMED_ANSWER_TOKENS / slots
         limit_s = target_s or DEFAULT_TARGET_S
-        return cls(component, model, end, streams, waiting, base_s, room, most, wait_s, limit_s, followers_per_s, board)
+        return cls(
+            component, model, end, streams, waiting, base_s, room, most, wait_s, limit_s, followers_per_s, shared_cores
+        )
 
     def tail_s(self, start: int) -> tuple[float, float]:
-        """Seconds from the first step with a token of start .. end to the first token, and the seconds that the streams
-        there lose by it, together: what its steps take beyond their latency."""
-        _, token_s, sequence_s, read_s, pair_s = self.model
+        """Returns two numbers of seconds: how long the prompt's tokens from ``start`` on take, once begun, until the
+        first new token; and how much time the worker's streams lose by them in all, because steps take longer than the
+        latency that the streams should have."""
         tokens = self.end - start
-        # Not rounded up: a little more load then never makes another number of steps look better.
+        # The number of steps is not rounded up, so that a little more load never makes another number of steps look
+        # better.
         steps = max(1.0, tokens / self.room)
         seconds = self._steps_s(steps, start, self.end)
         if not self.streams:
             return seconds, 0.0
         has_target = self.component.target_itl_ms or self.component.target_itl_steps
         piece = min(tokens, self.room if has_target else self.most)
-        step_s = self.base_s + sequence_s + read_s * self.end + piece * (token_s + read_s + pair_s * self.end)
+        step_s = self.base_s + self.model.piece_s(self.end) + piece * self.model.tail_token_s(self.end)
         return seconds, max(0.0, step_s - self.limit_s) * steps * self.streams
 
     def own_cores_s(self, start: int, end: int) -> float:
-        """Seconds of tokens start .. end alone, on the worker's own cores: they do not depend on the load of others."""
-        return self.model.span_s(start, end, self.most) * (self.board.speed if self.board is not None else 1.0)
+        """Returns the seconds that the prompt's tokens start .. end would take on the worker's own cores if it had no
+        other work."""
+        return self.model.range_s(start, end, self.most) * (
+            self.shared_cores.speed if self.shared_cores is not None else 1.0
+        )
 
     def part_s(self, start: int, end: int) -> float:
-        """Seconds that the prompt's tokens start .. end take here as a part of a longer tail: it shares its first and
-        last step with the rest."""
+        """Returns the seconds that the prompt's tokens start .. end take on this worker as a part of a longer tail,
+        which shares its first and last step with the rest."""
         return self._steps_s((end - start) / self.room, start, end)
 
     def _steps_s(self, steps: float, start: int, end: int) -> float:
-        """Seconds of so many steps beside the streams that compute start .. end."""
+        """Returns the seconds that ``steps`` steps take which compute the prompt's tokens start .. end beside the
+        streams' decodes."""
         _, token_s, sequence_s, read_s, pair_s = self.model
         tokens, middle = end - start, (start + end) / 2
         reads = steps * middle + tokens / 2
@@ -374,71 +381,77 @@ class DecodeSide(NamedTuple):
 
 
 def _followers_lose_s(per_s: float, wait_s: float, work_s: float) -> float:
-    """Seconds that all requests wait longer for our work which come before a worker's queue, ours included, is done."""
+    """Returns how many seconds longer the requests that come to a worker have to wait, all together, because a request
+    with ``work_s`` seconds of work was queued before them: ``per_s`` come each second until the queue of ``wait_s``
+    seconds and this work are done."""
     return per_s * work_s * (max(0.0, wait_s) + work_s / 2)
 
 
-def way_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float) -> float:
-    """What a way costs: the predicted time to the first token, what running streams lose by it, and what those lose who
-    come behind it.
+def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float) -> float:
+    """Returns what a route costs: the predicted time to the first token, what running streams lose by it, and what
+    later requests lose.
 
     Args:
-        prefill: computes cached .. split, in tokens; not needed where they are equal.
-        fetch_s: blocks come for so long before anything is computed.
+        prefill: the worker that computes the prompt's tokens cached .. split; None where both are equal.
+    fetch_s: how long blocks are fetched before anything is computed.
     """
-    if decode.board is not None:
-        return _way_on_board_s(decode.board, prefill, decode, cached, split, fetch_s)
+    if decode.shared_cores is not None:
+        return _route_on_shared_cores_s(decode.shared_cores, prefill, decode, cached, split, fetch_s)
     begun_s, others_s = fetch_s, 0.0
     if split > cached and prefill is not None:
-        span_s = prefill.span_s(cached, split)
-        begun_s = max(fetch_s, prefill.wait_s) + span_s
-        others_s = _followers_lose_s(prefill.followers_per_s, prefill.wait_s, span_s)
+        range_s = prefill.range_s(cached, split)
+        begun_s = max(fetch_s, prefill.wait_s) + range_s
+        others_s = _followers_lose_s(prefill.followers_per_s, prefill.wait_s, range_s)
     seconds, lost_s = decode.tail_s(split)
     others_s += lost_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
     return (begun_s if begun_s > decode.wait_s else decode.wait_s) + seconds + others_s
 
 
-def _way_on_board_s(
-    board: Board, prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float
+def _route_on_shared_cores_s(
+    shared_cores: CoreBudget, prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float
 ) -> float:
-    """The price of a way whose decode worker shares its cores with prefill workers of its host.
+    """Returns the price of a route whose decode worker shares its cores with prefill workers of its host.
 
-    What a prefill worker computes takes cores from the decode worker: its steps take longer. Nobody waits there behind
-    our prompt, but whoever computes there is later, by as much as ours takes at most.
+    While a prefill worker computes the prompt, the decode worker has fewer cores, and its steps take longer. Its queue
+    ends later by at most the time that it would take to compute those tokens itself.
     """
     seconds, lost_s = decode.tail_s(split)
-    wait_s, begun_s, others_s = board.passed_s(decode.wait_s), fetch_s, lost_s
+    wait_s, begun_s, others_s = shared_cores.passed_s(decode.wait_s), fetch_s, lost_s
     if split > cached and prefill is not None:
         there = prefill.component
-        span_s = prefill.span_s(cached, split)
-        if (there.node_id, there.core_board) == (decode.component.node_id, decode.component.core_board):
-            # Both compute the same with the same cores: two fits would only differ by what disturbed them.
-            same_s = board.span_factor * decode.model.span_s(cached, split, prefill.step_tokens)
-            span_s += same_s - prefill.model.span_s(cached, split, prefill.step_tokens)
-            alone_s, longer = decode.part_s(cached, split), board.beside - 1
+        range_s = prefill.range_s(cached, split)
+        if (there.node_id, there.core_lending_table) == (decode.component.node_id, decode.component.core_lending_table):
+            # On the same cores, prefill and decode workers compute equally fast, and their fitted cost models differ
+            # only by errors of measurement. So the decode worker's model is used for both.
+            same_s = shared_cores.range_factor * decode.model.range_s(cached, split, prefill.step_tokens)
+            range_s += same_s - prefill.model.range_s(cached, split, prefill.step_tokens)
+            alone_s, longer = decode.part_s(cached, split), shared_cores.beside - 1
             queue_s = min(alone_s, decode.wait_s * longer)
-            # Steps with a prompt tail keep to a bound of the latency, but not beside a prefill worker.
+            # The size of a prompt tail is chosen so that steps keep the streams' latency, but nothing bounds the steps
+            # that a prefill worker slows down.
             others_s += queue_s * (decode.streams + decode.waiting)
             if decode.streams and decode.base_s:
-                others_s += decode.streams * span_s * max(0.0, 1 - decode.limit_s / (decode.base_s * board.beside))
-            follower_s = min(1.0, longer * board.follower_tokens / (split - cached)) * alone_s
-            others_s += decode.followers_per_s * span_s * follower_s
+                others_s += (
+                    decode.streams * range_s * max(0.0, 1 - decode.limit_s / (decode.base_s * shared_cores.beside))
+                )
+            follower_s = min(1.0, longer * shared_cores.follower_tokens / (split - cached)) * alone_s
+            others_s += decode.followers_per_s * range_s * follower_s
             wait_s += queue_s
         else:
-            others_s += _followers_lose_s(prefill.followers_per_s, prefill.wait_s, span_s)
-        begun_s = max(fetch_s, prefill.wait_s) + span_s
+            others_s += _followers_lose_s(prefill.followers_per_s, prefill.wait_s, range_s)
+        begun_s = max(fetch_s, prefill.wait_s) + range_s
         done_s = max(begun_s, wait_s) + seconds
     else:
-        # The prompt's own share of this shrinks with the queue, which uses up the prefill workers' busy time. So the
-        # fetch is compared with the whole, and what it does to followers is priced as if nobody else computed: each
-        # term then grows with the load.
-        done_s = max(fetch_s + board.passed_s(seconds), board.passed_s(decode.wait_s + seconds))
+        # The longer the decode worker's queue, the less of this prompt is computed while prefill workers are still
+        # busy. Each term must grow with the load all the same. So the time of the fetch is compared with that of queue
+        # and prompt together, and what later requests lose is priced as if no prefill worker computed.
+        done_s = max(fetch_s + shared_cores.passed_s(seconds), shared_cores.passed_s(decode.wait_s + seconds))
     return done_s + others_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
 
 
 class Demand:
-    """How many requests a second a gateway plans, how many of them use prefill workers, and how many tokens they have,
-    as decaying means."""
+    """Measures, as decaying means, how many requests a second a gateway plans, how many of them use prefill workers,
+    and how many prompt tokens they have to compute."""
 
     FADING_S = 20.0
 
@@ -449,7 +462,8 @@ class Demand:
         self._tokens_per_s = 0.0
 
     def note(self, now: float, shared: bool, tokens: int) -> None:
-        """Notes one more request, which has to compute ``tokens`` of its prompt."""
+        """Notes one more request, of whose prompt ``tokens`` tokens have to be computed; ``shared`` says whether it
+        uses a prefill worker."""
         self._fade(now)
         self._all_per_s += 1 / self.FADING_S
         self._shared_per_s += shared / self.FADING_S
@@ -457,11 +471,12 @@ class Demand:
 
     @property
     def mean_tokens(self) -> float:
-        """Tokens of a request's prompt that are computed; 0.0 before any came."""
+        """Gives the mean number of prompt tokens that have to be computed for a request; 0.0 before any request
+        came."""
         return self._tokens_per_s / self._all_per_s if self._all_per_s else 0.0
 
     def per_s(self, now: float) -> tuple[float, float]:
-        """Requests a second: all, and those that use prefill workers."""
+        """Returns how many requests come a second, and how many a second use prefill workers."""
         self._fade(now)
         return self._all_per_s, self._shared_per_s
 
@@ -472,15 +487,16 @@ class Demand:
 
 
 class FetchPace:
-    """How fast blocks come from one kind of source, as this gateway sees it, as a decaying mean. Times are in seconds
-    of one clock.
+    """Measures, as a decaying mean, how fast this gateway's fetches bring blocks from one kind of source. Times are in
+    seconds of one clock.
 
-    A source that was slow is not asked, so nothing is learnt of it: its pace is taken to get better while nobody hears
-    of it, and one request tries it again. What that can cost is bounded (LEAST_FETCH_S).
+    A slow source is not asked, so nothing more is learnt of it. Its speed is therefore assumed to rise while nobody
+    asks it, until one request tries it again, at a bounded cost (LEAST_FETCH_S).
     """
 
     FADING = 0.9
-    # After so long without a fetch, the pace is taken to be twice as good; and how often that is done.
+    # For each HALVING_S seconds without a fetch, a block is assumed to take half as long as before, but no more than
+    # MAX_HALVINGS times.
     HALVING_S = 60.0
     MAX_HALVINGS = 10
 
@@ -490,15 +506,16 @@ class FetchPace:
         self._seen_s = 0.0
 
     def observe(self, blocks: int, seconds: float, now: float) -> None:
-        """Notes a fetch that brought ``blocks`` blocks in ``seconds``, and ended ``now``. One that brought nothing in
-        its time counts, too; one of no time asked nobody."""
+        """Notes a fetch that brought ``blocks`` blocks in ``seconds``, and ended ``now``. A fetch that brought no block
+        counts too, but not one of 0 seconds, which has asked no source."""
         if seconds > 0:
             self._blocks = self._blocks * self.FADING + blocks
             self._seconds = self._seconds * self.FADING + seconds
             self._seen_s = now
 
     def block_s(self, now: float) -> float:
-        """Seconds a block; 0.0 before any source was heard of. Where none came, one would have been about to."""
+        """Returns the seconds that a block takes; 0.0 before any fetch ended. Where fetches have brought no block yet,
+        all their time counts as that of one block."""
         silent_s = max(0.0, now - self._seen_s)
         halvings = min(silent_s / self.HALVING_S, self.MAX_HALVINGS)
         return self._seconds / max(self._blocks, 1.0) * math.exp2(-halvings)

@@ -1,10 +1,24 @@
-"""The calls that one answer makes to other components. Each reports its outcome as an event; none decides anything."""
+"""Makes the calls to other components that one answer needs. Each call's outcome is reported as an event; nothing is
+decided here.
+
+A prefill range may run on a prefill worker of another node. Its blocks then flow to the decode worker's node while
+later chunks are computed.
+
+    ticket at the prefill worker's node --> cached prefix fetched there --> chunk computed --> chunk computed --> ...
+                                                                                 |                 |
+    ticket at the decode worker's node  <------------ one fetch at a time, as far as is computed --+
+
+The second ticket ends with the prefill range, whatever happens. A prefill worker that is lost raises; blocks that do
+not come over only end the prefill range early (I1), for the decode worker computes what it lacks.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -26,48 +40,242 @@ from pillion.errors import (
     Unavailable,
 )
 from pillion.gateway.links.cluster import Cluster, Served
-from pillion.gateway.links.prefill_link import SpanBroken
-from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot
-from pillion.gateway.planning.planner import RequestPlan, make_plan
+from pillion.gateway.links.load_exchange import AssignedLoad
+from pillion.gateway.links.node_link import NodeLink
+from pillion.gateway.links.prefill_link import PrefillBroken
+from pillion.gateway.planning.cluster_view import ClusterSnapshot
+from pillion.gateway.planning.planner import PrefixSource, RequestPlan, chunks_between, plan_fetch
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.assigned_load import AssignedLoad
+from pillion.gateway.request.admitted_request import AdmittedRequest, BlockHashChain
 from pillion.gateway.request.events import Action, Event, TicketHold
-from pillion.gateway.request.job import BlockHashChain, Job
-from pillion.gateway.request.remote_span import RemoteSpan, make_span, open_ticket
 from pillion.gateway.request.request_telemetry import BroughtTokens
-from pillion.gateway.scaling.worker_needs import PlannedPrompt
 from pillion.grammar_limits import GRAMMAR_FAULT
-from pillion.kvstore.hashing import chain_hashes, request_root
+from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
 from pillion.observability import telemetry
-from pillion.v1.decode_pb2 import DecodeError, Fork, Submit
-from pillion.v1.prefill_pb2 import ChunkAck
+from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit
+from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
 
+# A request waits at most this long for KV memory at a prefill worker's node. The time is short, because the request
+# holds memory at the decode worker's node meanwhile: two requests may wait for each other's nodes, and then both go on
+# without a prefill worker.
+MAX_REMOTE_ADMISSION_WAIT_S = 2.0
+
+
+def make_range(
+    admitted: AdmittedRequest, chain: BlockHashChain, action: ev.RunPrefill, ticket_id: int, start_blocks: int
+) -> RunPrefillRequest:
+    """Makes the message that asks a prefill worker for a prefill range: from ``start_blocks``, which its ticket has
+    pinned, to the split."""
+    plan = action.plan
+    start_tokens = start_blocks * plan.block_size
+    return RunPrefillRequest(
+        request_id=admitted.request_id,
+        attempt=action.attempt,
+        ticket_id=ticket_id,
+        parent_hash=chain.before(start_blocks),
+        start_tokens=start_tokens,
+        token_ids=action.token_ids[start_tokens : plan.split_tokens],
+        chunk_tokens=chunks_between(plan, start_blocks, plan.split_blocks),
+        priority=admitted.priority,
+        text_tokens=admitted.text_tokens,
+        adapter=admitted.adapter,
+    )
+
+
+async def open_ticket(
+    link: NodeLink,
+    admitted: AdmittedRequest,
+    action: ev.OpenTicket | ev.RunPrefill,
+    hashes: bytes,
+    total_blocks: int,
+    wait_s: float,
+    parent: trace.Span,
+    resume: bool,
+) -> tuple[TicketHold, int]:
+    """Opens a ticket for ``action``'s attempt; returns the hold, and how many leading blocks are pinned. Those that
+    ``resume`` stand before new prompts in the node's line for memory.
+
+    Raises PillionError, DeadlineExceeded where no memory comes free within ``wait_s``. Where the call is cancelled or
+    out of time, the node client leaves no ticket behind.
+    """
+    with telemetry.child("kv.pin", parent) as span:
+        epoch = link.epoch
+        ticket = await link.client.open_ticket(
+            epoch,
+            hashes,
+            total_blocks,
+            resume=resume,
+            timeout_s=wait_s,
+            priority=admitted.priority,
+            expected_blocks=min(len(hashes) // HASH_BYTES, action.plan.hinted_blocks(link.node_id)),
+        )
+        span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
+    return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
+
+
+class RemotePrefill:
+    """Runs one prefill range on a prefill worker of another node than the ticket's. ``on_chunk`` is called with every
+    chunk that the decode worker's node has."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        admitted: AdmittedRequest,
+        chain: BlockHashChain,
+        action: ev.RunPrefill,
+        on_chunk: Callable[[ChunkAck], None],
+        on_queued: Callable[[int], None],
+    ) -> None:
+        self._cluster = cluster
+        self._admitted = admitted
+        self._chain = chain
+        self._action = action
+        assert action.plan.prefill is not None
+        self._worker = action.plan.prefill
+        self._on_chunk = on_chunk
+        self._on_queued = on_queued
+        # These count the prompt's blocks at the decode worker's node, and those at the prefill worker's node.
+        self._here = action.plan.cached_blocks
+        self._there = 0
+        # These chunks are computed, and not yet at the decode worker's node; there are at most as many as the prefill
+        # range has chunks.
+        self._acked: deque[ChunkAck] = deque()
+        self._progress = asyncio.Event()
+
+    async def run(self) -> int:
+        """Runs the prefill range; returns up to which token the decode worker's node has the KV.
+
+        Raises PillionError where the prefill worker or its node is lost or refuses. Where it is cancelled, it stops
+        everything.
+        """
+        granted = await self._open_ticket()
+        if granted is not None:
+            hold, pinned_blocks = granted
+            try:
+                await self._run(hold, pinned_blocks)
+            finally:
+                # A node that is gone has released the ticket already.
+                with contextlib.suppress(Unavailable):
+                    self._cluster.node(hold.node_id).release(hold)
+        return self._here * self._action.plan.block_size
+
+    async def _open_ticket(self) -> tuple[TicketHold, int] | None:
+        """Opens the ticket at the prefill worker's node; returns None while memory is short there."""
+        split, wait_s = self._action.plan.split_blocks, self._admitted.wait_s(MAX_REMOTE_ADMISSION_WAIT_S)
+        link, hashes = self._cluster.node(self._worker.node_id), self._chain.first(split)
+        try:
+            return await open_ticket(
+                link,
+                self._admitted,
+                self._action,
+                hashes,
+                split + 1,
+                wait_s,
+                trace.get_current_span(),
+                self._action.attempt > 1,
+            )
+        except (Overloaded, DeadlineExceeded):
+            return None
+
+    async def _run(self, hold: TicketHold, pinned_blocks: int) -> None:
+        self._there = await self._fetch_prefix(hold, pinned_blocks)
+        computing = asyncio.create_task(self._compute(hold), name=f"prefill range of {self._admitted.request_id}")
+        computing.add_done_callback(lambda _: self._progress.set())
+        try:
+            await self._carry(computing)
+        finally:
+            computing.cancel()
+            await asyncio.gather(computing, return_exceptions=True)
+
+    async def _fetch_prefix(self, hold: TicketHold, pinned_blocks: int) -> int:
+        """Fetches cached blocks that the prefill worker's node lacks, from the decode worker's node or others. Returns
+        the number of blocks before the prefill range."""
+        plan = self._action.plan
+        others = [source for source in plan.sources if source.node_id != plan.node_id]
+        sources = sorted([PrefixSource(plan.node_id, self._here), *others], key=lambda source: -source.blocks)
+        wanted = plan_fetch(sources, hold.node_id, pinned_blocks, plan.split_blocks)
+        if wanted is None:
+            return pinned_blocks
+        hashes = self._chain.first(wanted.blocks)
+        names, left_s = wanted.source_node_ids, self._admitted.left_s()
+        return (await self._cluster.fetch_blocks(hold, hashes, names, pinned_blocks, left_s)).blocks
+
+    async def _compute(self, hold: TicketHold) -> None:
+        plan = self._action.plan
+        if self._there >= plan.split_blocks:
+            return
+        prefill_range = make_range(self._admitted, self._chain, self._action, hold.ticket_id, self._there)
+        link = self._cluster.prefill(self._worker.component_id)
+        async for ack in link.run_prefill(prefill_range, self._admitted.left_s(), self._on_queued):
+            self._acked.append(ack)
+            self._there = max(self._there, min(ack.end_tokens // plan.block_size, plan.split_blocks))
+            self._progress.set()
+
+    async def _carry(self, computing: asyncio.Task[None]) -> None:
+        """Carries blocks to the decode worker's node until all are there, or no more come. Raises the exception that
+        ended ``computing``."""
+        while True:
+            over = computing.done()
+            if self._there > self._here:
+                if not await self._carry_over():
+                    return
+            elif over:
+                break
+            else:
+                await self._progress.wait()
+                self._progress.clear()
+        computing.result()
+
+    async def _carry_over(self) -> bool:
+        """Fetches the blocks that are computed so far to the decode worker's node. Returns whether any block came."""
+        action, before = self._action, self._here
+        hashes = self._chain.first(self._there)
+        sources, left_s = (self._worker.node_id,), self._admitted.left_s()
+        self._here = (await self._cluster.fetch_blocks(action.hold, hashes, sources, before, left_s)).blocks
+        while self._acked and self._acked[0].end_tokens <= self._here * action.plan.block_size:
+            self._on_chunk(self._acked.popleft())
+        return self._here > before
+
+
 log = logging.getLogger("pillion.gateway")
 
-# How long a request that was in the step of a lost worker waits for news of that worker's KV node, before it counts as
-# one that the worker may have died of: a node takes its workers along, and is missed a moment later, or before.
+# A request that was in the step of a lost worker waits this long for news of that worker's KV node, before the worker
+# counts as one that may have died of the request: workers end with their node, and the loss of the node may be noticed
+# a moment later than theirs.
 VERDICT_MS = 300
-# Longest wait for KV memory of a request without a deadline.
+# A request without a deadline waits at most this long for KV memory.
 MAX_ADMISSION_WAIT_S = 120.0
-# What fits the field: 49 days. A deadline behind that is the gateway's alone to keep.
+# The field of a message that holds a timeout can hold no more, which is 49 days. A later deadline is kept by the
+# gateway alone.
 MAX_TIMEOUT_MS = 2**32 - 1
-# The hashes of a longer prompt are made on a thread: they take more than 2 ms.
+# The hashes of a longer prompt are made on a thread: they take more than 2 ms, which would hold up the event loop.
 LONG_CHAIN_TOKENS = 2**15
-# Fields that an error of a grammar names, where it cannot be said which of them is at fault.
+# An error of a grammar names at most this many fields, where it cannot be said which of them is at fault.
 MAX_NAMED_FIELDS = 8
-# Errors that another component or a new ticket may avoid.
+# Errors of these kinds may be avoided by another component or a new ticket.
 _RETRYABLE = (Unavailable, NotFound, Conflict, Cancelled, Internal, DeadlineExceeded)
-# What a component says that is on its way back: it stops, takes a new epoch, or has lost what it held.
+# A component on its way back answers with these: the component stops, takes a new epoch, or has lost what it held.
 _AWAY = (Unavailable, Conflict, Cancelled)
 
-# Work that outlives its request for a moment: asyncio itself keeps no strong reference to a task.
+# These tasks outlive their requests for a moment; the set keeps them alive, because asyncio itself keeps no strong
+# reference to a task.
 _background: set[asyncio.Task[None]] = set()
 
 
+async def chain_of(admitted: AdmittedRequest, token_ids: Sequence[int], served: Served) -> BlockHashChain:
+    """Hashes the whole blocks among these tokens of a request."""
+    whole = len(token_ids) // served.block_size * served.block_size
+    root = request_root(served.namespace, admitted.adapter, admitted.cache_salt, short_text=admitted.short_text)
+    hashed = (root, token_ids[:whole], served.block_size)
+    long = whole > LONG_CHAIN_TOKENS
+    return BlockHashChain(root, await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed))
+
+
 class ComponentCalls:
-    """One answer's calls. At most one look-up, ticket call, fetch or span is under way, and at most one decode stream.
+    """Makes the calls to components that one answer needs. At most one look-up, ticket call, fetch or prefill range
+    runs at a time, and at most one decode stream.
 
     ``seed`` is the answer's own; ``post`` takes events, ``broken`` takes an exception that no call should raise.
     ``chain`` has the hashes of the latest attempt's whole blocks.
@@ -75,14 +283,14 @@ class ComponentCalls:
 
     def __init__(
         self,
-        job: Job,
+        admitted: AdmittedRequest,
         seed: int,
         cluster: Cluster,
         span: trace.Span,
         post: Callable[[Event], None],
         broken: Callable[[BaseException], None],
     ) -> None:
-        self._job = job
+        self._admitted = admitted
         self._seed = seed
         self._cluster = cluster
         self._span = span
@@ -92,19 +300,17 @@ class ComponentCalls:
         self.chain = BlockHashChain()
         self.load = AssignedLoad(cluster.load)
         self._stream: tuple[str, int] | None = None
-        self._adopted = False
         self._begun = False
-        # Whether the worker has told that a step computes the stream's prompt.
+        # This says whether the worker has told that a step computes the stream's prompt.
         self._in_step = False
-        # The ticket that the stream was submitted with.
+        # The stream was submitted with this ticket; one that the worker opens has no number here.
         self._hold: TicketHold | None = None
-        # What the latest attempt brought of the prompt.
+        # The latest attempt brought these tokens of the prompt.
         self.brought_tokens = BroughtTokens()
 
-    # ---- started by actions ---------------------------------------------------------------------------------------
-
     def perform(self, action: Action) -> None:
-        """Begins or ends the work that an action calls for; the action names the events that are posted in answer."""
+        """Begins or ends the work that an action calls for; the class of the action names the events that are posted in
+        answer."""
         match action:
             case ev.LookUp():
                 self.load.assign({})
@@ -114,10 +320,10 @@ class ComponentCalls:
                 self._spawn(self._open_ticket(action))
             case ev.Fetch():
                 self._spawn(self._fetch(action))
-            case ev.RunSpan():
+            case ev.RunPrefill():
                 self._begun = False
                 self.load.assign_plan(action.plan)
-                self._spawn(self._run_span(action))
+                self._spawn(self._run_prefill(action))
             case ev.StopWork(after_ms=after_ms):
                 if self._work is not None and after_ms:
                     asyncio.get_running_loop().call_later(after_ms / 1000, self._work.cancel)
@@ -127,45 +333,51 @@ class ComponentCalls:
             case ev.CancelDecode():
                 self._cancel_decode()
             case ev.ReleaseTicket(hold):
-                # In the background, until the node has taken the release or the session is over.
+                # The ticket is released in the background, until the node has taken the release or the session is over.
                 try:
                     self._cluster.node(hold.node_id).release(hold)
                 except Unavailable:
                     log.debug("KV node %s went away with the ticket it was to release", hold.node_id)
 
     def submit(self, action: ev.SubmitDecode, followers: Sequence[ComponentCalls]) -> None:
-        """Posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are the calls of the
-        answers that ``action.forks`` names."""
-        job, attempt, worker = self._job, action.attempt, action.plan.decode.component_id
-        left_s = job.left_s()
+        """Submits the stream; posts TicketAdopted, TokensSampled, then DecodeFinished; or DecodeLost. ``followers`` are
+        the calls of the answers that ``action.siblings`` names."""
+        admitted, attempt, plan = self._admitted, action.attempt, action.plan
+        worker, left_s = plan.decode.component_id, admitted.left_s()
         submit = Submit(
-            request_id=job.request_id,
+            request_id=admitted.request_id,
             attempt=attempt,
-            ticket_id=action.hold.ticket_id,
             root_hash=self.chain.root,
             token_ids=action.token_ids,
-            prompt_tokens=len(job.prompt),
-            sampling=sampling_to_pb(replace(job.resolved.sampling, seed=self._seed)),
-            stop_token_ids=job.resolved.stop_token_ids,
-            max_tokens=job.resolved.max_tokens,
+            prompt_tokens=len(admitted.prompt),
+            sampling=sampling_to_pb(replace(admitted.resolved.sampling, seed=self._seed)),
+            stop_token_ids=admitted.resolved.stop_token_ids,
+            max_tokens=admitted.resolved.max_tokens,
             timeout_ms=0 if left_s is None else min(MAX_TIMEOUT_MS, max(1, int(left_s * 1000))),
             traceparent=telemetry.traceparent(trace.set_span_in_context(self._span)),
-            priority=job.priority,
-            forks=[Fork(seed=follower._seed) for follower in followers],
+            priority=admitted.priority,
+            siblings=[Sibling(seed=follower._seed) for follower in followers],
             awaited_blocks=action.awaited_blocks,
             scored_tokens=action.scored_tokens,
-            grammar=job.grammar,
-            adapter=job.adapter,
+            grammar=admitted.grammar,
+            adapter=admitted.adapter,
         )
+        if action.hold is None:
+            submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks
+        else:
+            submit.ticket_id = action.hold.ticket_id
         streams = (self, *followers)
         for stream in streams:
-            stream._adopted = stream._begun = stream._in_step = False
-            stream._hold = action.hold
+            stream._begun = stream._in_step = False
         for follower in followers:
             follower.load.assign({worker: (1, 0)})
-        # Beside a span under way, what the prefill worker has yet to compute stays assigned to it.
-        self.load.assign_plan(action.plan, 0 if action.awaited_blocks else action.plan.split_tokens)
+        # While the prefill range runs beside the stream, what the prefill worker has yet to compute stays assigned to
+        # it.
+        self.load.assign_plan(plan, 0 if action.awaited_blocks else plan.split_tokens)
         try:
+            for stream in streams:
+                # The worker's own ticket is void with this session's node, too.
+                stream._hold = action.hold or TicketHold(plan.node_id, self._cluster.node(plan.node_id).epoch, 0)
             keys = self._cluster.decode(worker).submit(submit, [partial(one._on_delta, attempt) for one in streams])
         except PillionError as error:
             self._failed_at(worker)
@@ -175,7 +387,7 @@ class ComponentCalls:
                 stream._stream = (worker, key)
 
     def _cancel_decode(self) -> None:
-        """Tells the decode worker, if it still runs something for this answer."""
+        """Tells the decode worker to stop, if it still runs something for this answer."""
         self.load.assign({})
         if self._stream is None:
             return
@@ -185,98 +397,74 @@ class ComponentCalls:
         except Unavailable:
             log.debug("decode worker %s went away with the stream it was to cancel", worker)
 
-    # ---- the work -------------------------------------------------------------------------------------------------
-
     async def _look_up(self, action: ev.LookUp) -> None:
         if action.after_ms:
             await asyncio.sleep(action.after_ms / 1000)
-        job, cluster = self._job, self._cluster
+        admitted, cluster = self._admitted, self._cluster
         whole: Served | None = None
         try:
             with telemetry.child("plan", self._span) as span:
                 if action.attempt == 1:
-                    served = await cluster.served_soon(job.model, job.fingerprint, job.adapter_rank)
+                    served = await cluster.served_soon(admitted.model, admitted.fingerprint, admitted.adapter_rank)
                 else:
-                    served = cluster.served(job.model, job.fingerprint, job.adapter_rank)
+                    served = cluster.served(admitted.model, admitted.fingerprint, admitted.adapter_rank)
                 whole = None if cluster.lacks_node(served) else served
                 decided = await self._plan(action, served, span)
         except PillionError as error:
-            # What served the model may be lost while the index answers. Nobody has waited for its return then.
+            # The components that serve the model may be lost while the index is asked. The request has then not waited
+            # for them yet.
             lost = whole is not None and cluster.lacks_node(whole)
-            patience_s = cluster.return_wait_s(job.model, job.adapter_rank)
+            patience_s = cluster.return_wait_s(admitted.model, admitted.adapter_rank)
             self._post(ev.PlanFailed(action.attempt, error, retryable=lost, patience_s=patience_s))
         else:
             self._post(ev.PlanMade(action.attempt, decided))
 
     async def _make_chain(self, action: ev.LookUp, served: Served) -> bool:
         """Hashes the prompt's whole blocks; returns whether some of them may be cached."""
-        job = self._job
-        # Nothing behind the chain is found, pinned, fetched or left to a prefill worker.
+        admitted = self._admitted
+        # The chain ends here, because no later block may be found, pinned, fetched or left to a prefill worker.
         last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
-        whole = last // served.block_size * served.block_size
-        root = request_root(served.namespace, job.adapter, job.cache_salt, short_text=job.short_text)
-        hashed = (root, action.token_ids[:whole], served.block_size)
-        long = whole > LONG_CHAIN_TOKENS
-        hashes = await asyncio.to_thread(chain_hashes, *hashed) if long else chain_hashes(*hashed)
-        self.chain = BlockHashChain(root, hashes)
-        # Under a salt of its own a request can only meet itself, in a later attempt.
-        return bool(self.chain.hashes) and (job.options.prefix_caching or action.attempt > 1)
+        self.chain = await chain_of(admitted, action.token_ids[:last], served)
+        # With a salt of its own a request can only find its own blocks, in a later attempt.
+        return bool(self.chain.hashes) and (admitted.options.prefix_caching or action.attempt > 1)
 
     async def _plan(self, action: ev.LookUp, served: Served, span: trace.Span) -> RequestPlan:
-        job, cluster = self._job, self._cluster
+        admitted, cluster = self._admitted, self._cluster
         known = await self._make_chain(action, served)
         with telemetry.tracer().start_as_current_span("lookup"):
             hits = await cluster.index.longest_prefix(self.chain.hashes) if known else ()
-        unknown = len(action.token_ids) - served.block_size * max((hit.blocks for hit in hits), default=0)
         blocks = {hit.node_id: hit.blocks for hit in hits}
-        components = cluster.candidates(served, job.text_tokens, blocks, job.spread, job.adapter)
+        components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
         far = await cluster.far_hits(self.chain.hashes, blocks, components) if known else {}
-        mates = cluster.board_mates(components)
+        mates = cluster.lending_mates(components)
         sent_load, sent_tokens = await cluster.under_way((*components, *mates))
-        now = time.monotonic()
-        snapshot = ClusterSnapshot(
-            model=job.model,
+        seen = ClusterSnapshot(
+            model=admitted.model,
             prompt_tokens=len(action.token_ids),
             hits=blocks,
             far_hits=far,
             components=components,
-            policy=job.options.policy,
+            policy=admitted.options.policy,
             block_size=served.block_size,
-            chunk_tokens=job.options.chunk_tokens,
-            answered_tokens=len(action.token_ids) - len(job.prompt),
-            board_mates=mates,
+            chunk_tokens=admitted.options.chunk_tokens,
+            answered_tokens=len(action.token_ids) - len(admitted.prompt),
+            lending_mates=mates,
             sent_load=sent_load,
             sent_tokens=sent_tokens,
-            fetch_block_s=cluster.fetch_pace.block_s(now),
-            bucket_block_s=cluster.bucket_pace.block_s(now),
-            demand_per_s=cluster.demand_per_s(),
-            demand_tokens=cluster.demand.mean_tokens,
-            sticky_choice=cluster.sticky_choices.of(job.model, unknown),
             index_available=cluster.index.available,
             avoid=action.avoid,
-            spread=job.spread,
+            spread=admitted.spread,
             unscored_from=action.unscored_from,
-            adapter=job.adapter,
-            own_adapters=cluster.sent_adapters.workers(job.adapter, now),
+            adapter=admitted.adapter,
         )
-        decided = make_plan(snapshot)
-        if job.adapter:
-            workers = {decided.decode.component_id}
-            if decided.prefill is not None and decided.chunks:
-                workers.add(decided.prefill.component_id)
-            cluster.sent_adapters.note(job.adapter, workers, time.monotonic())
-        if action.attempt == 1:
-            computed = decided.prompt_tokens - decided.cached_tokens
-            cluster.demand.note(time.monotonic(), bool(decided.chunks), computed)
-            if not job.background:
-                prompt = PlannedPrompt(decided.cached_tokens, decided.split_tokens, decided.prompt_tokens)
-                cluster.forecaster.planned(job.model, prompt)
-        if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
-            cluster.sticky_choices.note(job.model, unknown, bool(decided.chunks))
+        first, background = action.attempt == 1, admitted.background
+        decided = cluster.routes.plan(
+            seen, time.monotonic(), gateways=cluster.gateways, first=first, background=background
+        )
         span.set_attributes(
             {
                 "pillion.attempt": action.attempt,
-                "pillion.hit_blocks": snapshot.hits.get(decided.node_id, 0),
+                "pillion.hit_blocks": blocks.get(decided.node_id, 0),
                 "pillion.sources": [source.node_id for source in decided.sources],
                 "pillion.index_available": cluster.index.available,
                 "pillion.split_tokens": decided.split_tokens,
@@ -288,11 +476,13 @@ class ComponentCalls:
         return decided
 
     async def _open_ticket(self, action: ev.OpenTicket) -> None:
-        job, node_id, total_blocks = self._job, action.plan.node_id, action.plan.total_blocks
-        wait_s = job.wait_s(MAX_ADMISSION_WAIT_S)
+        admitted, node_id, total_blocks = self._admitted, action.plan.node_id, action.plan.total_blocks
+        wait_s = admitted.wait_s(MAX_ADMISSION_WAIT_S)
         try:
             link, hashes = self._cluster.node(node_id), self.chain.hashes
-            hold, pinned = await open_ticket(link, job, action, hashes, total_blocks, wait_s, self._span)
+            hold, pinned = await open_ticket(
+                link, admitted, action, hashes, total_blocks, wait_s, self._span, action.resume
+            )
         except DeadlineExceeded:
             late = Overloaded(f"no KV memory came free at {node_id} within {wait_s:.0f} s", retry_after_ms=1000)
             self._post(ev.TicketLost(action.attempt, late, retryable=False))
@@ -306,7 +496,7 @@ class ComponentCalls:
     async def _fetch(self, action: ev.Fetch) -> None:
         hashes, pinned = self.chain.first(action.wanted.blocks), action.plan.cached_blocks
         with trace.use_span(self._span):
-            bounds_s = [bound_s for bound_s in (self._job.left_s(), action.wanted.limit_s) if bound_s is not None]
+            bounds_s = [bound_s for bound_s in (self._admitted.left_s(), action.wanted.limit_s) if bound_s is not None]
             brought = await self._cluster.fetch_blocks(
                 action.hold, hashes, action.wanted.source_node_ids, pinned, min(bounds_s, default=None)
             )
@@ -314,8 +504,8 @@ class ComponentCalls:
         self.brought_tokens = BroughtTokens._make(count * action.plan.block_size for count in blocks)
         self._post(ev.BlocksFetched(action.attempt, brought.blocks))
 
-    async def _run_span(self, action: ev.RunSpan) -> None:
-        job, worker = self._job, action.plan.prefill
+    async def _run_prefill(self, action: ev.RunPrefill) -> None:
+        admitted, worker = self._admitted, action.plan.prefill
         assert worker is not None
 
         in_step = False
@@ -335,13 +525,15 @@ class ComponentCalls:
         try:
             with trace.use_span(self._span):
                 if action.plan.remote:
-                    end_tokens = await RemoteSpan(self._cluster, job, self.chain, action, acked, queued).run()
+                    end_tokens = await RemotePrefill(self._cluster, admitted, self.chain, action, acked, queued).run()
                 else:
                     # On the decode worker's own node a chunk needs no fetch.
                     end_tokens = action.plan.cached_tokens
-                    span = make_span(job, self.chain, action, action.hold.ticket_id, action.plan.cached_blocks)
+                    prefill_range = make_range(
+                        admitted, self.chain, action, action.hold.ticket_id, action.plan.cached_blocks
+                    )
                     link = self._cluster.prefill(worker.component_id)
-                    async for ack in link.run_span(span, job.left_s(), queued):
+                    async for ack in link.run_prefill(prefill_range, admitted.left_s(), queued):
                         end_tokens = ack.end_tokens
                         acked(ack)
         except PillionError as error:
@@ -349,21 +541,20 @@ class ComponentCalls:
                 self._cluster.view.suspect(worker.component_id, time.monotonic())
                 self._cluster.view.refused(worker.component_id)
             self._failed_at(worker.component_id)
-            retryable, broke = isinstance(error, (*_RETRYABLE, Overloaded)), isinstance(error, SpanBroken)
+            retryable, broke = isinstance(error, (*_RETRYABLE, Overloaded)), isinstance(error, PrefillBroken)
             killed = ""
             if broke and in_step:
                 await asyncio.sleep(VERDICT_MS / 1000)
                 killed = worker.component_id if self._cluster.node_lives(worker.node_id) else ""
             patience_s = self._patience_s(error, action.hold, broke)
-            self._post(ev.SpanLost(action.attempt, error, retryable, patience_s, killed))
+            self._post(ev.PrefillLost(action.attempt, error, retryable, patience_s, killed))
         else:
-            self._post(ev.SpanEnded(action.attempt, end_tokens))
+            self._post(ev.PrefillEnded(action.attempt, end_tokens))
 
     def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
         try:
-            if not self._adopted and delta.error is None:
-                self._adopted = True
-                self._post(ev.TicketAdopted(attempt))
+            if delta.pinned_blocks is not None:
+                self._post(ev.TicketAdopted(attempt, delta.pinned_blocks))
             if delta.prompt_logprobs:
                 self._post(ev.PromptScored(attempt, delta.prompt_logprobs))
             if delta.token_ids:
@@ -392,49 +583,51 @@ class ComponentCalls:
             self._broken(error)
 
     def _suspected(self, delta: DecodeDelta) -> bool:
-        """Whether a connection broke in a step with the stream. A stream that had tokens of this attempt was in many
-        steps before, so that another one's prompt is rather to blame, where there was another one."""
+        """Returns whether a connection broke in a step with the stream. A stream that had tokens of this attempt was in
+        many steps before, so the loss is rather the fault of another stream's prompt, where there was another
+        stream."""
         return bool(delta.broken) and (delta.broken == 1 if self._begun else self._in_step)
 
     def _lose_stream(self, attempt: int, delta: DecodeDelta, error: PillionError) -> None:
         assert delta.error is not None
         killed = ""
         if self._suspected(delta) and self._stream is not None and self._hold is not None:
-            # Without its node a worker ends, too.
+            # Where the node is lost, its workers end too, so the request is not to blame for the worker's end.
             killed = self._stream[0] if self._cluster.holds(self._hold) else ""
         patience_s = self._patience_s(error, self._hold, bool(delta.broken))
         self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, killed))
 
     def _patience_s(self, error: PillionError, hold: TicketHold | None, broke: bool = False) -> float:
-        """How long the request waits for what ended a call with ``error``, because it is merely away; 0.0 where the
-        call counts as an attempt, as one does that ``broke`` in the middle. ``hold``: the ticket that the call worked
-        under; None: it asked for one."""
+        """Returns how long the request waits for what ended a call with ``error``, because it is merely away; 0.0 where
+        the call counts as an attempt, as one that ``broke`` in the middle does. The call worked under the ticket
+        ``hold``, or asked for one where that is None."""
         if hold is None:
             # A session that is over, and a node without a pool yet, are both on their way back.
             away = isinstance(error, (*_AWAY, NotFound))
         else:
-            # With its node's last life everything that was under the ticket is gone.
+            # Where the node has begun a new life, everything under the ticket is gone.
             away = (isinstance(error, _AWAY) and not broke) or not self._cluster.holds(hold)
-        return self._cluster.return_wait_s(self._job.model, self._job.adapter_rank) if away else 0.0
+        return self._cluster.return_wait_s(self._admitted.model, self._admitted.adapter_rank) if away else 0.0
 
     def _error_of(self, error: DecodeError) -> PillionError:
-        """A worker's error as the client gets it, which knows its own fields alone."""
-        fields, text = self._job.grammar_fields, error.message
+        """Returns a worker's error in the client's words, because the client knows only the fields of its request."""
+        fields, text = self._admitted.grammar_fields, error.message
         if fields and error.code == InvalidRequest.code and text.startswith(GRAMMAR_FAULT):
             return InvalidRequest.of(*(FieldViolation(field, text) for field in fields[:MAX_NAMED_FIELDS]))
+        if error.retry_after_ms:
+            return Overloaded(text, error.retry_after_ms)
         return BY_CODE.get(error.code, Internal)(text)
 
     def _failed_at(self, component_id: str) -> None:
-        """What was sent to the worker does not show that it has the request's adapter: perhaps it cannot have it."""
-        if self._job.adapter:
-            self._cluster.sent_adapters.forget(self._job.adapter, component_id)
+        """Notes that nothing shows any more that the worker has the request's adapter: perhaps it cannot load the
+        adapter."""
+        if self._admitted.adapter:
+            self._cluster.routes.sent_adapters.forget(self._admitted.adapter, component_id)
 
     def _still_queued(self, attempt: int, position: int) -> None:
         if position:
             self._span.add_event("queued", {"pillion.attempt": attempt, "pillion.position": position})
         self._post(ev.StillQueued(attempt, position))
-
-    # ---- small things ---------------------------------------------------------------------------------------------
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -1,4 +1,4 @@
-"""The events and actions of :mod:`pillion.gateway.request.request_machine`.
+"""Defines the events and actions of :mod:`pillion.gateway.request.request_machine`.
 
 An event's name is a noun and what happened to it (TicketGranted), an action's begins with a verb (OpenTicket). Both are
 plain values: sans-IO (I9). They are msgspec structs, which Python creates in a third of a named tuple's time: some are
@@ -17,32 +17,33 @@ from pillion.v1.prefill_pb2 import ChunkAck
 
 
 class TicketHold(Struct, frozen=True):
-    """The gateway's hold on a ticket: at which node, under which session's epoch."""
+    """Represents the gateway's hold on a ticket: at which node it is, and under which session's epoch."""
 
     node_id: str
     epoch: int
     ticket_id: int
 
 
-# ---- events ----------------------------------------------------------------------------------------------------
+# The following classes are events.
 
 
 class Event(Struct, frozen=True):
-    """Something that happened to a request."""
+    """Tells something that happened to a request."""
 
 
 class AttemptEvent(Event, frozen=True):
-    """Something that happened to one attempt of a request."""
+    """Tells something that happened to one attempt of a request."""
 
     attempt: int
 
 
 class AttemptLoss(AttemptEvent, frozen=True):
-    """A call of an attempt failed.
+    """Says that a call of an attempt failed.
 
-    ``retryable``: another component or a new ticket may avoid the error. ``patience_s``: above 0 where what failed is
-    merely away and is being brought back; waiting for it is no attempt, and the request waits for so long in all.
-    ``killed``: the worker that died in a step with this request, and maybe because of it; empty where that is not so.
+    With ``retryable`` another component or a new ticket may avoid the error. ``patience_s`` is above 0 where the
+    component that failed is merely away and is being brought back; waiting for it is no attempt, and the request waits
+    for this long in all. ``killed`` is the worker that died in a step with this request, and maybe because of it; ""
+    where none did.
     """
 
     error: PillionError
@@ -58,46 +59,49 @@ class PlanMade(AttemptEvent, frozen=True):
 
 
 class PlanFailed(AttemptLoss, frozen=True):
-    """No plan could be made, for instance because no worker lives. ``retryable``: what it needs lived when planning
-    began. A new request has waited before it is told so; one that was under way waits for ``patience_s``."""
+    """No plan could be made, for instance because no worker lives. ``retryable`` says that what the request needs lived
+    when planning began. A new request has waited before this event comes; one that had begun still waits for
+    ``patience_s``."""
 
 
 class TicketGranted(AttemptEvent, frozen=True):
-    """The node has pinned ``pinned_blocks`` and reserved the rest (I3)."""
+    """The KV node has pinned the prompt's first ``pinned_blocks`` blocks and reserved the rest (I3)."""
 
     hold: TicketHold
     pinned_blocks: int
 
 
 class TicketLost(AttemptLoss, frozen=True):
-    """The node refused, or went away before it answered."""
+    """The KV node refused a ticket, or went away before it answered."""
 
 
 class BlocksFetched(AttemptEvent, frozen=True):
-    """The fetch is over: the first ``blocks`` blocks of the prompt are pinned now."""
+    """The fetch of blocks is over: the first ``blocks`` blocks of the prompt are pinned now."""
 
     blocks: int
 
 
 class ChunkAcked(AttemptEvent, frozen=True):
-    """A chunk is committed under the ticket, at the decode worker's node."""
+    """A chunk is committed under the request's ticket, at the decode worker's node."""
 
     ack: ChunkAck
 
 
-class SpanEnded(AttemptEvent, frozen=True):
+class PrefillEnded(AttemptEvent, frozen=True):
     """The prefill call ended well. Everything before ``end_tokens`` is under the ticket. That is less than the split
     where not all blocks could be fetched to the decode worker's node."""
 
     end_tokens: int
 
 
-class SpanLost(AttemptLoss, frozen=True):
-    """The prefill call failed."""
+class PrefillLost(AttemptLoss, frozen=True):
+    """The call that runs the prefill range failed."""
 
 
 class TicketAdopted(AttemptEvent, frozen=True):
-    """The decode worker holds the ticket itself now."""
+    """The decode worker holds the ticket itself now, with ``pinned_blocks`` (I3)."""
+
+    pinned_blocks: int = 0
 
 
 class TokensSampled(AttemptEvent, frozen=True):
@@ -116,19 +120,19 @@ class PromptScored(AttemptEvent, frozen=True):
 
 
 class DecodeFinished(AttemptEvent, frozen=True):
-    """The stream ended by itself."""
+    """The answer's stream ended by itself."""
 
     reason: FinishReason
     timings: DecodeTimings | None
 
 
 class DecodeLost(AttemptLoss, frozen=True):
-    """The stream failed, or its worker went away."""
+    """The answer's stream failed, or its decode worker went away."""
 
 
 class StillQueued(AttemptEvent, frozen=True):
-    """A worker says that the span or the stream waits, at this place in its line; 0: its prompt is being computed. It
-    changes nothing, but the attempt is not silent."""
+    """A worker says that the prefill range or the stream waits, at this place in its line; 0 means that its prompt is
+    being computed. The event changes nothing, but the attempt is not silent."""
 
     position: int
 
@@ -144,55 +148,54 @@ class StopStringFound(Event, frozen=True):
 
 
 class LeaderSubmitted(Event, frozen=True):
-    """The leader's submit, of this attempt and plan, begins the follower's stream too."""
+    """The submit of the leader, the request's first answer, begins the follower's stream too, in this attempt and
+    plan."""
 
     attempt: int
     plan: RequestPlan
 
 
 class LeaderRetried(Event, frozen=True):
-    """The leader's submit came to nothing, and the leader is at this attempt now."""
+    """The submit of the leader, the request's first answer, was lost, and the leader is at this attempt now."""
 
     attempt: int
 
 
 class LeaderStarted(Event, frozen=True):
-    """The leader has a token: from now on the follower is handled by itself."""
+    """The leader, the request's first answer, has a token: from now on the follower is handled by itself."""
 
 
 class RequestCancelled(Event, frozen=True):
-    """The client went away."""
+    """The client of the request went away."""
 
 
 class DeadlinePassed(Event, frozen=True):
-    """The client's time is over."""
+    """The deadline that the client gave is over."""
 
 
-# ---- actions ---------------------------------------------------------------------------------------------------
+# The following classes are actions.
 
 
 class Action(Struct, frozen=True):
-    """Something that is to be done for a request."""
+    """Asks for something that is to be done for a request."""
 
 
 class AttemptAction(Action, frozen=True):
-    """Something that is to be done for one attempt."""
+    """Asks for something that is to be done for one attempt."""
 
     attempt: int
 
 
 class TicketAction(AttemptAction, frozen=True):
-    """A call that works under a ticket."""
+    """Asks for a call that works under a ticket."""
 
     plan: RequestPlan
     hold: TicketHold
 
 
 class LookUp(AttemptAction, frozen=True):
-    """After ``after_ms``: hash ``token_ids``, ask the index, plan. Answer: PlanMade or PlanFailed.
-
-    ``unscored_from``: see ClusterSnapshot.
-    """
+    """Asks to hash ``token_ids``, ask the index and make a plan, ``after_ms`` from now. PlanMade or PlanFailed answers
+    it. ``unscored_from`` is that of ClusterSnapshot."""
 
     token_ids: tuple[int, ...]
     avoid: frozenset[str]
@@ -201,78 +204,86 @@ class LookUp(AttemptAction, frozen=True):
 
 
 class OpenTicket(AttemptAction, frozen=True):
-    """Pin and reserve at the plan's node. Answer: TicketGranted or TicketLost."""
+    """Asks to pin and reserve the prompt's blocks at the plan's node. TicketGranted or TicketLost answers it. With
+    ``resume`` the request stands before new prompts in the node's line for memory, for it has had its turn there
+    before."""
 
     plan: RequestPlan
+    resume: bool = False
 
 
 class Fetch(TicketAction, frozen=True):
-    """Let the ticket's node fetch the blocks that it lacks. Answer: BlocksFetched, whatever happens (I1)."""
+    """Asks to let the ticket's node fetch the blocks that it lacks. BlocksFetched answers it, whatever happens (I1)."""
 
     wanted: FetchPlan
 
 
-class RunSpan(TicketAction, frozen=True):
-    """Send cached..split to the prefill worker. Answer: ChunkAcked each, then SpanEnded; or SpanLost."""
+class RunPrefill(TicketAction, frozen=True):
+    """Asks to send the prefill range, cached..split, to the prefill worker. ChunkAcked answers each chunk, then
+    PrefillEnded; or PrefillLost."""
 
     token_ids: tuple[int, ...]
 
 
-class SubmitDecode(TicketAction, frozen=True):
-    """Send the prompt tail to the decode worker. Answer: TicketAdopted, TokensSampled, then DecodeFinished;
+class SubmitDecode(AttemptAction, frozen=True):
+    """Asks to send the prompt tail to the decode worker. TicketAdopted, TokensSampled, then DecodeFinished answer it;
     or DecodeLost.
 
     Attributes:
-        awaited_blocks: blocks that a RunSpan sent at the same time commits; the worker waits for them at the node.
-        forks: indexes of the answers whose streams begin with this submit.
-        scored_tokens: tokens behind the prompt's first one whose log probability is not wanted from this attempt.
+        hold: the gateway's ticket; None: the worker opens one.
+        awaited_blocks: blocks that a RunPrefill sent at the same time commits; the worker waits for them at the node.
+        siblings: indexes of the answers whose streams begin with this submit.
+        scored_tokens: tokens after the prompt's first one whose log probability is not wanted from this attempt.
     """
 
+    plan: RequestPlan
+    hold: TicketHold | None
     token_ids: tuple[int, ...]
     awaited_blocks: int = 0
-    forks: tuple[int, ...] = ()
+    siblings: tuple[int, ...] = ()
     scored_tokens: int = 0
 
 
 class StopWork(AttemptAction, frozen=True):
-    """Stop the attempt's look-up, ticket call, fetch or span. A ticket granted nevertheless must still be reported.
+    """Asks to stop the attempt's look-up, ticket call, fetch or prefill range. A ticket that is granted nevertheless
+    must still be reported.
 
-    ``after_ms``: how long a span whose blocks are all committed may take for its last acknowledgement.
+    ``after_ms``: how long a prefill range whose blocks are all committed may take for its last acknowledgement.
     """
 
     after_ms: int = 0
 
 
 class CancelDecode(AttemptAction, frozen=True):
-    """Tell the decode worker that nobody wants the stream."""
+    """Asks to tell the decode worker that nobody wants the stream."""
 
 
 class ReleaseTicket(Action, frozen=True):
-    """Release a ticket."""
+    """Asks to release the ticket of an attempt."""
 
     hold: TicketHold
 
 
 class Emit(Action, frozen=True):
-    """Give the client the answer's next tokens, with one log probability each or with none."""
+    """Asks to give the client the answer's next tokens, with one log probability each or with none."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class EmitScores(Action, frozen=True):
-    """Give the client the log probabilities of the prompt's next tokens."""
+    """Asks to give the client the log probabilities of the prompt's next tokens."""
 
     logprobs: tuple[TokenLogprob, ...]
 
 
 class Finish(Action, frozen=True):
-    """The answer is complete. Terminal."""
+    """Says that the answer is complete; no action follows."""
 
     reason: FinishReason
 
 
 class Fail(Action, frozen=True):
-    """The request ends with an error. Terminal."""
+    """Asks to end the request with an error; no action follows."""
 
     error: PillionError

@@ -1,4 +1,5 @@
-"""Deltas that the reader has not taken yet, merged into one for each answer. ``max_tokens`` bounds them. Sans-IO (I9).
+"""Merges the deltas that a request's reader has not taken yet into one for each answer. The request's ``max_tokens``
+bounds their size. Sans-IO (I9).
 
     add, add --> finish --> (the other answers' finish) --> end        fail, any time: what is pending, then the error
 
@@ -13,22 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from pillion.errors import PillionError
-from pillion.gateway.request.choices import rank_answers
+from pillion.gateway.request.parallel_samples import rank_answers
 from pillion.gateway.tokens.answer_text import AnswerDelta
 from pillion.types import Delta, FinishReason, Timings, TokenLogprob, ToolCallDelta, Usage
 
-# Most log probabilities of a prompt in one delta, their alternatives included: some 5 ms of converting them.
+# One delta has at most this many log probabilities of a prompt, their alternatives included: converting them takes some
+# 5 ms.
 MAX_DELTA_LOGPROBS = 4096
 
 
 @dataclass(slots=True)
 class _Unread:
-    """The tokens and text of one answer that the reader has not taken."""
+    """Holds the tokens and text of one answer that the reader has not taken."""
 
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    # Few answers have any, so no list is made before there is something to hold.
+    # Few answers have reasoning or calls, so no list is made before there is something to hold.
     reasoning: list[str] | None = None
     calls: list[ToolCallDelta] | None = None
     finish_reason: FinishReason | None = None
@@ -36,12 +38,12 @@ class _Unread:
 
 
 class Outbox:
-    """Deltas for one reader: answers in the order in which they have something new, each of them in its own order.
+    """Holds the deltas of a request for its reader: answers come in the order in which they have something new.
 
     Args:
-        request_id: goes into every delta.
-        generated: answers that are generated.
-        given: how many of them, the best ones, the client gets. They are numbered by rank if these are not all.
+        request_id: the id that goes into every delta.
+        generated: number of answers that are generated.
+        given: number of answers, the best ones, that the client gets. They are numbered by rank if these are not all.
         show_logprobs: whether deltas carry log probabilities.
     """
 
@@ -55,16 +57,16 @@ class Outbox:
         self._scores: deque[TokenLogprob] = deque()
         self._last: tuple[Usage, Timings] | None = None
         self._error: PillionError | None = None
-        # Whether everything has been taken.
+        # This says whether the reader has taken everything.
         self.over = False
 
     @property
     def pending(self) -> bool:
-        """Whether there is something to take; an error counts."""
+        """Says whether there is something to take: a delta, or the request's error."""
         return bool(self._pending or self._scores) or (self._error is not None and not self.over)
 
     def score(self, logprobs: Sequence[TokenLogprob]) -> None:
-        """Adds log probabilities of the prompt's next tokens, which are given before all else."""
+        """Adds log probabilities of the prompt's next tokens, which the reader gets before everything else."""
         self._scores.extend(logprobs)
 
     def add(self, index: int, piece: AnswerDelta) -> None:
@@ -83,14 +85,14 @@ class Outbox:
             self._announce(index)
 
     def finish(self, index: int, last: AnswerDelta, reason: FinishReason, stop_string: str = "") -> None:
-        """Adds the end of an answer, with what it held back, and the stop string that ended it, or ""."""
+        """Adds the end of an answer, with the text that it held back, and the stop string that ended it, or ""."""
         box = self._pending_deltas[index]
         box.finish_reason, box.stop_string = reason, stop_string
         self.add(index, last)
         self._announce(index)
 
     def end(self, usage: Usage, timings: Timings) -> None:
-        """Ends the request; called right after the last ``finish``."""
+        """Ends the request's deltas; called right after the last ``finish``."""
         self._last = (usage, timings)
         if self._ranks:
             chosen = rank_answers([box.logprobs for box in self._pending_deltas], self._given)
@@ -102,7 +104,7 @@ class Outbox:
         self._error = error
 
     def take(self) -> Delta:
-        """The next delta; call only while something is pending. Raises the error that the request ended with."""
+        """Returns the next delta; call it only while something is pending. Raises the request's error."""
         if self._scores:
             scores, most = self._scores, MAX_DELTA_LOGPROBS // (1 + len(self._scores[0].top_ids))
             given = tuple(scores.popleft() for _ in range(min(len(scores), max(most, 1))))
@@ -137,7 +139,7 @@ class Outbox:
 
 
 def _merged(parts: list[ToolCallDelta]) -> tuple[ToolCallDelta, ...]:
-    """The parts of calls, with what was written of one call's arguments in one part."""
+    """Merges the parts of calls, so that what was written of one call's arguments is one part."""
     merged: list[ToolCallDelta] = []
     for _, group in itertools.groupby(parts, key=lambda part: (part.index, part.name)):
         same = list(group)

@@ -1,12 +1,14 @@
-"""The life of one answer to a request (I9): events and a clock in, actions out. Most requests have one answer.
+"""Runs the life of one answer to a request (I9): events and a clock in, actions out. Most requests have one answer.
 
                  +------------------- attempt + 1, tokens = prompt + emitted -------------------+
-                 v                                                     SpanEnded, or the stream |
+                 |    +-PlanMade-> OPENING -TicketAdopted------------------------------+        |
+                 |    |              | less is pinned than planned                     |        |
+                 v    |              v                 PrefillEnded, or the stream     v        |
     start -> PLANNING -PlanMade-> PINNING -TicketGranted-> PREFILLING -speaks first-> DECODING  |
                |  ^                |  |                       ^   |                    |  |     |
                |  | no worker      |  +-> FETCHING            |   |                    |  |     |
                |  | lives yet      |        +--BlocksFetched--+   |                    |  |     |
-               +--+ (bounded)      | TicketLost          SpanLost |         DecodeLost |  |     |
+               +--+ (bounded)      | TicketLost          PrefillLost |         DecodeLost |  |     |
                                    +------------------------------+--------------------+--|-----+
                                                                                           |
                   DecodeFinished, StopStringFound -> Finish -+                            |
@@ -18,28 +20,35 @@
                |   ^   -LeaderStarted, but its stream is lost already-> PLANNING, attempt + 1
                +---+ LeaderSubmitted, LeaderRetried: the first answer's attempts, until it has a token
 
-A further answer (:mod:`pillion.gateway.request.choices`) has no ticket and no work of its own while it follows the
-first one, the leader: its stream begins with the leader's submit, and a loss before the leader's first token is the
+A further answer (:mod:`pillion.gateway.request.parallel_samples`) has no ticket and no work of its own while it follows
+the first one, the leader: its stream begins with the leader's submit, and a loss before the leader's first token is the
 leader's to handle. From then on it is replayed like any other answer, with attempts of its own.
 
-FETCHING is entered where the index knows more of the prompt than the ticket has pinned, on whatever node. A fetch never
-fails: it brings less, and what is missing is computed (I1). A span that ends early does not fail the attempt either:
-the decode worker computes the rest.
+OPENING is entered where the plan splits and fetches nothing: the decode worker opens the ticket itself, in the node's
+queue for memory. What it finds there settles the plan (I3) by one rule. With as many blocks as the plan counts on, or
+more, the worker keeps the ticket and computes the rest, even where the split would be another one now. With fewer it
+gets none, and the gateway opens the ticket in PINNING, in the same attempt, for it may fetch or split; it stands
+before new prompts in the node's queue then, since its turn had come.
 
-A span on the decode worker's own node is sent together with the submit: the decode worker waits at the node for the
-span's last block, so no message of the gateway stands between the two. Its stream may then speak before the span's last
-acknowledgement has arrived, which shows that all chunks are there. A span of another node is over before the submit,
-for its blocks may fall short. Where the decode worker is lost meanwhile, the span goes on to its end, and the next
-attempt finds its blocks: whoever decodes needs them.
+FETCHING is entered where the index knows more of the prompt, on whatever node, than the ticket has pinned. A fetch
+never fails: it brings less, and the rest is computed (I1). A prefill range that ends early does not fail the attempt
+either: the decode worker computes the rest.
+
+A prefill range on the decode worker's own node is sent together with the submit: the decode worker waits at the node
+for the prefill range's last block, so no message of the gateway stands between the two. Its stream may then speak
+before the prefill range's last acknowledgement has arrived, which shows that all chunks are there. A prefill range of
+another node is over before the submit, because its blocks may fall short. Where the decode worker is lost meanwhile,
+the prefill range goes on to its end, and the next attempt finds its blocks, which every decode worker needs.
 
 Attempts that bring nothing are bounded in number, but for those that fail because a component is away and on its way
-back: there it is the time in PLANNING that is bounded, from the last token on. A request that was in a step of two
-workers when they were lost, and got nothing between, fails (``MAX_WORKERS_KILLED``).
+back: for these the time in PLANNING is bounded, from the last token on. A request that was in a step of two workers
+when they were lost, and got nothing between, fails (``MAX_WORKERS_KILLED``).
 
-A plan without chunks skips PREFILLING. An attempt is named by its number, and events of an older attempt are dropped
-(I6), except a ticket: one that arrives and is not wanted any more is released. The ticket is released when the decode
-worker reports that it holds it itself, or when the attempt ends before that. Leaving an attempt stops its work and
-cancels its stream (I8). Every request has exactly one terminal action.
+A plan without chunks that fetches something skips PREFILLING. An attempt is named by its number, and events of an older
+attempt are dropped (I6), except a ticket: one that arrives and is not wanted any more is released. The gateway's ticket
+is released when the decode worker reports that it holds it itself, or when the attempt ends before that. Leaving an
+attempt stops its work and cancels its stream, which gives up a ticket that the worker opens (I8). Every request has
+exactly one terminal action.
 """
 
 from __future__ import annotations
@@ -52,6 +61,7 @@ from pillion.errors import (
     DeadlineExceeded,
     Internal,
     LethalRequest,
+    NotFound,
     Overloaded,
     PillionError,
     Unavailable,
@@ -62,23 +72,26 @@ from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.types import AnswerSoFar, FinishReason, Timings, Usage
 from pillion.v1.decode_pb2 import DecodeTimings
 
-# Delay before the second attempt; each further one waits four times as long. The planner leaves a lost component out
-# at once, the pause is for what has not been noticed yet.
+# This is the delay before the second attempt; each further one waits four times as long. The planner leaves a lost
+# component out at once, and the pause is for losses that have not been noticed yet.
 FIRST_RETRY_DELAY_MS = 20
 MAX_RETRY_DELAY_MS = 500
-# How often a request that was under way looks for components that it has lost.
+# A request that had begun looks this often whether components that it has lost are back.
 COMPONENT_POLL_MS = 100
-# So many workers that die in a step with a request, without anything between them that the client got, end the request.
+# A request ends when this many workers have died in a step with it, without a token for the client between their
+# deaths.
 MAX_WORKERS_KILLED = 2
-# How long the call of a span may outlive its answer, where the answer ended before the span's last acknowledgement.
+# The call of a prefill range may outlive its answer this long, where the answer ended before the prefill range's last
+# acknowledgement.
 LAST_ACK_WAIT_MS = 1000
 
 
 class RequestState(Enum):
-    """The states of the lifecycle above."""
+    """Names the states of the lifecycle above."""
 
     FOLLOWING = "following"
     PLANNING = "planning"
+    OPENING = "opening"
     PINNING = "pinning"
     FETCHING = "fetching"
     PREFILLING = "prefilling"
@@ -90,9 +103,11 @@ class RequestMachine:
     """Owns an answer's tokens, its attempts and its ticket. ``now`` is monotonic, in seconds. At most ``max_attempts``
     in a row bring nothing.
 
-    A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. One that
-    is ``resumed`` goes on behind the tokens that another gateway has given; there ``cached_tokens`` of the prompt were
-    found. ``scored_tokens`` log probabilities of the prompt have been given; None: this answer's client wants none.
+    A machine that ``follows`` learns what the leader does by LeaderSubmitted, LeaderRetried and LeaderStarted. A
+    machine that is ``resumed`` goes on after the tokens that another gateway has given; there ``cached_tokens`` of the
+    prompt were found. ``scored_tokens`` log probabilities of the prompt have been given; None: this answer's client
+    wants none. The prompt begins with places for so many ``virtual_tokens`` of an adapter, which the client's usage
+    does not count.
     """
 
     def __init__(
@@ -106,11 +121,13 @@ class RequestMachine:
         resumed: AnswerSoFar | None = None,
         cached_tokens: int = 0,
         scored_tokens: int | None = None,
+        virtual_tokens: int = 0,
     ) -> None:
         self.prompt = prompt
-        # How many tokens behind the prompt's first one are scored, or need not be.
+        # This many log probabilities of the prompt have been given, or are not wanted.
         most_scored = len(prompt) - 1
-        self.scored_tokens = most_scored if scored_tokens is None else min(scored_tokens, most_scored)
+        self.scored_tokens = most_scored if scored_tokens is None else min(scored_tokens + virtual_tokens, most_scored)
+        self._virtual_tokens = virtual_tokens
         self.state = RequestState.FOLLOWING if follows else RequestState.PLANNING
         self.attempt = 1
         self.emitted: list[int] = []
@@ -119,42 +136,44 @@ class RequestMachine:
         self._max_tokens = max_tokens
         self._stop_ids = stop_token_ids
         self._max_attempts = max_attempts
-        # Attempts since the last one that brought something: only these are bounded, for a stream that gets on, however
-        # often it has to move, is not to be given up. What failed because a component was away is none of them.
+        # This counts attempts since the last one that brought tokens or chunks. Only their number is bounded, because a
+        # stream that makes progress should not be given up, however often it has to move. An attempt that failed
+        # because a component was away does not count.
         self._fruitless = 1
-        # Losses since the last attempt that brought something, those included.
+        # This counts losses since the last attempt that made progress, those of absent components included.
         self._losses = 0
-        # Tickets refused in a row while the request waits for what it has lost.
+        # This counts tickets refused in a row while the request waits for what it has lost.
         self._lost_tickets = 0
         self._avoid: frozenset[str] = frozenset()
-        # Workers that died in a step with this request, since it got something.
+        # These workers died in a step with this request since the client last got something.
         self._killed: tuple[str, ...] = ()
-        # Since when the request looks for what it has lost, and how long it has looked before that since it got
-        # something: this time is bounded, whatever is lost how often.
+        # These say since when the request waits for components that it has lost, and how long it had waited before,
+        # since the client last got something. Their sum is bounded, however often components are lost.
         self._looking_s, self._looked_s = 0.0, 0.0
-        # Whether a span, and the decode worker's stream, of this attempt are under way.
-        self._span_open = False
+        # These say whether a prefill range, and the decode worker's stream, of this attempt are open.
+        self._prefill_open = False
         self._stream_open = False
-        # How the stream was lost: of a follower before its leader began, of others while their span goes on.
+        # This says how the stream was lost: of a follower before its leader began, of other answers while their prefill
+        # range goes on.
         self._lost: ev.DecodeLost | None = None
         self._timeline = _Timeline(arrived)
         if resumed is not None:
             self.emitted.extend(resumed.token_ids)
-            self._timeline.found, self._timeline.cached_tokens = True, cached_tokens
+            self._timeline.found, self._timeline.cached_tokens = True, cached_tokens + virtual_tokens
             if resumed.finish_reason is not None:
                 self.state = RequestState.DONE
 
     def start(self) -> list[Action]:
-        """The first look-up. A follower begins with none, and a resumed answer that is whole just ends."""
+        """Returns the first look-up. A follower begins without one, and a resumed answer that is whole just ends."""
         if self.state is not RequestState.PLANNING:
             return []
         whole = self._whole()
         return [self._look_up(0)] if whole is None else self._end(ev.Finish(whole), self._timeline.arrived)
 
     def handle(self, event: Event, now: float) -> list[Action]:
-        """The actions that ``event`` calls for, in order; none for one that comes late or belongs to another state."""
+        """Returns the actions that ``event`` calls for, in order; none for an event that comes late."""
         if isinstance(event, ev.TokensSampled) and self.state is RequestState.DECODING:
-            # Nearly all events are these, so they are tested first.
+            # Nearly all events are of these kinds, so they are tested first.
             return self._decoding(event, now) if event.attempt == self.attempt else []
         match event:
             case ev.TicketGranted():
@@ -182,7 +201,13 @@ class RequestMachine:
                 return self._ticket_lost(event, now)
             case ev.BlocksFetched() if self.state is RequestState.FETCHING:
                 return self._go_on(event.blocks, now)
-            case ev.ChunkAcked() | ev.SpanEnded() | ev.SpanLost() if self._span_open:
+            case ev.TicketAdopted() | ev.DecodeLost() if self.state is RequestState.OPENING:
+                return self._opening(event, now)
+            case ev.TokensSampled() | ev.PromptScored() | ev.DecodeFinished() if self.state is RequestState.OPENING:
+                # A stream that sends tokens has adopted its ticket, although that event has not come.
+                self._opening(ev.TicketAdopted(self.attempt, self._plan().cached_blocks), now)
+                return self.handle(event, now)
+            case ev.ChunkAcked() | ev.PrefillEnded() | ev.PrefillLost() if self._prefill_open:
                 return self._prefilling(event, now)
             case ev.TokensSampled() | ev.PromptScored() | ev.DecodeFinished() | ev.TicketAdopted() if (
                 self.state is RequestState.PREFILLING and self._stream_open
@@ -191,7 +216,7 @@ class RequestMachine:
                 self.state = RequestState.DECODING
                 return self.handle(event, now)
             case ev.DecodeLost() if self.state is RequestState.PREFILLING and self._stream_open:
-                return self._lost_beside_span(event, now)
+                return self._lost_beside_prefill(event, now)
             case ev.TicketAdopted() if self.state is RequestState.DECODING:
                 return self._release_ticket()
             case ev.PromptScored() if self.state is RequestState.DECODING:
@@ -201,16 +226,17 @@ class RequestMachine:
         return []
 
     def usage(self) -> Usage:
-        """Tokens so far."""
+        """Counts the tokens of prompt and answer so far."""
         guessed, accepted = self._timeline.guesses
-        found = Usage(len(self.prompt), self._timeline.cached_tokens, len(self.emitted))
+        cached = max(0, self._timeline.cached_tokens - self._virtual_tokens)
+        found = Usage(len(self.prompt) - self._virtual_tokens, cached, len(self.emitted))
         return replace(found, guessed_tokens=guessed, accepted_tokens=accepted) if guessed else found
 
     def timings(self, now: float) -> Timings:
-        """Where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
+        """Says where the prompt and the time went so far. Cached, prefilled and tail tokens add up to the prompt."""
         return self._timeline.timings(len(self.prompt), self.plan, self.attempt, now)
 
-    # ---- one state each -----------------------------------------------------------------------------------------
+    # Each of the following methods handles events in one state.
 
     def _follow(self, event: ev.LeaderSubmitted | ev.LeaderRetried | ev.LeaderStarted, now: float) -> list[Action]:
         if isinstance(event, ev.LeaderStarted):
@@ -225,7 +251,7 @@ class RequestMachine:
 
     def _following(self, event: ev.TokensSampled | ev.DecodeFinished | ev.DecodeLost, now: float) -> list[Action]:
         if self.plan is None:
-            # No stream has begun.
+            # This answer, which follows another one's prompt, has begun no stream yet.
             return []
         if isinstance(event, ev.DecodeLost):
             # The next event shows whether this stream alone is lost, or the leader's too, which is then tried again.
@@ -240,42 +266,66 @@ class RequestMachine:
                 return [self._look_up(COMPONENT_POLL_MS)]
             return self._retry_or_fail(event, now)
         self.plan = event.plan
-        self.state = RequestState.PINNING
         if self.attempt > 1:
             self._looked_s += now - self._looking_s
-        return [ev.OpenTicket(self.attempt, event.plan)]
+        if event.plan.alone:
+            self.state = RequestState.OPENING
+            return [self._submit()]
+        self.state = RequestState.PINNING
+        return [ev.OpenTicket(self.attempt, event.plan, resume=self.attempt > 1)]
+
+    def _opening(self, event: ev.TicketAdopted | ev.DecodeLost, now: float) -> list[Action]:
+        plan = self._plan()
+        if isinstance(event, ev.DecodeLost) and isinstance(event.error, NotFound):
+            self.state, self._stream_open = RequestState.PINNING, False
+            # The node has found that in the request's turn.
+            return [ev.OpenTicket(self.attempt, plan, resume=True)]
+        if isinstance(event, ev.DecodeLost):
+            return self._stream_lost(event, now, stream_over=True)
+        self.state = RequestState.DECODING
+        self._admitted(now)
+        plan = replan(plan, event.pinned_blocks)
+        late = "; not split any more, for the decode worker has the ticket" if plan.chunks else ""
+        self.plan = replace(plan, split_tokens=plan.cached_tokens, chunks=(), reason=plan.reason + late)
+        self._timeline.find(self.plan)
+        return []
+
+    def _admitted(self, now: float) -> None:
+        self._lost_tickets = 0
+        if self._timeline.admitted is None:
+            self._timeline.admitted = now
 
     def _ticket_lost(self, event: ev.TicketLost, now: float) -> list[Action]:
-        """A node that is back gives no ticket before one of its workers is, which may take as long as a step does."""
+        """Handles a lost ticket. A KV node that comes back grants no ticket before one of its workers is back too,
+        which may take as long as a step does."""
         self._avoid |= {self._plan().node_id}
         if self.attempt == 1 or not self._waits_for(event):
             return self._retry_or_fail(event, now)
         self.state, self._looking_s = RequestState.PLANNING, now
-        # A node that refuses is asked ever more seldom, by all the requests that it has lost.
+        # A node that refuses is asked ever more seldom by each request, because all requests that it has lost ask it.
         self._lost_tickets += 1
         return [self._look_up(min(MAX_RETRY_DELAY_MS, COMPONENT_POLL_MS * 2 ** min(self._lost_tickets - 1, 8)))]
 
     def _waits_for(self, loss: ev.AttemptLoss) -> bool:
-        """Whether what failed may still come back in the time that the request waits for components."""
+        """Returns whether the component that failed may still come back while the request waits for components."""
         return loss.retryable and self._looked_s < loss.patience_s
 
     def _granted(self, event: ev.TicketGranted, now: float) -> list[Action]:
         if event.attempt != self.attempt or self.state is not RequestState.PINNING:
             return [ev.ReleaseTicket(event.hold)]
         self.hold = event.hold
-        self._lost_tickets = 0
+        self._admitted(now)
         self.plan = replan(self._plan(), event.pinned_blocks)
-        if self._timeline.admitted is None:
-            self._timeline.admitted = now
         pinned, limit = self.plan.cached_blocks, self.plan.limit_blocks
-        wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit, self.plan.dial)
+        wanted = plan_fetch(self.plan.sources, self.plan.node_id, pinned, limit, self.plan.split_decision)
         if wanted is None:
             return self._go_on(pinned, now)
         self.state = RequestState.FETCHING
         return [ev.Fetch(self.attempt, self.plan, event.hold, wanted)]
 
     def _go_on(self, blocks: int, now: float) -> list[Action]:
-        """Goes on with the first ``blocks`` blocks of the prompt, or those that were pinned where they are more."""
+        """Plans the attempt anew with the first ``blocks`` blocks of the prompt cached, or with the pinned ones where
+        they are more. Returns the actions that begin the prefill, the decode stream, or both."""
         assert self.hold is not None
         self.plan = replan(self._plan(), max(blocks, self._plan().cached_blocks))
         self._timeline.find(self.plan)
@@ -283,27 +333,27 @@ class RequestMachine:
             self.state = RequestState.DECODING
             return [self._submit()]
         self.state = RequestState.PREFILLING
-        # Its chunks are added to those of earlier attempts.
-        self._timeline.span_sent, self._timeline.chunks_before = now, self._timeline.chunks
-        self._span_open = True
-        run_span = ev.RunSpan(self.attempt, self.plan, self.hold, self.tokens())
+        # The chunks of this attempt are added to those of earlier attempts.
+        self._timeline.prefill_sent, self._timeline.chunks_before = now, self._timeline.chunks
+        self._prefill_open = True
+        run_prefill = ev.RunPrefill(self.attempt, self.plan, self.hold, self.tokens())
         if self.plan.remote:
-            return [run_span]
-        return [run_span, self._submit(self.plan.split_tokens // self.plan.block_size)]
+            return [run_prefill]
+        return [run_prefill, self._submit(self.plan.split_tokens // self.plan.block_size)]
 
-    def _prefilling(self, event: ev.ChunkAcked | ev.SpanEnded | ev.SpanLost, now: float) -> list[Action]:
+    def _prefilling(self, event: ev.ChunkAcked | ev.PrefillEnded | ev.PrefillLost, now: float) -> list[Action]:
         plan, limit = self._plan(), self._prompt_limit()
-        self._span_open = isinstance(event, ev.ChunkAcked)
+        self._prefill_open = isinstance(event, ev.ChunkAcked)
         if self.state is not RequestState.PREFILLING:
             # The stream has begun, so every chunk is there, whatever became of the call.
             return []
         if isinstance(event, ev.ChunkAcked):
             self._timeline.ack(min(event.ack.end_tokens, limit), now)
             return []
-        if isinstance(event, ev.SpanEnded) and self._stream_open and event.end_tokens < plan.split_tokens:
+        if isinstance(event, ev.PrefillEnded) and self._stream_open and event.end_tokens < plan.split_tokens:
             # The decode worker waits for blocks that nobody computes any more.
-            event = ev.SpanLost(event.attempt, Unavailable("the span ended early"), True)
-        if isinstance(event, ev.SpanEnded):
+            event = ev.PrefillLost(event.attempt, Unavailable("the prefill range ended early"), True)
+        if isinstance(event, ev.PrefillEnded):
             self._timeline.reach(min(event.end_tokens, limit))
             if self._lost is not None:
                 return self._retry_or_fail(self._lost, now)
@@ -316,8 +366,9 @@ class RequestMachine:
             self._avoid |= {plan.prefill.component_id}
         return self._retry_or_fail(event, now)
 
-    def _lost_beside_span(self, event: ev.DecodeLost, now: float) -> list[Action]:
-        """The stream is lost while its span is computed, which goes on: the next attempt needs the same blocks."""
+    def _lost_beside_prefill(self, event: ev.DecodeLost, now: float) -> list[Action]:
+        """Handles a stream that is lost while its prefill range is computed, which goes on: the next attempt needs the
+        same blocks."""
         if not event.retryable:
             return self._decoding(event, now)
         self._avoid |= {self._plan().decode.component_id}
@@ -349,7 +400,7 @@ class RequestMachine:
         return [ev.EmitScores(logprobs)] if logprobs else []
 
     def _got_on(self) -> None:
-        """The client is given something: what was lost before does not count any more."""
+        """Notes that the request has made progress: earlier losses do not count any more."""
         self._fruitless = self._losses = 0
         self._looked_s, self._killed = 0.0, ()
 
@@ -366,21 +417,20 @@ class RequestMachine:
             return []
         error = Unavailable(f"nothing was heard of the request while it was {self.state.value}")
         loss = ev.DecodeLost(self.attempt, error, retryable=True)
-        if self.state is RequestState.DECODING:
+        if self.state in (RequestState.OPENING, RequestState.DECODING):
             return self._stream_lost(loss, now, stream_over=False)
         if self.state is RequestState.PREFILLING and (worker := self._plan().prefill) is not None:
             self._avoid |= {worker.component_id}
         return self._retry_or_fail(loss, now)
 
-    # ---- moves --------------------------------------------------------------------------------------------------
-
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that this attempt starts from: the prompt, and the answer so far."""
+        """Returns the tokens that this attempt starts from: the prompt, and the answer so far."""
         return (*self.prompt, *self.emitted)
 
     def _whole(self) -> FinishReason | None:
-        """Why the answer ends with the last token that was emitted; None where it goes on. No stop id is ever sampled
-        before min_tokens. An answer without tokens is whole when its stream has ended, for the prompt's sake."""
+        """Returns why the answer ends with the last token that was emitted; None where it goes on. No stop id is ever
+        sampled before min_tokens. An answer of no tokens, which asks for the prompt's log probabilities, is whole when
+        its stream has ended."""
         if not self.emitted:
             return None
         if self.emitted[-1] in self._stop_ids:
@@ -388,12 +438,12 @@ class RequestMachine:
         return FinishReason.LENGTH if len(self.emitted) >= self._max_tokens else None
 
     def _prompt_limit(self) -> int:
-        """Tokens of a span that count as prefill: in a replay only those of the prompt, and never its last one."""
+        """Returns up to which token a prefill range counts as prefill of the prompt: in a replay the answer's tokens do
+        not, and the prompt's last token never does."""
         plan = self._plan()
         return min(plan.split_tokens, (len(self.prompt) - 1) // plan.block_size * plan.block_size)
 
     def _submit(self, awaited_blocks: int = 0) -> Action:
-        assert self.hold is not None
         self._stream_open = True
         return ev.SubmitDecode(
             self.attempt, self._plan(), self.hold, self.tokens(), awaited_blocks, scored_tokens=self.scored_tokens
@@ -439,23 +489,25 @@ class RequestMachine:
         return [*leaving, terminal]
 
     def _leave(self, stream_over: bool = False, finished: bool = False) -> list[Action]:
-        """Stops whatever the current attempt does. ``finished``: the stream has ended by itself, with an answer."""
+        """Stops whatever the current attempt does. ``finished`` says that the stream has ended by itself and the answer
+        is whole."""
         actions: list[Action] = []
         # A further answer's stream begins with the first answer's submit.
         follows = self.state is RequestState.FOLLOWING and self.plan is not None
         if (self._stream_open or self.state is RequestState.DECODING or follows) and not stream_over:
             actions.append(ev.CancelDecode(self.attempt))
-        if self._span_open and finished:
-            # The span is computed. Cancelled in its last moment, it would lack its last chunk in the worker's traces.
+        if self._prefill_open and finished:
+            # All chunks are computed. If the prefill range were cancelled in its last moment, the worker's traces would
+            # lack its last chunk.
             actions.append(ev.StopWork(self.attempt, LAST_ACK_WAIT_MS))
-        elif self._span_open or self.state in (RequestState.PLANNING, RequestState.PINNING, RequestState.FETCHING):
+        elif self._prefill_open or self.state in (RequestState.PLANNING, RequestState.PINNING, RequestState.FETCHING):
             actions.append(ev.StopWork(self.attempt))
-        self._span_open = self._stream_open = False
+        self._prefill_open = self._stream_open = False
         return [*actions, *self._release_ticket()]
 
     def _release_ticket(self) -> list[Action]:
-        """Releases the ticket, once: when the decode worker has taken it over, or when the attempt ends before that. A
-        ticket that stayed would keep blocks pinned that a preempted stream must give up for others."""
+        """Releases the attempt's ticket, once: when the decode worker holds it itself, or when the attempt ends before
+        that. A ticket that stayed would keep blocks pinned that a preempted stream must give up for others."""
         hold, self.hold = self.hold, None
         return [] if hold is None else [ev.ReleaseTicket(hold)]
 
@@ -466,50 +518,50 @@ class RequestMachine:
 
 
 class _Timeline:
-    """The moments of a request, for Timings."""
+    """Records the moments of a request, for Timings."""
 
     def __init__(self, arrived: float) -> None:
         self.arrived = arrived
-        # When the first ticket was granted.
+        # This is the time at which the request's first ticket was opened.
         self.admitted: float | None = None
         self.found = False
         self.cached_tokens = 0
         self.acked_tokens = 0
         self.chunks = 0
         self.chunks_before = 0
-        self.span_sent: float | None = None
+        self.prefill_sent: float | None = None
         self.prefill_ms = 0.0
         self.first_token: float | None = None
         self.ended: float | None = None
         self.decode: DecodeTimings | None = None
-        # Guesses of earlier attempts, and those of them that were right.
+        # These are guesses of earlier attempts, and those of them that were right.
         self.guesses_before = 0, 0
 
     @property
     def guesses(self) -> tuple[int, int]:
-        """Guessed tokens of all attempts, as far as workers have told of them, and those that were right."""
+        """Gives the guessed tokens of all attempts, as far as workers have told of them, and those that were right."""
         guessed, accepted = self.guesses_before
         if self.decode is None:
             return guessed, accepted
         return guessed + self.decode.guessed_tokens, accepted + self.decode.accepted_tokens
 
     def retry(self) -> None:
-        """Notes that the attempt is over, and another one follows."""
+        """Notes, for the request's timings, that the attempt is over and another one follows."""
         self.guesses_before, self.decode = self.guesses, None
 
     def find(self, plan: RequestPlan) -> None:
-        """Notes what is cached: of the first attempt, before anything was computed for this request."""
+        """Notes how many tokens the first attempt found cached, before anything was computed for this request."""
         if not self.found:
             self.found = True
             self.cached_tokens = plan.cached_tokens
 
     def ack(self, end_tokens: int, now: float) -> None:
-        """Notes one chunk; the time since the dispatch or the chunk before it is prefill time."""
+        """Notes that a chunk was acknowledged; the time since the dispatch or the chunk before it is prefill time."""
         self.chunks += 1
         self.reach(end_tokens)
-        since = self.span_sent if self.span_sent is not None else now
+        since = self.prefill_sent if self.prefill_sent is not None else now
         self.prefill_ms += (now - since) * 1000
-        self.span_sent = now
+        self.prefill_sent = now
 
     def complete(self, plan: RequestPlan, end_tokens: int, now: float) -> None:
         """Notes that all chunks are there, though not all acknowledgements have come."""
@@ -521,7 +573,7 @@ class _Timeline:
         self.acked_tokens = max(self.acked_tokens, end_tokens)
 
     def timings(self, prompt_tokens: int, plan: RequestPlan | None, attempt: int, now: float) -> Timings:
-        """The figures so far; common.proto describes them (Timings)."""
+        """Returns the timings so far; common.proto describes them (Timings)."""
         prefilled = max(0, self.acked_tokens - self.cached_tokens)
         worker = self.decode or DecodeTimings()
         guessed, accepted = self.guesses

@@ -1,20 +1,19 @@
-"""What requests did, for metrics and traces: when tokens came, where the prompt's KV came from, how it all ended.
+"""Records what requests did, for metrics and traces: when tokens came, where the prompt's KV came from, how each ended.
 
 RequestMeter (one for each request)  arrived --tokens--> ... --ended-->
-begin_span ... describe_span         the request's trace span; a Generation ends it, or end_refused_span
+begin_span ... describe_span         the request's trace span; a RequestRunner ends it, or end_refused_span
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
 
 from pillion.errors import Cancelled, Overloaded, PillionError
-from pillion.gateway.request.job import Job
-from pillion.gateway.scaling.forecaster import ModelForecast
+from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
 from pillion.observability.metrics import Meters, Reading
@@ -23,13 +22,13 @@ from pillion.wire.registry import ComponentRecord
 
 CHAT, TEXT = "chat", "text_completion"
 CANCELLED = "cancelled"
-# Characters of the model's name as the client wrote it; it may be no model at all.
+# A span has this many characters of the model's name as the client wrote it, which may be no model at all.
 MAX_NAME_CHARS = 100
 
 
 class BroughtTokens(NamedTuple):
-    """Tokens of a prompt that were brought to the decode worker's node: from other nodes, from the node's own lower
-    tiers, and from a bucket. The names are values of the metric's label ``source``."""
+    """Counts tokens of a prompt that were brought to the decode worker's node: from other nodes, from the node's own
+    lower tiers, and from a bucket. The names are values of the metric's label ``source``."""
 
     fetched: int = 0
     restored: int = 0
@@ -37,7 +36,7 @@ class BroughtTokens(NamedTuple):
 
 
 class RequestMeter:
-    """The meter of one request. Times are monotonic, in seconds.
+    """Measures one request for metrics. Times are monotonic, in seconds.
 
     Args:
         arrived_s: when the request came.
@@ -56,7 +55,8 @@ class RequestMeter:
         self._counts = [0] * answers
 
     def tokens(self, index: int, count: int, now_s: float) -> None:
-        """Notes ``count`` tokens of an answer that came together: they share the time since the last ones."""
+        """Notes ``count`` tokens of an answer that came together: each of them counts an equal part of the time since
+        the last ones."""
         self._generated.add(count)
         if self._counts[index]:
             self._itl.observe((now_s - self._last_s[index]) / count, count)
@@ -65,7 +65,7 @@ class RequestMeter:
                 self._meters.distribution(names.TTFT, self._operation, self._model).observe(now_s - self._arrived_s)
             self._first_s[index] = now_s
             if count > 1:
-                # The others came with the first token, without a wait.
+                # All tokens that came with an answer's first one count as having come without a wait.
                 self._itl.observe(0.0, count - 1)
         self._last_s[index] = now_s
         self._counts[index] += count
@@ -78,7 +78,7 @@ class RequestMeter:
         reasons: Sequence[str],
         error: PillionError | None,
     ) -> None:
-        """Notes the end of the request; called once.
+        """Notes the end of the request; it is called once.
 
         Args:
             reasons: why each answer that is given ended, where it did.
@@ -93,10 +93,11 @@ class RequestMeter:
                 meters.distribution(names.TPOT, self._operation, model).observe(per_token_s)
         outcome = kind or (CANCELLED if error is not None else next(iter(reasons), "stop"))
         meters.counter(names.REQUESTS, model, outcome).add()
-        # Also where there was none: a rate needs the value before an increase.
+        # The value is written even where there was no replay, because Prometheus computes a rate from the value before
+        # an increase.
         meters.counter(names.REPLAYS, model).add(timings.replays)
         if error is None or any(self._counts):
-            # Else it is not known what of the prompt was computed.
+            # Where a request has no plan, it is not known how much of its prompt was computed.
             self._prompt(usage, timings)
 
     def _prompt(self, usage: Usage, timings: Timings) -> None:
@@ -126,37 +127,17 @@ def count_refused(meters: Meters, error: PillionError) -> None:
 
 
 def readings(running: int, waiting: int, index_available: bool, registry_writable: bool) -> Iterator[Reading]:
-    """The gauges of a gateway."""
+    """Yields the gauges of a gateway."""
     yield names.REQUESTS_NOW, ("running",), running - waiting
     yield names.REQUESTS_NOW, ("waiting",), waiting
     yield names.INDEX_UP, (), float(index_available)
     yield names.REGISTRY_WRITABLE, (), float(registry_writable)
 
 
-def adapter_readings(running: Mapping[str, int], max_loras: int) -> Iterator[Reading]:
-    """The gauges of a gateway that serves adapters; ``running`` are requests by the name of their adapter."""
-    yield names.ADAPTER_PLACES, (), max_loras
-    for name, requests in running.items():
-        if requests:
-            yield names.ADAPTER_REQUESTS, (name,), requests
-
-
 def down_readings(records: Iterable[ComponentRecord]) -> Iterator[Reading]:
-    """The gauge of components that are down."""
+    """Yields the gauge of components that are down."""
     for record in records:
         yield names.COMPONENTS_DOWN, (record.component_id,), 1
-
-
-def forecast_readings(forecasts: Mapping[str, ModelForecast]) -> Iterator[Reading]:
-    """The gauges of the wanted workers, by model."""
-    for model, found in forecasts.items():
-        for role, count in found.wanted.items():
-            yield names.WANTED_WORKERS, (model, role), count
-        for role, load in found.load.items():
-            yield names.FORECAST_LOAD, (model, role), load
-        yield names.FORECAST_ARRIVALS, (model, "present"), found.rates.present
-        yield names.FORECAST_ARRIVALS, (model, "ahead"), found.rates.ahead
-        yield names.FORECAST_HORIZON, (model,), found.horizon_s
 
 
 def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:
@@ -165,26 +146,27 @@ def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:
     return telemetry.tracer().start_span(name, context=parent, kind=trace.SpanKind.SERVER)
 
 
-def describe_span(span: trace.Span, job: Job, is_chat: bool) -> None:
-    """Adds what the request asks for, by OpenTelemetry's conventions for generative AI. Never its content."""
+def describe_span(span: trace.Span, admitted: AdmittedRequest, is_chat: bool) -> None:
+    """Adds to the span what the request asks for, by OpenTelemetry's conventions for generative AI. The request's
+    content is never added."""
     if not span.is_recording():
         return
-    sampling = job.resolved.sampling
-    span.update_name(f"generate {job.model}")
+    sampling = admitted.resolved.sampling
+    span.update_name(f"generate {admitted.model}")
     attributes = {
         "gen_ai.operation.name": "chat" if is_chat else "text_completion",
         "gen_ai.provider.name": "pillion",
-        "gen_ai.request.model": job.model,
-        "gen_ai.response.model": job.model,
-        "gen_ai.response.id": job.request_id,
-        "gen_ai.request.max_tokens": job.resolved.max_tokens,
+        "gen_ai.request.model": admitted.model,
+        "gen_ai.response.model": admitted.model,
+        "gen_ai.response.id": admitted.request_id,
+        "gen_ai.request.max_tokens": admitted.resolved.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.seed": sampling.seed,
         "gen_ai.request.stream": True,
-        # The convention has it only where it is not 1.
-        "gen_ai.request.choice.count": job.answers if job.answers > 1 else None,
+        # OpenTelemetry's convention has an attribute for the number of answers only where it is not 1.
+        "gen_ai.request.choice.count": admitted.answers if admitted.answers > 1 else None,
     }
     span.set_attributes({key: value for key, value in attributes.items() if value is not None})
 

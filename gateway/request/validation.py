@@ -1,9 +1,20 @@
-"""Checks of a request before any component works for it. All wrong fields are named at once."""
+"""Checks a request before any component works for it. All wrong fields are named at once.
+
+    bytes: MAX_REQUEST_BYTES --> strings, fields, ids are counted --> objects --> each field is checked by itself
+                                          | over LOOP_BYTES all of it runs on a thread
+                                          '-- the event loop goes on
+
+What a request may hold is counted in its bytes before any object is made of them (I7). A body of eight megabytes may be
+two million objects: they take a second to make, and the interpreter makes them in one piece. So both ports count first:
+JSON by its strings, because every field's name and every text is one, and a message of gRPC by its fields. Lists of
+numbers are counted by their commas where they are read, against the model's own bounds.
+"""
 
 from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,9 +22,9 @@ from typing import Any
 import msgspec
 
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
-from pillion.gateway.formats.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
-from pillion.gateway.grammars.shapes import shape_bytes, shape_violations
-from pillion.gateway.tokens.tokenizer import check_wanted
+from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
+from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES, structured_bytes, structured_violations
+from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
 from pillion.priority import MAX_PRIORITY
 from pillion.sampling_defaults import NEUTRAL, NO_DEFAULTS, SAMPLING_KEYS
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS, range_violations
@@ -21,40 +32,44 @@ from pillion.types import ChatMessage, GenerateRequest, Resume, SamplingParams, 
 
 MAX_PROMPT_CHARS = 4 * 2**20
 MAX_MESSAGES = 4096
-# A million tokens as ids, or the longest text in most scripts. The transport itself refuses 16 MiB and more, with
-# RESOURCE_EXHAUSTED: such a message is never read at all.
+# A message of this size holds a million tokens as ids, or the longest text in most scripts. The transport itself
+# refuses 16 MiB and more, with RESOURCE_EXHAUSTED: such a message is never read at all.
 MAX_REQUEST_BYTES = 8 * 2**20
-# Longer lists are refused unread; the bounds of the model and of each field are checked later.
+# Longer lists of a prompt's ids are refused before they are parsed; the bounds of the model and of each field are
+# checked later.
 MAX_PROMPT_IDS = 2**20
 MAX_ITEMS = MAX_MESSAGES
 MAX_ROLE_CHARS = 32
-# OpenAI's bound of their number; all names, descriptions and schemas together are a page of text each.
+# A request may have at most MAX_TOOLS tools, as in OpenAI's API, whose names, descriptions and schemas together have at
+# most MAX_TOOLS_BYTES bytes.
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 512 * 2**10
 MAX_TOOL_NAME_CHARS = 128
-# Brackets, braces and commas of the arguments of all calls of a conversation. A template gets them as objects, which
-# its process makes: so many take it 0.3 s. Code that was written to files has one in 20 characters.
+# The arguments of all calls of a conversation have at most this many brackets, braces and commas. A chat template gets
+# the arguments as objects, and making so many takes its process 0.3 s. Code that was written to files has one in 20
+# characters.
 MAX_CALL_ITEMS = 2**19
 MAX_TOOL_CALL_ID_CHARS = 256
-# A template's own variables are a few words and numbers.
+# The variables of a chat template are a few words and numbers, so they may have no more bytes than this.
 MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
-# Most answers to one prompt.
+# One prompt has at most this many answers.
 MAX_ANSWERS = 128
-# Answers times the log probabilities of each token: what a request may pile up here while nobody reads it.
+# Answers times the log probabilities of each token are at most this: so many may pile up in the gateway while nobody
+# reads them.
 MAX_REPORTED = 512
 MAX_CACHE_SALT_CHARS = 256
-# Of StreamOrigin.digest: a SHA-256.
+# A digest in StreamOrigin is a SHA-256, which has this many bytes.
 DIGEST_BYTES = 32
 MAX_REQUEST_ID_CHARS = 128
-# The header, or initial metadata, that says how many tokens an answer may have, where they are fewer than asked for.
+# This header, or initial metadata, says how many tokens an answer may have, where they are fewer than asked for.
 MAX_TOKENS_HEADER = "x-max-tokens"
-# A list of a million wrong ids is one mistake, not a million violations.
+# An error lists at most this many violations, because a list of a million wrong ids is one mistake.
 MAX_VIOLATIONS = 32
 
-# Variables of a template that are not the client's to set: they are made of the request's own fields and the model.
+# A client must not set these variables of a template: the gateway makes them of the request's own fields and the model.
 TEMPLATE_OWN = frozenset(
     {
         *("messages", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -72,7 +87,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
 
 @dataclass(frozen=True, slots=True)
 class ModelLimits:
-    """The figures of a model that bound its requests. ``original_tokens``: see PreparedModel."""
+    """Holds the figures of a model that bound its requests. PreparedModel explains ``original_tokens``."""
 
     name: str
     max_model_len_tokens: int
@@ -81,16 +96,17 @@ class ModelLimits:
 
     @property
     def max_prompt_tokens(self) -> int:
-        """The longest prompt that leaves room for one token."""
+        """Gives the longest prompt that leaves room for one token."""
         return self.max_model_len_tokens - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedSampling:
-    """Sampling with every default decided, as a decode worker needs it; ``max_tokens`` counts over all attempts.
+    """Holds the sampling with every default decided, as a decode worker needs it; ``max_tokens`` counts over all
+    attempts.
 
     Attributes:
-        recommended: the values that are the model's, where the client gave none, by their names.
+        recommended: the model's own values that are used because the client gave none, by their names.
         cut: whether ``max_tokens`` is fewer than the client asked for.
     """
 
@@ -102,8 +118,8 @@ class ResolvedSampling:
 
 
 def check_model(name: str, known: Collection[str]) -> str:
-    """The served model that ``name`` means; "" means the only one. Raises NotFound, and InvalidRequest where a name is
-    needed, both listing the known ones."""
+    """Returns the served model that ``name`` means; the name "" means the only one. Raises NotFound, and InvalidRequest
+    where a name is needed, both listing the known names."""
     if name in known:
         return name
     if not name and len(known) == 1:
@@ -115,12 +131,12 @@ def check_model(name: str, known: Collection[str]) -> str:
 
 
 def is_request_id(text: str) -> bool:
-    """Whether ``text`` may be a request's id, which goes into headers, trailers and logs."""
+    """Returns whether ``text`` may be a request's id, which goes into headers, trailers and logs."""
     return len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
 
 
 def check_size(size_bytes: int) -> None:
-    """Raises InvalidRequest for a message that no prompt needs."""
+    """Raises InvalidRequest for a message that has more bytes than any prompt needs."""
     if size_bytes > MAX_REQUEST_BYTES:
         text = f"the message has {size_bytes} bytes; at most {MAX_REQUEST_BYTES}"
         raise InvalidRequest.of(FieldViolation("(message)", text))
@@ -128,7 +144,7 @@ def check_size(size_bytes: int) -> None:
 
 def check_counts(counts: Mapping[str, int]) -> None:
     """Refuses a message with a field of absurdly many items before it is converted: millions of Python objects would
-    stop every stream for seconds. ``counts`` by field. Raises InvalidRequest."""
+    stop every stream for seconds. ``counts`` are the numbers of items by field. Raises InvalidRequest."""
     bounds = {"token_ids": MAX_PROMPT_IDS, "resume.answers.token_ids": MAX_PROMPT_IDS}
     found = [
         FieldViolation(field, f"{count} items; at most {most}")
@@ -140,7 +156,8 @@ def check_counts(counts: Mapping[str, int]) -> None:
 
 
 def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
-    """Checks all but the prompt's tokens. Raises InvalidRequest with every violation (at most MAX_VIOLATIONS)."""
+    """Checks all of a request except its prompt's tokens. Raises InvalidRequest with every violation (at most
+    MAX_VIOLATIONS)."""
     found = list(itertools.islice(_violations(request, limits), MAX_VIOLATIONS))
     if found:
         raise InvalidRequest.of(*found)
@@ -155,14 +172,14 @@ def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
 
 
 def too_long(tokens: str, field: str, limits: ModelLimits) -> InvalidRequest:
-    """The error of a prompt of so many ``tokens``, a number in words."""
+    """Makes the error of a prompt of so many ``tokens``, a number in words."""
     text = f"{tokens} tokens; the model takes at most {limits.max_prompt_tokens}"
     return InvalidRequest.of(FieldViolation(field, text))
 
 
 def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
-    """How many log probabilities a request asks of its prompt, alternatives included. Raises InvalidRequest where they
-    are more than MAX_PROMPT_LOGPROBS."""
+    """Returns how many log probabilities a request asks of its prompt, alternatives included. Raises InvalidRequest
+    where they are more than MAX_PROMPT_LOGPROBS."""
     if sampling.prompt_logprobs is None:
         return 0
     asked = prompt_tokens * (1 + sampling.prompt_logprobs) * (sampling.n or 1)
@@ -185,23 +202,25 @@ def check_ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> None
 
 
 def weight(request: GenerateRequest) -> int:
-    """About how many bytes of a prompt, and of the shape of its answers, there are to be checked."""
+    """Returns about how many bytes of a request have to be checked: those of its prompt and of the structure of its
+    answers."""
     contents = sum(map(message_chars, request.messages)) + tools_bytes(request.tools)
     ids = len(request.token_ids)
     if request.resume is not None:
         ids += sum(len(answer.token_ids) for answer in request.resume.answers)
-    shape = shape_bytes(request.sampling.structured_outputs)
-    return len(request.text) + contents + shape + 4 * ids + 64 * len(request.messages)
+    asked = request.sampling.structured_outputs
+    structured = 0 if asked is None else structured_bytes(asked)
+    return len(request.text) + contents + structured + 4 * ids + 64 * len(request.messages)
 
 
 def message_chars(message: ChatMessage) -> int:
-    """Characters of a message, those of its calls included."""
+    """Counts the characters of a message, those of its calls included."""
     calls = sum(len(call.id) + len(call.name) + len(call.arguments) for call in message.tool_calls)
     return len(message.content) + len(message.reasoning) + len(message.name) + len(message.tool_call_id) + calls
 
 
 def tools_bytes(options: ToolOptions) -> int:
-    """About how many bytes the tools have."""
+    """Returns about how many bytes a request's tools have."""
     return sum(64 + len(tool.name) + len(tool.description) + len(tool.parameters) for tool in options.tools)
 
 
@@ -219,11 +238,11 @@ def check_origin(resume: Resume, digest: bytes, prompt_tokens: int, name: str) -
 
 
 def check_pool(prompt_tokens: int, field: str, model_tokens: int, pool_tokens: int | None) -> int:
-    """Refuses a prompt that no KV pool can hold: queued, it could only ever be preempted and begun again.
+    """Refuses a prompt that no KV pool can hold, because it could only ever be preempted and begun again.
 
     Args:
         field: the request's field that holds the prompt.
-        model_tokens, pool_tokens: longest prompt and answer of the model, and of some node if that is known.
+        model_tokens, pool_tokens: the longest prompt and answer of the model, and of some node if that is known.
 
     Returns the longest prompt and answer that both allow. Raises InvalidRequest where the prompt leaves no room for one
     token.
@@ -237,7 +256,7 @@ def check_pool(prompt_tokens: int, field: str, model_tokens: int, pool_tokens: i
 
 
 def prompt_field(request: GenerateRequest) -> str:
-    """The field that holds the prompt of a checked request."""
+    """Returns the field that holds the prompt of a checked request."""
     return "messages" if request.messages else "token_ids" if request.token_ids else "text"
 
 
@@ -249,10 +268,11 @@ def resolve(
     drawn_seed: int,
     recommended: SamplingParams = NO_DEFAULTS,
 ) -> ResolvedSampling:
-    """Decides every default (I6). ``drawn_seed`` is used where the client gave no seed, and what the model recommends
-    where the client gave no value. An answer ends where the context does, or the model's own bound of an answer.
+    """Decides every sampling value that the client left out (I6). ``drawn_seed`` is used where the client gave no seed,
+    and what the model recommends where the client gave no value. An answer ends where the context does, or the model's
+    own bound of an answer.
 
-    Where the best answers are to be chosen, ``logprobs`` is decided too, whether the client sees any or not.
+    Where the best of several answers are to be chosen, ``logprobs`` is set too, whether or not the client sees any.
     """
     room = limits.max_model_len_tokens - prompt_tokens
     if recommended.max_tokens is not None:
@@ -269,15 +289,15 @@ def resolve(
         sampling=replace(
             sampling,
             **unset,
-            # The gateway itself finds stop strings, and ids that end the stream stand beside these parameters, as does
-            # the grammar that the shape has become.
+            # Workers get neither stop strings, which the gateway finds, nor stop ids and the grammar, which stand
+            # beside the sampling parameters.
             stop=(),
             stop_token_ids=(),
             structured_outputs=None,
             top_k=max(0, top_k or 0),
             seed=drawn_seed if sampling.seed is None else sampling.seed,
             max_tokens=wanted,
-            # The context may have less left than was asked for.
+            # The text may have room for fewer tokens than the client asked for.
             min_tokens=min(sampling.min_tokens or 0, wanted),
             logprobs=0 if sampling.logprobs is None and best_of > answers else sampling.logprobs,
             n=answers,
@@ -291,7 +311,7 @@ def resolve(
 
 
 def answer_seed(seed: int, index: int) -> int:
-    """The seed of answer ``index`` (I6): the request's own for the first one, the next numbers for the others."""
+    """Gives the seed of answer ``index`` (I6): the request's own for the first one, the next numbers for the others."""
     return (seed + index + 2**63) % 2**64 - 2**63
 
 
@@ -354,7 +374,7 @@ def _chat(request: GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _wrong_kwargs(text: str) -> str:
-    """What is wrong with the client's variables of the template; "" for good ones."""
+    """Says what is wrong with the variables that a client gives to the chat template; "" for good ones."""
     if not text:
         return ""
     if len(text) > MAX_TEMPLATE_KWARGS_BYTES or len(text.encode("utf-8", "surrogatepass")) > MAX_TEMPLATE_KWARGS_BYTES:
@@ -391,7 +411,8 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
 
 
 def _parts(message: ChatMessage, field: str, called: set[str]) -> Iterator[FieldViolation]:
-    """Checks what few messages have. ``called`` are the ids of the calls before it, and gets those of its own."""
+    """Checks the fields of a message that few messages have. ``called`` has the ids of earlier calls, and gets its
+    own."""
     for name in ("reasoning", "name", "tool_call_id"):
         if not _is_text(getattr(message, name)):
             yield FieldViolation(f"{field}.{name}", "not valid Unicode")
@@ -445,10 +466,16 @@ def _tools(request: GenerateRequest) -> Iterator[FieldViolation]:
         yield FieldViolation("tools.choice", f"{options.choice!r} needs tools")
     elif options.choice == "named" and options.name not in names:
         yield FieldViolation("tools.name", f"{options.name[:100]!r} is none of the tools")
+    elif options.allowed and options.choice == "named":
+        yield FieldViolation("tools.allowed", "a named choice allows one tool already")
+    known = frozenset(names)
+    for n, name in enumerate(options.allowed[: MAX_TOOLS + 1]):
+        if name not in known:
+            yield FieldViolation(f"tools.allowed[{n}]", f"{name[:100]!r} is none of the tools")
 
 
 def _is_schema(text: str) -> bool:
-    """Whether a text is a JSON object, which is parsed for a grammar, and can be written as UTF-8."""
+    """Returns whether a text is a JSON object, which is parsed for a grammar, and can be written as UTF-8."""
     try:
         return isinstance(parsed(text), dict)
     except (ValueError, RecursionError):
@@ -459,7 +486,8 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
     yield from range_violations(sampling, limits.vocab_size)
     most = limits.max_model_len_tokens
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
-    # More than the context is as much as it has left: nobody has to know how long a prompt is.
+    # A request for more tokens than the context has left gets as many as it has left, so nobody has to know how long a
+    # prompt is.
     bound = most if max_tokens is None else min(max_tokens, most)
     if bound < 0:
         yield FieldViolation("sampling.max_tokens", f"{max_tokens} is less than 0")
@@ -477,7 +505,7 @@ def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldVi
         yield FieldViolation("sampling.logprobs", text)
     yield from _stops(sampling, limits)
     if sampling.structured_outputs is not None:
-        yield from shape_violations(sampling.structured_outputs)
+        yield from structured_violations(sampling.structured_outputs)
 
 
 def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
@@ -528,7 +556,7 @@ def _ids(field: str, token_ids: Sequence[int], limits: ModelLimits) -> Iterator[
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be written as UTF-8: lone surrogates, which JSON can bring, cannot."""
+    """Returns whether a text can be written as UTF-8: lone surrogates, which JSON can bring, cannot."""
     if text.isascii():
         return True
     try:
@@ -536,3 +564,119 @@ def _is_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+# This many bytes may wait for a thread, of all clients together.
+MAX_WAITING_BYTES = 64 * MAX_REQUEST_BYTES
+# A body has at most this many names and texts: four for each of the most messages, or seven where its content is a list
+# of one part.
+MAX_STRINGS = 8 * MAX_MESSAGES
+# A body has at most this many opening brackets and braces, those within its texts included: one call over eight
+# megabytes of brackets takes 60 ms.
+MAX_BRACKETS = 2**20
+# A message of gRPC has at most this many fields, those of its conversation included.
+MAX_FIELDS = 4 * MAX_MESSAGES
+# Stop strings and biases, as many and as long as they may be, take half of the bytes that are left beside a structure.
+MAX_SAMPLING_BYTES = 64 * 2**10 + MAX_STRUCTURED_BYTES
+
+# This describes the fields of a message by number: a field holds a message, described in the same way, or, as its name
+# says, the sampling parameters or ids.
+_SAMPLING = "sampling"
+_Fields = Mapping[int, Any]
+# These are the fields of GenerateRequest in protos/pillion/v1/gateway.proto.
+_GENERATE: _Fields = {
+    3: "token_ids",
+    4: {3: {}},
+    5: _SAMPLING,
+    9: {2: {1: "resume.answers.token_ids"}},
+    11: {1: {}},
+}
+# WarmPrefixRequest has a GenerateRequest.
+_WARM: _Fields = {1: _GENERATE}
+# These are the wire types of protobuf's fields. The two others are the marks around a group, whose content counts like
+# any field.
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+# In protobuf, every byte of a varint but its last one is one of these.
+_CONTINUED = bytes(range(128, 256))
+
+
+def holds_too_many_strings(body: bytes) -> bool:
+    """Returns whether a JSON body surely holds more than MAX_STRINGS strings; it is never true for a body that holds as
+    many or fewer.
+
+    Every string has two quotes. A quote that is escaped does not count; neither does the last quote of a string that
+    ends in a backslash, so a body of such strings may hold twice as many.
+    """
+    most = 2 * MAX_STRINGS
+    return body.count(b'"') > most and body.count(b'"') - body.count(b'\\"') > most
+
+
+def holds_too_many_brackets(body: bytes) -> bool:
+    """Returns whether a JSON body holds more than MAX_BRACKETS brackets and braces that open something."""
+    return len(body) > MAX_BRACKETS and body.count(b"[") + body.count(b"{") > MAX_BRACKETS
+
+
+def check_generate_message(raw: bytes) -> None:
+    """Counts the fields of a serialized GenerateRequest, up to MAX_FIELDS. A message that is not well-formed passes up
+    to where it is broken; reading it refuses it. Raises InvalidRequest."""
+    _check(raw, _GENERATE)
+
+
+def check_warm_message(raw: bytes) -> None:
+    """Counts the fields of a serialized WarmPrefixRequest in the same way as :func:`check_generate_message`. Raises
+    InvalidRequest."""
+    _check(raw, _WARM)
+
+
+def _check(raw: bytes, fields: _Fields) -> None:
+    check_size(len(raw))
+    if len(raw) > LOOP_BYTES:
+        _count(raw, 0, len(raw), fields, Counter())
+
+
+def _count(raw: bytes, at: int, end: int, fields: _Fields, counts: Counter[str]) -> None:
+    """Counts the fields between two places of a serialized message. Raises InvalidRequest."""
+    while at < end:
+        counts["fields"] += 1
+        if counts["fields"] > MAX_FIELDS:
+            raise InvalidRequest.of(FieldViolation("messages", f"the request holds more than {MAX_FIELDS} fields"))
+        tag, at = _varint(raw, at, end)
+        kind = tag & 7
+        if kind == _BYTES:
+            size, at = _varint(raw, at, end)
+            stop = min(at + size, end)
+            _count_inside(raw, at, stop, fields.get(tag >> 3), counts)
+            at = stop
+        elif kind == _VARINT:
+            _, at = _varint(raw, at, end)
+        elif kind in (_FIXED64, _FIXED32):
+            at += 8 if kind == _FIXED64 else 4
+        elif kind > _FIXED32:
+            # Protobuf has no such wire type, so nothing is read from here on.
+            return
+
+
+def _count_inside(raw: bytes, at: int, end: int, holds: Any, counts: Counter[str]) -> None:
+    if holds == _SAMPLING:
+        counts[_SAMPLING] += end - at
+        if counts[_SAMPLING] > MAX_SAMPLING_BYTES:
+            raise InvalidRequest.of(FieldViolation("sampling", f"it is larger than {MAX_SAMPLING_BYTES} bytes"))
+    elif isinstance(holds, str):
+        counts[holds] += len(raw[at:end].translate(None, _CONTINUED))
+        if counts[holds] > MAX_PROMPT_IDS:
+            raise InvalidRequest.of(FieldViolation(holds, f"more than {MAX_PROMPT_IDS} items"))
+    elif holds is not None:
+        _count(raw, at, end, holds, counts)
+
+
+def _varint(raw: bytes, at: int, end: int) -> tuple[int, int]:
+    """Returns the number of a varint, and where it ends; a number that is cut short, or too long, ends the message."""
+    value = shift = 0
+    while at < end and shift < 70:
+        byte = raw[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value, at
+        shift += 7
+    return 0, end

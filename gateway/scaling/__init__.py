@@ -1,4 +1,4 @@
-"""How many workers are wanted for the objectives: a forecast without I/O (I9). Open forecaster.py first.
+"""Forecasts how many workers are wanted for the objectives, without I/O (I9). Open forecaster.py first.
 
 forecaster.py        WorkerForecaster: what the gateway tells it, and the wanted workers of each model and kind
 objectives.py        what the latencies shall be, and how long a worker takes to start

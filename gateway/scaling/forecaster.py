@@ -1,4 +1,4 @@
-"""How many workers of each model and kind are wanted now, so that those are there which the objectives will need (I9).
+"""Forecasts how many workers of each model and kind are wanted now, for the objectives to be met later (I9).
 
     arrived, planned, answered --> what requests are like    \
     tick, every TICK_S: arrivals of all gateways --> rates    >--> workers needed --held--> wanted
@@ -6,53 +6,58 @@
 
 A wish is for the time when a worker that is asked for now will serve: the *horizon*. It rises at once. It falls only to
 the most that was needed, chance included, within twice the window through which the rate is measured, so a lower wish
-rests on that many new arrivals. A gateway that has just started wishes for what is there until it has seen as much.
+rests on that many new arrivals. A gateway that has just started wishes for the workers that are there until it has seen
+as much.
 
 Each gateway sees a part of the arrivals, and how many workers are needed is no sum over parts: many streams need less
 room for chance than a few. So gateways tell in their heartbeats how many requests came to them, and each one counts all
-of them. What requests are like it takes from its own. Their wishes agree but for the age of a heartbeat, and the
-largest one is to be taken.
+of them. It takes the size of requests from its own. The wishes of gateways agree but for the age of a heartbeat, and
+the largest one is to be taken.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pillion.gateway.planning.plan_cost import ASSUMED_STEP_TOKENS, COMPARED_TOKENS, Models, StepModel
+from pillion.config import GatewayFlags
+from pillion.engine.scheduling.step_model import StepModel
+from pillion.gateway.planning.forecast import Forecaster, GivenAnswer, PlannedPrompt
+from pillion.gateway.planning.plan_cost import ASSUMED_STEP_TOKENS, COMPARED_TOKENS, Models, queued_token_s
 from pillion.gateway.scaling.arrival_history import TICK_S, ArrivalHistory, Rates, window_s
-from pillion.gateway.scaling.objectives import Objectives
+from pillion.gateway.scaling.objectives import Objectives, parse_objectives
 from pillion.gateway.scaling.worker_needs import (
     DecodeNeeds,
-    GivenAnswer,
-    PlannedPrompt,
     PrefillNeeds,
     TypicalWorker,
-    span_s,
+    range_s,
 )
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Reading
 from pillion.wire.registry import ComponentRecord
 
-# The last requests, which say what the next ones are like.
+# The last requests, which are this many, show what the next ones are like.
 SAMPLE_REQUESTS = 256
-# The time of a start where neither the operator nor any worker says it.
+# A start is assumed to take this long where neither the operator nor any worker says how long.
 ASSUMED_START_S = 30.0
 KINDS = ("prefill", "decode")
-# A wish falls when nothing asked for more in so many windows: the estimates of two share no arrival.
+# The number of wanted workers falls only when no more were needed during this many windows, because the estimates of
+# two windows share no arrival.
 HOLD_WINDOWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelForecast:
-    """What is known and wanted of one model.
+    """Holds what is known and wanted of one model.
 
     Attributes:
         rates: requests a second.
-        load: by kind, the mean number of workers that the rate ahead keeps busy; a kind is missing whose steps nobody
+        load: the mean number of workers that the rate ahead keeps busy, by kind; a kind is missing whose steps nobody
             has measured yet.
-        wanted: by kind, how many workers there should be.
-        horizon_s: how far ahead that is.
+        wanted: how many workers there should be, by kind.
+        horizon_s: how far ahead the rate is forecast.
     """
 
     rates: Rates
@@ -62,7 +67,8 @@ class ModelForecast:
 
 
 class HeldWish:
-    """A number of workers that rises at once, and falls to the most that was needed for a time."""
+    """Represents a number of wanted workers that rises at once, and falls to the largest number needed within a
+    time."""
 
     def __init__(self, present: int, now: float) -> None:
         self.wanted = present
@@ -70,7 +76,8 @@ class HeldWish:
         self._needed: deque[tuple[float, int]] = deque()
 
     def take(self, needed: int, at_most: int, now: float, hold_s: float) -> int:
-        """Notes what is needed now, and at the most what chance may have hidden; returns what is wanted."""
+        """Notes that ``needed`` workers are needed now, and ``at_most`` if more requests are on their way than were
+        counted by chance. Returns how many workers are wanted."""
         while self._needed and self._needed[-1][1] <= at_most:
             self._needed.pop()
         self._needed.append((now, at_most))
@@ -85,7 +92,7 @@ class HeldWish:
 
 @dataclass(slots=True)
 class ModelSample:
-    """What one model's requests were like, how many came to this gateway, and the wishes for its workers."""
+    """Holds a sample of one model's requests, how many came to this gateway, and the wishes for its workers."""
 
     history: ArrivalHistory
     arrived: int = 0
@@ -95,41 +102,41 @@ class ModelSample:
     wishes: dict[str, HeldWish] = field(default_factory=dict)
 
 
-class WorkerForecaster:
-    """The forecast of one gateway. ``now`` is monotonic, in seconds.
+class WorkerForecaster(Forecaster):
+    """Makes the forecast of one gateway. ``now`` is monotonic, in seconds.
 
     Attributes:
-        forecasts: the last one of each model of which requests came.
+        forecasts: the last forecast of each model for which requests came.
     """
 
     def __init__(self, goals: Objectives | None = None) -> None:
         self._goals = goals or Objectives()
         self._samples: dict[str, ModelSample] = {}
-        # By gateway and model: requests that came to it, as its last heartbeat says.
+        # For each gateway and model this has the requests that came to it, as the gateway's last heartbeat says.
         self._theirs: dict[tuple[str, str], int] = {}
         self._ticked_s = 0.0
         self.forecasts: dict[str, ModelForecast] = {}
 
     def arrived(self, model: str) -> None:
-        """A request came, whether it is served or refused for want of room."""
+        """Notes that a request came, whether it is served or refused for want of room."""
         self._sample(model).arrived += 1
 
     def planned(self, model: str, prompt: PlannedPrompt) -> None:
-        """A request was planned for the first time."""
+        """Notes that a request was planned for the first time."""
         self._sample(model).prompts.append(prompt)
 
     def answered(self, model: str, answer: GivenAnswer) -> None:
-        """A request has ended that generated something."""
+        """Notes that a request which generated something has ended."""
         if answer.tokens > 0:
             self._sample(model).answers.append(answer)
 
     def arrivals(self) -> tuple[tuple[str, int], ...]:
-        """For this gateway's heartbeat: how many requests came to it, by model."""
+        """Returns, for this gateway's heartbeat, how many requests came to it, by model."""
         return tuple((model, sample.arrived) for model, sample in sorted(self._samples.items()))
 
     def tick(self, now: float, components: Iterable[ComponentRecord], gateway_id: str) -> None:
-        """Looks at the registry's records, this gateway's own among them; does nothing within TICK_S of the last time
-        that it did something."""
+        """Looks at the registry's records, this gateway's own among them; does nothing within TICK_S of the last
+        look."""
         if self._ticked_s and now - self._ticked_s < TICK_S:
             return
         self._ticked_s = now
@@ -146,7 +153,8 @@ class WorkerForecaster:
                 for model, count in record.arrivals:
                     key = record.component_id, model
                     known[key] = count
-                    # One that is new here may have served for long; one that counts less than before began anew.
+                    # A gateway that is seen for the first time may have served for long, so its count is the start; one
+                    # that counts less than before has been restarted.
                     before = self._theirs.get(key, count)
                     theirs[model] += count - before if count >= before else count
         self._theirs = known
@@ -159,7 +167,9 @@ class WorkerForecaster:
             sample.history.tick(now, came)
             self.forecasts[model] = self._forecast(sample, workers[model], nodes, now)
 
-    # -- inside
+    def readings(self) -> Iterator[Reading]:
+        """Yields the gauges of the wanted workers, by model."""
+        return forecast_readings(self.forecasts)
 
     def _sample(self, model: str) -> ModelSample:
         if model not in self._samples:
@@ -176,7 +186,8 @@ class WorkerForecaster:
     ) -> ModelForecast:
         horizon_s = self._goals.start_s or _start_s([*workers["prefill"], *workers["decode"]])
         rates = sample.history.rates(horizon_s)
-        # A kind that this gateway knows too little of is left out: others may know more, and the largest wish counts.
+        # A kind of worker of which this gateway knows too little is left out: other gateways may know more, and the
+        # largest wish counts.
         needed: dict[str, tuple[int, int]] = {}
         load: dict[str, float] = {}
         measured = any(one.step_cost_s for kind in KINDS for one in workers[kind])
@@ -185,7 +196,7 @@ class WorkerForecaster:
             before_s = [0.0] * len(sample.prompts)
             if workers["prefill"]:
                 typical = _typical(workers["prefill"], models, {})
-                before_s = [span_s(typical, one) for one in sample.prompts]
+                before_s = [range_s(typical, one) for one in sample.prompts]
                 prefills = PrefillNeeds(typical, sample.prompts, self._goals)
                 busy = self._busy(workers["prefill"], typical.model, horizon_s)
                 load["prefill"] = prefills.load(rates.ahead)
@@ -207,23 +218,40 @@ class WorkerForecaster:
         return ModelForecast(rates=rates, load=load, wanted=wanted, horizon_s=horizon_s)
 
     def _busy(self, workers: Sequence[ComponentRecord], model: StepModel, horizon_s: float) -> float:
-        """How many workers would be busy for the horizon with prompts that wait, beyond what those that are there
-        compute within the bound of the first token."""
+        """Returns how many workers would be busy for the horizon with prompts that wait, beyond those that the present
+        workers compute within the bound of the first token."""
         waiting_s = 0.0
         for worker in workers:
             step_tokens = worker.max_step_tokens or ASSUMED_STEP_TOKENS
-            waiting_s += worker.queued_tokens * model.queued_token_s(step_tokens, model.step_s)
+            waiting_s += worker.queued_tokens * queued_token_s(model, step_tokens, model.step_s)
         return max(0.0, waiting_s - len(workers) * self._goals.ttft_s) / max(horizon_s, self._goals.ttft_s)
 
 
+def make_forecaster(flags: GatewayFlags) -> WorkerForecaster:
+    """Makes the forecast by a gateway's flags. Raises ConfigError for objectives that make no sense."""
+    return WorkerForecaster(parse_objectives(flags.slo, flags.attainment, flags.worker_start_s))
+
+
+def forecast_readings(forecasts: Mapping[str, ModelForecast]) -> Iterator[Reading]:
+    """Yields the gauges of forecasts by model."""
+    for model, found in forecasts.items():
+        for role, count in found.wanted.items():
+            yield names.WANTED_WORKERS, (model, role), count
+        for role, load in found.load.items():
+            yield names.FORECAST_LOAD, (model, role), load
+        yield names.FORECAST_ARRIVALS, (model, "present"), found.rates.present
+        yield names.FORECAST_ARRIVALS, (model, "ahead"), found.rates.ahead
+        yield names.FORECAST_HORIZON, (model,), found.horizon_s
+
+
 def _start_s(workers: Sequence[ComponentRecord]) -> float:
-    """How long the slowest of the workers took to start."""
+    """Returns how long the slowest of the workers took to start."""
     return max((one.start_s for one in workers), default=0.0) or ASSUMED_START_S
 
 
 def _typical(workers: Sequence[ComponentRecord], models: Models, nodes: Mapping[str, ComponentRecord]) -> TypicalWorker:
-    """The middle worker of a kind, of which at least one is there."""
-    fits = sorted((models.of(one) for one in workers), key=lambda fit: fit.span_s(0, COMPARED_TOKENS, COMPARED_TOKENS))
+    """Describes the median worker of a kind, of which at least one exists."""
+    fits = sorted((models.of(one) for one in workers), key=lambda fit: fit.range_s(0, COMPARED_TOKENS, COMPARED_TOKENS))
     shared = Counter(one.node_id for one in workers)
     pools = [
         nodes[one.node_id].total_blocks * one.block_size_tokens / shared[one.node_id]

@@ -1,6 +1,8 @@
-"""What wanted workers are counted for: latencies, the share of requests that shall meet them, the time of a start.
+"""Reads the objectives for which workers are counted: latencies, the share of requests that shall meet them, the time
+of a start.
 
-Sans-IO (I9)."""
+Sans-IO (I9).
+"""
 
 from __future__ import annotations
 
@@ -8,21 +10,22 @@ from dataclasses import dataclass
 from statistics import NormalDist
 
 from pillion.errors import ConfigError
-from pillion.loadgen.slo import parse_slo
+from pillion.slo import parse_slo
 
 # The first token may be late on a prefill worker or on a decode worker, and later tokens on the latter: these three
-# share what may be late of all requests (Bonferroni's bound).
+# ways share the number of requests that may be late (Bonferroni's bound).
 WAYS_TO_BE_LATE = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Objectives:
-    """What the fleet is made large enough for.
+    """Says which latencies the number of workers is chosen for, and how many requests may miss them.
 
     Attributes:
-        ttft_s, ttft_token_s: bound of the time to the first token, and what each token of the prompt adds to it.
+        ttft_s, ttft_token_s: bound of the time to the first token, and the time that each token of the prompt adds to
+            it.
         itl_s: bound of the time between two tokens.
-        attainment: the share of requests that shall meet both, between 0 and 1.
+        attainment: the share of requests that shall meet both bounds, between 0 and 1.
         start_s: seconds from the wish for a worker until it serves; 0.0: as long as workers say that they took.
     """
 
@@ -34,21 +37,22 @@ class Objectives:
 
     @property
     def late_share(self) -> float:
-        """The share of requests that may be late in each way."""
+        """Gives the share of requests that may be late in each way."""
         return (1 - self.attainment) / WAYS_TO_BE_LATE
 
     @property
     def deviations(self) -> float:
-        """Standard deviations above the mean that a load exceeds no more often than that."""
+        """Gives the number of standard deviations above its mean that a load exceeds no more often than
+        ``late_share``."""
         return NormalDist().inv_cdf(1 - self.late_share)
 
     def ttft_of(self, prompt_tokens: int) -> float:
-        """The bound of a request's time to the first token, in seconds."""
+        """Returns the bound of a request's time to the first token, in seconds."""
         return self.ttft_s + self.ttft_token_s * prompt_tokens
 
 
 def parse_objectives(slo: str, attainment: float, start_s: float) -> Objectives:
-    """Reads ``--slo`` (:mod:`pillion.loadgen.slo`): one bound for ``ttft`` and one for ``itl`` or ``itl_pNN``.
+    """Reads ``--slo`` (:mod:`pillion.slo`): one bound for ``ttft`` and one for ``itl`` or ``itl_pNN``.
 
     Raises ConfigError for another form, and for a measure that says nothing of the number of workers.
     """

@@ -9,13 +9,18 @@ from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
-from pillion.gateway.formats.model_formats import knows_tools
-from pillion.gateway.formats.tool_prompt import message_bytes, spelled_out, template_messages, template_tools
+from pillion.gateway.tokens.tool_prompt import (
+    knows_tools,
+    message_bytes,
+    spelled_out,
+    template_messages,
+    template_tools,
+)
 from pillion.types import ChatMessage, ChatOptions, Tool
 
-# Computing time of one rendering; a real template takes a millisecond.
+# One rendering may take this much computing time; a real template takes a millisecond.
 RENDER_CPU_S = 2.0
-# Wall-clock time of one rendering, for a machine that is very busy.
+# One rendering may take this much wall-clock time, on a machine that is very busy.
 RENDER_WALL_S = 20.0
 RENDER_MEMORY_BYTES = 512 * 2**20
 MAX_RENDERED_CHARS = 8 * 2**20
@@ -25,10 +30,10 @@ _HANDLER = Path(__file__).with_name("template_worker.py")
 
 
 class ChatTemplate:
-    """One model's chat template.
+    """Renders conversations by one model's chat template.
 
     Args:
-        source: its text; "" where the model has none.
+        source: the template's text; "" where the model has none.
         specials: the special tokens' texts by name.
         spells_out: whether a template that has no place for tools gets them as text.
     """
@@ -54,11 +59,11 @@ class ChatTemplate:
     async def render(
         self, messages: Sequence[ChatMessage], options: ChatOptions = DEFAULT_OPTIONS, tools: Sequence[Tool] = ()
     ) -> str:
-        """The prompt's text, up to where the answer begins. Everything has been checked.
+        """Returns the prompt's text for a conversation that was checked, up to where the answer begins.
 
         Raises:
             InvalidRequest: the model has no template, the template refuses the conversation, or it met a bound.
-            Overloaded: too many conversations wait for it.
+            Overloaded: too many conversations wait to be rendered.
         """
         if not self._source:
             raise _violation("this model has no chat template; send text or token_ids")
@@ -85,12 +90,12 @@ class ChatTemplate:
         raise _violation(f"the model's chat template failed: {answer['broken']}")
 
     async def warm_up(self) -> None:
-        """Starts the process, so that the first conversation does not wait for it."""
+        """Starts the process that renders, so that the first conversation does not wait for it."""
         with contextlib.suppress(InvalidRequest):
             await self.render((ChatMessage("user", "x"),))
 
     async def aclose(self) -> None:
-        """Ends the process; the next conversation would start another one."""
+        """Ends the process that renders; the next conversation would start another one."""
         await self._box.aclose()
 
 

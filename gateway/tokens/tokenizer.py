@@ -16,37 +16,38 @@ import tokenizers
 
 from pillion.errors import ConfigError
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.tokens.detokenizer import Detokenizer, Spellings, new_detokenizer
-from pillion.gateway.tokens.thread_turns import ThreadJob, ThreadTurns
+from pillion.gateway.admission.turns import ThreadJob, ThreadTurns
+from pillion.gateway.tokens.answer_text import Detokenizer, Spellings, new_detokenizer
 
 T = TypeVar("T")
 
 TOKENIZER_THREADS = 2
-# What is read, checked and written on the event loop; so much takes less than 5 ms, whatever it holds.
+# Text of up to this size is read, checked and written on the event loop, which takes less than 5 ms whatever it holds.
 LOOP_BYTES = 16 * 2**10
-# About what a token takes of a thread, by the measure of a text's bytes.
+# When the work of threads is measured, a token counts as this many bytes of text.
 TOKEN_BYTES = 4
-# More than the requests that admission lets in by default, so that this bound is met only by a raised one.
+# This is more than the requests that admission lets in by default, so only a raised bound of admission meets it.
 MAX_QUEUED_JOBS = 4096
 # A template is a page of text; a megabyte of it is a mistake or an attack.
 MAX_TEMPLATE_BYTES = 2**20
-# A text with more bytes for each token that may be wanted is most likely too long: its beginning is tried first.
+# A text with more bytes than this for each token that may be wanted is most likely too long, so its beginning is
+# tokenized first.
 LIKELY_TOKEN_BYTES = 6
-# So many more tokens are let through to be counted exactly: where a text is cut it may have some more than as a whole,
-# and not all that it begins with are kept.
+# Up to this many tokens beyond the bound are counted exactly: the cut beginning of a text may have some more than the
+# whole, and not all of them are kept.
 CUT_TOKENS = 1024
-# Most bytes of a character in UTF-8.
+# A character of UTF-8 has at most this many bytes.
 MAX_CHAR_BYTES = 4
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TextTooLong(Exception):  # noqa: N818
-    """A text has more tokens than were wanted; the message is their number, in words."""
+    """Says that a text has more tokens than were wanted; the message is their number, in words."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTokenizer:
-    """One model's tokenizer and chat template.
+    """Holds one model's tokenizer and chat template.
 
     Attributes:
         codec: the loaded tokenizer.
@@ -55,7 +56,7 @@ class ModelTokenizer:
         bos_id: id of the beginning-of-text token, None where there is none.
         adds_bos: whether a prompt begins with it.
         codec_writes_bos: whether ``codec`` writes it by itself; the configuration may say otherwise.
-        spellings: what is remembered of its tokens, for all answers.
+        spellings: the texts of its tokens as far as they are known, for all answers.
     """
 
     codec: tokenizers.Tokenizer
@@ -89,32 +90,35 @@ class ModelTokenizer:
         return cls(codec, specials, chat_template_of(folder, template), bos_id, adds, writes, Spellings(codec))
 
     def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
-        """Ids of a raw prompt, special tokens as the model's configuration says, never two BOS.
+        """Returns the ids of a raw prompt, with the special tokens that the model's configuration names, never two BOS.
 
-        This and the two below raise TextTooLong for many more than ``most_tokens``, before an object is made for each.
+        This and the two methods below raise TextTooLong for many more than ``most_tokens``, before an object is made
+        for each.
         """
         ids = self._encode(text, True, most_tokens)
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)
 
     def encode_bare(self, text: str, most_tokens: int) -> tuple[int, ...]:
-        """Ids of a piece of text: no special token but what stands in it."""
+        """Returns the ids of a piece of text, with no special tokens except those that the text spells out."""
         return tuple(self._encode(text, False, most_tokens))
 
     def encode_chat(self, rendered: str, most_tokens: int) -> tuple[int, ...]:
-        """Ids of a rendered conversation: the template wrote the special tokens, all but perhaps the BOS."""
+        """Gives the ids of a rendered conversation: the template has written the special tokens, except perhaps the
+        BOS."""
         return self._one_bos(self._encode(rendered, False, most_tokens))
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
-        """All of an answer's text, special tokens skipped."""
-        # A batch of one, as below.
+        """Returns all of an answer's text without special tokens."""
+        # A batch of one releases the interpreter's lock, which plain decode holds.
         return str(self.codec.decode_batch([list(token_ids)], skip_special_tokens=True)[0])
 
     def detokenizer(self) -> Detokenizer:
-        """A fresh incremental decoder for one answer."""
+        """Makes a fresh incremental decoder for one answer."""
         return new_detokenizer(self.spellings)
 
     def _encode(self, text: str, specials: bool, most_tokens: int) -> list[int]:
-        # Every token is an object that is freed under the interpreter's lock: a million of them stop all streams.
+        # Every token is an object that is freed under the interpreter's lock, and freeing a million of them stops all
+        # streams.
         if len(text) > LIKELY_TOKEN_BYTES * most_tokens // MAX_CHAR_BYTES:
             raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
             if len(raw) > likely:
@@ -123,14 +127,14 @@ class ModelTokenizer:
                     raise TextTooLong(f"more than {most_tokens}")
         check_wanted()
         encoding = self._encoding(text, specials)
-        # Some more pass: each BOS that the text itself begins with is taken away later.
+        # Some more tokens are let pass, because each BOS that the text itself begins with is taken away later.
         if len(encoding) > most_tokens + CUT_TOKENS:
             raise TextTooLong(str(len(encoding)))
         ids: list[int] = encoding.ids
         return ids
 
     def _encoding(self, text: str, specials: bool) -> tokenizers.Encoding:
-        # A batch of one: plain encode holds the GIL, so that a long prompt would stop all streams for seconds.
+        # This encodes a batch of one, as plain encode holds the GIL: a long prompt would stop all streams for seconds.
         return self.codec.encode_batch_fast([text], add_special_tokens=specials)[0]
 
     def _one_bos(self, ids: list[int]) -> tuple[int, ...]:
@@ -143,24 +147,24 @@ class ModelTokenizer:
 
 
 class JobAbandoned(Exception):  # noqa: N818
-    """Nobody waits any more for the job that a thread works at."""
+    """Says that nobody waits any more for the job that a thread works at."""
 
 
-# The job of each thread, where it has one.
+# For each thread of the pool this has the job that it runs.
 _here = threading.local()
 
 
 def check_wanted() -> None:
-    """Raises JobAbandoned on a thread for whose job nobody waits any more. Whatever works through a list of a client's
-    calls it with each item."""
+    """Raises JobAbandoned on a thread for whose job nobody waits any more. A job that works through a list of a
+    client's calls it with each item."""
     job: ThreadJob | None = getattr(_here, "job", None)
     if job is not None and job.abandoned:
         raise JobAbandoned
 
 
 class TokenizerPool:
-    """A few threads for tokenizing, and for what else is too long for the event loop, with a bounded queue before
-    them that is fair between tenants."""
+    """Runs tokenizing, and other work that is too long for the event loop, on a few threads, with a bounded queue
+    before them that is fair between tenants."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
@@ -169,7 +173,7 @@ class TokenizerPool:
 
     @property
     def jobs(self) -> int:
-        """Jobs that wait or run."""
+        """Gives the number of jobs that wait or run."""
         return self._turns.jobs
 
     async def run(self, job: Callable[..., T], *arguments: Any, tenant: Tenant = OPEN, size_bytes: int = 0) -> T:
@@ -190,7 +194,7 @@ class TokenizerPool:
             raise
 
         def ended(_: Future[T]) -> None:
-            # The loop is closed where the gateway ended before its last job; the turn does not matter then.
+            # The loop is closed where the gateway ended before its last job, and then the turn does not matter.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(self._end, turn)
 
@@ -206,7 +210,7 @@ class TokenizerPool:
         self._turns.keep(names)
 
     def close(self) -> None:
-        """Drops waiting jobs; those that run are bounded by the prompt's size."""
+        """Drops waiting jobs; those that run end by themselves, because their work is bounded by the prompt's size."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _end(self, turn: ThreadJob) -> None:
@@ -218,7 +222,7 @@ class TokenizerPool:
         for turn in self._turns.grant():
             begun = self._begun[turn]
             if not begun.done():
-                # One whose caller was cancelled a moment ago ends its turn itself.
+                # A job whose caller was cancelled a moment ago gives its turn back itself.
                 begun.set_result(None)
 
 
@@ -243,16 +247,16 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_text(entry: Any) -> str | None:
-    """The text of a special token, which is configured as that text or as an object that has it."""
+    """Returns the text of a special token, which is configured as that text or as an object that has it."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None
 
 
 def chat_template_of(folder: Path, template: str = "") -> str:
-    """A model's chat template, "" where it has none: what the file ``template`` holds, where one is named. Of several
-    named ones of the model's own, "tool_use" is for conversations with tools and "default" for others. Raises
-    ConfigError."""
+    """Returns a model's chat template, "" where it has none, or the text of the file ``template`` where one is named.
+    Where a model has several named templates, "tool_use" is for conversations with tools and "default" for others.
+    Raises ConfigError."""
     if template:
         return read_template(template)
     configured = _read_json(folder / "tokenizer_config.json").get("chat_template")
@@ -268,7 +272,7 @@ def chat_template_of(folder: Path, template: str = "") -> str:
 
 
 def read_template(path: str) -> str:
-    """The chat template in a file. Raises ConfigError where it cannot be read, or is none."""
+    """Reads the chat template in a file. Raises ConfigError where the file cannot be read, or holds none."""
     import jinja2
 
     from pillion.gateway.tokens.template_worker import environment
@@ -276,7 +280,7 @@ def read_template(path: str) -> str:
     try:
         with Path(path).expanduser().open(encoding="utf-8") as file:
             source = _bounded(file.read(MAX_TEMPLATE_BYTES + 1), path)
-        # It is read here, and run in a process of its own alone.
+        # The template is only parsed here; it runs in a process of its own.
         environment().parse(source)
     except (OSError, ValueError) as error:
         why = getattr(error, "strerror", "") or error

@@ -1,4 +1,4 @@
-"""What the live picture shows: the figures of `pillion top`, of heartbeats and of the gateway's own metrics.
+"""Makes the live picture: the figures of `pillion top`, of heartbeats and of the gateway's own metrics.
 
     every poll:  status, own metrics --> ClusterReading --> History --> figures over some seconds --> JSON
 
@@ -33,17 +33,18 @@ from pillion.types import WORKERS, ClusterStatus, ComponentStatus
 
 # Rates are taken over this time, or over a little more where a poll was late.
 WINDOW_S = 5.0
-# Behind an older reading, as after a pause of all viewers, there are none: a mean of minutes would look like seconds'.
+# No rates are computed from an older reading than this, as after a pause of all viewers, because a mean over minutes
+# would look like one over seconds.
 OLDEST_S = 2 * WINDOW_S
-# Viewers who ask sooner after each other get the same picture: more of them cost the gateway no more.
+# Viewers who ask within this time get the same picture, so more viewers cost the gateway no more.
 REFRESH_S = 0.5
 
 
 class ClusterPicture:
-    """The picture that all viewers of one gateway process share. Not thread-safe.
+    """Makes the picture that all viewers of one gateway process share. The class is not thread-safe.
 
     Args:
-        component_id: the gateway's own.
+        component_id: the gateway's own id.
     """
 
     def __init__(self, component_id: str) -> None:
@@ -52,8 +53,8 @@ class ClusterPicture:
         self._picture: dict[str, Any] = {}
 
     def at(self, now_s: float, status: Callable[[], ClusterStatus], metrics: Callable[[], Values]) -> dict[str, Any]:
-        """The picture at ``now_s`` (monotonic seconds), or the last one where that is hardly older. ``status`` and
-        ``metrics`` are called where a new reading is taken."""
+        """Returns the picture at ``now_s`` (monotonic seconds), or the last one where that is hardly older. ``status``
+        and ``metrics`` are called where a new reading is taken."""
         newest = self._history.newest()
         if newest is not None and now_s - newest.at_s < REFRESH_S:
             return self._picture
@@ -96,7 +97,7 @@ def _flow(streams: GatewayFlow, gateways: int) -> dict[str, Any]:
 
 
 def _quantiles(found: Quantiles | None) -> dict[str, float | None] | None:
-    """JSON has no infinity: a quantile beyond the last bound is None."""
+    """Returns quantiles for JSON, which has no infinity: a quantile beyond the last bound is None."""
     if found is None:
         return None
     p50, p99 = (None if math.isinf(value) else value for value in (found.p50, found.p99))
@@ -104,7 +105,7 @@ def _quantiles(found: Quantiles | None) -> dict[str, float | None] | None:
 
 
 def _component(one: ComponentStatus, fenced: Container[str], found: StepFigures | None) -> dict[str, Any]:
-    """A component as the picture shows it; ``steps`` and ``pool`` only where it has them."""
+    """Returns a component as the picture shows it; ``steps`` and ``pool`` only where it has them."""
     shown: dict[str, Any] = {
         "component_id": one.component_id,
         "role": one.role,

@@ -1,4 +1,4 @@
-"""The files of the page, and the headers that they are sent with.
+"""Reads the files of the page for people (--ui), and the headers that they are sent with.
 
 The page holds no data and no key. What it may do is bounded by its policy: it runs this port's scripts alone, asks this
 port alone, is framed by nobody, sends no form and writes no HTML from text (Trusted Types).
@@ -38,14 +38,14 @@ HEADERS = [
 
 @dataclass(frozen=True, slots=True)
 class UiFile:
-    """A file of the page, as it is sent."""
+    """Holds one file of the page for people, as it is sent."""
 
     body: bytes
     content_type: bytes
 
 
 def read_files() -> dict[str, UiFile]:
-    """All files of the page by name, some 40 KB, which a gateway keeps."""
+    """Returns all files of the page for people by name, some 40 KB, which a gateway keeps in memory."""
     return {
         path.name: UiFile(path.read_bytes(), TYPES[path.suffix] + b"; charset=utf-8")
         for path in sorted(FOLDER.iterdir())

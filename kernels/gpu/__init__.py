@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs. Each module has kernels, a launcher that checks its arguments, and ``build_specs``.
+"""Has Triton kernels for GPUs. Each module has kernels, a launcher that checks its arguments, and ``build_specs``.
 
     attention/         paged attention, and the kernel that writes KV
     rows/              norms, gated activations, embedding

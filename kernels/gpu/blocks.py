@@ -14,7 +14,8 @@ from pillion.kernels.gpu.build import BuildSpec
 from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
-# Blocks are moved in the largest of these words that divides a block; one access of a thread moves two of 8 bytes.
+# Blocks are moved in the largest of these types of words whose size divides a block; a thread moves two words of 8
+# bytes at a time.
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 _WORD_NAMES = {8: "*i64", 4: "*i32", 2: "*i16", 1: "*u8"}
 
@@ -38,7 +39,7 @@ def _move(source, target, pairs, PARTS: tl.constexpr, WORDS: tl.constexpr, BLOCK
 def gather(pool: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
     """Copies blocks ``slots`` (int32 [N]) of ``pool`` into ``out`` [N, bytes of a block], uint8, one after another.
 
-    Rows of ``out`` whose entry is -1 stay as they are. Raises Internal for misshapen tensors.
+    Those rows of ``out`` whose entry is -1 stay as they are. Raises Internal for misshapen tensors.
     """
     _launch(pool, out, slots, _checked_block_bytes(pool, slots, out), "source")
 
@@ -65,7 +66,7 @@ def copy(pool: torch.Tensor, pairs: torch.Tensor) -> None:
 def _checked_block_bytes(
     pool: torch.Tensor, slots: torch.Tensor | None = None, buffer: torch.Tensor | None = None
 ) -> int:
-    """Bytes of a block. Raises Internal where the pool, the slots or the buffer are misshapen."""
+    """Returns the number of bytes of a block. Raises Internal where the pool, the slots or the buffer are misshapen."""
     check(pool.is_contiguous() and pool.ndim > 1, "pool is not contiguous")
     block_bytes = pool[0].numel() * pool.element_size()
     if slots is not None and buffer is not None:
@@ -76,7 +77,7 @@ def _checked_block_bytes(
 
 def _launch(source: torch.Tensor, target: torch.Tensor, entries: torch.Tensor, block_bytes: int, paired: str) -> None:
     check(len(entries) > 0, "no blocks to move")
-    # Memory that does not begin at a multiple of a word is moved in smaller words.
+    # Memory that begins at no multiple of a word's size is moved in smaller words.
     addresses = block_bytes | source.data_ptr() | target.data_ptr()
     word = next(size for size in _WORDS if addresses % size == 0)
     constants = _constants(block_bytes, word, arch_of(target.device))

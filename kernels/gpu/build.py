@@ -23,9 +23,10 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = (80, 90)
-# Shared memory that one block may ask for, by architecture (CUDA C programming guide, "Compute Capabilities").
+# One block may ask for this many bytes of shared memory, by architecture (CUDA C programming guide, "Compute
+# Capabilities").
 MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
-# Most registers of a thread.
+# A thread has at most this many registers.
 MAX_REGISTERS = 255
 MODULES = (
     "attention.kv_write",
@@ -42,7 +43,7 @@ MODULES = (
     "sampling.sampling_masks",
 )
 
-# Names (shell patterns) of kernels that differ little from others in what they take: only ``--all`` builds them.
+# Kernels with these names (shell patterns) need nearly the same resources as others, so only ``--all`` builds them.
 RARE = (
     "add_rms_norm-16384-bf16-norm",
     "add_rms_norm-4096-bf16-wide-post",
@@ -84,7 +85,7 @@ RARE = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildSpec:
-    """One kernel with the constants of one use.
+    """Describes one kernel with the constants of one use.
 
     Attributes:
         kernel: the jitted function.
@@ -107,7 +108,8 @@ class BuildSpec:
 
 @dataclass(frozen=True, slots=True)
 class BuildResult:
-    """Resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per block.
+    """Holds the resources of a built kernel: registers and bytes of spills per thread, bytes of shared memory per
+    block.
 
     ``excess`` names exceeded limits; "" for none.
     """
@@ -181,7 +183,7 @@ def _excess(spec: BuildSpec, arch: int, usage: Mapping[str, int], shared: int) -
 
 
 def main() -> int:
-    """Prints a line per kernel and architecture. Returns 1 if a kernel exceeds its limits."""
+    """Compiles the chosen kernels and prints a line for each. Returns 1 if a kernel exceeds its limits."""
     parser = argparse.ArgumentParser(description="Build all GPU kernels ahead of time.")
     parser.add_argument("--only", default="", help="build kernels whose name contains this")
     parser.add_argument("--all", action="store_true", help="build rare kernels, too")

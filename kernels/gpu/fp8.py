@@ -1,4 +1,4 @@
-"""Float8 (e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, largest 448) in a kernel's own arithmetic.
+"""Converts float8 (e4m3fn: 4 bits of exponent, 3 of mantissa, no infinities, largest 448) in a kernel's own arithmetic.
 
 An sm_80 has no instruction for the format, and Triton's interpreter cannot round to it, so both directions work on
 bits. The format is that of arXiv 2209.05433; results equal those of ``torch.float8_e4m3fn`` bit for bit.
@@ -11,12 +11,13 @@ import triton.language as tl
 
 from pillion.kernels.kv_codes import MAX_CODES, MIN_SCALE
 
-# The first architecture that converts e4m3 by an instruction.
+# This is the first architecture that converts e4m3 by an instruction.
 NATIVE_FP8_ARCH = 89
-# The largest value of the format. Rows are scaled so that their largest value becomes this.
+# This is the largest value of the format. Rows are scaled so that their largest value becomes this.
 MAX = tl.constexpr(MAX_CODES["fp8_e4m3"])
 LEAST_SCALE = tl.constexpr(MIN_SCALE)
-# Added to a value below 2**-6, this leaves multiples of 2**-9 in the low bits of its mantissa: e4m3's subnormals.
+# When this number is added to a value below 2**-6, multiples of 2**-9 are left in the low bits of its mantissa: e4m3's
+# subnormals.
 _SUBNORMAL_SHIFT = tl.constexpr(2.0**14)
 
 
@@ -30,7 +31,7 @@ def decode_e4m3(codes, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     """
     if NATIVE:
         eights = codes.to(tl.float8e4nv, bitcast=True)
-        # By way of float32: conversion from float16 to bfloat16 has a quarter of the rate, 16 per cycle.
+        # The conversion goes by way of float32: from float16 to bfloat16 it has a quarter of the rate, 16 per cycle.
         return eights.to(DTYPE) if tl.float16 == DTYPE else eights.to(tl.float32).to(DTYPE)
     wide = codes.to(tl.uint16)
     bits = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
@@ -45,7 +46,7 @@ def encode(values):
     """
     size = tl.minimum(tl.abs(values), MAX)
     bits = size.to(tl.int32, bitcast=True)
-    # 20 bits of the mantissa go; then the exponent's bias of 127 becomes one of 7.
+    # To round, 20 bits of the mantissa are dropped; then the exponent's bias of 127 becomes one of 7.
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     subnormal = (size + _SUBNORMAL_SHIFT).to(tl.int32, bitcast=True) & 0xFF
     code = tl.where(size < 2.0**-6, subnormal, normal)

@@ -1,23 +1,27 @@
-"""The smaller GPU kernels in plain torch: the oracle of their tests, and the place to read what they compute."""
+"""Computes in plain torch the same as the smaller GPU kernels: this code is the oracle of their tests, and explains
+them.
+"""
 
 from __future__ import annotations
 
 import torch
-from torch.nn.functional import gelu, silu
+from torch.nn.functional import gelu, relu, silu
 
 FP8_MAX = 448.0
 FP8_MIN_SCALE = 2.0**-100
 
 
 def embed(ids: torch.Tensor, sampled: torch.Tensor, table: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """Rows of ``table`` [vocab, hidden] by ``scale``; an id ``-1 - row`` stands for ``sampled[row]``, at least 0."""
+    """Returns rows of ``table`` [vocab, hidden] times ``scale``; an id ``-1 - row`` stands for ``sampled[row]``, or for
+    0 where that is negative."""
     known = torch.where(ids < 0, sampled[(-1 - ids).clamp(min=0).long()], ids).clamp(min=0)
     rows = table[known.long()]
     return rows if scale == 1.0 else (rows.float() * scale).to(table.dtype)
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float, wide: bool) -> torch.Tensor:
-    """RMS norm over the last dimension; a plain norm is rounded before the weight multiplies, a wide one after."""
+    """Returns the RMS norm over the last dimension; a plain norm is rounded before the weight multiplies, a wide one
+    after."""
     normed = values.float()
     normed = normed * torch.rsqrt(normed.pow(2).mean(-1, keepdim=True) + eps)
     return (normed * weight).to(values.dtype) if wide else normed.to(values.dtype) * weight
@@ -42,9 +46,15 @@ def add_rms_norm(
 
 
 def gated(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up of [T, 2 * inner], gate first; ``activation`` is "silu" or "gelu_tanh"."""
+    """Returns act(gate) * up of [T, 2 * inner], gate first; ``activation`` is "silu", "gelu_tanh" or "relu2"."""
     gate, up = gate_up.chunk(2, -1)
-    return (silu(gate) if activation == "silu" else gelu(gate, approximate="tanh")) * up
+    return activated(gate, activation) * up
+
+
+def activated(up: torch.Tensor, activation: str) -> torch.Tensor:
+    if activation == "relu2":
+        return relu(up.float()).square().to(up.dtype)
+    return silu(up) if activation == "silu" else gelu(up, approximate="tanh")
 
 
 def normed_and_rotated(
@@ -100,7 +110,7 @@ def fp8_values(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def masked(logits: torch.Tensor, masks: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Logits [R, V] with minus infinity where row m of ``masks`` int32 [M, W] has a 0 for row rows[m]."""
+    """Returns logits [R, V] with minus infinity where row m of ``masks`` int32 [M, W] has a 0 for row rows[m]."""
     bits = (masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)) & 1
     allowed = bits.flatten(1)[:, : logits.shape[1]].bool()
     found = logits.clone()

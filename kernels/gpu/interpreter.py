@@ -1,9 +1,9 @@
-"""Triton's interpreter without work that it repeats: it runs kernels on CPU tensors, which is for tests.
+"""Speeds up Triton's interpreter, which runs kernels on CPU tensors in tests, by leaving out work that it repeats.
 
 At every launch, and at every call of a function within a kernel, Triton's interpreter goes through its language and
-replaces what kernels call by functions that compute with numpy. Behind every launch it copies the memory of all
-arguments back to a device, and on a CPU that memory is the argument itself. A third of the time of small kernels goes
-there.
+replaces what kernels call by functions that compute with numpy. After every launch it copies the memory of all
+arguments back to a device, and on a CPU that memory is the argument itself. For small kernels this repeated work takes
+a third of the time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def replace_once() -> None:
     """
     if not all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "GridExecutor")):
         return
-    # The interpreter looks for these modules among the globals of a kernel.
+    # Triton's interpreter looks for these modules among the globals of a kernel, to replace their functions.
     interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core}))
     interpreter._patch_lang = lambda fn: interpreter._LangPatchScope()
     interpreter.GridExecutor._restore_args_dev = lambda *args: None

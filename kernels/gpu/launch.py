@@ -1,4 +1,4 @@
-"""Facts about the device, and checks of arguments, for all launchers.
+"""Tells facts about the device, and checks arguments, for all launchers.
 
 Kernels run natively on a CUDA device, or, with ``TRITON_INTERPRET=1`` in the environment before this package is
 imported, in Triton's interpreter on CPU tensors: slowly, and for tests.
@@ -12,14 +12,14 @@ import torch
 
 from pillion.errors import Internal
 
-# Architecture that the interpreter stands in for.
+# In Triton's interpreter, kernels are run as on this architecture.
 INTERPRETED_ARCH = 90
-# Multiprocessors that plans assume in the interpreter.
+# When kernels run in Triton's interpreter, plans are made for a device of this many multiprocessors.
 INTERPRETED_PROCESSORS = 4
 
 
 def interpreting() -> bool:
-    """Whether kernels run in Triton's interpreter."""
+    """Returns whether kernels run in Triton's interpreter."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

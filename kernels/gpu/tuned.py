@@ -1,4 +1,4 @@
-"""Constants of kernels (tile sizes, warps, stages) by architecture, from data files with their measurements.
+"""Reads constants of kernels (tile sizes, warps, stages) by architecture, from data files with their measurements.
 
 A file ``tuning/sm_90.json`` maps a kernel's name to a list of entries, looked through in order:
 

@@ -1,4 +1,4 @@
-"""Paged attention and linear layers on any processor, by torch's own kernels.
+"""Computes paged attention and linear layers on any processor, by torch's own kernels.
 
     reference.py         paged attention one sequence and one head at a time: the oracle of every attention kernel
     torch_attention.py   a step's attention;  attention_tiles.py plans which queries meet which keys in which call

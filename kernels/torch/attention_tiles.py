@@ -1,4 +1,5 @@
-"""Plans which queries attend to which keys in which call: the part of attention that is the same in every layer.
+"""Plans which queries attend to which keys in which call of torch: the part of attention that is the same in every
+layer.
 
 A call gathers K and V of a *tile* of a sequence's tokens and attends some queries to it. The size of tiles is limited,
 so a step's memory beside the pool depends on its batch and not on the length of contexts. Tiles that no query sees are
@@ -26,18 +27,18 @@ CAPPED_TILE_TOKENS = 1024
 # A key tile has at least this many times the rows of a query tile. With 2 or more, every query sees a key in each of
 # its tiles; for a query that sees none, torch's kernel would return a wrong log-sum-exp of 0.
 TILE_TOKENS_PER_QUERY = 4
-# Sequences share a padded call if the shorter one has at least half of the longer one's blocks, give or take these,
+# Sequences share a padded call if the shorter one has at least half of the longer one's blocks, give or take this many,
 # because a call costs about as much as gathering this many blocks.
 GROUP_SLACK_BLOCKS = 8
-# Most bytes that a call gathers, unless its tile is the least. From 32 MiB on, glibc maps fresh pages for each
-# allocation, which the operating system clears.
+# A call gathers at most this many bytes, unless it has the smallest possible tile. From 32 MiB on, glibc maps fresh
+# pages for each allocation, which the operating system clears.
 GATHER_BYTES = 16 * 2**20
 LEAST_TILE_TOKENS = 512
 
 
 @dataclass(frozen=True, slots=True)
 class KeyTile:
-    """Keys and values of one call.
+    """Names the keys and values of one call.
 
     Attributes:
         pieces: indices of the (slot, K or V, head) pieces to gather, in the order [2, S, kv_heads, B], for layer 0.
@@ -56,7 +57,7 @@ class KeyTile:
 
 @dataclass(frozen=True, slots=True)
 class QueryGroup:
-    """Queries that are attended together: of S sequences with one row each, or of one sequence.
+    """Names queries that are attended together: of S sequences with one row each, or of one sequence.
 
     Each query sees a key in every tile; results of several tiles are merged by their log-sum-exp.
     """
@@ -67,7 +68,7 @@ class QueryGroup:
 
 
 def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
-    """Chooses the most tokens of a tile. ``token_bytes``: bytes of a token's K and V in one layer."""
+    """Chooses how many tokens a tile has at most. A token's K and V take ``token_bytes`` in one layer."""
     most = CAPPED_TILE_TOKENS if capped else ATTENTION_TILE_TOKENS
     return min(most, max(LEAST_TILE_TOKENS, GATHER_BYTES // token_bytes))
 
@@ -90,7 +91,8 @@ class TilePlanner:
         self._bands: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     def plan(self, window: int) -> tuple[QueryGroup, ...]:
-        """Plans all rows of the batch, each in one group. ``window``: tokens a query sees, itself included; 0: all."""
+        """Plans all rows of the batch, each in one group. A query sees ``window`` tokens, itself included, or all if it
+        is 0."""
         groups: list[QueryGroup] = []
         for sequence in np.flatnonzero(self._lengths > 1).tolist():
             groups += self._chunk(sequence, window)
@@ -123,7 +125,7 @@ class TilePlanner:
         elif end - begin == 1:
             ranges = _cut(lowest, end, self._tile_tokens)
         else:
-            # The kernel masks the chunk's own square; before it, everything is visible but a window's edge.
+            # The kernel masks the chunk's own square; the tokens before it are all visible, except at a window's edge.
             ranges = [(begin, end), *_cut(lowest, begin, self._tile_tokens)]
         return [self._tile(sequence, (begin, end), tokens, window) for tokens in ranges]
 
@@ -141,7 +143,8 @@ class TilePlanner:
         return KeyTile(self._pieces(table), tokens[0] - base, tokens[1] - base, mask, causal)
 
     def _padded(self, sequences: Int64, begins: Int32, ends: Int32) -> list[QueryGroup]:
-        """Plans sequences of one row, which sees begins .. ends - 1: similar lengths share a call, padded."""
+        """Plans sequences of one row, each of which sees the tokens begins .. ends - 1: similar lengths share a call,
+        padded."""
         first_blocks = begins // self._block_size
         widths = -(-ends // self._block_size) - first_blocks
         order = np.argsort(-widths, kind="stable")
@@ -163,11 +166,12 @@ class TilePlanner:
     def _padded_group(
         self, sequences: Int64, first_blocks: Int32, width: int, begins: Int32, ends: Int32
     ) -> QueryGroup:
-        """Plans one padded group. ``begins``, ``ends``: tokens that each row sees, counted from its first block on."""
+        """Plans one padded group. ``begins`` and ``ends`` say which tokens each row sees, counted from its first block
+        on."""
         rows = self._batch.query_starts[sequences].astype(np.int64)
         first, last = int(begins.min()), int(ends.max())
         columns = np.arange(width, dtype=np.int32)
-        # Columns behind a sequence's end are masked; they read its first block, which holds finite numbers.
+        # Columns after a sequence's end are masked; they read its first block, which holds finite numbers.
         columns = np.where(columns * self._block_size < ends[:, None], columns, 0)
         pieces = self._pieces(self._batch.block_tables[sequences[:, None], columns + first_blocks[:, None]])
         if len(rows) == 1 or (int(begins.max()) == first and int(ends.min()) == last):
@@ -180,7 +184,7 @@ class TilePlanner:
         return QueryGroup(_rows(rows), len(rows), (KeyTile(pieces, 0, len(tokens), mask),))
 
     def _pieces(self, tables: Int32) -> torch.Tensor:
-        """Block tables [S, B] -> flat indices of pieces in the order [2, S, kv_heads, B]."""
+        """Turns block tables [S, B] into flat indices of pieces in the order [2, S, kv_heads, B]."""
         indices = tables.astype(np.int64)[None, :, None, :] * self._pieces_per_slot + self._kinds
         return torch.from_numpy(indices.reshape(-1))
 

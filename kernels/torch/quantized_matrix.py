@@ -1,4 +1,4 @@
-"""A matrix in few bits: what every reader of a checkpoint makes, and what every packer of kernels takes.
+"""Defines a matrix in few bits: every reader of a checkpoint makes it, and every packer of a backend takes it.
 
     a checkpoint's layout --engine/checkpoints--> QuantizedMatrix --packing--> a backend's own layout
 
@@ -7,7 +7,7 @@ that all kernels must have:
 
     weight[n, order[k]] = scales[n, k // group] * values[codes[n, k]] + offsets[n, k // group]
 
-Where the matrix has ``row_codes``, a row that meets it is rounded before.
+Where the matrix has ``row_codes``, a row is rounded before the product with the matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-# The 16 quantiles of the normal distribution of NF4 (arXiv 2305.14314, appendix E).
+# These are the 16 values of NF4, quantiles of the normal distribution (arXiv 2305.14314, appendix E).
 _NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -37,8 +37,8 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
-# What a code stands for, by coding: float32 [16] or [256]. int4 is a number from -8 on, int8 the two's complement of
-# its byte, fp8_e4m3 the float of OCP's 8-bit format without infinities.
+# For each coding, this says which numbers the codes stand for: float32 [16] or [256]. int4 is a number from -8 on, int8
+# the two's complement of its byte, fp8_e4m3 the float of OCP's 8-bit format without infinities.
 CODINGS: dict[str, torch.Tensor] = {
     "uint4": torch.arange(16).float(),
     "int4": torch.arange(16).float() - 8,
@@ -46,21 +46,22 @@ CODINGS: dict[str, torch.Tensor] = {
     "int8": torch.arange(256).to(torch.uint8).view(torch.int8).float(),
     "fp8_e4m3": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float(),
 }
-# Weights that are widened at once, which takes 20 bytes for each beside the result.
+# At most this many weights are widened at once, which takes 20 bytes for each beside the result.
 _PIECE_WEIGHTS = 2**22
-# Codings whose values are whole numbers that int8 holds, too.
+# The values of these codings are whole numbers that int8 holds, too.
 _WHOLE = ("uint4", "int4", "int8")
 
 
-# The ways in which rows become codes.
+# Rows become codes in one of these ways.
 ROW_SCHEMES = ("dynamic", "asymmetric", "static")
-# The numbers of int8, and what the largest size in a row becomes where codes are symmetric, as in compressed-tensors.
+# These are the numbers of int8, and what the largest size in a row becomes where codes are symmetric, as in
+# compressed-tensors.
 LEAST_CODE, MOST_CODE, SYMMETRIC_CODE = -128, 127, 127.5
 
 
 @dataclass(frozen=True, slots=True)
 class RowCodes:
-    """How rows that meet a matrix are rounded to int8: x becomes scale * (code - zero).
+    """Says how rows are rounded to int8 before the product with a matrix: x becomes scale * (code - zero).
 
     Attributes:
         scheme: one of ROW_SCHEMES. "dynamic": each row has a scale, by its largest size, and no zero. "asymmetric":
@@ -76,18 +77,18 @@ class RowCodes:
 
     @property
     def has_zeros(self) -> bool:
-        """Whether rows may have zero points."""
+        """Returns whether rows may have zero points."""
         return self.scheme == "asymmetric" or self.zero != 0
 
     def round(self, rows: torch.Tensor) -> torch.Tensor:
-        """rows [..., K] -> the numbers that their codes stand for, of the same shape and type."""
+        """Rounds rows [..., K] to the numbers that their codes stand for, of the same shape and type."""
         wide = rows.float()
         scale, zero = torch.tensor(self.scale), torch.tensor(float(self.zero))
         if self.scheme == "dynamic":
             scale, zero = wide.abs().amax(-1, keepdim=True) / SYMMETRIC_CODE, torch.tensor(0.0)
         elif self.scheme == "asymmetric":
             low, high = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
-            # The range of a finite row may be more than float32 holds, half of it is not.
+            # The range of a finite row may be more than float32 holds, but half of it is not.
             scale = (high / 2 - low / 2) / ((MOST_CODE - LEAST_CODE) / 2)
             zero = (LEAST_CODE - low / scale).clamp(LEAST_CODE, MOST_CODE).round()
         codes = (wide / scale + zero).round().clamp(LEAST_CODE, MOST_CODE)
@@ -96,7 +97,7 @@ class RowCodes:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix [N outputs, K inputs] in few bits.
+    """Holds a matrix [N outputs, K inputs] in few bits.
 
     Attributes:
         coding: a key of ``CODINGS``.
@@ -125,11 +126,12 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> torch.Size:
-        """[N, K]."""
+        """Returns (N, K), the numbers of outputs and inputs."""
         return self.codes.shape
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        """The plain matrix [N, K], computed in float32 and rounded once; its columns are the inputs in order."""
+        """Returns the plain matrix [N, K], computed in float32 and rounded once; its columns are the inputs in
+        order."""
         found = torch.empty(self.shape, dtype=dtype)
         step = max(1, _PIECE_WEIGHTS // self.shape[1])
         for begin in range(0, len(found), step):
@@ -144,13 +146,13 @@ class QuantizedMatrix:
         return wide if self.order is None else torch.empty_like(wide).index_copy_(1, self.order, wide)
 
     def rows(self, index: slice | torch.Tensor) -> QuantizedMatrix:
-        """The outputs that ``index`` names, as a slice or int64 [M] -> a matrix [M, K]."""
+        """Returns a matrix [M, K] of the outputs that ``index`` names, a slice or int64 [M]."""
         offsets = None if self.offsets is None else self.offsets[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], offsets=offsets)
 
     def columns(self, index: range) -> QuantizedMatrix:
-        """Some columns as they lie, as a matrix whose inputs are these, in their order. Its groups are smaller where
-        ``index`` begins inside of a group."""
+        """Returns some columns as they lie, as a matrix whose inputs are these, in their order. Its groups are smaller
+        where ``index`` begins inside of a group."""
         group = math.gcd(self.group, index.start) if self.group < self.shape[1] and index.start else self.group
         source = torch.arange(index.start, index.stop, group) // self.group
         offsets = None if self.offsets is None else self.offsets[:, source]
@@ -158,17 +160,17 @@ class QuantizedMatrix:
         return replace(self, codes=codes, scales=scales, offsets=offsets, group=group, order=None)
 
 
-# A matrix as a checkpoint has it, in floating point or in few bits.
+# A checkpoint has a matrix in floating point or in few bits.
 Matrix = torch.Tensor | QuantizedMatrix
 
 
 def plain(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """The matrix [N, K] in floating point."""
+    """Returns a matrix [N, K] in floating point, whether it is in few bits or not."""
     return matrix.dequantize(dtype) if isinstance(matrix, QuantizedMatrix) else matrix.to(dtype)
 
 
 def row_codes_of(matrices: Sequence[Matrix]) -> RowCodes | None:
-    """How rows are rounded that meet all these matrices; None where they are taken as they are.
+    """Returns how rows are rounded that are multiplied by all these matrices; None where they are not rounded.
 
     Where the scales of all rows differ, the least scale and zero that hold the numbers of all of them are taken.
     """
@@ -187,17 +189,17 @@ def row_codes_of(matrices: Sequence[Matrix]) -> RowCodes | None:
 
 
 def select_rows(matrix: Matrix, index: slice | torch.Tensor) -> Matrix:
-    """The outputs that ``index`` names."""
+    """Returns the matrix of the outputs that ``index`` names."""
     return matrix.rows(index) if isinstance(matrix, QuantizedMatrix) else matrix[index]
 
 
 def select_columns(matrix: Matrix, index: range) -> Matrix:
-    """Some columns as they lie, as a matrix whose inputs are these, in their order."""
+    """Returns some columns as they lie, as a matrix whose inputs are these, in their order."""
     return matrix.columns(index) if isinstance(matrix, QuantizedMatrix) else matrix[:, index.start : index.stop]
 
 
 def select_inputs(matrix: Matrix, inputs: range) -> Matrix:
-    """The matrix [N, inputs] for some of its inputs, with the same values.
+    """Returns the matrix [N, inputs] for some of its inputs, with the same values.
 
     A matrix in few bits stays so, with smaller groups where need be, unless its columns are in an order that mixes
     these inputs with others; then it becomes float32.
@@ -236,26 +238,28 @@ def stack_rows(parts: Sequence[Matrix], dtype: torch.dtype) -> Matrix:
 
 
 def same_order(one: QuantizedMatrix, other: QuantizedMatrix) -> bool:
-    """Whether the columns of both matrices belong to the same inputs."""
+    """Returns whether the columns of both matrices belong to the same inputs."""
     if one.order is None or other.order is None:
         return one.order is other.order
     return torch.equal(one.order, other.order)
 
 
 def _fit(parts: Sequence[QuantizedMatrix]) -> bool:
-    """Whether :func:`_alike` can give all parts one coding, one group and one order of inputs."""
+    """Returns whether :func:`_alike` can give all parts one coding, one group and one order of inputs."""
     first = parts[0]
     columns = first.shape[1]
     least = min(columns, *(part.group for part in parts))
     groups = all(min(part.group, columns) % least == 0 for part in parts)
     codings = len({part.coding for part in parts}) == 1 or all(part.coding in _WHOLE for part in parts)
-    # Rows are rounded for all parts or for none.
+    # All matrices that are joined multiply the same rows of activations, so either all of them round the rows by the
+    # same scheme, or none does.
     rounded = len({part.row_codes and part.row_codes.scheme for part in parts}) == 1
     return groups and codings and rounded and all(same_order(part, first) for part in parts)
 
 
 def _alike(parts: Sequence[QuantizedMatrix]) -> list[QuantizedMatrix]:
-    """The parts in one coding (int8 where they differ) and in the smallest of their groups, with the same values."""
+    """Returns the parts in one coding (int8 where they differ) and in the smallest of their groups, with the same
+    values."""
     coding = parts[0].coding if len({part.coding for part in parts}) == 1 else "int8"
     group = min(parts[0].shape[1], *(part.group for part in parts))
     shifted = any(part.offsets is not None for part in parts)

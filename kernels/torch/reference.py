@@ -1,4 +1,5 @@
-"""Paged attention in plain torch, one sequence and one head at a time: slow, obvious, and the oracle of every kernel.
+"""Computes paged attention in plain torch, one sequence and one head at a time. The code is slow and obvious; it is the
+oracle of every kernel.
 
 The pool is [slots, layers, 2, kv_heads, block_size, head_dim], K before V; a piece holds one row per token.
 """
@@ -16,7 +17,7 @@ Int32 = npt.NDArray[np.int32]
 
 
 class RaggedBatch(Protocol):
-    """The arrays of a step that attention needs, which ``pillion.engine.backends.batch.StepBatch`` explains."""
+    """Holds the arrays of a step that attention needs, which ``pillion.engine.backends.backend.StepBatch`` explains."""
 
     @property
     def positions(self) -> Int32: ...
@@ -48,12 +49,14 @@ def paged_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention of queries [T, heads, head_dim] over the pool, in float32; the result has their dtype.
 
     A query at position p sees positions max(0, p - window + 1) .. p of its sequence (window 0: from 0). Query head h
     reads KV head h // (heads / kv_heads). With a ``softcap`` (Gemma 2), scaled scores become
-    softcap * tanh(score / softcap) before the softmax.
+    softcap * tanh(score / softcap) before the softmax. ``sinks`` [heads]: scores that each head's softmax counts beside
+    those of the tokens, and that have no value (gpt-oss).
     """
     _, _, _, kv_heads, block_size, head_dim = pool.shape
     group = queries.shape[1] // kv_heads
@@ -61,7 +64,7 @@ def paged_attention(
     for sequence, table in enumerate(batch.block_tables):
         context = int(batch.context_lens[sequence])
         slots = torch.from_numpy(table[: math.ceil(context / block_size)].astype(np.int64))
-        # [blocks, 2, kv_heads, block_size, head_dim] -> [2, kv_heads, tokens, head_dim]
+        # This turns [blocks, 2, kv_heads, block_size, head_dim] into [2, kv_heads, tokens, head_dim].
         pieces = pool[slots, layer].float().permute(1, 2, 0, 3, 4)
         keys, values = pieces.reshape(2, kv_heads, -1, head_dim)[:, :, :context]
         for row in range(batch.query_starts[sequence], batch.query_starts[sequence + 1]):
@@ -72,6 +75,8 @@ def paged_attention(
                 scores = keys[head // group, first:last] @ query * scale
                 if softcap:
                     scores = softcap * torch.tanh(scores / softcap)
-                weights = torch.softmax(scores, 0)
+                if sinks is not None:
+                    scores = torch.cat((scores, sinks[head, None].float()))
+                weights = torch.softmax(scores, 0)[: last - first]
                 out[row, head] = (weights @ values[head // group, first:last]).to(out.dtype)
     return out

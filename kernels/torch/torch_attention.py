@@ -1,4 +1,4 @@
-"""Paged attention on the CPU by torch's own kernels; :mod:`pillion.kernels.torch.reference` is its oracle.
+"""Computes paged attention on the CPU by torch's own kernels; :mod:`pillion.kernels.torch.reference` is its oracle.
 
 Everything that does not depend on the layer (rows to write, pieces to gather, masks) is computed once per step, in
 :mod:`pillion.kernels.torch.attention_tiles`. In a layer, sequences that run one token over short contexts are gathered
@@ -16,16 +16,16 @@ import torch
 from pillion.kernels.torch.attention_tiles import KeyTile, QueryGroup, TilePlanner, choose_tile_tokens
 from pillion.kernels.torch.reference import Int32, RaggedBatch
 
-# Returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
+# This function returns the log-sum-exp beside the output, which scaled_dot_product_attention does not.
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 class StepAttention:
-    """Attention of one step over one pool.
+    """Computes the attention of one step over one pool.
 
-    Threads: the step loop's alone. What changes: the pool's rows that the batch writes. The constructor also clears, in
-    all layers, the rest of blocks that the batch begins, because a padded call multiplies hidden rows by zero, and zero
-    times a stale infinity is not zero.
+    Only the step loop's thread uses it. It changes the pool's rows that the batch writes. The constructor also clears,
+    in all layers, the rest of blocks that the batch begins, because a padded call multiplies hidden rows by zero, and
+    zero times a stale infinity is not zero.
     """
 
     def __init__(
@@ -39,10 +39,11 @@ class StepAttention:
         softcap: float = 0.0,
         tile_tokens: int = 0,
     ) -> None:
-        """``pool``: contiguous [slots, layers, 2, kv_heads, block_size, head_dim]. ``windows``: those of the layers.
+        """Plans the step. ``pool`` is contiguous [slots, layers, 2, kv_heads, block_size, head_dim]; ``windows`` are
+        those of the layers.
 
-        ``softcap``: as in :func:`pillion.kernels.torch.reference.paged_attention`. ``tile_tokens``: most tokens of a
-        sequence that one call gathers; 0 leaves the choice.
+        ``softcap`` is that of :func:`pillion.kernels.torch.reference.paged_attention`. One call gathers at most
+        ``tile_tokens`` of a sequence; 0 leaves the choice.
         """
         _, _, _, self._kv_heads, self._block_size, self._head_dim = pool.shape
         self._num_heads = num_heads
@@ -59,7 +60,7 @@ class StepAttention:
         )
         planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most)
         longest = int(batch.context_lens.max())
-        # A window that reaches behind every context hides nothing, so layers with it share the plan of those without.
+        # A window that reaches after every context hides nothing, so layers with it share the plan of those without.
         effective = {window: window if window < longest else 0 for window in windows}
         plans = {window: planner.plan(window) for window in set(effective.values())}
         self._plans = {window: plans[used] for window, used in effective.items()}
@@ -78,22 +79,31 @@ class StepAttention:
         first = layer * self._pieces_per_layer * self._block_size
         self._rows[first:].index_copy_(0, self._write_rows, both)
 
-    def attend(self, layer: int, queries: torch.Tensor, window: int = 0) -> torch.Tensor:
-        """Attends queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have been written."""
+    def attend(
+        self, layer: int, queries: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Computes the attention of queries [T, heads, head_dim] -> [T, heads * head_dim]; the layer's KV must have
+        been written.
+
+        ``sinks`` [heads]: a score of each head that its softmax counts beside those of the tokens, without a value.
+        """
         groups = self._plans[window]
         if len(groups) == 1:
-            return self._attend_group(layer, queries, groups[0])
+            return self._attend_group(layer, queries, groups[0], sinks)
         out = queries.new_empty(len(queries), self._num_heads * self._head_dim)
         for group in groups:
-            out[group.rows] = self._attend_group(layer, queries[group.rows], group)
+            out[group.rows] = self._attend_group(layer, queries[group.rows], group, sinks)
         return out
 
-    def _attend_group(self, layer: int, queries: torch.Tensor, group: QueryGroup) -> torch.Tensor:
-        """Attends a group's queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
+    def _attend_group(
+        self, layer: int, queries: torch.Tensor, group: QueryGroup, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Computes the attention of a group's queries [rows, heads, head_dim] -> [rows, heads * head_dim]."""
         rows = len(queries)
         mine = queries.view(rows, self._kv_heads, -1, self._head_dim)
-        # One row each: [S, kv_heads, heads per KV head, head_dim]. Rows of one sequence: [kv_heads, heads per KV head,
-        # rows, head_dim]. So the KV heads are the batch, and their keys are seen by each query head without a copy.
+        # Sequences of one row each have queries [S, kv_heads, heads per KV head, head_dim], and rows of one sequence
+        # have [kv_heads, heads per KV head, rows, head_dim]. So the KV heads are the batch, and their keys are seen by
+        # each query head without a copy.
         together = rows > group.num_seqs
         if together:
             mine = mine.permute(1, 2, 0, 3)
@@ -103,6 +113,11 @@ class StepAttention:
             # Results of two softmaxes are weighted by the sums of exponentials that they were divided by.
             found = torch.lerp(found.float(), more.float(), torch.sigmoid(more_weight - weight)[..., None])
             weight = torch.logaddexp(weight, more_weight)
+        if sinks is not None:
+            # A sink is merged like one more tile, whose value is 0.
+            sink = sinks.float().view(self._kv_heads, -1)
+            share = torch.sigmoid(weight - (sink[..., None] if together else sink))
+            found = found.float() * share[..., None]
         if together:
             found = found.permute(2, 0, 1, 3)
         return found.to(queries.dtype).reshape(rows, -1)
@@ -110,7 +125,8 @@ class StepAttention:
     def _attend_tile(
         self, layer: int, queries: torch.Tensor, tile: KeyTile, together: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attends queries [a, b, c, head_dim] to one tile -> the same shape, and log-sum-exps of scores [a, b, c]."""
+        """Computes the attention of queries [a, b, c, head_dim] to one tile -> the same shape, and log-sum-exps of
+        scores [a, b, c]."""
         seqs = 1 if together else len(queries)
         pieces = self._pieces[layer * self._pieces_per_layer :].index_select(0, tile.pieces)
         pieces = pieces.view(2, seqs, self._kv_heads, -1, self._head_dim)
@@ -133,9 +149,9 @@ class StepAttention:
     def _capped(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: KeyTile
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attention with a soft cap, which no kernel of torch has: plain products in float32.
+        """Computes attention with a soft cap, which no kernel of torch has, by plain products in float32.
 
-        ``keys``, ``values``: [S, kv_heads, tokens, head_dim].
+        ``keys`` and ``values`` are [S, kv_heads, tokens, head_dim].
         """
         stacked = queries.reshape(len(keys), self._kv_heads, -1, self._head_dim).float()
         scores = stacked * (self._scale / self._softcap) @ keys.float().mT

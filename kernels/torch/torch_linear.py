@@ -1,9 +1,9 @@
-"""A linear layer on the CPU by torch, whose bfloat16 weight is packed once.
+"""Defines a linear layer on the CPU by torch, whose bfloat16 weight is packed once.
 
 oneDNN multiplies bfloat16 from a blocked layout and repacks a plain weight in every call. Packing at load time makes
-the small products of a decode step about 1.7 times as fast (SmolLM2-135M's layers on one AVX-512 core: one row 26 to
-15 ms, 16 rows 39 to 23 ms); long chunks take as long as before. float32 stays plain: it is the type of parity tests,
-and gains little. :func:`torch.nn.functional.linear` is the oracle.
+the small products of a decode step about 1.7 times as fast (SmolLM2-135M's layers on one AVX-512 core: one row 26 to 15
+ms, 16 rows 39 to 23 ms); long chunks take as long as before. Weights in float32 stay plain: they are used by parity
+tests, and packing them gains little. :func:`torch.nn.functional.linear` is the oracle.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PACKED_FOR_ROWS = 16
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch, on this processor, packs weights of ``dtype``.
+    """Returns whether this build of torch, on this processor, packs weights of ``dtype``.
 
     bfloat16 is the only type that is packed. oneDNN refuses it on processors without AVX-512 (and without
     AVX-NE-CONVERT), so torch is asked what the processor can do; everywhere else the weight stays plain.
@@ -36,7 +36,7 @@ def can_pack(dtype: torch.dtype) -> bool:
 
 
 class Linear:
-    """A matrix [out, in], and a bias [out] or None, by which rows are multiplied. Immutable.
+    """Multiplies rows by a matrix [out, in] and adds a bias [out], if there is one. It is immutable.
 
     A matrix in few bits is only carried, for callers that pack it; :func:`pillion.kernels.torch.quantized_matrix.plain`
     makes one that torch multiplies by.
@@ -50,8 +50,8 @@ class Linear:
         pack: bool | None = None,
         row_codes: RowCodes | None = None,
     ) -> None:
-        """``pack``: None packs if :func:`can_pack` allows it. A packed weight is a copy of its own. ``row_codes``: how
-        rows are rounded before the product."""
+        """Packs the weight if ``pack`` is true, or if it is None and :func:`can_pack` allows it. A packed weight is a
+        copy of its own. ``row_codes`` says how rows are rounded before the product."""
         self._bias = bias
         self._row_codes = row_codes
         self._weight: Any = weight
@@ -70,14 +70,14 @@ class Linear:
 
     @property
     def weight(self) -> Matrix:
-        """The weight [out, in]; only a plain layer has it."""
+        """Returns the weight [out, in]; only a plain layer has it."""
         assert not self._packed
         found: Matrix = self._weight
         return found
 
     @property
     def bias(self) -> torch.Tensor | None:
-        """The bias [out], or None."""
+        """Returns the bias [out], or None."""
         return self._bias
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
-"""A worker's side of the attach socket: the mapped pool of a KV node, and memory regions that processes share.
+"""Implements a worker's side of the attach socket, by which it maps the pool of a KV node.
 
-kvstore/node/attach_server.py is the other side and draws the protocol.
+kvstore/node/attach_server.py is the node's side and draws the protocol.
 
     attach --> mapped, at work --the node is gone--> every step ends --renew, the same pool--> at work
                                                                          '--another pool--> the worker exits
@@ -15,91 +15,77 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 from pillion.errors import ConfigError, PillionError, Unavailable
-from pillion.kvstore.memory.cuda_segment import DeviceMapping, map_device
-from pillion.kvstore.memory.memory import HOST, address_of
+from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
-from pillion.kvstore.memory.shards import MAX_SHARDS
 from pillion.net.private_socket import close_all, peer_gone, receive_line
+from pillion.rooms import Seam, require
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
     MAX_PROCESSES,
+    MAX_SHARDS,
     PROCESSES,
-    AttachedShard,
     AttachHello,
     AttachReply,
-    RegionFilled,
     RegionHello,
-    RegionReply,
     attach_reply_from_line,
-    line_to_bytes,
-    region_reply_from_line,
 )
+from pillion.wire.json_lines import line_to_bytes
 
 CONNECT_RETRY_S = 0.05
-# The pause behind a node that ended before it had answered a worker that attaches again.
+# Where a node has ended before it answered a worker that attaches again, the worker pauses for this time before its
+# next try.
 RENEW_PAUSE_S = 0.1
 
 
-class PoolShards:
-    """A pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot. A process maps those
-    that it uses, for kernels of its first GPU.
+class MappedDevice(Protocol):
+    """Represents memory of a device that this process has mapped.
 
     Attributes:
-        shares: the KV heads of each shard.
+    divided: whether each block lies in several pieces.
     """
 
-    def __init__(self, descriptors: Sequence[int], shards: Sequence[AttachedShard]) -> None:
-        """``descriptors``: of each shard; they stay the caller's, and open until :meth:`close`."""
-        self.shares = tuple(range(shard.first_head, shard.first_head + shard.heads) for shard in shards)
-        self._descriptors, self._shards = descriptors, shards
-        self._mapped: dict[int, DeviceMapping] = {}
-
-    def shard(self, index: int) -> DeviceMapping:
-        """Returns the mapping of a shard. Raises ConfigError where this process's GPU cannot reach it."""
-        if index not in self._mapped:
-            shard = self._shards[index]
-            fd = self._descriptors[index]
-            self._mapped[index] = map_device(fd, shard.mapped_bytes, shard.device_uuid, reader_index=0)
-        return self._mapped[index]
+    divided: bool
 
     def close(self) -> None:
-        """Unmaps what was mapped; nothing uses it any more. Idempotent."""
-        while self._mapped:
-            self._mapped.popitem()[1].close()
+        """Unmaps memory that nothing uses any more. Idempotent."""
+
+
+# A room maps the device memory behind a node's descriptors, of so many bytes. It raises ConfigError.
+MAP_POOL = Seam[Callable[[Sequence[int], AttachReply, int], MappedDevice]]("kvstore.client.map_pool")
 
 
 class SharedMemory:
-    """Memory of a node that this process has mapped, and the connection that stands for its use.
+    """Holds memory of a node that this process has mapped, and the connection that stands for its use.
 
     Attributes:
-        memory: the bytes, writable; empty where the memory is on GPUs.
-        device_memory: the mapping of a GPU's memory, else None.
-        shards: a pool that is divided over GPUs, else None.
+        mapped: the mapping.
+        memory: the bytes, writable; empty where the memory is a device's.
     """
 
-    def __init__(self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping | PoolShards) -> None:
+    def __init__(self, sock: socket.socket, mapped: mmap.mmap | MappedDevice) -> None:
         self._sock = sock
-        self._mapped = mapped
-        self.device_memory = mapped if isinstance(mapped, DeviceMapping) else None
-        self.shards = mapped if isinstance(mapped, PoolShards) else None
+        self.mapped = mapped
         self.memory = memoryview(mapped) if isinstance(mapped, mmap.mmap) else memoryview(b"")
 
-    def _unmap(self) -> None:
+    def unmap(self) -> None:
+        """Unmaps the memory of the node."""
         with contextlib.suppress(BufferError):
-            # Tensors over the memory keep it mapped until they go; the caller promises not to use them.
+            # Tensors over the memory keep it mapped until they are freed; the caller promises not to use them.
             self.memory.release()
-            self._mapped.close()
+            self.mapped.close()
 
 
 class Attachment(SharedMemory):
-    """The mapped pool; its connection stands for the worker's life. Made by :func:`attach`.
+    """Holds a worker's mapped pool and its connection to the KV node, which shows the node that the worker lives.
+    :func:`attach` makes it.
 
     Attributes:
-        epoch: names the worker at the node; void once either side ends.
+        epoch: names the worker at the node; it is void once either side ends.
         node_id, node_address: the node, and the address of its gRPC service.
         pool_id: names a pool that outlives its node; empty for another one.
         num_slots, block_bytes: shape of the pool; slot s is at bytes s * block_bytes .. (s + 1) * block_bytes.
@@ -114,8 +100,8 @@ class Attachment(SharedMemory):
         place: int = 0,
         block_tokens: int = 0,
     ) -> None:
-        """Maps the memory behind ``memory_fds``, but for that of shards, and keeps duplicates of them. With ``place``,
-        the file of the places is opened anew and locked there: that of memory on the host, or the one that comes behind
+        """Maps the memory behind ``memory_fds``, unless it is a shard's, and keeps duplicates of them. With ``place``,
+        the file of the places is opened anew and locked there: that of memory on the host, or the one that comes after
         memory on GPUs. Raises ConfigError."""
         apart = bool(place) and reply.memory_kind != HOST
         if len(memory_fds) != max(1, len(reply.shards)) + apart:
@@ -136,14 +122,14 @@ class Attachment(SharedMemory):
         self.node_address = reply.node_address
         self.num_slots = reply.num_slots
         self.block_bytes = block_bytes
-        # Said again when the worker attaches to the node's next life.
+        # The worker names the tokens of a block again when it attaches to the node's next life.
         self._block_tokens = block_tokens
         self.pool_id = reply.pool_id
         self._kv_rows = self._kv_heads = 0
 
     @property
     def node_gone(self) -> bool:
-        """Whether the node's end can be seen by now."""
+        """Says whether the node is known to have ended."""
         return peer_gone(self._sock)
 
     def renew(
@@ -179,14 +165,14 @@ class Attachment(SharedMemory):
         while True:
             try:
                 left_s = max(0.001, until_s - time.monotonic())
-                with _asked(failure, socket_path, hello, left_s, given_up) as (sock, line, _):
+                with asked(failure, socket_path, hello, left_s, given_up) as (sock, line, _):
                     reply = attach_reply_from_line(line)
                     if reply.error or reply.pool_id != self.pool_id:
                         reason = reply.error or "its pool is another one"
                         raise ConfigError(f"the KV node refused {component_id}: {reason}")
                 break
             except Unavailable:
-                # A node that dies before it has answered is followed by yet another one.
+                # A node may die before it has answered, and then a further one follows it.
                 if time.monotonic() + RENEW_PAUSE_S >= until_s or given_up.wait(RENEW_PAUSE_S):
                     raise
         sock.setblocking(False)
@@ -199,13 +185,13 @@ class Attachment(SharedMemory):
         return self._sock.fileno()
 
     @property
-    def pool(self) -> memoryview | DeviceMapping | PoolShards:
-        """The pool's memory, in the form in which a backend takes it."""
-        return self.shards or self.device_memory or self.memory
+    def pool(self) -> memoryview | MappedDevice:
+        """Gives the pool's memory, in the form in which a backend takes it."""
+        return self.memory if isinstance(self.mapped, mmap.mmap) else self.mapped
 
     def handed_over(self) -> tuple[bytes, list[int]]:
-        """What another process of this worker needs for :meth:`joined`: bytes, and descriptors to send along. They stay
-        this attachment's."""
+        """Returns what another process of this worker passes to :meth:`joined`: bytes, and descriptors to send along,
+        which stay this attachment's."""
         return line_to_bytes(self._reply), [*self._memory_fds, self._sock.fileno()]
 
     def name_processes(self, pids: Sequence[int]) -> None:
@@ -216,7 +202,7 @@ class Attachment(SharedMemory):
         pidfds: list[int] = []
         try:
             for pid in pids:
-                # A process that has ended already writes nothing.
+                # A process that has ended already writes nothing to the pool.
                 with contextlib.suppress(ProcessLookupError):
                     pidfds.append(_pidfd(pid))
             socket.send_fds(self._sock, [PROCESSES], pidfds)
@@ -228,22 +214,22 @@ class Attachment(SharedMemory):
 
     @classmethod
     def joined(cls, line: bytes, descriptors: Sequence[int], block_bytes: int) -> Attachment:
-        """The attachment of another process of the same worker, by what that one handed over; the descriptors stay the
-        caller's. As long as either process holds the connection, the node sees no end of the worker (I4). Raises
-        ConfigError where the memory cannot be mapped."""
+        """Makes the attachment of another process of the same worker from what that one handed over; the descriptors
+        stay the caller's. As long as either process holds the connection, the node sees no end of the worker (I4).
+        Raises ConfigError where the memory cannot be mapped."""
         *memory_fds, connection = descriptors
         return cls(socket.socket(fileno=os.dup(connection)), memory_fds, attach_reply_from_line(line), block_bytes)
 
     def close(self) -> None:
-        """Tells the node that this process uses the pool no more. No step may run: slots are reused at once."""
-        self._unmap()
+        """Tells the node that this process uses the pool no more. No step may run, because slots are reused at once."""
+        self.unmap()
         with contextlib.suppress(OSError):
             self._sock.send(DETACHED)
         self._sock.close()
         self._close_memory()
 
     def _close_memory(self) -> None:
-        # The place last: it says that nothing is mapped any more.
+        # The lock on the pool's file is released last, because it says that this process maps the pool.
         close_all(self._memory_fds)
         close_all(self._place_fds)
 
@@ -263,9 +249,9 @@ def attach(
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
 
-    ``kv_rows``, ``kv_heads``: rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
-    ``block_tokens``: tokens of a block, which the node tells those who follow its blocks.
-    ``processes``: how many processes of the worker will use the pool.
+    ``kv_rows`` and ``kv_heads`` are rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
+    ``block_tokens`` are the tokens of a block, which the node tells the followers of its blocks. ``processes`` is how
+    many processes of the worker will use the pool.
 
     Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
     not exist: a worker that is started once more may find it again.
@@ -281,7 +267,7 @@ def attach(
         takes_place=True,
         processes=processes,
     )
-    with _asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
+    with asked(f"cannot attach to the KV node at --attach-socket {socket_path}", socket_path, hello, timeout_s) as (
         sock,
         line,
         fds,
@@ -297,8 +283,8 @@ def attach(
 
 
 def _pidfd(pid: int) -> int:
-    """A descriptor of a process. Raises ProcessLookupError where it has ended, and ConfigError where the system gives
-    none."""
+    """Returns a descriptor of a process. Raises ProcessLookupError where the process has ended, and ConfigError where
+    the system gives none."""
     try:
         return os.pidfd_open(pid)
     except ProcessLookupError:
@@ -323,7 +309,7 @@ def _own_place(descriptor: int, place: int) -> int:
 
 
 @contextlib.contextmanager
-def _asked(
+def asked(
     failure: str,
     socket_path: str,
     hello: AttachHello | RegionHello,
@@ -360,31 +346,18 @@ def _asked(
         close_all(fds)
 
 
-def _map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> mmap.mmap | DeviceMapping | PoolShards:
-    """Maps the pool behind the node's descriptors; of a divided one nothing yet. Raises ConfigError."""
-    if not reply.shards:
-        return _map_memory(fds[0], reply, size_bytes)
-    heads = max(shard.first_head + shard.heads for shard in reply.shards)
-    for shard in reply.shards:
-        if shard.mapped_bytes * heads < size_bytes * shard.heads:
-            raise ConfigError(
-                f"the KV node shares {shard.mapped_bytes} bytes on a GPU, {size_bytes * shard.heads // heads} were"
-                " promised"
-            )
-    return PoolShards(fds, reply.shards)
-
-
-def _map_memory(fd: int, reply: AttachReply | RegionReply, size_bytes: int) -> mmap.mmap | DeviceMapping:
-    """Maps the memory behind the node's descriptor, at least ``size_bytes``. Raises ConfigError."""
+def _map_pool(fds: Sequence[int], reply: AttachReply, size_bytes: int) -> mmap.mmap | MappedDevice:
+    """Maps the pool behind the node's descriptors. Raises ConfigError."""
     if reply.memory_kind == HOST:
-        return map_shared(fd, size_bytes)
-    if reply.mapped_bytes < size_bytes:
-        raise ConfigError(f"the KV node shares {reply.mapped_bytes} bytes, {size_bytes} were promised")
-    return map_device(fd, reply.mapped_bytes, reply.device_uuid)
+        return map_shared(fds[0], size_bytes)
+    return require(MAP_POOL, "GPU", f"a KV node with its pool in memory of kind {reply.memory_kind}")(
+        fds, reply, size_bytes
+    )
 
 
 def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: threading.Event) -> None:
-    """Connects. Components may start in any order, so a node that does not listen yet is waited for."""
+    """Connects to the node. Components may start in any order, so this call waits for a node that does not listen
+    yet."""
     while True:
         try:
             return sock.connect(socket_path)
@@ -394,7 +367,8 @@ def _connect(sock: socket.socket, socket_path: str, give_up_s: float, given_up: 
 
 
 def _await_answer(sock: socket.socket, give_up_s: float, given_up: threading.Event) -> None:
-    """Returns when something can be read. Raises TimeoutError, and Unavailable where the caller has given up."""
+    """Returns when the socket has something to read. Raises TimeoutError, and Unavailable where the caller has given
+    up."""
     answer = select.poll()
     answer.register(sock, select.POLLIN)
     while not answer.poll(CONNECT_RETRY_S * 1000):
@@ -402,61 +376,3 @@ def _await_answer(sock: socket.socket, give_up_s: float, given_up: threading.Eve
             raise Unavailable("this process stops")
         if time.monotonic() >= give_up_s:
             raise TimeoutError
-
-
-class Region(SharedMemory):
-    """A mapped region. Made by :func:`share_region`.
-
-    Attributes:
-        address, size_bytes: its place; on a GPU this is no pointer that the host could follow.
-        must_fill: this process has to write every byte and then to call :meth:`filled`; others wait for that.
-    """
-
-    def __init__(
-        self, sock: socket.socket, mapped: mmap.mmap | DeviceMapping, size_bytes: int, *, must_fill: bool
-    ) -> None:
-        super().__init__(sock, mapped)
-        self.size_bytes = size_bytes
-        self.must_fill = must_fill
-        self.address = mapped.address if isinstance(mapped, DeviceMapping) else address_of(self.memory)
-
-    def filled(self) -> None:
-        """Tells the node that every write has ended. Raises Unavailable if the node is gone: a process that is started
-        again may find its next life."""
-        if self.must_fill:
-            self.must_fill = False
-            try:
-                self._sock.sendall(line_to_bytes(RegionFilled(filled_bytes=self.size_bytes)))
-            except OSError as error:
-                raise Unavailable(f"the KV node is gone: {error.strerror}") from None
-
-    def close(self) -> None:
-        """Ends the use of the region. If it was not filled, another process fills it. Idempotent."""
-        self._unmap()
-        self._sock.close()
-
-
-def share_region(
-    socket_path: str, key: str, size_bytes: int, timeout_s: float, *, component_id: str = "", device_uuid: str = ""
-) -> Region:
-    """Maps the region ``key`` (64 hexadecimal digits) of the node behind ``socket_path``: to be filled, or to be read.
-
-    Blocks for up to ``timeout_s`` while another process fills it. ``device_uuid``: the GPU on which a node with a pool
-    on GPUs has the region; each of them has its own.
-
-    Raises, in one line, ConfigError if the node refuses or has no memory, and Unavailable if it does not answer, ends
-    meanwhile or does not exist.
-    """
-    hello = RegionHello(
-        component_id=component_id or f"process-{os.getpid()}",
-        region_key=key,
-        size_bytes=size_bytes,
-        device_uuid=device_uuid,
-    )
-    with _asked(f"no region from the KV node at {socket_path}", socket_path, hello, timeout_s) as (sock, line, fds):
-        reply = region_reply_from_line(line)
-        if reply.error or len(fds) != 1:
-            raise ConfigError(f"the KV node shares no region: {reply.error or 'no memory came with its answer'}")
-        mapped = _map_memory(fds[0], reply, size_bytes)
-    sock.setblocking(True)
-    return Region(sock, mapped, size_bytes, must_fill=reply.state == "fill")

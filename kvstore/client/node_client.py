@@ -1,4 +1,4 @@
-"""The gRPC client of a KV node. Every call has a deadline, and errors arrive as :mod:`pillion.errors`."""
+"""Is the gRPC client of a KV node. Every call has a deadline, and errors arrive as :mod:`pillion.errors`."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import contextlib
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError, Unavailable
-from pillion.kvstore.transfer.adapter_pieces import pieces_of
 from pillion.net.rpc import closed_under, from_rpc_error, open_channel
 from pillion.observability.telemetry import inject
 from pillion.v1 import kvnode_pb2, kvnode_pb2_grpc
@@ -27,7 +26,7 @@ from pillion.v1.kvnode_pb2 import (
     NodeStatus,
     OpenTicketReply,
     PrefetchReply,
-    Retention,
+    PrefixPin,
 )
 from pillion.wire.common import check_hello, hello_to_pb
 
@@ -37,14 +36,15 @@ T = TypeVar("T")
 
 CALL_TIMEOUT_S = 5.0
 OPEN_TICKET_TIMEOUT_S = 60.0
-# How often a call that ended without an answer is released where the node does not answer that either: for longer than
-# a connection that is cut is believed in. The end of the caller's epoch, which comes with its end, releases everything.
+# A call that ended without an answer is released this often where the node does not answer the release either: for
+# longer than it takes to notice that a connection is cut. The end of the caller's epoch, which comes with its end,
+# releases everything.
 MAX_RELEASE_TRIES = 10
 PREFETCH_GRACE_S = 0.5
 
 
 class NodeSession:
-    """A gateway's session at a node: ``epoch`` is valid while it is open. Either side's end ends it."""
+    """Holds a gateway's session at a node: ``epoch`` is valid while it is open. It ends with either side."""
 
     def __init__(self, call: Any, epoch: int) -> None:
         self._call = call
@@ -56,7 +56,7 @@ class NodeSession:
         await asyncio.shield(self._ended)
 
     async def aclose(self) -> None:
-        """Ends the session. Idempotent."""
+        """Ends the session at the node. Idempotent."""
         self._call.cancel()
         await self._ended
 
@@ -67,7 +67,7 @@ class NodeSession:
 
 
 class NodeClient:
-    """One component's connection to one node. ``component_id`` names the component in the node's log.
+    """Connects one component to one node. ``component_id`` names the component in the node's log.
 
     Attributes:
         channel: the connection, for stubs of the node's other services; this client closes it.
@@ -80,14 +80,14 @@ class NodeClient:
         self._abandoning: dict[asyncio.Task[None], None] = {}
 
     async def reopen(self, address: str) -> None:
-        """Connects anew, to the node's next life: at once, and not when the old connection would be tried again."""
+        """Connects to the node's next life at once, without waiting until gRPC would try the old connection again."""
         old = self.channel
         await old.close()
         self.channel = open_channel(address)
         self._stub = kvnode_pb2_grpc.KVNodeStub(self.channel)
 
     async def open_session(self, timeout_s: float = CALL_TIMEOUT_S, *, wait_for_node: bool = False) -> NodeSession:
-        """Opens a session with a new epoch; with ``wait_for_node``, of a node that does not listen yet, too. Raises
+        """Opens a session with a new epoch; ``wait_for_node`` waits for a node that does not listen yet. Raises
         Unavailable if the node does not answer."""
         request = kvnode_pb2.OpenSessionRequest(hello=hello_to_pb(self._component_id))
         call = self._stub.OpenSession(request, wait_for_ready=wait_for_node)
@@ -113,17 +113,22 @@ class NodeClient:
         resume: bool = False,
         priority: int = 0,
         expected_blocks: int = 0,
+        adopt: bool = False,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
+        on_unreleased: Callable[[PillionError], object] = lambda error: None,
     ) -> OpenTicketReply:
         """Pins the committed prefix of the chain and reserves slots for the rest; waits for memory up to ``timeout_s``.
         With 0 ``total_blocks`` nothing is reserved, and nothing waits.
 
-        When this call ends without an answer, cancelled or out of time, it is released at the node: no ticket is left
-        behind, even if it was granted in that moment.
+        When this call ends without an answer, cancelled or out of time, the node is told to release the ticket: none is
+        left behind, even if it was granted in that moment.
 
         Args:
             expected_blocks: blocks of the chain that the index names at this node; the node corrects the index if they
                 are not there.
+            adopt: lease all that is reserved with the same call; for workers. Raises NotFound, with nothing opened,
+                where fewer than ``expected_blocks`` are there.
+            on_unreleased: called where the release of such a call was not answered either.
         """
         nonce = secrets.randbits(62) + 1
         request = kvnode_pb2.OpenTicketRequest(
@@ -134,15 +139,17 @@ class NodeClient:
             nonce=nonce,
             priority=priority,
             expected_blocks=expected_blocks,
+            adopt=adopt,
         )
         try:
             return await call_unary(self._stub.OpenTicket, request, timeout_s)
         except (asyncio.CancelledError, Cancelled, DeadlineExceeded, Unavailable):
-            self._abandon(epoch, nonce)
+            self._abandon(epoch, nonce, on_unreleased)
             raise
 
     async def release(self, epoch: int, ticket_ids: Sequence[int] = (), *, nonces: Sequence[int] = ()) -> None:
-        """Drops the hold on tickets, and on those that calls with these nonces may still be granted. Idempotent."""
+        """Gives up an epoch's hold on tickets, and on tickets that calls with these nonces may still be granted.
+        Idempotent."""
         request = kvnode_pb2.ReleaseTicketRequest(epoch=epoch, ticket_ids=ticket_ids, nonces=nonces)
         await call_unary(self._stub.ReleaseTicket, request)
 
@@ -161,11 +168,11 @@ class NodeClient:
         request = kvnode_pb2.AwaitChainRequest(
             epoch=epoch, ticket_id=ticket_id, blocks=blocks, timeout_ms=max(1, int(timeout_s * 1000))
         )
-        # The node ends it in time by itself; a little longer, so that its answer still counts.
+        # The node itself ends the wait in time, so this deadline is a little longer than the node's.
         return await call_unary(self._stub.AwaitChain, request, timeout_s + CALL_TIMEOUT_S)
 
     async def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
-        """Leases up to ``blocks`` slots, possibly none."""
+        """Leases up to ``blocks`` slots from the node, possibly none."""
         request = kvnode_pb2.LeaseSlotsRequest(epoch=epoch, blocks=blocks)
         return tuple((await call_unary(self._stub.LeaseSlots, request)).slots)
 
@@ -188,9 +195,11 @@ class NodeClient:
         *,
         timeout_s: float,
         max_bytes: int = 0,
+        ahead: bool = False,
     ) -> PrefetchReply:
-        """Makes the node bring what it can of the chain into its pool, under a ticket that the epoch holds. Raises
-        NotFound if it holds no such ticket. A failure between nodes only brings fewer blocks (I1)."""
+        """Makes the node bring as much of the chain as it can into its pool, under a ticket that the epoch holds; into
+        free slots alone where it is ``ahead`` of their need. Raises NotFound if it holds no such ticket. A failure
+        between nodes only means that fewer blocks come (I1)."""
         request = kvnode_pb2.PrefetchRequest(
             epoch=epoch,
             ticket_id=ticket_id,
@@ -198,13 +207,14 @@ class NodeClient:
             source_node_ids=source_node_ids,
             timeout_ms=max(1, int(timeout_s * 1000)),
             max_bytes=max_bytes,
+            ahead=ahead,
         )
-        # The node ends it in time by itself; a little longer, so that its answer still counts.
+        # The node itself ends the fetch in time, so this deadline is a little longer than the node's.
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
     async def find_blocks(self, block_hashes: bytes, first_block: int, *, timeout_s: float) -> int:
-        """Returns how many blocks of the chain from ``first_block`` on the node's lower tiers probably have, as far as
-        the node learns it in this time."""
+        """Returns how many blocks of the chain, from ``first_block`` on, the node's lower tiers probably have, as far
+        as the node finds that out in this time."""
         timeout_ms = max(1, int(timeout_s * 1000))
         request = kvnode_pb2.FindBlocksRequest(
             block_hashes=block_hashes, first_block=first_block, timeout_ms=timeout_ms
@@ -214,27 +224,28 @@ class NodeClient:
         )
         return reply.blocks
 
-    async def retain(self, request: kvnode_pb2.RetainChainRequest, *, timeout_s: float = CALL_TIMEOUT_S) -> Retention:
-        """Retains a chain for a tenant. Raises Overloaded beyond a quota, InvalidRequest."""
-        return await call_unary(self._stub.RetainChain, request, timeout_s)
+    async def pin_prefix(self, request: kvnode_pb2.PinPrefixRequest, *, timeout_s: float = CALL_TIMEOUT_S) -> PrefixPin:
+        """Pins a chain for a tenant. Raises Overloaded beyond a quota, and InvalidRequest."""
+        return await call_unary(self._stub.PinPrefix, request, timeout_s)
 
-    async def drop_retention(self, epoch: int, owner: str, name: str) -> bool:
-        """Ends a tenant's retention; returns whether there was one. Idempotent."""
-        request = kvnode_pb2.DropRetentionRequest(epoch=epoch, owner=owner, name=name)
-        reply: kvnode_pb2.DropRetentionReply = await call_unary(self._stub.DropRetention, request)
+    async def unpin_prefix(self, epoch: int, owner: str, name: str) -> bool:
+        """Ends a tenant's prefix pin; returns whether the pin existed. Idempotent."""
+        request = kvnode_pb2.UnpinPrefixRequest(epoch=epoch, owner=owner, name=name)
+        reply: kvnode_pb2.UnpinPrefixReply = await call_unary(self._stub.UnpinPrefix, request)
         return reply.found
 
-    async def list_retentions(self, epoch: int, owner: str) -> Sequence[Retention]:
-        """Returns a tenant's retentions at the node, the oldest first."""
-        request = kvnode_pb2.ListRetentionsRequest(epoch=epoch, owner=owner)
-        reply: kvnode_pb2.ListRetentionsReply = await call_unary(self._stub.ListRetentions, request)
-        return reply.retentions
+    async def list_prefix_pins(self, epoch: int, owner: str) -> Sequence[PrefixPin]:
+        """Returns a tenant's prefix pins at the node, the oldest first."""
+        request = kvnode_pb2.ListPrefixPinsRequest(epoch=epoch, owner=owner)
+        reply: kvnode_pb2.ListPrefixPinsReply = await call_unary(self._stub.ListPrefixPins, request)
+        return reply.prefix_pins
 
     async def read_adapter(
         self, digest: str, timeout_s: float, *, ask_others: bool = True
     ) -> AsyncGenerator[AdapterPiece, None]:
-        """Yields the files of an adapter that the node's machine has, or, with ``ask_others``, another node's; nobody
-        has verified them. Raises NotFound where there are none, Overloaded where too many are read there."""
+        """Yields the files of an adapter that the node's machine has or, with ``ask_others``, another node's; nobody
+        has verified them. Raises NotFound where no machine has the files, Overloaded where the node reads too many
+        already."""
         request = kvnode_pb2.ReadAdapterRequest(digest=digest, ask_others=ask_others)
         call = self._stub.ReadAdapter(request, timeout=timeout_s, metadata=inject())
         try:
@@ -244,15 +255,15 @@ class NodeClient:
             call.cancel()
 
     async def missing_adapters(self, digests: Sequence[str]) -> Sequence[str]:
-        """Those of the adapters that the node's machine lacks; the others count as used there."""
+        """Returns those of the adapters that the node's machine lacks; the node counts the others as used now."""
         request = kvnode_pb2.FindAdaptersRequest(digests=digests)
         return tuple((await call_unary(self._stub.FindAdapters, request)).missing)
 
-    async def keep_adapter(self, digest: str, files: list[BinaryIO], timeout_s: float) -> None:
-        """Brings the files of an adapter to the node's machine, and closes them. Raises PillionError where the node
-        does not take them; Internal if it refused them while they were sent."""
-        async with contextlib.aclosing(pieces_of(files, digest)) as pieces:
-            # Written here and not by gRPC, whose task may still read the pieces when the call has ended.
+    async def keep_adapter(self, pieces: AsyncGenerator[AdapterPiece, None], timeout_s: float) -> None:
+        """Brings the files of an adapter to the node's machine, and closes ``pieces``. Raises PillionError where the
+        node does not take them; Internal if it refused the files while they were sent."""
+        async with contextlib.aclosing(pieces):
+            # The pieces are written here and not by gRPC, whose task may still read them when the call has ended.
             call = self._stub.KeepAdapter(timeout=timeout_s, metadata=inject())
             try:
                 # A refused call cannot be written to; its error is the call's own.
@@ -274,9 +285,9 @@ class NodeClient:
         return await call_unary(self._stub.Heartbeat, kvnode_pb2.HeartbeatRequest(epoch=epoch))
 
     async def follow_blocks(self, log_epoch: int = 0, number: int = 0) -> AsyncGenerator[BlockChanges, None]:
-        """Yields what comes into the pool and leaves it, behind change ``number`` of a log, or a snapshot before; see
-        :class:`pillion.kvstore.client.block_mirror.BlockMirror`. It never ends without an error: Overloaded where the
-        node has no place, or this reader was too slow; Unavailable."""
+        """Yields what comes into the pool and leaves it, after change ``number`` of a log, or a snapshot before; see
+        docs/events.md. It never ends without an error: Overloaded where the node has no place, or this reader was too
+        slow; Unavailable."""
         request = kvnode_pb2.FollowBlocksRequest(
             hello=hello_to_pb(self._component_id), log_epoch=log_epoch, number=number
         )
@@ -293,39 +304,43 @@ class NodeClient:
         return await call_unary(self._stub.GetNodeStatus, kvnode_pb2.GetNodeStatusRequest(), timeout_s)
 
     async def check_integrity(self) -> None:
-        """Makes the node prove its integrity. Raises Conflict with what does not add up (I4)."""
+        """Makes the node prove its integrity. Raises Conflict, which names what does not add up (I4)."""
         await call_unary(self._stub.CheckIntegrity, kvnode_pb2.CheckIntegrityRequest())
 
     async def aclose(self) -> None:
-        """Waits for calls that tidy up, for as long as one of them may take, then closes the connection."""
+        """Waits for calls that release tickets, for as long as one of them may take, then closes the connection."""
         if self._abandoning:
             _, late = await asyncio.wait(self._abandoning, timeout=CALL_TIMEOUT_S)
             for task in late:
                 task.cancel()
         await self.channel.close()
 
-    def _abandon(self, epoch: int, nonce: int) -> None:
-        task = asyncio.create_task(self._release_nonce(epoch, nonce), name="kv-abandon")
+    def _abandon(self, epoch: int, nonce: int, on_unreleased: Callable[[PillionError], object]) -> None:
+        task = asyncio.create_task(self._release_nonce(epoch, nonce, on_unreleased), name="kv-abandon")
         self._abandoning[task] = None
         task.add_done_callback(lambda done: self._abandoning.pop(done, None))
 
-    async def _release_nonce(self, epoch: int, nonce: int) -> None:
-        for _ in range(MAX_RELEASE_TRIES):
+    async def _release_nonce(self, epoch: int, nonce: int, on_unreleased: Callable[[PillionError], object]) -> None:
+        for tries_left in reversed(range(MAX_RELEASE_TRIES)):
             try:
                 await self.release(epoch, nonces=[nonce])
             except DeadlineExceeded as error:
-                # Cut off, the node may get the abandoned call later, and this one never: a cancelled call need not run.
+                # If the call that releases were cancelled, it might never reach the node, and the abandoned call might
+                # reach it later.
                 log.debug("abandoned call: %s", error)
+                if not tries_left:
+                    on_unreleased(error)
             except PillionError as error:
                 # The node is gone, or it ended the epoch: either way nothing is held there.
                 log.debug("abandoned call: %s", error)
+                on_unreleased(error)
                 return
             else:
                 return
 
 
 async def call_unary(method: Callable[..., Awaitable[T]], request: Any, timeout_s: float = CALL_TIMEOUT_S) -> T:
-    """Makes one call, with the current trace's context. Its failure is a PillionError."""
+    """Makes one call, with the current trace's context. A failure of the call becomes a PillionError."""
     try:
         call = method(request, timeout=timeout_s, metadata=inject())
     except grpc.aio.UsageError:

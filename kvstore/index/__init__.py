@@ -1,4 +1,4 @@
-"""The index of blocks and the registry of components, in Redis: hints, whose loss costs prefix hits and never tokens.
+"""Keeps the index of blocks and the registry of components in Redis: hints, whose loss costs prefix hits alone.
 
     index.py           Index: a gateway's look-ups. Start here; docs/index.md has keys, costs and failures.
     registry.py        Registry: heartbeats of components, and the table of live KV nodes.
@@ -11,7 +11,6 @@
     shared_buckets.py  SharedBuckets: tenants' quotas that all gateways share.
     shared_loads.py    SharedLoads: what gateways have under way, for each other.
     shared_names.py    SharedNames: names of adapters that all gateways share.
-    retention_records.py  RetentionRecords: what a KV node has retained, for its next life.
     advertise.py       the address that a component advertises in the registry.
 
 No block's bytes and no decision about the pool come in here.

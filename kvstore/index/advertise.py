@@ -1,4 +1,4 @@
-"""The address that a component advertises: what it listens on, unless that is a wildcard.
+"""Chooses the address that a component advertises: the one it listens on, unless that is a wildcard.
 
 A container listens on 0.0.0.0 and does not know its address before it runs, and one of several that were started from
 one description cannot get it by a flag. But all components of a cluster reach one Redis, so the address that this
@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pillion.errors import ConfigError
 from pillion.kvstore.index.redis_url import parse
 
-# Where Redis has no name or no address yet, the way out of the machine decides. Reserved for documentation (RFC 5737,
-# RFC 3849), and connecting a datagram socket sends nothing.
+# Where Redis has no name or no address yet, the way out of the machine decides. These addresses are reserved for
+# documentation (RFC 5737, RFC 3849), and connecting a datagram socket sends nothing.
 SOMEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
 
 
@@ -35,11 +35,11 @@ def advertised(flag: str, listening: str, redis_url: str) -> str:
     wildcard = _wildcard(host.strip("[]"))
     if wildcard is None:
         return listening
-    # An IPv6 wildcard takes IPv4 as well; the other way round it does not.
+    # An IPv6 wildcard accepts IPv4 as well; an IPv4 wildcard does not accept IPv6.
     families = (socket.AF_INET,) if wildcard == 4 else (socket.AF_INET, socket.AF_INET6)
     redis = parse(redis_url) if redis_url else None
     if redis is not None and not redis.hosts:
-        # A Unix socket: all clients of this Redis are on this machine.
+        # The URL names a Unix socket, so all clients of this Redis are on this machine.
         return f"127.0.0.1:{port}" if wildcard == 4 else f"[::1]:{port}"
     for peers in (redis.hosts if redis else (), SOMEWHERE):
         found = _own_address(peers, families)

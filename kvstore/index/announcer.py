@@ -34,20 +34,21 @@ from pillion.wire.registry import ComponentRecord
 log = logging.getLogger("pillion.kvnode")
 
 MAX_PENDING_BLOCKS = 262_144
-# One announcement keeps Redis busy for less than a millisecond.
+# One announcement of this many blocks keeps Redis busy for less than a millisecond.
 BATCH_BLOCKS = 256
 RETRY_S = 0.5
-# A repetition announces at most so many blocks a second, and waits for Redis at most this share of the time, so that a
-# thousand nodes that start over together leave room for look-ups.
+# When a node announces all its blocks again, it announces at most REPEAT_BLOCKS_PER_S and waits for Redis during at
+# most the share REPEAT_DUTY of the time, so that a thousand nodes that do so together leave room for look-ups.
 REPEAT_BLOCKS_PER_S = 50_000
 REPEAT_DUTY = 0.25
 REPEAT_S = 3600.0
-# Groups that one heartbeat checks for lost buckets.
+# One heartbeat checks this many groups for buckets that Redis has lost.
 CHECKED_GROUPS = 16
 
 
 class AnnounceQueue:
-    """The updates that wait for Redis, sans-IO. Only the last event of a block counts, so it holds each block once.
+    """Holds the updates that wait for Redis, sans-IO. Only the last event of a block counts, so it holds each block
+    once.
 
     Attributes:
         repeating: whether a repetition of all blocks is under way.
@@ -57,7 +58,7 @@ class AnnounceQueue:
     def __init__(self, max_blocks: int = MAX_PENDING_BLOCKS) -> None:
         self._max_blocks = max_blocks
         self._updates: dict[bytes, IndexEvent] = {}
-        # Events of shards that did not answer.
+        # These are the events of shards of Redis that did not answer.
         self._aside: dict[bytes, IndexEvent] = {}
         self._rest: Iterator[tuple[bytes, bytes]] = iter(())
         self._went_meanwhile: set[bytes] = set()
@@ -68,7 +69,7 @@ class AnnounceQueue:
         return len(self._updates)
 
     def push(self, events: Iterable[IndexEvent]) -> None:
-        """Adds events. Beyond the bound everything is forgotten and ``overflowed`` is set."""
+        """Adds events to the queue. Beyond its bound, all updates are forgotten and ``overflowed`` is set."""
         if self.overflowed:
             return
         for event in events:
@@ -116,7 +117,7 @@ class AnnounceQueue:
         self.put_back([self._aside.pop(block_hash) for block_hash in list(islice(self._aside, count))])
 
     def put_back(self, events: Iterable[IndexEvent]) -> None:
-        """Undoes a take whose announcement failed; newer events of the same blocks win."""
+        """Puts events back whose announcement failed; newer events of the same blocks win."""
         for event in events:
             self._updates.setdefault(event.block_hash, event)
         self._bound()
@@ -131,7 +132,7 @@ class AnnounceQueue:
 
 
 class Announcer:
-    """The task that sends a node's heartbeats and announcements to Redis.
+    """Sends a node's heartbeats and announcements to Redis, in a task of its own.
 
     Args:
         redis_url, heartbeat_s, ttl_ms: where Redis is, how often to beat, and how long one heartbeat counts.
@@ -159,10 +160,11 @@ class Announcer:
         self._changed = asyncio.Event()
         self._next_heartbeat_s = float("-inf")
         self._entry = b""
-        # Generation of each group since the last repetition; another one shows that a shard has lost its memory.
+        # For each group this holds its generation since the last repetition; another one shows that a shard has lost
+        # its data.
         self._generations: dict[bytes, bytes] = {}
         self._lost = False
-        # Whether a shard did not take its share of the last batch.
+        # This says whether one of Redis's servers did not take its share of the last batch.
         self._partly = False
         self._repeat_at_s = 0.0
         self._sweep = SweepPlace(secrets.randbelow(keys.GROUPS))
@@ -170,7 +172,7 @@ class Announcer:
 
     @property
     def repeating(self) -> bool:
-        """Whether all blocks are being announced again."""
+        """Returns whether all blocks are being announced again."""
         return self._queue.repeating
 
     def push(self, events: list[IndexEvent]) -> None:
@@ -180,17 +182,17 @@ class Announcer:
             self._changed.set()
 
     def beat_now(self) -> None:
-        """Has a heartbeat go out at once: the node's record says something that others wait for."""
+        """Makes a heartbeat go out at once: the node's record says something that others wait for."""
         self._next_heartbeat_s = float("-inf")
         self._changed.set()
 
     async def run(self) -> None:
-        """Sends heartbeats and announcements until it is cancelled. It survives any trouble of Redis."""
+        """Sends heartbeats and announcements until it is cancelled. It goes on whatever errors Redis gives."""
         loop = asyncio.get_running_loop()
         while True:
             try:
                 if loop.time() >= self._next_heartbeat_s:
-                    # Counted from here, so that a slow Redis does not make heartbeats rarer.
+                    # The period is counted from here, so that a slow Redis does not make heartbeats rarer.
                     self._next_heartbeat_s = loop.time() + self._heartbeat_s
                     try:
                         await self._heartbeat()
@@ -230,7 +232,7 @@ class Announcer:
             self._generations.clear()
             self._queue.repeat_all(self._hashes())
             self._repeat_at_s = now + REPEAT_S
-        # While a shard is away, one batch per heartbeat finds out whether it is back.
+        # While a shard is away, one batch per heartbeat is sent, to find out whether the shard is back.
         self._queue.try_again(BATCH_BLOCKS if self._partly else MAX_PENDING_BLOCKS)
         with contextlib.suppress(Unavailable):
             self._check_generations(await self._writer.generations(self._some_groups()))
@@ -238,7 +240,7 @@ class Announcer:
             self._sweep, generations = await self._writer.sweep(self._sweep, self._live)
             self._check_generations(generations)
         except Unavailable:
-            # Another group may be on another shard.
+            # The next group is tried, because it may be on another Redis server.
             self._sweep = SweepPlace((self._sweep.group + 1) % keys.GROUPS)
 
     def _some_groups(self) -> list[bytes]:
@@ -249,8 +251,8 @@ class Announcer:
         return (await self._registry.nodes()).entries()
 
     async def _announce(self, until_s: float) -> float:
-        """Sends all updates, then a batch of the repetition, but nothing after ``until_s``, when a heartbeat is due.
-        Returns for how many seconds the rest may wait."""
+        """Sends all updates, then a batch of the repetition, and stops at ``until_s``, when a heartbeat is due. Returns
+        for how many seconds the rest may wait."""
         self._changed.clear()
         loop = asyncio.get_running_loop()
         while len(self._queue):
@@ -265,7 +267,8 @@ class Announcer:
         return max(BATCH_BLOCKS / REPEAT_BLOCKS_PER_S, elapsed_s / REPEAT_DUTY) - elapsed_s
 
     async def _send(self, events: list[IndexEvent]) -> None:
-        """Announces a batch. Raises Unavailable, with all of it back in the queue, if no shard took any of it."""
+        """Announces a batch of events. Raises Unavailable, after putting all of them back into the queue, if no shard
+        took any."""
         if not events:
             return
         try:
@@ -285,7 +288,8 @@ class Announcer:
                 self._lost = True
 
     def _note(self, *, answered: bool, reason: str = "") -> None:
-        """Logs only changes: a Redis that is away for an hour is one line."""
+        """Logs whether Redis answers, but only when that changes, so that a Redis that is away for an hour is logged
+        once."""
         if answered != self._answered:
             log.warning("Redis answers again" if answered else f"going on without Redis: {reason}")
         self._answered = answered

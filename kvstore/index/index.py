@@ -1,4 +1,4 @@
-"""The reader's side of the index: which live KV node has how much of a chain of blocks.
+"""Implements the reader's side of the index: which live KV node has how much of a chain of blocks.
 
     gateway --Index.longest_prefix--> buckets of the chain's segments --> entries --NodeTable--> node ids
 
@@ -23,7 +23,7 @@ from typing import Any
 from pillion.errors import Unavailable
 from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
+from pillion.kvstore.index.redis_link import RedisScripts, ScriptCall, as_bytes
 from pillion.kvstore.index.redis_url import RedisServerAt
 from pillion.kvstore.index.registry import REGISTRY_KEYS, NodeTable
 
@@ -31,28 +31,29 @@ log = logging.getLogger("pillion.index")
 
 # A look-up that takes longer than this is worth less than the prefill it saves.
 LOOKUP_DEADLINE_MS = 250
-# The part of LOOKUP_DEADLINE_MS that is kept for a Cluster's second round: a shard that hangs uses up the first.
+# This part of LOOKUP_DEADLINE_MS is kept for a Cluster's second round: a shard that hangs uses up the first.
 SECOND_ROUND_MS = 100
-# How long a look-up trusts the table of nodes, and how often it asks at most about an entry that is not in it.
+# A look-up trusts the table of nodes for this long, and asks at most this often about an entry that is not in it.
 NODES_MAX_AGE_MS = 1000
 NODES_MIN_AGE_MS = 50
-# Nodes that one look-up names.
+# One look-up names at most this many nodes.
 MAX_ENTRIES_PER_LOOKUP = 64
-# Block hashes that a reader remembers nodes for, some 250 bytes each; the least recently used go first.
+# A reader remembers nodes for this many block hashes, which take some 250 bytes each; the least recently used go first.
 MAX_PLACES = 16_384
 MAX_NODES_PER_PLACE = 4
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixHit:
-    """The first ``blocks`` blocks of a chain are probably at ``node_id``."""
+    """Says that the first ``blocks`` blocks of a chain are probably at ``node_id``."""
 
     node_id: str
     blocks: int
 
 
 class HotPrefixes:
-    """What earlier look-ups found, for the time when Redis does not answer. Sans-IO, bounded, hints only (I3).
+    """Remembers what earlier look-ups found, for the time when Redis does not answer. Sans-IO, bounded, hints only
+    (I3).
 
     A hit of n blocks is remembered at blocks 1, 2, 4, 8 ... and n of its chain, each named by its hash. So a prompt
     that shares a popular beginning with an earlier one finds at least half of what is shared.
@@ -77,7 +78,7 @@ class HotPrefixes:
             self._nodes.popitem(last=False)
 
     def find(self, block_hashes: bytes) -> dict[str, int]:
-        """Returns node id -> blocks of this chain that the node probably has."""
+        """Returns how many leading blocks of this chain each node probably has, by node id."""
         found: dict[str, int] = {}
         for blocks in range(len(block_hashes) // HASH_BYTES, 0, -1):
             place = _place(block_hashes, blocks)
@@ -93,13 +94,15 @@ class HotPrefixes:
         self._nodes.move_to_end(place)
 
 
-class Index:
-    """A gateway's client of the index. It never raises for Redis's trouble; ``available`` is whether Redis answered the
-    last look-up."""
+class Index(RedisScripts):
+    """Asks the index for a gateway. No error of Redis is raised; ``available`` says whether Redis answered the last
+    look-up."""
+
+    scripts = ("lookup", "nodes")
 
     def __init__(self, redis_url: RedisServerAt) -> None:
+        super().__init__(redis_url)
         self.available = True
-        self._link = RedisLink(redis_url, "lookup", "nodes")
         self._table = NodeTable()
         self._asked_s = float("-inf")
         self._refreshing = asyncio.Lock()
@@ -122,14 +125,9 @@ class Index:
         self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in hits))
         return hits
 
-    async def aclose(self) -> None:
-        """Closes the connections to Redis."""
-        await self._link.aclose()
-
-    # -- inside
-
     async def _reached(self, block_hashes: bytes) -> dict[str, int]:
-        """Returns node id -> blocks. Raises Unavailable."""
+        """Asks Redis, and returns how many leading blocks of the chain each node has, by node id. Raises
+        Unavailable."""
         until_s = asyncio.get_running_loop().time() + LOOKUP_DEADLINE_MS / 1000
         if asyncio.get_running_loop().time() - self._table.read_s > NODES_MAX_AGE_MS / 1000:
             await self._refresh(NODES_MAX_AGE_MS, until_s)
@@ -141,8 +139,8 @@ class Index:
         return {node_id: blocks for node_id, blocks in named if node_id is not None}
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
-        """Returns entry -> blocks. A Cluster is asked about segments, in two rounds: some that are evenly spread, and
-        then those between two of them where a node's chain ends."""
+        """Returns how many leading blocks of the chain each entry has. A Cluster is asked about segments, in two
+        rounds: some that are evenly spread, and then those between two of them where a node's chain ends."""
         parts = list(_chain_parts(block_hashes, SEGMENT_BLOCKS if self._link.cluster else 0))
         reached: dict[int, dict[bytes, int]] = {}
 
@@ -163,7 +161,7 @@ class Index:
             if reached.get(left, {}).keys() - reached.get(right, {}).keys()
             for number in range(left + 1, right)
         ]
-        # What is known by now is a hint as well.
+        # Hints that are known by then are useful even where the second round fails.
         with contextlib.suppress(Unavailable):
             await ask(between, until_s)
         ends: dict[bytes, int] = {}
@@ -189,7 +187,7 @@ class Index:
 
 @dataclass(frozen=True, slots=True)
 class _ChainPart:
-    """Whole segments of a chain from ``first_block`` on, and the look-up call for them."""
+    """Holds whole segments of a chain from ``first_block`` on, and the look-up call for them."""
 
     first_block: int
     call: ScriptCall

@@ -1,4 +1,4 @@
-"""The layout of Redis's keys. Sans-IO; docs/index.md has the table with owner, time to live and size of every key.
+"""Lays out Redis's keys. Sans-IO; docs/index.md has the table with owner, time to live and size of every key.
 
     block i of a chain --> its segment: the SEGMENT_BLOCKS blocks of the chain around it
     segment            --> bucket: 18 bits of the hash of the segment's first block
@@ -25,19 +25,19 @@ COMPONENTS = PREFIX + b"{registry}:components"
 EXPIRY = PREFIX + b"{registry}:expiry"
 NUMBERS = PREFIX + b"{registry}:numbers"
 NODES = PREFIX + b"{registry}:nodes"
-# Names of adapters, which all gateways share.
+# This key has the names of adapters, which all gateways share.
 ADAPTERS = PREFIX + b"adapters"
 
-# Token buckets of tenants.
+# Keys that begin like this hold token buckets of tenants.
 _BUCKETS = PREFIX + b"q:{%b}"
-# What gateways have under way, under one hash tag, so that one script reads it all.
+# Keys like this hold what gateways have under way, under one hash tag, so that one script reads it all.
 _LOADS = PREFIX + b"{load}:%b"
-# What a KV node has retained.
-_RETENTIONS = PREFIX + b"retentions:%b"
+# A key like this holds a KV node's record of prefix pins.
+_PREFIX_PINS = PREFIX + b"prefix_pins:%b"
 
 FIELD_BYTES = 8
 ENTRY_BYTES = 8
-# Nodes that the index keeps for one block, the newest: more add nothing but time on the server.
+# The index keeps this many nodes for one block, the newest: more add nothing but time on the server.
 MAX_ENTRIES_PER_BLOCK = 32
 
 _ALPHABET = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/"
@@ -56,13 +56,13 @@ def load_of(gateway_id: str) -> bytes:
     return _LOADS % gateway_id.encode()
 
 
-def retentions_of(node_id: str) -> bytes:
-    """Returns the key of a KV node's record of retentions (retention_records.py)."""
-    return _RETENTIONS % node_id.encode()
+def prefix_pins_of(node_id: str) -> bytes:
+    """Returns the key of a KV node's record of prefix pins (kvstore/prefix_pins/pin_records.py)."""
+    return _PREFIX_PINS % node_id.encode()
 
 
 def bucket(segment: bytes) -> bytes:
-    """Returns the key of a segment's bucket. ``segment``: hash of its first block."""
+    """Returns the key of a segment's bucket. ``segment`` is the hash of its first block."""
     name = binascii.b2a_base64(segment[:_HEAD_BYTES], newline=False)
     return b"pillion:b:{%b}%b" % (name[:2], name[2:3])
 
@@ -73,7 +73,8 @@ def group_of(bucket_key: bytes) -> bytes:
 
 
 def generation(group: bytes) -> bytes:
-    """Returns the key that vanishes with a group's buckets and shows their loss. One server has one group, ``b""``."""
+    """Returns the key of a group's generation: Redis loses it together with the group's buckets, and so shows their
+    loss. One server has one group, ``b""``."""
     return b"pillion:g:{%b}" % group
 
 
@@ -88,7 +89,7 @@ def group_buckets(group: bytes, first: int) -> list[bytes]:
 
 
 def chain_buckets(block_hashes: bytes) -> list[bytes]:
-    """Returns one bucket key per segment of a chain. ``block_hashes``: the whole chain, 32 bytes each."""
+    """Returns one bucket key per segment of a chain. ``block_hashes`` is the whole chain, 32 bytes each."""
     step = SEGMENT_BLOCKS * HASH_BYTES
     heads = b"".join([block_hashes[at : at + _HEAD_BYTES] for at in range(0, len(block_hashes), step)])
     names = binascii.b2a_base64(heads, newline=False)
@@ -103,7 +104,7 @@ def chain_fields(block_hashes: bytes) -> bytes:
 
 @dataclass(slots=True)
 class BucketUpdates:
-    """Fields of one bucket that came and went, packed."""
+    """Holds, packed, the fields of one bucket to which entries are added and from which they are removed."""
 
     came: bytearray = field(default_factory=bytearray)
     went: bytearray = field(default_factory=bytearray)

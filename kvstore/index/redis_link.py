@@ -1,4 +1,4 @@
-"""One way to Redis for the index and the registry: scripts only, every call with a deadline, behind circuit breakers.
+"""Runs scripts in Redis for the index and the registry, each call with a deadline and behind a circuit breaker.
 
     closed --failure--> open --OPEN_MS later, one call may try--> closed | open again
 
@@ -28,14 +28,15 @@ from pillion.errors import Unavailable
 from pillion.kvstore.index.redis_url import MAX_CONNECTIONS, RedisServerAt, connect, parse
 
 OPEN_MS = 500
-# A call that had less time than this, because an earlier one had used it up, does not show that the server failed.
+# A failed call that was given less time than this, because an earlier one had used the time up, does not show that the
+# server failed.
 LEAST_PATIENCE_MS = 50
-# Between two looks at a Cluster's map of slots.
+# A Cluster's map of slots is looked at this often.
 DISCOVERY_INTERVAL_MS = 500
 DISCOVERY_DEADLINE_MS = 5000
 
-# What helps where a Redis answers and refuses, by a pattern of its refusal: releases differ in their words, and the
-# client turns some of them into classes.
+# For a pattern of Redis's refusal, this says what helps against it: releases differ in their words, and the client
+# turns some of them into classes.
 REMEDIES = {
     "READONLY|ReadOnlyError": "it is a replica: give --redis-url the master, or promote it (REPLICAOF NO ONE)",
     "OOM|OutOfMemoryError": "its memory is full: raise its maxmemory",
@@ -53,14 +54,14 @@ Argument = bytes | str | int
 
 @dataclass(frozen=True, slots=True)
 class ScriptCall:
-    """One run of a script. All ``keys`` lie in one hash slot."""
+    """Describes one run of a script. All ``keys`` lie in one hash slot."""
 
     keys: Sequence[bytes]
     args: Sequence[Argument]
 
 
 class Breaker:
-    """A circuit breaker, sans-IO. While it is open, one call per ``open_s`` may try the server again."""
+    """Implements a circuit breaker, sans-IO. While it is open, one call per ``open_s`` may try the server again."""
 
     def __init__(self, open_s: float) -> None:
         self._open_s = open_s
@@ -68,7 +69,7 @@ class Breaker:
         self._try_again_s = 0.0
 
     def may_try(self, now: float) -> bool:
-        """Whether a call may go out; counts as the probe when the breaker is open."""
+        """Returns whether a call may go out; with an open breaker that call is its probe."""
         if self._closed:
             return True
         if now < self._try_again_s:
@@ -87,8 +88,8 @@ class Breaker:
 
 
 class RedisLink:
-    """A connection to Redis that runs scripts, each named without its suffix. Raises ConfigError for a URL that cannot
-    be one (:mod:`pillion.kvstore.index.redis_url`)."""
+    """Connects to Redis and runs scripts, each named without its suffix. Raises ConfigError for an invalid URL
+    (:mod:`pillion.kvstore.index.redis_url`)."""
 
     def __init__(self, server: RedisServerAt, *scripts: str) -> None:
         self._client = connect(parse(server)) if isinstance(server, str) else server
@@ -101,7 +102,7 @@ class RedisLink:
         self._discovered_s = 0.0
 
     async def call(self, script: str, call: ScriptCall, read: Callable[[Any], T], *, deadline_ms: float) -> T:
-        """Runs a script once and reads its answer. Raises Unavailable for silence and for nonsense."""
+        """Runs a script once and reads its answer. Raises Unavailable for silence and for a bad answer."""
         [answer] = await self.call_each(script, [call], read, deadline_ms=deadline_ms)
         assert answer is not None
         return answer
@@ -111,14 +112,14 @@ class RedisLink:
     ) -> list[T | None]:
         """Runs a script several times, at least once; returns the answers, None for calls that failed.
 
-        ``read`` converts a raw answer; if it raises ValueError or TypeError, that was nonsense. Raises Unavailable when
-        all calls failed.
+        ``read`` converts a raw answer; if it raises ValueError or TypeError, the call counts as failed. Raises
+        Unavailable when all calls failed.
         """
         answers: list[T | None] = [None] * len(calls)
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         shards = await self._shards(calls, until)
         works = [self._ask(name, script, [calls[i] for i in places], read, until) for name, places in shards.items()]
-        # Most often it is one server: no task of its own then.
+        # Most often there is one server, whose call needs no task of its own.
         outcomes = [await _outcome(works[0])] if len(works) == 1 else await asyncio.gather(*map(_outcome, works))
         for places, got in zip(shards.values(), outcomes, strict=True):
             if not isinstance(got, Unavailable):
@@ -138,8 +139,6 @@ class RedisLink:
         for client in (self._client, *(manager.sentinels if manager else ())):
             with contextlib.suppress(RedisError, OSError):
                 await client.aclose()
-
-    # -- inside
 
     async def _shards(self, calls: Sequence[ScriptCall], until: float) -> dict[str, list[int]]:
         """Returns the places of the calls that go to each server, by its name."""
@@ -189,7 +188,8 @@ class RedisLink:
         return answers
 
     async def _send(self, name: str, script: str, calls: list[ScriptCall]) -> list[Any]:
-        """Returns the raw answers, refusals included. A script that the server does not know is sent whole."""
+        """Sends calls of one server and returns the raw answers, refusals included. A script that the server lacks is
+        sent whole."""
         answers = await self._send_as("EVALSHA", self._shas[script], name, calls)
         unknown = [i for i, one in enumerate(answers) if isinstance(one, NoScriptError)]
         if unknown:
@@ -243,8 +243,22 @@ class RedisLink:
                     await self._client.nodes_manager.initialize()
 
 
+class RedisScripts:
+    """Calls the scripts that a subclass names in ``scripts``. Making one raises ConfigError for a bad URL; calls raise
+    Unavailable when Redis does not answer in time, or refuses."""
+
+    scripts: tuple[str, ...] = ()
+
+    def __init__(self, redis_url: RedisServerAt) -> None:
+        self._link = RedisLink(redis_url, *self.scripts)
+
+    async def aclose(self) -> None:
+        """Closes the connections to Redis."""
+        await self._link.aclose()
+
+
 async def _outcome(work: Any) -> Any:
-    """Returns the answer, or the Unavailable that was raised instead."""
+    """Awaits a call; returns its answer, or the Unavailable that it raised."""
     try:
         return await work
     except Unavailable as error:
@@ -252,14 +266,14 @@ async def _outcome(work: Any) -> Any:
 
 
 def _with_remedy(refusal: ResponseError) -> str:
-    """Returns a refusal with what helps against it, where that is known."""
+    """Returns the text of a refusal, with what helps against it where that is known."""
     named = f"{type(refusal).__name__} {refusal}"
     remedies = [remedy for pattern, remedy in REMEDIES.items() if re.search(pattern, named)]
     return f"{refusal} What helps: {remedies[0]}." if remedies else str(refusal)
 
 
 def _read(read: Callable[[Any], T], raw: Any) -> T | None:
-    """Converts a raw answer; returns None for a refusal. Raises ValueError for nonsense."""
+    """Converts a raw answer; returns None for a refusal. Raises ValueError for an answer that cannot be read."""
     if isinstance(raw, ResponseError):
         return None
     try:
@@ -282,7 +296,7 @@ def _script_sha(name: str) -> str:
 
 @cache
 def script_text(name: str) -> bytes:
-    """Returns a script as Redis is sent it, behind what all scripts share."""
+    """Returns a script as Redis is sent it, after what all scripts share."""
     parts = ("common", "registry", name) if name in _REGISTRY_SCRIPTS else ("common", name)
     return "".join((_SCRIPTS / f"{part}.lua").read_text() for part in parts).encode()
 

@@ -1,4 +1,4 @@
-"""The syntax of --redis-url, and the redis-py client for such a URL.
+"""Defines the syntax of --redis-url, and makes the redis-py client for such a URL.
 
     redis://[user:password@]host[:port][/db]                        one server; rediss:// for TLS
     unix://[user:password@]/path[?db=n]                             one server on this machine
@@ -28,7 +28,7 @@ from redis.exceptions import RedisError
 from pillion.errors import ConfigError
 
 CONNECT_TIMEOUT_MS = 1000
-# Connections to one server per link; RedisLink lets no more calls out at once.
+# A link has this many connections to one server; RedisLink makes no more calls at once.
 MAX_CONNECTIONS = 16
 MAX_HOSTS = 64
 
@@ -46,7 +46,7 @@ Client = redis.asyncio.Redis | redis.asyncio.RedisCluster
 
 
 class CommandClient(Protocol):
-    """What RedisLink needs of a client of one server, as redis-py's has it."""
+    """Describes what RedisLink needs of a client of one server, as redis-py's has it."""
 
     async def execute_command(self, *words: Any) -> Any:
         """Returns the answer to one command. Raises redis-py's errors."""
@@ -55,16 +55,16 @@ class CommandClient(Protocol):
         """Returns commands to be sent together, as redis-py's ``Pipeline``."""
 
     async def aclose(self) -> None:
-        """Closes connections."""
+        """Closes the client's connections."""
 
 
-# A --redis-url, or a client that is there already: the simulator's.
+# A Redis is given by the value of --redis-url or, in the simulator, by a client of it.
 RedisServerAt = str | CommandClient
 
 
 @dataclass(frozen=True, slots=True)
 class RedisPlace:
-    """A parsed --redis-url: where Redis is, and how to log in.
+    """Holds a parsed --redis-url: where Redis is, and how to log in.
 
     Attributes:
         mode: ``ONE``, ``SENTINEL`` or ``CLUSTER``.
@@ -82,7 +82,7 @@ class RedisPlace:
 
 
 def parse(url: str) -> RedisPlace:
-    """Parses a URL. Raises ConfigError, which shows no password, for what is no such URL."""
+    """Parses a URL. Raises ConfigError, which shows no password, for a text that is no such URL."""
     try:
         return _parse(url)
     except (ValueError, TypeError) as error:
@@ -90,8 +90,8 @@ def parse(url: str) -> RedisPlace:
 
 
 def connect(place: RedisPlace) -> Client:
-    """Makes a client, which connects when it is first used. Raises ConfigError for settings that cannot be."""
-    # The deadline of a call is ours; a library that tries again would only use it up.
+    """Makes a client, which connects when it is first used. Raises ConfigError for settings that redis-py refuses."""
+    # Pillion sets the deadline of a call; a library that tries again would only use it up.
     limits: dict[str, Any] = {
         "socket_connect_timeout": CONNECT_TIMEOUT_MS / 1000,
         "socket_timeout": None,
@@ -176,7 +176,7 @@ def _hosts(named: str, default_port: int) -> tuple[tuple[str, int], ...]:
 
 
 def _path(path: str, mode: str) -> tuple[str, int]:
-    """Returns service and database number."""
+    """Returns the service and the database number that a URL's path names."""
     service = ""
     if mode == SENTINEL:
         service, _, path = path.partition("/")

@@ -1,4 +1,4 @@
-"""A KV node's side of the index: its entries, and sweeping out those of the dead.
+"""Implements a KV node's side of the index: it writes the node's entries, and sweeps out those of dead nodes.
 
     announce   adds and removes the node's own entry; its entries of earlier boots at these blocks go too
     sweep      reads some buckets -> reads the table of live nodes -> removes all other entries from these buckets
@@ -16,20 +16,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
-from pillion.kvstore.index.redis_url import RedisServerAt
+from pillion.kvstore.index.redis_link import RedisScripts, ScriptCall, as_bytes
 from pillion.kvstore.ledger.records import IndexEvent
 
 ANNOUNCE_DEADLINE_MS = 2000
-# Looked at by one sweep: below a millisecond of Redis's time.
+# One sweep looks at this many fields of buckets, which takes below a millisecond of Redis's time.
 SWEEP_FIELDS = 512
 GENERATION_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class AnnounceResult:
-    """The generation of each group that took events, and the events of shards that did not answer. Another generation
-    than before means that the group's buckets were lost."""
+    """Holds the generation of each group that took events, and the events of shards that did not answer. Another
+    generation than before means that the group's buckets were lost."""
 
     generations: dict[bytes, bytes]
     unreported: list[IndexEvent]
@@ -37,19 +36,18 @@ class AnnounceResult:
 
 @dataclass(frozen=True, slots=True)
 class SweepPlace:
-    """The place where a sweep goes on: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that bucket. A
-    sweep takes a whole group while it is small, so that it soon notices a shard that has lost its memory."""
+    """Names the place from which a sweep continues: group 0 .. GROUPS - 1, bucket in the group, Redis's cursor in that
+    bucket. A sweep takes a whole group while it is small, so that it soon notices a shard that has lost its memory."""
 
     group: int = 0
     bucket: int = 0
     cursor: bytes = b"0"
 
 
-class IndexWriter:
-    """A KV node's client of the index. Every call raises Unavailable when Redis does not answer."""
+class IndexWriter(RedisScripts):
+    """Writes a KV node's entries to the index. Every call raises Unavailable when Redis does not answer."""
 
-    def __init__(self, redis_url: RedisServerAt) -> None:
-        self._link = RedisLink(redis_url, "announce", "sweep")
+    scripts = ("announce", "sweep")
 
     async def announce(self, entry: bytes, events: Sequence[IndexEvent]) -> AnnounceResult:
         """Adds and removes ``entry`` (number and boot epoch, 8 bytes) at blocks. A block has at most one event."""
@@ -95,10 +93,6 @@ class IndexWriter:
         if walked.seen and (void := walked.seen - await live()):
             walked = await walk(b"".join(sorted(void)))
         return _next_place(at, walked), {group: walked.generation}
-
-    async def aclose(self) -> None:
-        """Closes the connections to Redis."""
-        await self._link.aclose()
 
 
 @dataclass(frozen=True, slots=True)

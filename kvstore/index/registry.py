@@ -1,4 +1,4 @@
-"""The registry of components in Redis: who lives, and the table of KV nodes that makes sense of the index's entries.
+"""Registers components in Redis: which ones live, and the table of KV nodes by which the index's entries are read.
 
     every component --Registry.heartbeat--> its record, for ttl_ms
     gateway, KV node --Registry.components--> records of all live components
@@ -21,14 +21,14 @@ import msgspec
 
 from pillion.errors import Unavailable
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.redis_link import RedisLink, ScriptCall, as_bytes
+from pillion.kvstore.index.redis_link import RedisScripts, ScriptCall, as_bytes
 from pillion.kvstore.index.redis_url import RedisServerAt
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.index")
 
 REGISTRY_DEADLINE_MS = 1000
-# Lost components that one heartbeat takes out of the registry.
+# One heartbeat takes at most this many lost components out of the registry.
 MAX_FORGOTTEN_COMPONENTS = 100
 KVNODE = "kvnode"
 
@@ -37,7 +37,7 @@ REGISTRY_KEYS = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatAnswer:
-    """The answer to a heartbeat. ``known`` is False after too long a silence, or when Redis has lost its memory;
+    """Answers a heartbeat. ``known`` is False after too long a silence, or when Redis has lost its memory;
     ``node_number`` is a KV node's number for entries (4 bytes), empty for others."""
 
     known: bool
@@ -45,7 +45,8 @@ class HeartbeatAnswer:
 
 
 class NodeTable:
-    """Entry -> node id of every KV node that lived when Redis was asked, at ``read_s`` on the event loop's clock."""
+    """Maps entries to the node ids of every KV node that lived when Redis was asked, at ``read_s`` on the event loop's
+    clock."""
 
     def __init__(self, raw: Any = (0,), read_s: float = float("-inf")) -> None:
         now_ms, *rows = raw
@@ -67,13 +68,14 @@ class NodeTable:
         return found[0] if found else None
 
     def doubtful(self, entry: bytes, now: float) -> bool:
-        """Whether a newer table may differ: the entry is not in this one, or its node's heartbeat is overdue."""
+        """Returns whether a newer table may differ: the entry is not in this one, or its node's heartbeat is
+        overdue."""
         found = self._nodes.get(entry)
         return found is None or found[1] < now
 
 
 class ReadRecords:
-    """The records of live components as they were read last. Sans-IO.
+    """Holds the records of live components as they were read last. Sans-IO.
 
     Attributes:
         since_ms: the time from which on heartbeats are new, by Redis's clock; 0 asks for all records.
@@ -81,13 +83,13 @@ class ReadRecords:
 
     def __init__(self) -> None:
         self.since_ms = 0
-        # By id: the record's bytes, and the record; None for one that cannot be read.
+        # For each id this holds the record's bytes, and the record; None where the bytes cannot be read.
         self._known: dict[bytes, tuple[bytes, ComponentRecord | None]] = {}
 
     def read(self, raw: Any) -> bool:
-        """Reads an answer of the script "components" to ``since_ms``. Returns whether that was enough: everybody who
-        lives is known, and nobody else. If not, all records are to be asked for. Raises ValueError or TypeError for
-        nonsense."""
+        """Reads an answer of the script "components" to ``since_ms``. Returns whether all components that live are
+        known now, and no others. If not, the caller asks for all records. Raises ValueError or TypeError for an answer
+        that cannot be read."""
         now_ms, count, listing = raw
         before = self._known
         if self.since_ms == 0:
@@ -95,32 +97,35 @@ class ReadRecords:
         for line in as_bytes(listing).split(b"\n") if listing else ():
             component_id, _, row = line.partition(b"\t")
             self._known[component_id] = _read_row(row, now_ms, before.get(component_id))
-        # A component that came has sent a heartbeat: all who live are known, and where nobody left, they are as many.
-        # A server whose clock is behind takes heartbeats that seem to be old.
+        # Every new component has sent a heartbeat, so all that live are known; where none has left, the numbers are
+        # equal. A server whose clock is behind stores heartbeats that seem old.
         asked_all, enough = self.since_ms == 0, len(self._known) == count and now_ms >= self.since_ms
         self.since_ms = now_ms if enough else 0
         return enough or asked_all
 
     def all(self) -> list[ComponentRecord]:
-        """Returns the records, each with its heartbeat's age when it was read: the same object until the next one."""
+        """Returns the records of live components, each with its heartbeat's age when it was read. A record stays the
+        same object until the next heartbeat."""
         return [record for _, record in self._known.values() if record is not None]
 
 
-class Registry:
-    """A client of the registry. ``ttl_ms``: silence after which a component that beats here counts as lost. Every call
-    raises Unavailable when Redis does not answer, or refuses.
+class Registry(RedisScripts):
+    """Calls the registry. A component that beats here counts as lost after a silence of ``ttl_ms``. Every call raises
+    Unavailable when Redis does not answer, or refuses.
 
     Attributes:
         refusal: why Redis did not take the last heartbeat that was sent here; empty where it took it, or where none was
             sent.
     """
 
+    scripts = ("heartbeat", "leave", "components", "nodes")
+
     def __init__(self, redis_url: RedisServerAt, ttl_ms: int) -> None:
+        super().__init__(redis_url)
         self.refusal = ""
         self._ttl_ms = ttl_ms
         self._records = ReadRecords()
         self._reading = asyncio.Lock()
-        self._link = RedisLink(redis_url, "heartbeat", "leave", "components", "nodes")
 
     async def heartbeat(self, record: ComponentRecord) -> HeartbeatAnswer:
         """Registers ``record`` until its time to live is over."""
@@ -142,14 +147,14 @@ class Registry:
         return answer
 
     async def leave(self, component_id: str) -> None:
-        """Takes a component out at once."""
+        """Takes a component out of the registry at once."""
         await self._link.call("leave", ScriptCall(REGISTRY_KEYS, [component_id]), int, deadline_ms=REGISTRY_DEADLINE_MS)
 
     async def components(self) -> list[ComponentRecord]:
-        """Returns the records of live components, each with its heartbeat's age when it was read: the same object until
-        its next heartbeat. Only new ones are transferred and parsed."""
+        """Returns the records of live components, each with its heartbeat's age when it was read. A record stays the
+        same object until its next heartbeat. Only new ones are transferred and parsed."""
         records = self._records
-        # An answer is read with the question that it belongs to.
+        # Only one reading runs at a time, because an answer holds only what is new since the question before it.
         async with self._reading:
             for _ in range(2):
                 call = ScriptCall(REGISTRY_KEYS, [f"{records.since_ms}"])
@@ -161,10 +166,6 @@ class Registry:
         """Returns the live KV nodes."""
         call, now = ScriptCall(REGISTRY_KEYS, []), asyncio.get_running_loop().time()
         return await self._link.call("nodes", call, lambda raw: NodeTable(raw, now), deadline_ms=REGISTRY_DEADLINE_MS)
-
-    async def aclose(self) -> None:
-        """Closes the connections to Redis."""
-        await self._link.aclose()
 
 
 def _read_heartbeat(raw: Any) -> HeartbeatAnswer:

@@ -1,4 +1,4 @@
-"""What each gateway has under way on each component, in Redis, where the others read it before they plan.
+"""Shares what each gateway has under way on each component, in Redis, where the others read it before they plan.
 
     tell --lua/tell_load.lua--> a gateway's hash: component --> amount, tokens; gone LOAD_TTL_MS after the last change
     read --lua/read_loads.lua--> the sums over some gateways' hashes
@@ -14,41 +14,39 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index.redis_link import Argument, RedisLink, ScriptCall, as_bytes
-from pillion.kvstore.index.redis_url import RedisServerAt
+from pillion.kvstore.index.redis_link import Argument, RedisScripts, ScriptCall, as_bytes
 
 # A request waits for a read, which takes a fraction of a millisecond where Redis is well.
 READ_LOADS_DEADLINE_MS = 100
 TELL_LOAD_DEADLINE_MS = 500
-# What a gateway that died had under way is forgotten after this time.
+# The load of a gateway that died is forgotten after this time.
 LOAD_TTL_MS = 6000
-# Most changes that one call tells, and most gateways that one asks about.
+# One call tells at most this many changes, and asks about at most this many gateways.
 MAX_CHANGES_PER_CALL = 512
 MAX_OTHER_GATEWAYS = 64
 
 
 class UnderWay(NamedTuple):
-    """What is under way on a component: ``amount`` in the unit of its role, streams for decode and tokens for prefill
-    workers, and prompt ``tokens`` that are yet to be computed."""
+    """Holds what gateways have under way on a component: ``amount`` in the unit of its role, streams for decode and
+    tokens for prefill workers, and prompt ``tokens`` that are yet to be computed."""
 
     amount: int = 0
     tokens: int = 0
 
 
 NOTHING_UNDER_WAY = UnderWay()
-# As Redis keeps both numbers.
+# Redis keeps both numbers in this form.
 _PACKED = struct.Struct(">II")
 _MOST = 2**32 - 1
 
 
-class SharedLoads:
-    """Loads by gateway and component. Raises ConfigError for a bad URL."""
+class SharedLoads(RedisScripts):
+    """Shares the loads that gateways have put on components. Raises ConfigError for a bad URL."""
 
-    def __init__(self, redis_url: RedisServerAt) -> None:
-        self._link = RedisLink(redis_url, "tell_load", "read_loads")
+    scripts = ("tell_load", "read_loads")
 
     async def tell(self, gateway_id: str, loads: Mapping[str, UnderWay], *, whole: bool) -> None:
-        """Writes loads of ``gateway_id``, MAX_CHANGES_PER_CALL at most; ``whole``: it has nothing else. Raises
+        """Writes loads of ``gateway_id``, MAX_CHANGES_PER_CALL at most; ``whole`` says that it has nothing else. Raises
         Unavailable when Redis does not answer in time, or refuses; it may have taken them all the same."""
         args: list[Argument] = [LOAD_TTL_MS, int(whole)]
         for component_id, load in loads.items():
@@ -58,16 +56,13 @@ class SharedLoads:
         await self._link.call("tell_load", call, int, deadline_ms=TELL_LOAD_DEADLINE_MS)
 
     async def read(self, gateway_ids: Sequence[str], component_ids: Sequence[str]) -> list[UnderWay]:
-        """Returns for each component what these gateways have there together, of more than MAX_OTHER_GATEWAYS the first
-        ones. Raises Unavailable when Redis does not answer in time, or refuses."""
+        """Returns for each component the sum of what these gateways have under way there; of more than
+        MAX_OTHER_GATEWAYS it asks only the first ones. Raises Unavailable when Redis does not answer in time, or
+        refuses."""
         asked = [keys.load_of(name) for name in gateway_ids[:MAX_OTHER_GATEWAYS]]
         call = ScriptCall(asked, ["\n".join(component_ids)])
         read = partial(_read, len(component_ids))
         return await self._link.call("read_loads", call, read, deadline_ms=READ_LOADS_DEADLINE_MS)
-
-    async def aclose(self) -> None:
-        """Closes the connections to Redis."""
-        await self._link.aclose()
 
 
 def _read(components: int, raw: Any) -> list[UnderWay]:

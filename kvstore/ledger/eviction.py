@@ -1,11 +1,11 @@
-"""Eviction policies: which committed block leaves the pool first. :class:`EvictionPolicy` is the contract, LRU and LFU
-are the implementations, RetainingEviction puts what is retained behind all else, and the block tree feeds them.
+"""Decides which committed block leaves the pool first. :class:`EvictionPolicy` is the interface, LRU and LFU are the
+implementations, and the block tree feeds them.
 
 All policies keep one rule: a block leaves only after all its descendants, because a block whose parent is gone can
 never be found by a prefix look-up. LRU gets this for free from the order in which chains are released. LFU gets it from
 the way in which it counts:
 
-    a chain is released, tail first:    tail --its uses--> parent --its uses and the tail's--> ... --> head
+    a chain is released, last block first:    last --its uses--> parent --its uses and the last's--> ... --> head
 
 A use of a block is a use of its whole chain, but a parent that another ticket still protects is not released yet. So
 every block passes the uses that were counted for it on to its parent, and the parent adds them when it is released
@@ -26,11 +26,11 @@ MAX_USES = 15
 
 
 class EvictionPolicy(Protocol):
-    """The committed blocks that no ticket protects, in the order in which they are evicted. It is called by the block
-    tree on the node's loop and has no lock."""
+    """Orders the committed blocks that no ticket protects as they are to be evicted. It is called by the block tree on
+    the node's loop and has no lock."""
 
     def add(self, block: Block) -> None:
-        """Adds a block that lost its last protection. Its unprotected descendants were added before it."""
+        """Adds a block that lost its last protection. Its descendants without protection were added before it."""
 
     def remove(self, block: Block) -> None:
         """Removes a known block because it is protected again."""
@@ -49,15 +49,18 @@ class EvictionPolicy(Protocol):
 
 
 class LruEviction:
-    """Evicts the block that lost its protection first; of one chain the tail before its head. O(1) a block.
+    """Evicts the block that lost its protection first, and the last block of a chain before its head, in O(1) for each
+    block.
 
-    When a pin is released, the chain is added from its tail upwards, and a block that still has a protected descendant
-    is protected itself. So in this queue a descendant always stands before its ancestors, and the front is always a
+    When a pin is released, the chain is added from its last block upwards, and a block that still has a protected
+    descendant is protected itself. So in this queue a descendant always stands before its ancestors, and the front is
+    always a
     leaf: no heap, no scan for leaves.
     """
 
     def __init__(self) -> None:
-        # Not a plain dict: taking its first key again and again is quadratic, it steps over every hole in front.
+        # A plain dict would not do: taking its first key again and again is quadratic, because it steps over all
+        # removed entries.
         self._queue: OrderedDict[Block, None] = OrderedDict()
 
     def add(self, block: Block) -> None:
@@ -80,11 +83,11 @@ class LruEviction:
 
 class LfuEviction:
     """Evicts the least frequently used block, with dynamic aging (LFU-DA: Arlitt et al., "Evaluating content management
-    techniques for Web proxy caches", 2000). O(MAX_USES) a block at worst.
+    techniques for Web proxy caches", 2000). A block takes O(MAX_USES) at worst.
 
-    A block's rank is its uses plus the pool's age when it was added; the pool's age is the rank of the block that was
-    evicted last. So a block that is not used again is overtaken by newer blocks in the end. Ranks in use lie within
-    MAX_USES of the age. Blocks are ordered by (rank, time of adding), which keeps the chain rule without the tree.
+    A block's score is its uses plus the pool's age when it was added; the pool's age is the score of the block that was
+    evicted last. So a block that is not used again is overtaken by newer blocks in the end. Scores in use lie within
+    MAX_USES of the age. Blocks are ordered by (score, time of adding), which keeps the chain rule without the tree.
     """
 
     def __init__(self) -> None:
@@ -93,21 +96,21 @@ class LfuEviction:
         self._queues: dict[int, OrderedDict[Block, None]] = {}
 
     def add(self, block: Block) -> None:
-        """Counts the block's uses and appends it to the queue of its rank."""
-        block.rank = self._age + min(_count_uses(block), MAX_USES)
+        """Updates the block's count of uses, and appends the block to the queue of blocks with its score."""
+        block.score = self._age + min(_count_uses(block), MAX_USES)
         self._known += 1
-        self._queues.setdefault(block.rank, OrderedDict())[block] = None
+        self._queues.setdefault(block.score, OrderedDict())[block] = None
 
     def remove(self, block: Block) -> None:
-        """Deletes the block from its queue; its uses stay."""
-        queue = self._queues[block.rank]
+        """Deletes the block from its queue; the count of its uses is kept."""
+        queue = self._queues[block.score]
         del queue[block]
         self._known -= 1
         if not queue:
-            del self._queues[block.rank]
+            del self._queues[block.score]
 
     def pop(self) -> Block:
-        """Takes the block at the front of the lowest rank."""
+        """Takes the block at the front of the lowest score."""
         if not self._known:
             raise KeyError("no block is known")
         block = next(iter(self._queues[self._lowest_rank()]))
@@ -123,50 +126,15 @@ class LfuEviction:
         return self._known
 
     def __iter__(self) -> Iterator[Block]:
-        for rank in sorted(self._queues):
-            yield from self._queues[rank]
+        for score in sorted(self._queues):
+            yield from self._queues[score]
 
     def _lowest_rank(self) -> int:
-        """Returns the lowest rank in use. At least one block must be known."""
-        rank = self._age
-        while rank not in self._queues:
-            rank += 1
-        return rank
-
-
-class RetainingEviction:
-    """Evicts retained blocks last: first those of ``plain`` by its rule, and only when none is left there, the retained
-    one that lost its protection, or was retained, first.
-
-    ``Block.retained`` says which part knows a block. It changes only while the block is in neither. Every ancestor of a
-    retained block is retained too, so both parts keep the chain rule, and so do they together.
-    """
-
-    def __init__(self, plain: EvictionPolicy) -> None:
-        self.plain = plain
-        self._retained = LruEviction()
-
-    def add(self, block: Block) -> None:
-        self._part(block).add(block)
-
-    def remove(self, block: Block) -> None:
-        self._part(block).remove(block)
-
-    def pop(self) -> Block:
-        return self.plain.pop() if len(self.plain) else self._retained.pop()
-
-    def drop(self, block: Block) -> None:
-        self._part(block).drop(block)
-
-    def __len__(self) -> int:
-        return len(self.plain) + len(self._retained)
-
-    def __iter__(self) -> Iterator[Block]:
-        yield from self.plain
-        yield from self._retained
-
-    def _part(self, block: Block) -> EvictionPolicy:
-        return self._retained if block.retained else self.plain
+        """Returns the lowest score in use. At least one block must be known."""
+        score = self._age
+        while score not in self._queues:
+            score += 1
+        return score
 
 
 def _count_uses(block: Block) -> int:

@@ -1,4 +1,6 @@
-"""The proof that a ledger's states, pins and promises add up (I4). O(slots); for tests and for an operator in doubt."""
+"""Checks that a ledger's states, pins and promises add up (I4). It takes O(slots), and is for tests and for operators
+in doubt.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,17 @@ from pillion.errors import Conflict
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import LOST_RACE, Block
 
-# A broken ledger tends to be broken in many places at once; the first ones say enough.
+# An error names at most this many findings, because a broken ledger is often broken in many places at once.
 MAX_FINDINGS = 20
 
 
 class IntegrityError(Conflict):
-    """The ledger contradicts itself; the message says where."""
+    """Says that the ledger contradicts itself; the message says where."""
 
 
 def check_integrity(ledger: Ledger) -> None:
-    """Raises IntegrityError with everything that does not add up, at most MAX_FINDINGS findings."""
-    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger), *ledger.retentions.check()]
+    """Raises IntegrityError with at most MAX_FINDINGS findings where a ledger's accounts do not add up."""
+    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger), *ledger.prefix_pins.check()]
     if findings:
         raise IntegrityError("; ".join(findings[:MAX_FINDINGS]))
 
@@ -40,12 +42,16 @@ def _slots(ledger: Ledger) -> Iterator[str]:
 
 
 def _tree(ledger: Ledger) -> Iterator[str]:
-    """Checks that parents are there, holds are pins plus protected children, and the policy is complete."""
+    """Checks that the parents of blocks exist, holds are pins plus protected children, and the policy is complete."""
     blocks = ledger.tree.by_hash
     children = Counter(block.parent for block in blocks.values() if block.parent is not None)
     held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.holds)
-    pins = Counter(ticket.tail for ticket in ledger.tickets.values() if ticket.tail is not None)
-    yield from (f"a ticket pins slot {tail.slot}, which is gone" for tail in pins if blocks.get(tail.hash) is not tail)
+    pins = Counter(ticket.last_block for ticket in ledger.tickets.values() if ticket.last_block is not None)
+    yield from (
+        f"a ticket pins slot {last_block.slot}, which is gone"
+        for last_block in pins
+        if blocks.get(last_block.hash) is not last_block
+    )
     for block_hash, block in blocks.items():
         name = f"block of slot {block.slot}"
         if block.hash != block_hash:

@@ -1,4 +1,4 @@
-"""The slot ledger: who owns which slot of a node's pool (I2, I3, I4). Sans-IO (I9); the node feeds it.
+"""Keeps the slot ledger: who owns which slot of a node's pool (I2, I3, I4). Sans-IO (I9); the node feeds it.
 
     a slot      free --lease--> leased --commit--> committed --evict--> free
                   ^               |  |
@@ -7,7 +7,7 @@
     a holder    attached --silence--> fenced --gone or drained--> (void)
                     +-----------------gone----------------------> (void)
 
-    a ticket    opened (tail pinned, rest reserved) --adopt, commit--> grows --last holder lets go--> (void)
+    a ticket    opened (chain pinned, rest reserved) --adopt, commit--> grows --last holder lets go--> (void)
 
     a commit of a leased slot under a block hash (I2)
                 new block              the slot is sealed and the ticket's pin moves on to it
@@ -29,6 +29,7 @@ from itertools import pairwise
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
+from pillion.kvstore.ledger.ledger_pins import LedgerPins
 from pillion.kvstore.ledger.records import (
     FETCH,
     KEPT,
@@ -41,13 +42,12 @@ from pillion.kvstore.ledger.records import (
     IndexEvent,
     TicketState,
 )
-from pillion.kvstore.ledger.retentions import Retentions
 from pillion.kvstore.ledger.tree import BlockTree, Match
 from pillion.v1.kvnode_pb2 import AdoptTicketReply, CommitRun, CommitRunResult, NodeStatus
 
 
 class Ledger:
-    """The state of all slots, holders and tickets of one pool. Every call is O(blocks it touches).
+    """Holds the state of all slots, holders and tickets of one pool. Every call is O(blocks it touches).
 
     Only the node's loop calls it, and no call waits in the middle, so it has no lock. Calls that change something raise
     NotFound for an unknown epoch and Conflict for a fenced one. Attributes are for reading; its methods alone write.
@@ -56,7 +56,7 @@ class Ledger:
         new_id: gives unguessable positive integers below 2**63 for epochs and tickets.
         decode_reserve_percent: share of the pool that admission leaves to running decodes.
         policy: decides which block is evicted first; LRU by default.
-        retained_percents: shares of the pool that all tenants, and one of them, may have retained; nothing by default.
+        pins: makes the blocks of pinned prefixes leave last; by default nothing does.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Ledger:
         new_id: Callable[[], int],
         decode_reserve_percent: int = 10,
         policy: EvictionPolicy | None = None,
-        retained_percents: tuple[int, int] = (0, 0),
+        pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
     ) -> None:
         self._new_id = new_id
         self._reserve_percent = decode_reserve_percent
@@ -72,7 +72,7 @@ class Ledger:
         self.decode_reserve = 0
         self.free: list[int] = []
         self.tree = BlockTree(policy if policy is not None else LruEviction())
-        self.retentions = Retentions(self.tree, *retained_percents)
+        self.prefix_pins = pins(self.tree)
         self.holders: dict[int, Holder] = {}
         self.tickets: dict[int, TicketState] = {}
         self.by_opener: dict[tuple[int, int], TicketState] = {}
@@ -81,7 +81,7 @@ class Ledger:
         self.committed_ever = 0
         self._events: list[IndexEvent] = []
 
-    # -- shape and counts
+    # The methods below set the pool's shape and count its slots.
 
     def shape(self, num_slots: int) -> None:
         """Sets the number of slots, once: the first worker that attaches decides how big a block is."""
@@ -90,16 +90,17 @@ class Ledger:
         self.num_slots = num_slots
         self.decode_reserve = num_slots * self._reserve_percent // 100
         self.free = list(range(num_slots - 1, -1, -1))
-        self.retentions.shape(num_slots)
+        self.prefix_pins.shape(num_slots)
 
     @property
     def available(self) -> int:
-        """Number of slots that are free or can be freed at once: all but leased, quarantined and protected ones."""
+        """Returns the number of slots that are free or can be freed at once: all except leased, quarantined and
+        protected ones."""
         return len(self.free) + len(self.tree.policy)
 
     @property
     def unpromised(self) -> int:
-        """Number of available slots that no admitted prompt counts on."""
+        """Returns the number of available slots that no admitted prompt counts on."""
         return max(0, self.available - self.reserved)
 
     def status(self) -> NodeStatus:
@@ -107,9 +108,10 @@ class Ledger:
         quarantined = sum(len(holder.leased) for holder in self.holders.values() if holder.fenced)
         held = sum(len(holder.leased) for holder in self.holders.values())
         fenced = {holder.name for holder in self.holders.values() if holder.fenced}
-        # A worker that is back under its name is well, even where the end of its last process is not proven.
+        # A worker that is back under its name does not count as fenced, even where the end of its last process is not
+        # proven.
         well = {holder.name for holder in self.holders.values() if not holder.fenced} if fenced else set()
-        return NodeStatus(
+        status = NodeStatus(
             total_blocks=self.num_slots,
             free_blocks=len(self.free),
             leased_blocks=held - quarantined,
@@ -121,11 +123,10 @@ class Ledger:
             holders=len(self.holders),
             evicted_blocks=self.evicted_ever,
             committed_blocks_ever=self.committed_ever,
-            retentions=len(self.retentions.all),
-            retained_blocks=self.retentions.blocks,
-            retention_hits=self.retentions.hits_ever,
             fenced_components=sorted(fenced - well),
         )
+        self.prefix_pins.describe(status)
+        return status
 
     def drain_events(self) -> list[IndexEvent]:
         """Returns the blocks that came into the pool and left it since the last call, in order."""
@@ -136,7 +137,7 @@ class Ledger:
         """Returns (hash, segment) of every block that is committed now, parents before their children."""
         return ((block.hash, block.segment) for block in list(self.tree.by_hash.values()))
 
-    # -- holders
+    # The methods below change holders of tickets.
 
     def attach(self, name: str, role: str) -> int:
         """Makes a holder (a worker, a gateway's session or a fetch, by ``role``) and returns its epoch."""
@@ -159,7 +160,8 @@ class Ledger:
                 holder.seen_s = now
 
     def overdue(self, now: float, timeout_s: float) -> list[int]:
-        """Returns unfenced workers silent for over ``timeout_s``. A gateway's session ends with its stream."""
+        """Returns the epochs of workers that are not fenced and were silent for over ``timeout_s``. A gateway's session
+        ends with its stream."""
         return [
             holder.epoch
             for holder in self.holders.values()
@@ -170,7 +172,8 @@ class Ledger:
         ]
 
     def fence(self, epoch: int) -> None:
-        """Takes an epoch's right to change things; leases and pins stay until :meth:`gone` or :meth:`drained` (I4)."""
+        """Takes away an epoch's right to change things; leases and pins stay until :meth:`gone` or :meth:`drained`
+        (I4)."""
         holder = self.holders.get(epoch)
         if holder is None or holder.fenced:
             return
@@ -179,7 +182,8 @@ class Ledger:
             self._settle(self.tickets[ticket_id])
 
     def drained(self, epoch: int) -> None:
-        """Frees everything of a fenced epoch, which no step uses any more. Raises Conflict if it is not fenced."""
+        """Frees everything that a fenced epoch held, which no step uses any more. Raises Conflict if it is not
+        fenced."""
         if epoch in self.holders and not self.holders[epoch].fenced:
             raise Conflict("only a fenced epoch drains")
         self.gone(epoch)
@@ -193,30 +197,30 @@ class Ledger:
         for ticket_id in list(holder.tickets):
             self._let_go(holder, self.tickets[ticket_id])
 
-    # -- tickets
+    # The methods below treat tickets.
 
     def shortage(self, hashes: Sequence[bytes], total_blocks: int) -> int:
-        """Returns how many slots are missing before a prompt may be admitted, 0 when it may be. The decode reserve is
-        left alone, unless nothing else is admitted: then a prompt gets in if it fits at all (I5)."""
+        """Returns how many slots are missing before a prompt may be admitted, 0 when it may be. The reserve for decodes
+        is kept free, unless nothing else is admitted: then a prompt gets in if it fits at all (I5)."""
         return self._missing(self.tree.longest_prefix(hashes), total_blocks)
 
     def admit(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState | None:
         """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
         Returns None, with nothing changed, where memory is short."""
         holder = self.active(epoch)
-        # The chain is walked only where it can matter: the first waiter is tried after every change.
+        # The chain is looked up only where memory might suffice, because the first waiter is tried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
             return None
         match = self.tree.longest_prefix(hashes)
         if self._missing(match, total_blocks):
             return None
-        if match.tail is not None:
-            self.tree.pin(match.tail)
-        self.retentions.used(hashes, match.blocks)
-        return self._opened(holder, nonce, match.tail, total_blocks - match.blocks)
+        if match.last_block is not None:
+            self.tree.pin(match.last_block)
+        self.prefix_pins.used(hashes, match.blocks)
+        return self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
 
-    def _opened(self, holder: Holder, nonce: int, tail: Block | None, reserved: int) -> TicketState:
-        ticket = TicketState(self._new_id(), (holder.epoch, nonce), tail, reserved, {holder.epoch})
+    def _opened(self, holder: Holder, nonce: int, last_block: Block | None, reserved: int) -> TicketState:
+        ticket = TicketState(self._new_id(), (holder.epoch, nonce), last_block, reserved, {holder.epoch})
         self.tickets[ticket.ticket_id] = self.by_opener[ticket.opener] = ticket
         self.reserved += reserved
         holder.tickets.add(ticket.ticket_id)
@@ -246,18 +250,20 @@ class Ledger:
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
         """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed.
 
-        A block that is found needs no slot any more, so one that was reserved for it is free to be promised again.
-        Raises NotFound if the epoch holds no such ticket, InvalidRequest if the ticket is of another chain.
+        A block that is found needs no slot any more, so the slot that was reserved for it may be promised again. Raises
+        NotFound if the epoch holds no such ticket, InvalidRequest if the ticket is of another chain.
         """
         ticket = self.held(epoch, ticket_id)
-        if ticket.tail is not None and (ticket.blocks > len(hashes) or hashes[ticket.blocks - 1] != ticket.tail.hash):
+        if ticket.last_block is not None and (
+            ticket.blocks > len(hashes) or hashes[ticket.blocks - 1] != ticket.last_block.hash
+        ):
             raise InvalidRequest("the ticket is of another chain")
         for block_hash in hashes[ticket.blocks :]:
             block = self.tree.by_hash.get(block_hash)
-            if block is None or block.parent is not ticket.tail:
+            if block is None or block.parent is not ticket.last_block:
                 break
             if not (block.holds or ticket.reserved or self.unpromised):
-                # The slots of all unprotected blocks are promised to others.
+                # The slots of all unprotected blocks are promised to other tickets.
                 break
             self._move_pin(ticket, block)
             promised = min(1, ticket.reserved)
@@ -266,7 +272,7 @@ class Ledger:
         return ticket
 
     def held(self, epoch: int, ticket_id: int) -> TicketState:
-        """Returns a ticket that an active epoch holds. Raises NotFound if it does not hold it."""
+        """Returns a ticket that an active epoch holds. Raises NotFound if the epoch does not hold the ticket."""
         self.active(epoch)
         ticket = self.tickets.get(ticket_id)
         if ticket is None or epoch not in ticket.holders:
@@ -278,19 +284,23 @@ class Ledger:
         NotFound if the epoch does not hold the ticket."""
         ticket = self.held(epoch, ticket_id)
         if len(ticket.slots) != ticket.blocks:
-            ticket.slots = frozenset(block.slot for block in self.tree.chain(ticket.tail))
+            ticket.slots = frozenset(block.slot for block in self.tree.chain(ticket.last_block))
         return ticket.slots
 
     def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
         """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots."""
-        chain = [block.slot for block in self.tree.chain(ticket.tail)]
-        return AdoptTicketReply(chain_slots=chain, tail_hash=ticket.tail.hash if ticket.tail else b"")
+        chain = [block.slot for block in self.tree.chain(ticket.last_block)]
+        return AdoptTicketReply(chain_slots=chain, last_hash=ticket.last_block.hash if ticket.last_block else b"")
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
-        """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent."""
+        """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent.
+
+        Nobody has got the answer to a nonce that is released, so what was leased with it is freed."""
         holder = self.active(epoch)
-        opened = (self.by_opener.get((epoch, nonce)) for nonce in nonces)
-        for ticket in (*map(self.tickets.get, ticket_ids), *opened):
+        abandoned = [self.by_opener.get((epoch, nonce)) for nonce in nonces]
+        for ticket_id in [ticket.ticket_id for ticket in abandoned if ticket is not None]:
+            self._free(holder, [slot for slot, leased in holder.leased.items() if leased == ticket_id])
+        for ticket in (*map(self.tickets.get, ticket_ids), *abandoned):
             if ticket is not None and epoch in ticket.holders:
                 self._let_go(holder, ticket)
 
@@ -320,7 +330,7 @@ class Ledger:
         self.reserved -= promised
         return ticket, (*self._lease(holder, promised, ticket_id), *self._lease(holder, extra, NO_TICKET))
 
-    # -- slots
+    # The methods below treat slots.
 
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
         """Leases up to ``blocks`` unpromised slots. Prefill and fetches get none of the decode reserve (I5)."""
@@ -335,7 +345,8 @@ class Ledger:
         self._free(holder, wanted)
 
     def commit(self, epoch: int, runs: Iterable[CommitRun]) -> list[CommitRunResult]:
-        """Seals runs in order. Each run is judged before anything changes: it succeeds or is refused as a whole."""
+        """Commits runs of leased slots, in order. Each run is judged before anything changes: it succeeds or is refused
+        as a whole."""
         holder = self.active(epoch)
         return [self._commit_run(holder, run) for run in runs]
 
@@ -344,7 +355,7 @@ class Ledger:
         self.tree.drop(block)
         self.free.append(self._evicted(block))
 
-    # -- blocks of the node's earlier life (:mod:`pillion.kvstore.ledger.kept_blocks`)
+    # These methods treat blocks of the node's earlier life (:mod:`pillion.kvstore.pool_survival.surviving_blocks`).
 
     def claim(self, slots: Iterable[int]) -> int:
         """Leases these slots to a holder of the node's own and returns its epoch. Raises Internal if one is not
@@ -358,23 +369,21 @@ class Ledger:
         return epoch
 
     def restore(self, epoch: int, parent: Block | None, run: Sequence[tuple[int, bytes]]) -> list[Block]:
-        """Seals leased slots that hold the blocks of these hashes already, a chain behind ``parent``; returns them. No
-        block of them is committed, and nothing pins them."""
+        """Commits leased slots that hold the blocks of these hashes already, a chain after ``parent``; returns the
+        blocks. None of them may be committed yet, and nothing pins them."""
         holder = self.active(epoch)
-        tail = parent
-        if tail is not None:
-            self.tree.pin(tail)
+        last_block = parent
+        if last_block is not None:
+            self.tree.pin(last_block)
         blocks = []
         for slot, block_hash in run:
             del holder.leased[slot]
-            tail = self.tree.add(slot, block_hash, tail)
-            self._came(tail)
-            blocks.append(tail)
-        if tail is not None:
-            self.tree.unpin(tail)
+            last_block = self.tree.add(slot, block_hash, last_block)
+            self._came(last_block)
+            blocks.append(last_block)
+        if last_block is not None:
+            self.tree.unpin(last_block)
         return blocks
-
-    # -- inside
 
     def active(self, epoch: int) -> Holder:
         """Returns an epoch's holder. Raises NotFound for a void epoch, Conflict for a fenced one."""
@@ -399,11 +408,11 @@ class Ledger:
     def _came(self, block: Block) -> None:
         parent = b"" if block.parent is None else block.parent.hash
         self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=parent))
-        self.retentions.came(block)
+        self.prefix_pins.came(block)
 
     def _evicted(self, block: Block) -> int:
         self.evicted_ever += 1
-        self.retentions.went(block)
+        self.prefix_pins.went(block)
         self._events.append(IndexEvent(block.hash, here=False, segment=block.segment))
         return block.slot
 
@@ -421,7 +430,8 @@ class Ledger:
         self._settle(ticket)
 
     def _usable(self, ticket: TicketState) -> bool:
-        """Whether a holder that may still lease has the ticket; one that is just going does not count."""
+        """Returns whether one of the ticket's holders may still lease slots for it, so is neither fenced nor
+        removed."""
         return any(epoch in self.holders and not self.holders[epoch].fenced for epoch in ticket.holders)
 
     def _settle(self, ticket: TicketState) -> None:
@@ -431,17 +441,17 @@ class Ledger:
             ticket.reserved = 0
         if not ticket.holders:
             del self.tickets[ticket.ticket_id], self.by_opener[ticket.opener]
-            if ticket.tail is not None:
-                self.tree.unpin(ticket.tail)
+            if ticket.last_block is not None:
+                self.tree.unpin(ticket.last_block)
 
     def _move_pin(self, ticket: TicketState, block: Block) -> None:
-        """Ends the ticket's chain with ``block``, a child of its tail, from now on."""
+        """Moves a ticket's pin on to ``block``, a child of the last block of its chain."""
         self.tree.pin(block)
-        if ticket.tail is not None:
-            self.tree.unpin(ticket.tail)
-        ticket.tail = block
+        if ticket.last_block is not None:
+            self.tree.unpin(ticket.last_block)
+        ticket.last_block = block
 
-    # -- commits
+    # The methods below check commits and carry them out.
 
     def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
         try:
@@ -468,8 +478,8 @@ class Ledger:
     def _judge_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:
         """Raises InvalidRequest unless ``hashes`` fit the ticket's chain.
 
-        Known blocks lead, each the child of the one before; they lie on the ticket's chain or go on from its tail. New
-        blocks only go on from the tail, or from known blocks behind it.
+        Known blocks lead, each the child of the one before; they lie on the ticket's chain or go on from its last
+        block. New blocks only go on from the last block, or from known blocks after it.
         """
         known = [block for block in map(self.tree.by_hash.get, hashes) if block is not None]
         if not known:
@@ -479,9 +489,9 @@ class Ledger:
         if not linked or any(block.hash != block_hash for block, block_hash in zip(known, hashes, strict=False)):
             raise InvalidRequest("a block is here already with another parent")
         if first.depth > end:
-            continues = first.parent is ticket.tail
+            continues = first.parent is ticket.last_block
         else:
-            continues = self.tree.on_chain(known[: end - first.depth + 1][-1], ticket.tail)
+            continues = self.tree.on_chain(known[: end - first.depth + 1][-1], ticket.last_block)
         if not continues or (len(known) < len(hashes) and known[-1].depth < end):
             raise InvalidRequest("the run does not continue the ticket's chain")
 
@@ -491,7 +501,7 @@ class Ledger:
         if block is None:
             del holder.leased[slot]
             self.committed_ever += 1
-            ticket.tail = block = self.tree.add(slot, block_hash, ticket.tail)
+            ticket.last_block = block = self.tree.add(slot, block_hash, ticket.last_block)
             self._came(block)
             return slot
         holder.leased[slot] = LOST_RACE

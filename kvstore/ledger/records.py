@@ -1,4 +1,6 @@
-"""The records of the slot ledger: plain data, changed by the ledger, the block tree and the eviction policy alone."""
+"""Defines the records of the slot ledger: plain data, changed by the ledger, the block tree and the eviction policy
+alone.
+"""
 
 from __future__ import annotations
 
@@ -7,23 +9,24 @@ from dataclasses import dataclass, field
 # A slot number has to fit into 31 bits.
 MAX_BLOCKS = 2**31 - 1
 
-# What a leased slot is charged to, where that is no ticket.
+# A leased slot that belongs to no ticket is charged to this number.
 NO_TICKET = 0
-# The slot lost a commit race: it comes back to the pool, never to a reservation.
+# A slot with this mark lost a commit race: it comes back to the pool, never to a reservation.
 LOST_RACE = -1
 
-# Roles of holders.
+# Holders have one of these roles.
 SESSION = "gateway"
 PREFILL = "prefill"
-# One fetch of this node's own, while it lasts.
+# A holder with this role is one fetch of this node's own, while it lasts.
 FETCH = "fetch"
-# Blocks of the node's earlier life, until they are looked at.
+# A holder with this role has blocks of the node's earlier life, until they are checked.
 KEPT = "kept"
 
 
 @dataclass(frozen=True, slots=True)
 class PoolShape:
-    """What the first worker that attaches decides: number of slots, bytes of each, and namespace (hexadecimal)."""
+    """Holds what the first worker that attaches decides: number of slots, bytes of each, and namespace
+    (hexadecimal)."""
 
     num_slots: int
     block_bytes: int
@@ -31,22 +34,23 @@ class PoolShape:
 
 
 def slots_of(pool_bytes: int, block_bytes: int) -> int:
-    """The number of blocks of ``block_bytes`` that fit into ``pool_bytes``, at most MAX_BLOCKS."""
+    """Returns the number of blocks of ``block_bytes`` that fit into ``pool_bytes``, at most MAX_BLOCKS."""
     return min(pool_bytes // block_bytes, MAX_BLOCKS) if block_bytes > 0 else 0
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """A committed slot.
+    """Represents a committed slot.
 
     Attributes:
         depth: number of blocks before it in its chain.
         segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
         holds: pins on the block itself plus its protected children; the block is protected while this is not 0.
         children: committed blocks whose parent it is.
-        retained: retentions that end with the block plus its retained children; it is evicted late while this is not 0.
+        prefix_pins: prefix pins that end with the block plus its prefix-pinned children; it is evicted late while this
+            is not 0.
         checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
-        uses, child_uses, rank: written by :class:`pillion.kvstore.ledger.eviction.LfuEviction` alone.
+        uses, child_uses, score: written by :class:`pillion.kvstore.ledger.eviction.LfuEviction` alone.
     """
 
     slot: int
@@ -56,16 +60,16 @@ class Block:
     segment: bytes = field(repr=False)
     holds: int = 0
     children: int = 0
-    retained: int = 0
+    prefix_pins: int = 0
     checksum: int = 0
     uses: int = 0
     child_uses: int = 0
-    rank: int = 0
+    score: int = 0
 
 
 @dataclass(slots=True)
 class Holder:
-    """One epoch: a worker, a gateway's session, a fetch, or what is kept of the node's earlier life.
+    """Represents one epoch: a worker, a gateway's session, a fetch, or what is kept of the node's earlier life.
 
     Attributes:
         leased: slot -> the ticket whose reservation it came from, NO_TICKET or LOST_RACE.
@@ -84,11 +88,11 @@ class Holder:
 
 @dataclass(slots=True)
 class TicketState:
-    """One request's claim.
+    """Represents one request's claim at a KV node.
 
     Attributes:
         opener: (epoch, nonce) of the call that opened it.
-        tail: last block of the pinned chain, None where nothing is pinned.
+        last_block: last block of the pinned chain, None where nothing is pinned.
         reserved: slots that are promised and not leased yet.
         holders: epochs that hold it.
         slots: the chain's slots, as far as it had grown when they were last asked for.
@@ -96,65 +100,21 @@ class TicketState:
 
     ticket_id: int
     opener: tuple[int, int]
-    tail: Block | None
+    last_block: Block | None
     reserved: int
     holders: set[int]
     slots: frozenset[int] = frozenset()
 
     @property
     def blocks(self) -> int:
-        """Length of the pinned chain."""
-        return self.tail.depth + 1 if self.tail else 0
-
-
-@dataclass(frozen=True, slots=True)
-class RetentionWish:
-    """What is to be retained, by whom, and for how long.
-
-    Attributes:
-        owner: the tenant; names are its own.
-        name: unique for an owner. A later wish of the same name takes the place of the earlier one.
-        tail_hash: the last block of the chain, which names the whole chain.
-        blocks, tokens: length of the chain, and of the prompt that it is the beginning of.
-        until_s: when it lapses, on the ledger's clock.
-        model: for people who list it.
-        ephemeral: made for a moment's conversation. A longer one of the same owner takes the place of those that it
-            covers.
-    """
-
-    owner: str
-    name: str
-    tail_hash: bytes
-    blocks: int
-    until_s: float
-    tokens: int = 0
-    model: str = ""
-    ephemeral: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class Retention:
-    """A wish and how far it is met.
-
-    Attributes:
-        end: the last block of the chain that is in the pool; None where none is known to be.
-        hits: tickets whose chain had the whole wish in it, in the pool, when they were admitted.
-    """
-
-    wish: RetentionWish
-    end: Block | None = None
-    hits: int = 0
-
-    @property
-    def blocks(self) -> int:
-        """Blocks of the chain that are retained now."""
-        return self.end.depth + 1 if self.end is not None else 0
+        """Returns how many blocks the ticket's pinned chain has."""
+        return self.last_block.depth + 1 if self.last_block else 0
 
 
 @dataclass(frozen=True, slots=True)
 class IndexEvent:
-    """A block came (``here``) or went. ``segment``: see :class:`Block`; ``parent``: of a block that came into the pool,
-    the hash of the block before it, empty for a chain's first."""
+    """Says that a block came (``here``) or went. :class:`Block` describes ``segment``. ``parent`` is the hash of the
+    block before one that came into the pool, empty for a chain's first."""
 
     block_hash: bytes
     here: bool

@@ -1,4 +1,4 @@
-"""The queue of OpenTicket calls that wait for memory. Sans-IO (I9): the node asks, and polls after every change.
+"""Queues OpenTicket calls that wait for memory. Sans-IO (I9): the node asks, and polls after every change.
 
     asked --fits, queue is empty--> admitted
       +-----------> waiting --its turn, and it fits--> admitted
@@ -17,21 +17,23 @@ from math import inf
 
 from pillion.errors import InvalidRequest, Overloaded, Unavailable
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.priority import rank
+from pillion.priority import queue_order
+from pillion.v1.kvnode_pb2 import AdoptTicketReply
 
-# Time after which a refused caller should try again.
+# A refused caller should try again after this time.
 RETRY_AFTER_MS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiter:
-    """One OpenTicket call.
+    """Represents one OpenTicket call that waits for memory.
 
     Attributes:
         nonce: the call's name, unique under ``epoch``.
         hashes: chain of the prompt's whole blocks, 32 bytes each.
         total_blocks: blocks that the prompt needs in all.
         resume: whether this is a preempted stream that comes back.
+        adopt: whether the caller leases all that is reserved with the same call, if ``expected_blocks`` are here.
         asked_s: time of the call on the node's monotonic clock.
     """
 
@@ -40,36 +42,39 @@ class Waiter:
     hashes: tuple[bytes, ...]
     total_blocks: int
     resume: bool = False
+    adopt: bool = False
+    expected_blocks: int = 0
     priority: int = 0
     asked_s: float = 0.0
 
     @property
     def place(self) -> tuple[bool, float]:
-        """Sort key: a smaller one stands further in front."""
-        return not self.resume, rank(self.priority, self.asked_s)
+        """Returns the sort key: the waiter with the smaller key is further in front."""
+        return not self.resume, queue_order(self.priority, self.asked_s)
 
     @property
     def key(self) -> tuple[int, int]:
-        """The waiter's name: (epoch, nonce)."""
+        """Returns the waiter's name: (epoch, nonce)."""
         return self.epoch, self.nonce
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """The ticket of a waiter that was admitted."""
+    """Holds the ticket of a waiter that was admitted, and what it has adopted."""
 
     key: tuple[int, int]
     ticket_id: int
     pinned_blocks: int
+    adopted: AdoptTicketReply | None = None
 
 
 class WaitingQueue:
-    """A bounded queue: at most ``max_waiting`` new prompts and as many preempted streams."""
+    """Holds a bounded queue: at most ``max_waiting`` new prompts and as many preempted streams."""
 
     def __init__(self, ledger: Ledger, max_waiting: int) -> None:
         self._ledger = ledger
         self._max_waiting = max_waiting
-        # Sorted by place; among equals, the later one is behind.
+        # The queue is sorted by place; of equal waiters, the one that came first is in front.
         self._queue: list[Waiter] = []
         self._by_key: dict[tuple[int, int], Waiter] = {}
 
@@ -87,7 +92,7 @@ class WaitingQueue:
         grant = self._admit(waiter) if is_first else None
         if grant is not None:
             return grant
-        # Counted apart, so that new prompts do not shut out preempted streams.
+        # New prompts and preempted streams are counted apart, so that new prompts do not shut out preempted streams.
         resuming = bisect_left(self._queue, (True, -inf), key=lambda other: other.place)
         if (resuming if waiter.resume else len(self) - resuming) >= self._max_waiting:
             raise Overloaded(f"{self._max_waiting} requests wait for KV memory already", RETRY_AFTER_MS)
@@ -96,7 +101,7 @@ class WaitingQueue:
         return None
 
     def poll(self) -> list[Grant]:
-        """Admits waiters from the front as long as they fit. To be called after every change in the ledger."""
+        """Admits waiters from the front as long as they fit. The node calls this after every change in the ledger."""
         grants = []
         while self._queue:
             grant = self._admit(self._queue[0])
@@ -107,7 +112,7 @@ class WaitingQueue:
         return grants
 
     def withdraw(self, key: tuple[int, int]) -> bool:
-        """Removes a waiter; returns False if it does not wait."""
+        """Removes a waiter from the queue; returns False if it does not wait."""
         waiter = self._by_key.pop(key, None)
         if waiter is None:
             return False
@@ -131,7 +136,13 @@ class WaitingQueue:
 
     def _admit(self, waiter: Waiter) -> Grant | None:
         ticket = self._ledger.admit(waiter.epoch, waiter.nonce, waiter.hashes, waiter.total_blocks)
-        return Grant(waiter.key, ticket.ticket_id, ticket.blocks) if ticket is not None else None
+        if ticket is None:
+            return None
+        adopted = None
+        if waiter.adopt and ticket.blocks >= waiter.expected_blocks:
+            # What was just reserved is there, so this never fails.
+            adopted = self._ledger.adopt(waiter.epoch, ticket.ticket_id, ticket.reserved)
+        return Grant(waiter.key, ticket.ticket_id, ticket.blocks, adopted)
 
     def _judge(self, waiter: Waiter) -> None:
         ledger = self._ledger

@@ -1,4 +1,4 @@
-"""The contract of a pool's bytes, in this host's memory or on a GPU, and the implementation for host memory.
+"""Defines the interface to a pool's bytes, in this host's memory or on a GPU, and implements it for host memory.
 
 async with memory.writing(slots) as targets:    host: the slots themselves    GPU: pinned memory, copied to the
     ...                                                                            slots when the block ends well
@@ -20,20 +20,20 @@ import xxhash
 from pillion.errors import ConfigError
 
 HOST, CUDA = "host", "cuda"
-# Bytes that are copied at once for a reader over the network.
+# A reader over the network has this many bytes copied ahead.
 AHEAD_BYTES = 4 * 2**20
-# Largest buffer whose memory stays with this process when it is freed.
+# A buffer of at most this size keeps its memory with this process when it is freed.
 KEPT_BYTES = 16 * 2**20
 
 Result = TypeVar("Result")
 
 
 class PoolMemory(Protocol):
-    """The memory of one pool: ``num_slots`` blocks of ``block_bytes``.
+    """Represents the memory of one pool: ``num_slots`` blocks of ``block_bytes``.
 
     The node's loop makes the calls; nothing here blocks its thread, and nothing here knows who may use a slot: callers
     name slots that are theirs to write, or pinned blocks to read. When a call ends, however it ends, nothing that it
-    began is under way any more; so a caller that is cancelled is held until then. Raises Unavailable if a GPU fails.
+    began still runs; so a caller that is cancelled is held until then. Raises Unavailable if a GPU fails.
 
     Attributes:
         kind: "host" or "cuda"; ``device_index`` says which GPU (0 on a host).
@@ -61,26 +61,27 @@ class PoolMemory(Protocol):
     async def copy_out(
         self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
     ) -> list[int]:
-        """Copies slots into host memory; returns their checksums. Known ones (not 0) are not computed."""
+        """Copies slots into host memory; returns their checksums. Known checksums (not 0) are not computed again."""
 
     async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
-        """Copies host memory into slots."""
+        """Copies blocks from host memory into slots of the pool."""
 
     async def checksums(self, slots: Sequence[int]) -> list[int]:
         """Returns each slot's :func:`block_checksum`."""
 
     def on_device(self) -> AbstractContextManager[None]:
-        """Makes the pool's GPU the current one of this thread, for other libraries, while it is open."""
+        """Makes the pool's GPU the current one of this thread, for other libraries, within the block."""
 
     def hold(self) -> Any:
         """Returns an object that keeps the memory mapped as long as it lives."""
 
     def close(self) -> None:
-        """Frees the memory; no call is under way any more. Idempotent."""
+        """Frees the memory, on which no call may run any more. Idempotent."""
 
 
 class HostMemory:
-    """PoolMemory in a host's RAM. Raises ConfigError if the pool does not fit into ``memory``, which is writable."""
+    """Implements PoolMemory in a host's RAM. Raises ConfigError if the pool does not fit into ``memory``, which is
+    writable."""
 
     kind = HOST
     device_index = 0
@@ -96,12 +97,12 @@ class HostMemory:
         self.address: int = address_of(self._view)
 
     def block(self, slot: int) -> memoryview:
-        """Returns a slot's bytes."""
+        """Returns the bytes of a slot, writable."""
         return self._view[slot * self.block_bytes : (slot + 1) * self.block_bytes]
 
     @asynccontextmanager
     async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
-        """Give the slots themselves as the targets of a write."""
+        """Gives the slots themselves as the targets of a write."""
         views = [self.block(slot) for slot in slots]
         try:
             yield views
@@ -156,8 +157,9 @@ def address_of(view: memoryview) -> int:
 def keep_freed_buffers() -> None:
     """Makes the C library's allocator keep freed buffers of KEPT_BYTES and less for their next users.
 
-    It raises its threshold to the largest buffer that was freed so far (glibc; elsewhere nothing happens). Without
-    that, every message's buffers are mapped anew, and their page faults cost several times as much as their bytes.
+    It raises its threshold to the largest buffer that was freed so far (glibc; elsewhere nothing happens). Otherwise
+    every message's buffers would be mapped anew, and their page faults would cost several times as much as copying
+    their bytes.
     """
     np.empty(KEPT_BYTES, np.uint8)
 
@@ -183,14 +185,14 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 def block_checksum(block: bytes | memoryview) -> int:
-    """Returns XXH3-64 (Y. Collet, xxHash) of a block's bytes, never 0, which means "unknown". It finds damage, not
-    malice. One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile."""
+    """Returns XXH3-64 (Y. Collet, xxHash) of a block's bytes, never 0, which means "unknown". It finds damage, but no
+    forgery. One core checks about as fast as memory can be read, and the interpreter's lock is free meanwhile."""
     return xxhash.xxh3_64_intdigest(block) or 1
 
 
 async def until_over(work: Awaitable[Result], give_up: Callable[[], None] = lambda: None) -> Result:
-    """Returns the result of ``work``; a cancel of the caller takes effect only when that has ended. ``give_up`` is
-    called at each cancel, to make that soon."""
+    """Returns the result of ``work``; where the caller is cancelled, that takes effect only when ``work`` has ended.
+    ``give_up`` is called at each cancel, so that the work ends soon."""
     future = asyncio.ensure_future(work)
     cancelled = False
     while not future.done():

@@ -1,4 +1,4 @@
-"""Host memory of a pool or region: an anonymous file that the KV node makes and workers map.
+"""Makes host memory of a pool or region: an anonymous file that the KV node makes and workers map.
 
 It has no name anywhere: memfd on Linux, a temporary file that is unlinked at once elsewhere. Workers get its descriptor
 over the attach socket (:mod:`pillion.kvstore.node.attach_server`), and when the last process that has it ends, however
@@ -10,7 +10,7 @@ it ends, the kernel frees the memory.
 
 A lock of an open file (fcntl(2), "Open file description locks") ends with the last descriptor *and mapping* of that
 file, so the kernel frees a process's place exactly when no thread of it can store to the memory any more. A KV node
-that takes over the pool of a dead one asks for nothing else (:mod:`pillion.kvstore.memory.kept_pool`).
+that recovers the pool of a dead one asks for nothing else (:mod:`pillion.kvstore.pool_survival.surviving_pool`).
 """
 
 from __future__ import annotations
@@ -25,16 +25,12 @@ import tempfile
 
 from pillion.errors import ConfigError
 
-# Linux: no process that has the descriptor can cut the file short under another one's mapping.
-_F_ADD_SEALS, _F_GET_SEALS, _F_SEAL_SEAL, _F_SEAL_SHRINK, _F_SEAL_GROW = 1033, 1034, 1, 2, 4
-# struct flock of 64-bit Linux: type, whence, start, length, process id, and padding.
-_FLOCK = struct.Struct("hhqqi4x")
-# The place of the node that owns a segment. Workers' places are their epochs.
-OWNER = 0
+# This is struct flock of 64-bit Linux: type, whence, start, length, process id, and padding.
+FLOCK = struct.Struct("hhqqi4x")
 
 
 class Segment:
-    """The owner of the descriptor. Pages cost memory only once a process writes to them. Raises ConfigError if the
+    """Owns the descriptor of a segment. Pages cost memory only once a process writes to them. Raises ConfigError if the
     machine cannot make a segment of ``size_bytes``."""
 
     def __init__(self, size_bytes: int) -> None:
@@ -45,59 +41,25 @@ class Segment:
             self._fd = _anonymous_file(size_bytes)
         except OSError as error:
             raise ConfigError(f"cannot make a KV pool of {size_bytes} bytes: {error.strerror}") from None
-        self._own_fd = -1
-
-    @classmethod
-    def kept(cls, descriptor: int) -> Segment:
-        """The segment of an earlier process behind ``descriptor``, which it closes in the end. Raises ConfigError where
-        its size could change."""
-        segment = cls.__new__(cls)
-        segment.size_bytes, segment._fd, segment._own_fd = os.fstat(descriptor).st_size, descriptor, -1
-        if sys.platform != "linux" or not _is_sealed(descriptor):
-            segment.close()
-            raise ConfigError("memory that was kept is none that a KV node has made")
-        return segment
 
     def fileno(self) -> int:
-        """Returns the descriptor, to be sent."""
+        """Returns the descriptor to send."""
         return self._fd
 
     @property
     def to_map(self) -> int:
-        """The descriptor to be mapped by this process: that of its ownership, where it has that."""
-        return self._own_fd if self._own_fd >= 0 else self._fd
-
-    def own(self) -> bool:
-        """Owns the segment, for as long as this process maps it by ``to_map`` or has not closed it. Returns False where
-        another process does. Raises OSError where the system has no such locks."""
-        if self._own_fd >= 0:
-            return True
-        own_fd = reopened(self._fd)
-        try:
-            lock_place(own_fd, OWNER)
-        except BlockingIOError:
-            os.close(own_fd)
-            return False
-        except OSError:
-            os.close(own_fd)
-            raise
-        self._own_fd = own_fd
-        return True
-
-    def users(self) -> set[int]:
-        """The places of the processes that use the segment, without its owner's."""
-        return locked_places(self.to_map)
+        """Gives the descriptor that this process maps."""
+        return self._fd
 
     def close(self) -> None:
         """Gives up the node's own descriptors; workers that map the memory keep it. Idempotent."""
-        for descriptor in (self._fd, self._own_fd):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self._fd = self._own_fd = -1
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
 
 def reopened(descriptor: int) -> int:
-    """Opens the file behind a descriptor anew, so that locks on it are this process's alone. Raises OSError."""
+    """Opens the file behind a descriptor anew, so that locks on it belong to this process alone. Raises OSError."""
     return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
 
 
@@ -105,32 +67,12 @@ def lock_place(descriptor: int, place: int) -> None:
     """Locks one place of an open file. Raises BlockingIOError where another open file has it, OSError where the system
     has no such locks."""
     try:
-        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
+        fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, place, 1, 0))
     except AttributeError:
         raise OSError(errno.ENOSYS, "no locks of open files") from None
     except OSError as error:
-        # The system may say either.
+        # Systems differ in which of these two errors they report.
         raise BlockingIOError(error.errno, error.strerror) if error.errno == errno.EACCES else error from None
-
-
-def locked_places(descriptor: int) -> set[int]:
-    """The places behind OWNER that other open files have locked. Raises OSError."""
-    places = set[int]()
-    # The system names any one lock within a range, so both sides of it are looked at. A length of 0 has no end.
-    ranges = [(OWNER + 1, 0)]
-    while ranges:
-        first, length = ranges.pop()
-        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, length, 0)
-        kind, _, start, locked, _ = _FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))
-        if kind == fcntl.F_UNLCK:
-            continue
-        places.add(start)
-        if start > first:
-            ranges.append((first, start - first))
-        behind = start + locked
-        if locked and (not length or behind < first + length):
-            ranges.append((behind, first + length - behind if length else 0))
-    return places
 
 
 def map_shared(fd: int, size_bytes: int) -> mmap.mmap:
@@ -153,16 +95,9 @@ def _anonymous_file(size_bytes: int) -> int:
     try:
         os.ftruncate(fd, size_bytes)
         if sys.platform == "linux":
-            fcntl.fcntl(fd, _F_ADD_SEALS, _F_SEAL_SHRINK | _F_SEAL_GROW | _F_SEAL_SEAL)
+            # No process that has the descriptor can cut the file short under another one's mapping.
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
         raise
     return fd
-
-
-def _is_sealed(descriptor: int) -> bool:
-    try:
-        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
-    except OSError:
-        return False
-    return seals & (_F_SEAL_SHRINK | _F_SEAL_GROW) == _F_SEAL_SHRINK | _F_SEAL_GROW

@@ -1,4 +1,4 @@
-"""The attach socket: how a worker gets the pool's memory, and how the node learns of its death.
+"""Serves the attach socket: a worker gets the pool's memory there, and the node learns of its death.
 
     worker                                   node
       | -- connect to the Unix socket ------> |
@@ -12,7 +12,7 @@
       | <============= the end ============== |  the node is gone: the worker exits; or, with a pool that outlives it,
                                                  ends its last step and connects to the node's next life
 
-A connection that begins with RegionHello instead gets a shared region (:mod:`pillion.kvstore.node.region_server`).
+A connection that begins with RegionHello instead gets memory beside the pool, which a room shares out (REGIONS).
 kvstore/client/attachment.py is the worker's side, pillion/wire/attach.py has the messages.
 
 The socket file is 0600 in a 0700 directory: a process that may connect may read and write all KV. Nothing but file
@@ -28,9 +28,12 @@ import os
 import socket
 import struct
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from pillion.errors import Overloaded, PillionError
+from pillion.kvstore.memory.node_memory import NodeMemory
 from pillion.net.private_socket import listen_private
+from pillion.rooms import Seam, entered
 from pillion.wire.attach import (
     DETACHED,
     MAX_LINE_BYTES,
@@ -38,9 +41,10 @@ from pillion.wire.attach import (
     AttachHello,
     AttachReply,
     RegionHello,
+    RegionReply,
     hello_from_line,
-    line_to_bytes,
 )
+from pillion.wire.json_lines import line_to_bytes
 
 log = logging.getLogger("pillion.kvnode")
 
@@ -53,12 +57,42 @@ UNSEEN = (
     "(Kubernetes: shareProcessNamespace), or use Linux 6.5 or newer"
 )
 UNSEEN_PROCESS, _GONE = -1, -2
-# Linux' SO_PEERPIDFD, which Python does not name: a descriptor of the peer's process, whatever its PID namespace.
+# This is Linux' SO_PEERPIDFD, which Python does not name: a descriptor of the peer's process, whatever its PID
+# namespace.
 _SO_PEERPIDFD = 77
 
 
+class RegionService(Protocol):
+    """Shares out memory beside the pool, such as that of weights on a device."""
+
+    async def serve(self, sock: socket.socket, hello: RegionHello) -> None:
+        """Serves one connection until it ends. Raises OSError if it breaks."""
+
+    def close(self) -> None:
+        """Closes the memory of all regions; no connection is served any more. Idempotent."""
+
+
+class NoRegions:
+    """Represents the region service of a node that has only its pool; it refuses all requests."""
+
+    async def serve(self, sock: socket.socket, hello: RegionHello) -> None:
+        sock.send(line_to_bytes(RegionReply(error="this KV node has no memory beside its pool")))
+
+    def close(self) -> None:
+        pass
+
+
+# A room makes the region service of a node, from its name and memory.
+REGIONS = Seam[Callable[[str, NodeMemory], RegionService]]("kvstore.node.regions")
+
+
+def regions_of(node_id: str, memory: NodeMemory) -> RegionService:
+    """Returns the region service of a node."""
+    return next((make(node_id, memory) for make in entered(REGIONS)), NoRegions())
+
+
 class AttachServer:
-    """The listening socket and all connections to it.
+    """Holds the listening socket and all connections to it.
 
     Args:
         memory_fds: returns the pool's descriptor, or that of each shard; called after a worker was admitted.
@@ -106,7 +140,8 @@ class AttachServer:
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.wait([self._accepting])
-        # The socket first: a worker that looks for the next life at once must not find this one.
+        # The socket is removed first, because a worker that looks for the node's next life at once must not find this
+        # one.
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -122,7 +157,7 @@ class AttachServer:
             try:
                 sock, _ = await loop.sock_accept(server)
             except OSError as error:
-                # Out of descriptors, say: the socket stays, the next attempt may work.
+                # The process may be out of descriptors: the socket stays, and the next attempt may work.
                 log.warning("cannot accept an attachment: %s", error)
                 await asyncio.sleep(0.1)
                 continue
@@ -151,14 +186,15 @@ class AttachServer:
         except (OSError, PillionError) as error:
             log.debug("attach connection failed: %s", error)
         finally:
-            # The ledger first: a peer that sees the connection closed may rely on the slots being free.
+            # The ledger is updated first, because a peer that sees the connection closed may rely on the slots being
+            # free.
             if epoch:
                 self._ended(epoch)
             peer.close()
             sock.close()
 
     async def _read_hello(self, sock: socket.socket) -> AttachHello | RegionHello | None:
-        """Returns the first line's message, or None after a refusal."""
+        """Reads the first line of a connection; returns its message, or None after a refusal."""
         try:
             if len(self._connections) > MAX_ATTACHMENTS:
                 raise Overloaded(f"{MAX_ATTACHMENTS} workers are attached already")
@@ -178,7 +214,7 @@ class AttachServer:
             return 0
         try:
             more = await self._answering(hello, reply, process) if self._answering is not None else []
-            # One small line into an empty socket buffer: it goes at once or the peer is gone.
+            # This is one small line into an empty socket buffer: it is sent at once, or the peer is gone.
             socket.send_fds(sock, [line_to_bytes(reply)], [*self._memory_fds(), *more])
         except (OSError, PillionError, asyncio.CancelledError):
             self._ended(reply.epoch)
@@ -187,8 +223,8 @@ class AttachServer:
 
 
 class PeerProcess:
-    """The process at the other end of a connected Unix socket, and ``others``, descriptors of processes that it named.
-    Its maker closes it.
+    """Represents the process at the other end of a connected Unix socket, with ``others``, descriptors of processes
+    that it named. Its maker closes it.
 
     A dying process closes its files in order, after its memory is unmapped and its threads have ended. So for memory of
     the host the socket's end is proof that the process maps nothing any more. A GPU is one more open file: a kernel
@@ -202,23 +238,23 @@ class PeerProcess:
 
     @property
     def seen(self) -> bool:
-        """Whether the process's exit will be noticed."""
+        """Says whether the process's exit will be noticed."""
         return self._pidfd != UNSEEN_PROCESS
 
     @property
     def descriptor(self) -> int:
-        """The pidfd of the process, which this object closes; UNSEEN_PROCESS where the process's exit cannot be
+        """Gives the pidfd of the process, which this object closes; UNSEEN_PROCESS where the process's exit cannot be
         noticed, another number below 0 where the process is this one or has exited."""
         return self._pidfd
 
     async def gone(self) -> None:
-        """Returns when the process has exited; never, where that cannot be noticed. This process counts as gone: it
-        lives and dies with its memory."""
+        """Returns when the process has exited, which is never where its exit cannot be noticed. This process counts as
+        gone, because it lives and dies with its memory."""
         if self._pidfd != _GONE:
             await _readable(self._pidfd)
 
     async def others_gone(self) -> None:
-        """Returns when all processes that it named have exited."""
+        """Returns when all processes that the peer named have exited."""
         for pidfd in self.others:
             await _readable(pidfd)
 
@@ -232,7 +268,7 @@ class PeerProcess:
 
 
 async def _readable(descriptor: int) -> None:
-    """Returns when a descriptor is readable; for a number below 0, never."""
+    """Returns when a descriptor is readable, which never happens for a number below 0."""
     loop, readable = asyncio.get_running_loop(), asyncio.Event()
     if descriptor >= 0:
         loop.add_reader(descriptor, readable.set)
@@ -246,11 +282,11 @@ async def _readable(descriptor: int) -> None:
 def _pidfd_of(sock: socket.socket) -> int:
     if not hasattr(os, "pidfd_open"):
         return UNSEEN_PROCESS
-    # The process id is 0 for a process of a PID namespace that is not within this one.
+    # The kernel gives the process id 0 for a process whose PID namespace is not within this one's.
     pid, _, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
     if pid == os.getpid():
         return _GONE
-    # Linux 6.5 and newer.
+    # The descriptor of a peer's process needs Linux 6.5 or newer.
     with contextlib.suppress(OSError):
         (pidfd,) = struct.unpack("i", sock.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD, struct.calcsize("i")))
         return int(pidfd)
@@ -268,7 +304,7 @@ def _refuse(sock: socket.socket, reason: str) -> None:
 
 
 async def read_line(sock: socket.socket) -> bytes:
-    """Returns what comes up to a line's end, the connection's end, or MAX_LINE_BYTES."""
+    """Returns the bytes up to a line's end, the connection's end, or MAX_LINE_BYTES."""
     loop = asyncio.get_running_loop()
     line = b""
     while not line.endswith(b"\n") and len(line) < MAX_LINE_BYTES:

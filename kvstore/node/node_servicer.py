@@ -1,18 +1,20 @@
-"""The KV node's gRPC service: messages in, calls on the pool, messages out. No decision is made here."""
+"""Serves the KV node's gRPC service: messages in, calls on the pool, messages out. It makes no decision."""
 
 # ruff: noqa: N802
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from typing import Any, NoReturn, Protocol
 
 import grpc
 
-from pillion.kvstore.node.adapter_files import NodeAdapters
+from pillion.config import KVNodeFlags
+from pillion.errors import NotFound
 from pillion.kvstore.node.pool import Pool
+from pillion.kvstore.transfer.block_exchange import Addresses
+from pillion.rooms import Seam
 from pillion.v1 import kvnode_pb2 as pb
 from pillion.v1 import kvnode_pb2_grpc
 from pillion.v1.kvnode_pb2 import NodeStatus
@@ -21,6 +23,21 @@ from pillion.wire.common import check_hello, hello_to_pb
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["KVNode"].full_name
 
 Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class NodeCalls(Protocol):
+    """Describes calls of the node's service that a room serves. A call that no room serves is NOT_FOUND."""
+
+    def calls(self) -> Mapping[str, Callable[..., Any]]:
+        """Returns the calls by their names in kvnode.proto."""
+
+
+# A room makes its calls from a node's flags, and from a function that returns the address of each live node, by its id.
+NODE_CALLS = Seam[Callable[[KVNodeFlags, Addresses], NodeCalls]]("kvstore.node.calls")
+
+
+async def _absent(request: Any, context: Context) -> NoReturn:
+    raise NotFound("this KV node was installed without the room that serves this call (docs/rooms.md)")
 
 
 class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
@@ -34,18 +51,23 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
         status: Callable[[], NodeStatus],
         check_integrity: Callable[[], None],
         stopping: asyncio.Event,
-        adapters: NodeAdapters,
+        rooms: Iterable[NodeCalls],
     ) -> None:
         self._pool = pool
         self._node_id = node_id
         self._status = status
         self._check_integrity = check_integrity
         self._stopping = stopping
-        self._adapters = adapters
+        known = pb.DESCRIPTOR.services_by_name["KVNode"].methods_by_name
+        calls: dict[str, Callable[..., Any]] = {name: _absent for name in known if name not in vars(KVNodeServicer)}
+        for room in rooms:
+            calls |= room.calls()
+        for name, call in calls.items():
+            setattr(self, name, call)
 
     async def OpenSession(self, request: pb.OpenSessionRequest, context: Context) -> AsyncIterator[pb.SessionEvent]:
         epoch = self._pool.open_session(check_hello(request.hello))
-        # This callback runs however the call ends, and wherever this generator stands then.
+        # This callback runs however the call ends, and wherever this generator is suspended then.
         ended: Any = lambda _: self._pool.ended(epoch)  # noqa: E731
         context.add_done_callback(ended)
         yield pb.SessionEvent(hello=hello_to_pb(self._node_id), epoch=epoch)
@@ -64,7 +86,7 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def AwaitChain(self, request: pb.AwaitChainRequest, context: Context) -> pb.AwaitChainReply:
         timeout_s = request.timeout_ms / 1000
         chain = await self._pool.await_chain(request.epoch, request.ticket_id, request.blocks, timeout_s)
-        return pb.AwaitChainReply(chain_slots=chain.chain_slots, tail_hash=chain.tail_hash)
+        return pb.AwaitChainReply(chain_slots=chain.chain_slots, last_hash=chain.last_hash)
 
     async def LeaseSlots(self, request: pb.LeaseSlotsRequest, context: Context) -> pb.LeaseSlotsReply:
         return pb.LeaseSlotsReply(slots=self._pool.lease(request.epoch, request.blocks))
@@ -76,33 +98,20 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def Commit(self, request: pb.CommitRequest, context: Context) -> pb.CommitReply:
         return pb.CommitReply(results=self._pool.commit(request.epoch, request.runs))
 
-    async def RetainChain(self, request: pb.RetainChainRequest, context: Context) -> pb.Retention:
-        return self._pool.retaining.retain(request)
+    async def PinPrefix(self, request: pb.PinPrefixRequest, context: Context) -> pb.PrefixPin:
+        return self._pool.prefix_pins.pin_prefix(request)
 
-    async def DropRetention(self, request: pb.DropRetentionRequest, context: Context) -> pb.DropRetentionReply:
-        return pb.DropRetentionReply(found=self._pool.retaining.drop(request))
+    async def UnpinPrefix(self, request: pb.UnpinPrefixRequest, context: Context) -> pb.UnpinPrefixReply:
+        return pb.UnpinPrefixReply(found=self._pool.prefix_pins.drop(request))
 
-    async def ListRetentions(self, request: pb.ListRetentionsRequest, context: Context) -> pb.ListRetentionsReply:
-        return self._pool.retaining.listed(request)
+    async def ListPrefixPins(self, request: pb.ListPrefixPinsRequest, context: Context) -> pb.ListPrefixPinsReply:
+        return self._pool.prefix_pins.listed(request)
 
-    async def ReadAdapter(self, request: pb.ReadAdapterRequest, context: Context) -> AsyncIterator[pb.AdapterPiece]:
-        async with aclosing(self._adapters.pieces(request.digest, request.ask_others)) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def FindAdapters(self, request: pb.FindAdaptersRequest, context: Context) -> pb.FindAdaptersReply:
-        return pb.FindAdaptersReply(missing=await self._adapters.missing(request.digests))
-
-    async def KeepAdapter(
-        self, request_iterator: AsyncIterator[pb.AdapterPiece], context: Context
-    ) -> pb.KeepAdapterReply:
-        await self._adapters.keep(aiter(request_iterator))
-        return pb.KeepAdapterReply()
-
-    # It writes to the context, so that what a follower does not take can be bounded in time; the stubs know generators.
+    # This method writes to the context, so that a message which a follower does not take can be bounded in time; the
+    # stubs expect a generator.
     async def FollowBlocks(self, request: pb.FollowBlocksRequest, context: Context) -> None:  # type: ignore[override]
         check_hello(request.hello)
-        await self._pool.followers.follow(request.log_epoch, request.number, context.write)
+        await self._pool.watch.follow(request, context.write)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Context) -> pb.HeartbeatReply:
         return self._pool.heartbeat(request.epoch)

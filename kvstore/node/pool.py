@@ -1,9 +1,9 @@
-"""A KV node's pool: the slot ledger and the waiting queue, connected to real time and real callers.
+"""Connects a KV node's pool, its slot ledger and waiting queue, to real time and real callers.
 
 Every call that changes slots, tickets or blocks ends in :meth:`Pool.changed`: callers that fit now are admitted, and
-the index is updated. A retention (:attr:`Pool.retaining`) is no such change: it only says in which order blocks leave,
-so nobody fits because of one. All of it runs on one asyncio loop and never waits in the middle of a change, so no lock
-is needed.
+the index is updated. A prefix pin (:attr:`Pool.prefix_pins`) is no such change: it only says in which order blocks
+leave, so nobody fits because of one. All of it runs on one asyncio loop and never waits in the middle of a change, so
+no lock is needed.
 """
 
 from __future__ import annotations
@@ -13,20 +13,18 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
-from pillion.kvstore.index.retention_records import RetentionRecords
-from pillion.kvstore.ledger.block_log import BlockLog
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
+from pillion.kvstore.ledger.tree import BlockTree
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
-from pillion.kvstore.node.followers import Followers
-from pillion.kvstore.node.keeping import Keeping
-from pillion.kvstore.node.retaining import Retaining
+from pillion.kvstore.node.block_watch import BlockWatch
+from pillion.kvstore.node.pool_pins import NO_PINS, PinMakers
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -41,7 +39,6 @@ from pillion.v1.kvnode_pb2 import (
     NodeStatus,
     OpenTicketReply,
     OpenTicketRequest,
-    PoolFacts,
     PrefetchReply,
     PrefetchRequest,
 )
@@ -51,32 +48,55 @@ log = logging.getLogger("pillion.kvnode")
 
 MAX_HOLDERS = 4096
 MAX_SOURCES = 64
-# Calls that wait for a ticket's chain to grow, over all workers.
+# At most this many calls wait for a ticket's chain to grow, over all workers.
 MAX_CHAIN_WAITS = 4096
 
 
+class PoolLife:
+    """Says what a pool does for its node's next life, and with the blocks that the last life has left. The node's loop
+    makes all calls. This class does nothing: the pool goes with its node."""
+
+    def begin(self) -> None:
+        """Notes that the pool has got its shape, before anything else runs on the loop."""
+
+    def note(self, events: Iterable[IndexEvent]) -> None:
+        """Notes that blocks came and went. It is called before anybody can use a slot that has been freed."""
+
+    async def bring(self, hashes: Sequence[bytes]) -> None:
+        """Returns when the part of a chain that the last life has left is committed."""
+
+    async def run(self) -> None:
+        """Does its background work until it is cancelled."""
+        await asyncio.Event().wait()
+
+    def complete(self, status: NodeStatus) -> None:
+        """Sets the counts of a node's status that this object keeps."""
+
+    def check_integrity(self) -> None:
+        """Raises PillionError, which names what does not add up in the pool's survival."""
+
+
 class Pool:
-    """All that a node does with its slots, without sockets.
+    """Does everything that a node does with its slots, except for sockets.
 
     Calls raise NotFound for a void epoch, and Conflict for a fenced one where they would change something. A call by a
     worker or a gateway counts as a sign of life.
 
     Args:
         pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
-        decode_reserve_percent, policy, retained_percents, max_waiting: see :class:`Ledger` and :class:`WaitingQueue`.
+        decode_reserve_percent, policy, max_waiting: as :class:`Ledger` and :class:`WaitingQueue` have them.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
-        records: where retentions are written for the node's next life; None: nowhere.
+    pins: makes the prefix pins.
         announce: called with the blocks that came and went, maybe none, after every change.
         shaped: called once with the pool's shape.
-        node_id, kv_device: what followers are told.
-        max_log_changes, max_followers: see :class:`BlockLog` and :class:`Followers`.
+        watch: makes what watches the pool's blocks.
 
     Attributes:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
-        retaining: the retentions, for callers.
-        keeping: set with the pool's shape, where the pool outlives the node.
-        followers: those outside who follow its blocks.
+        prefix_pins: the prefix pins, for callers.
+        life: what the pool does for the node's next life; it is set with the pool's shape.
+        watch: what watches its blocks.
         meters: how long tickets and fetches took; the node adds its counts.
         served_blocks: blocks that other nodes were allowed to read.
         chain_waits: calls that wait for a ticket's chain to grow.
@@ -89,18 +109,14 @@ class Pool:
         decode_reserve_percent: int,
         max_waiting: int,
         heartbeat_timeout_s: float,
-        max_log_changes: int,
-        max_followers: int,
         policy: EvictionPolicy | None = None,
-        retained_percents: tuple[int, int] = (0, 0),
-        records: RetentionRecords | None = None,
+        pins: PinMakers = NO_PINS,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
         shaped: Callable[[PoolShape], None] = lambda shape: None,
-        node_id: str = "",
-        kv_device: str = "cpu",
+        watch: Callable[[BlockTree], BlockWatch] = lambda tree: BlockWatch(),
     ) -> None:
         self.fetcher: Fetcher | None = None
-        self.keeping: Keeping | None = None
+        self.life = PoolLife()
         self.meters = Meters()
         self._ticket_wait = self.meters.distribution(names.KV_TICKET_WAIT)
         self._fetch_time = self.meters.distribution(names.KV_FETCH_TIME)
@@ -110,29 +126,27 @@ class Pool:
         self._namespace = ""
         self._timeout_s = heartbeat_timeout_s
         self._announce = announce
-        self._block_bytes = self._block_tokens = 0
-        self._node_id, self._kv_device = node_id, kv_device
+        self._block_bytes = 0
         self._judged_s = time.monotonic()
         self._waiting: dict[tuple[int, int], asyncio.Future[Grant]] = {}
-        # By ticket: the epoch that waits for its chain, the blocks it waits for, and the future that wakes it.
+        # For each ticket this has the epoch that waits for its chain, the blocks it waits for, and the future that
+        # wakes it.
         self._chain_waits: dict[int, list[tuple[int, int, asyncio.Future[None]]]] = {}
         self.chain_waits = 0
-        # For workers that drained and went on: current epoch -> first epoch of the attachment, and the other way round.
+        # For workers that drained and went on, these give the first epoch of the attachment for the current one, and
+        # the other way round.
         self._first_epoch: dict[int, int] = {}
         self._last_epoch: dict[int, int] = {}
-        # By the first epoch: the last one that was replaced, and by which.
+        # For each first epoch this has the last epoch that was replaced, and the one that replaced it.
         self._replaced: dict[int, tuple[int, int]] = {}
-        self.ledger = Ledger(_new_id, decode_reserve_percent, policy, retained_percents)
-        self.retaining = Retaining(self.ledger, records)
+        self.ledger = Ledger(_new_id, decode_reserve_percent, policy, pins.of_tree)
+        self.prefix_pins = pins.of_ledger(self.ledger)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
-        changes = BlockLog(_new_id(), max_log_changes)
-        self.followers = Followers(self.ledger.tree, changes, self._facts, max_followers)
-
-    # -- holders
+        self.watch = watch(self.ledger.tree)
 
     @property
     def shaped(self) -> bool:
-        """Whether a first worker has attached."""
+        """Says whether a first worker has attached."""
         return self._block_bytes > 0
 
     def attach(self, hello: AttachHello) -> tuple[int, int]:
@@ -159,21 +173,20 @@ class Pool:
             num_slots = slots_of(self.pool_bytes, hello.block_bytes)
             self._shaped(PoolShape(num_slots, hello.block_bytes, hello.namespace))
             self._block_bytes, self._namespace = hello.block_bytes, hello.namespace
-            self._block_tokens = hello.block_tokens
             self.ledger.shape(num_slots)
-            self.followers.wake()
-            if self.keeping is not None:
-                self.keeping.begin()
+            self.watch.shaped(hello)
+            self.life.begin()
             log.info("pool shaped: %d slots of %d bytes", num_slots, hello.block_bytes)
         return self.ledger.attach(hello.component_id, hello.role), self.ledger.num_slots
 
     def open_session(self, name: str) -> int:
-        """Makes an epoch for a gateway. Raises Overloaded beyond MAX_HOLDERS."""
+        """Makes an epoch for a gateway's session. Raises Overloaded beyond MAX_HOLDERS."""
         self._bound_holders()
         return self.ledger.attach(name, SESSION)
 
     def ended(self, epoch: int) -> None:
-        """Frees everything of an epoch: its worker's death or its session's end is proven. Idempotent."""
+        """Frees everything that an epoch held, because its worker's death or its session's end is proven.
+        Idempotent."""
         self._replaced.pop(epoch, None)
         epoch = self._last_epoch.pop(epoch, epoch)
         self._first_epoch.pop(epoch, None)
@@ -183,8 +196,8 @@ class Pool:
 
     def reattach(self, epoch: int) -> int:
         """Frees everything of an epoch that its worker uses no more; returns its new epoch. The worker was fenced, or
-        gave the epoch up itself, because it cannot know what became of a call. The same
-        call again has the same answer while nothing was done under it. Raises NotFound for a void epoch, Conflict for a
+        gave the epoch up itself, because it cannot know what became of a call. If the call is repeated, it gets the
+        same answer, as long as nothing was done under the new epoch. Raises NotFound for a void epoch, Conflict for a
         session's."""
         if (answered := self._answered_before(epoch)) is not None:
             return answered
@@ -206,20 +219,22 @@ class Pool:
         return fresh
 
     def _answered_before(self, epoch: int) -> int | None:
-        """The epoch that replaced this one, where the answer was lost: nothing has been done under it yet."""
+        """Returns the epoch that replaced this one, where the answer was lost: nothing has been done under it yet."""
         fresh = next((fresh for old, fresh in self._replaced.values() if old == epoch), None)
         holder = None if fresh is None else self.ledger.holders.get(fresh)
         unused = holder is not None and not (holder.fenced or holder.leased or holder.tickets)
         return fresh if unused else None
 
     def heartbeat(self, epoch: int) -> HeartbeatReply:
-        """Answers whether the epoch is fenced, and how many slots of its stock are wanted back."""
+        """Answers a worker's heartbeat: whether its epoch is fenced, and how many slots of its stock the node wants
+        back."""
         holder = self.ledger.seen(epoch, time.monotonic())
         return HeartbeatReply(fenced=holder.fenced, recall_blocks=self.waiting.recall_blocks())
 
     def judge_silence(self, interval_s: float) -> bool:
-        """Fences workers that were silent for too long; returns whether there were any. Called every ``interval_s``. If
-        the last call was much longer ago, this process itself slept, and nobody is judged by that time."""
+        """Fences workers that were silent for too long; returns whether there were any. It is called every
+        ``interval_s``. If the last call was much longer ago, this process itself slept, and nobody is judged by that
+        time."""
         now = time.monotonic()
         slept = now - self._judged_s > interval_s + self._timeout_s / 2
         self._judged_s = now
@@ -232,69 +247,84 @@ class Pool:
         return bool(overdue)
 
     def fence(self, epoch: int) -> None:
-        """Ends the rights of an epoch, the first of an attachment or a later one; what it holds is quarantined."""
+        """Ends the rights of an epoch, the first of an attachment or a later one; its slots are quarantined."""
         epoch = self._last_epoch.get(epoch, epoch)
         self.ledger.fence(epoch)
         self._dismiss(epoch, "the epoch is fenced")
         self.changed()
 
-    # -- tickets
-
     async def open_ticket(self, request: OpenTicketRequest) -> OpenTicketReply:
         """Opens a ticket, and waits in the queue while memory is short.
 
-        A worker that names no ``total_blocks`` gets what is here of the chain pinned, at once, and nothing reserved.
+        Without ``total_blocks`` what is here of the chain is pinned, at once, and nothing reserved. For a worker that
+        adopts, all that is reserved is leased in the turn in which the ticket is granted.
 
         When the caller goes away meanwhile, neither a waiter nor a ticket is left. Where fewer than its
-        ``expected_blocks`` are here, the missing ones are taken out of the index.
+        ``expected_blocks`` are here, the missing ones are taken out of the index, and one that adopts gets NotFound:
+        no block is evicted for slots that it would not use.
         """
         now = time.monotonic()
         self.ledger.seen(request.epoch, now)
         hashes = tuple(split_hashes(request.block_hashes))
-        await self._bring_kept(hashes)
-        # A caller that names no nonce still needs a place in the queue that is its own.
+        await self.life.bring(hashes)
+        # A caller that sends no nonce gets one, so that its place in the queue is its own.
         nonce = request.nonce or _new_id()
-        if not request.total_blocks:
+        if request.adopt:
             self._worker(request.epoch)
+        if not request.total_blocks:
             ticket = self.ledger.pin_chain(request.epoch, nonce, hashes)
             self.changed()
-            return OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.blocks)
+            adopted = self.ledger.chain_of(ticket) if request.adopt else None
+            return OpenTicketReply(ticket_id=ticket.ticket_id, pinned_blocks=ticket.blocks, adopted=adopted)
         waiter = Waiter(
             epoch=request.epoch,
             nonce=nonce,
             hashes=hashes,
             total_blocks=request.total_blocks,
             resume=request.resume,
+            adopt=request.adopt,
+            expected_blocks=request.expected_blocks,
             priority=bounded(request.priority),
             asked_s=now,
         )
         grant = self.waiting.ask(waiter)
         if grant is None:
             grant = await self._wait(waiter)
+        else:
+            # What it leases may have been evicted for that.
+            self.changed()
         self._ticket_wait.observe(time.monotonic() - now)
         if grant.pinned_blocks < request.expected_blocks:
             self._announce(self._missing(hashes[: request.expected_blocks], grant.pinned_blocks))
-        return OpenTicketReply(ticket_id=grant.ticket_id, pinned_blocks=grant.pinned_blocks)
+            if request.adopt:
+                self.ledger.release(request.epoch, [grant.ticket_id])
+                self.changed()
+                raise NotFound(f"{grant.pinned_blocks} of {request.expected_blocks} blocks are here: plan again")
+        return OpenTicketReply(ticket_id=grant.ticket_id, pinned_blocks=grant.pinned_blocks, adopted=grant.adopted)
 
     async def prefetch(self, request: PrefetchRequest) -> PrefetchReply:
-        """Brings what it can of a ticket's chain here; see :class:`pillion.kvstore.transfer.fetch.Fetcher`."""
+        """Brings as much as possible of a ticket's chain into the pool, by
+        :class:`pillion.kvstore.transfer.fetch.Fetcher`."""
         epoch, ticket_id, began_s = request.epoch, request.ticket_id, time.monotonic()
         self.ledger.seen(epoch, began_s)
         hashes, sources = split_hashes(request.block_hashes), request.source_node_ids
-        await self._bring_kept(hashes)
+        await self.life.bring(hashes)
         if self.fetcher is None:
             return PrefetchReply(blocks=self.ledger.extend(epoch, ticket_id, hashes).blocks)
         if len(sources) > MAX_SOURCES:
             raise InvalidRequest(f"{len(sources)} sources; {MAX_SOURCES} are enough")
         try:
-            timeout_s, max_bytes = request.timeout_ms / 1000, request.max_bytes
-            return await self.fetcher.bring(epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes)
+            timeout_s, max_bytes, ahead = request.timeout_ms / 1000, request.max_bytes, request.ahead
+            return await self.fetcher.bring(
+                epoch, ticket_id, hashes, sources, timeout_s=timeout_s, max_bytes=max_bytes, ahead=ahead
+            )
         finally:
             self._fetch_time.observe(time.monotonic() - began_s)
             self._chain_grown(ticket_id)
 
     async def find_blocks(self, request: FindBlocksRequest) -> FindBlocksReply:
-        """Looks for blocks of a chain in lower tiers, and asks those that others write to. Never fails for a tier."""
+        """Looks for blocks of a chain in lower tiers, and asks the tiers that others write to. A tier that fails is
+        ignored."""
         hashes, first = split_hashes(request.block_hashes), request.first_block
         if self.fetcher is None or first >= len(hashes):
             return FindBlocksReply()
@@ -309,11 +339,11 @@ class Pool:
         there is no such block, or the caller goes away, there is no ticket (0).
         """
         self.ledger.seen(epoch, time.monotonic())
-        await self._bring_kept(hashes)
+        await self.life.bring(hashes)
         ticket = self.ledger.pin_chain(epoch, nonce, hashes)
         try:
             if self.fetcher is not None and ticket.blocks < len(hashes):
-                # A node that reads from here asks the far tiers itself.
+                # A node that reads from this one asks the shared tiers itself.
                 await self.fetcher.bring(epoch, ticket.ticket_id, hashes, timeout_s=timeout_s, far=False)
         except BaseException:
             with contextlib.suppress(NotFound, Conflict):
@@ -321,7 +351,7 @@ class Pool:
             raise
         finally:
             self.changed()
-        chain = self.ledger.tree.chain(ticket.tail)[first_block:]
+        chain = self.ledger.tree.chain(ticket.last_block)[first_block:]
         if not chain:
             self.ledger.release(epoch, [ticket.ticket_id])
             self.changed()
@@ -335,7 +365,8 @@ class Pool:
         return self.ledger.pinned_slots(epoch, ticket_id)
 
     def release(self, epoch: int, ticket_ids: Sequence[int], nonces: Sequence[int]) -> None:
-        """Drops holds, named by ticket or by the nonce of an OpenTicket call that still waits or was granted."""
+        """Releases an epoch's holds, named by ticket or by the nonce of an OpenTicket call that still waits or was
+        granted."""
         self.ledger.seen(epoch, time.monotonic())
         for nonce in nonces:
             if self.waiting.withdraw((epoch, nonce)):
@@ -360,8 +391,6 @@ class Pool:
             await self._wait_for_chain(epoch, ticket_id, blocks, timeout_s)
         return self.ledger.chain_of(self.ledger.held(epoch, ticket_id))
 
-    # -- slots
-
     def lease(self, epoch: int, blocks: int) -> tuple[int, ...]:
         self._worker(epoch)
         slots = self.ledger.lease(epoch, blocks)
@@ -381,32 +410,25 @@ class Pool:
         self.changed()
         return results
 
-    # -- status
-
     def status(self) -> NodeStatus:
         """Returns the node's status as far as the pool knows it; name, boot epoch and storage are missing."""
         status = self.ledger.status()
         status.block_bytes = self._block_bytes
         status.waiting_tickets = len(self.waiting)
         status.served_blocks = self.served_blocks
-        if self.keeping is not None:
-            status.taken_over_blocks = self.keeping.blocks.taken_over
-            status.kept_blocks = len(self.keeping.blocks.pending)
+        self.life.complete(status)
         return status
 
     def check_integrity(self) -> None:
-        """Raises IntegrityError (a Conflict) with what does not add up."""
+        """Raises IntegrityError (a Conflict), which names what does not add up."""
         check_integrity(self.ledger)
-        self.followers.log.check_integrity(self.ledger.tree)
-        if self.keeping is not None:
-            self.keeping.blocks.check_integrity()
+        self.watch.check_integrity()
+        self.life.check_integrity()
         if len(self._waiting) != len(self.waiting):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.waiting)} are in the queue")
         waits = sum(map(len, self._chain_waits.values()))
         if waits != self.chain_waits:
             raise Conflict(f"{waits} calls wait for chains, {self.chain_waits} are counted")
-
-    # -- inside
 
     async def _wait(self, waiter: Waiter) -> Grant:
         future: asyncio.Future[Grant] = asyncio.get_running_loop().create_future()
@@ -416,12 +438,13 @@ class Pool:
         except asyncio.CancelledError:
             self.waiting.withdraw(waiter.key)
             if future.done() and not future.cancelled() and future.exception() is None:
-                # Granted in the same moment in which the caller went away. A void epoch has let go of it already.
+                # The ticket was granted in the same moment in which the caller went away. If the epoch is void, its end
+                # has released the ticket.
                 with contextlib.suppress(NotFound, Conflict):
-                    self.ledger.release(waiter.epoch, [future.result().ticket_id])
+                    self.ledger.release(waiter.epoch, nonces=[waiter.nonce])
             raise
         finally:
-            # The nonce may be in use again.
+            # A call that was sent again has the same nonce and waits by a future of its own, which must stay.
             if self._waiting.get(waiter.key) is future:
                 del self._waiting[waiter.key]
             self.changed()
@@ -464,40 +487,25 @@ class Pool:
 
     def _worker(self, epoch: int) -> None:
         """Records a sign of life of a worker that mapped the pool. Raises InvalidRequest for a gateway's session.
-        Hashes are no secret, and a caller that never wrote a slot must not name what is in it."""
+        Hashes are no secret, so a caller that never wrote to a slot must not commit one."""
         if self.ledger.seen(epoch, time.monotonic()).role in (SESSION, FETCH, KEPT):
             raise InvalidRequest("only a worker that has attached may do this")
 
     def changed(self) -> None:
-        """Admits waiters that fit now and updates the index. To be called after every change in the ledger."""
+        """Admits waiters that fit now and updates the index. It must be called after every change in the ledger."""
         for grant in self.waiting.poll():
             future = self._waiting.pop(grant.key)
             if future.done():
-                # Its caller was cancelled, but the task has not run since; when it does, the next waiter is looked at.
-                self.ledger.release(grant.key[0], [grant.ticket_id])
+                # The caller was cancelled, but its task has not run since; when it does, the next waiter is looked at.
+                self.ledger.release(grant.key[0], nonces=[grant.key[1]])
             else:
                 future.set_result(grant)
         events = self.ledger.drain_events()
-        if self.keeping is not None:
-            # Before anybody hears of a slot that has been freed.
-            self.keeping.note(events)
-        self.followers.note(events)
+        if events:
+            # This comes before anybody hears of a slot that has been freed.
+            self.life.note(events)
+            self.watch.note(events)
         self._announce(events)
-
-    def _facts(self) -> PoolFacts | None:
-        if not self._block_bytes:
-            return None
-        return PoolFacts(
-            node_id=self._node_id,
-            kv_namespace=bytes.fromhex(self._namespace),
-            block_tokens=self._block_tokens,
-            block_bytes=self._block_bytes,
-            kv_device=self._kv_device,
-        )
-
-    async def _bring_kept(self, hashes: Sequence[bytes]) -> None:
-        if self.keeping is not None and self.keeping.blocks.pending:
-            await self.keeping.bring(hashes)
 
     def _dismiss(self, epoch: int, reason: str) -> None:
         for key in self.waiting.withdraw_epoch(epoch):

@@ -1,15 +1,11 @@
-"""Lower tiers: blocks that leave the pool go to pinned host memory, to disk and to a bucket, and come back from there.
+"""Runs lower tiers: blocks that leave the pool go to pinned host memory, to disk and to a bucket, and come back.
 
     tiers.py         Tier, BufferTier, FarTier: the contract; load_into: from a tier into slots. Start here.
-    spill.py         Spiller: evicts ahead of need, between two watermarks, and copies victims to the tiers.
-    write_through.py WriteThrough: copies blocks to a bucket while they are still in the pool.
-    host_tier.py     HostTier: pinned host memory beside a pool on a GPU.
-    disk.py          DiskTier: files, bounded, found again after a restart.
-    object_tier.py   ObjectTier: objects in a bucket, which outlive the node; other clusters' too.
+    spill.py         Spiller: evicts ahead of need, between two watermarks, and copies victims to all tiers.
+    media.py         NearMedium, FarMedium: the seams at which tiers come in; EarlyCopies: what writes before eviction.
+    disk_tier/       files, bounded, found again after a restart.
+    object_tier/     objects in a bucket, which outlive the node; blocks are written to it before they are evicted, too.
     tier_breaker.py  TierBreaker: when a medium that was late is asked again.
-    disk_files.py    the format of a file, and the folder that one node owns.
-    object_runs.py   the format of an object: a run of blocks, and its name.
-    object_store.py  ObjectStore: the requests to an S3 service, and what --object-url says.
 
-Which block leaves first is decided in kvstore/ledger; moves between nodes are in kvstore/transfer.
+kvstore/ledger decides which block leaves first; moves between nodes are in kvstore/transfer.
 """

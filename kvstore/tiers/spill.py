@@ -1,4 +1,4 @@
-"""Eviction ahead of need, so that a lease finds free slots; victims are copied to the lower tiers before.
+"""Evicts ahead of need, so that a lease finds free slots; victims are copied to the lower tiers before.
 
     free < low --> next victims --copied, in a thread--> still unused? --evicted--> bytes go to the tiers
          ^                                                   | no: the copy is thrown away
@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from pillion.errors import ConfigError
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import Block, IndexEvent
 from pillion.kvstore.memory.memory import PoolMemory
@@ -29,31 +28,23 @@ from pillion.kvstore.tiers.tiers import BlockName, BufferTier, Tier
 
 log = logging.getLogger("pillion.kvnode")
 
-# Bytes that are copied between two looks at the pool.
+# This many bytes are copied before the pool is checked again.
 BATCH_BYTES = 16 * 2**20
-# Blocks that are evicted before the loop does its other work.
+# At most this many blocks are evicted before the loop does its other work.
 BATCH_BLOCKS = 512
-# Bytes that are copied, and not yet written or refused.
+# At most this many bytes are copied, and not yet written or refused.
 MAX_UNDER_WAY_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Watermarks:
-    """Free shares of the pool, in percent, at which evicting begins and ends. A low one of 0 turns it off. Raises
-    ConfigError for shares that make no sense."""
+    """Holds free shares of the pool, in percent, at which evicting begins and ends. A low share of 0 turns it off."""
 
     low_percent: int
     high_percent: int
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.low_percent <= self.high_percent <= 90:
-            raise ConfigError(
-                f"--low-watermark-percent {self.low_percent} and --high-watermark-percent {self.high_percent}: "
-                "choose 0 to 90, the low one not above the high one"
-            )
-
     def reached(self, ledger: Ledger) -> bool:
-        """Whether evicting should begin. O(1)."""
+        """Returns whether evicting should begin. It takes O(1)."""
         return len(ledger.free) * 100 < self.low_percent * ledger.num_slots
 
     def missing(self, ledger: Ledger) -> int:
@@ -75,13 +66,13 @@ def lost_everywhere(
 
 
 class Spiller:
-    """The spiller of one pool that has its shape. Only the node's loop calls it.
+    """Evicts blocks of one pool that has its shape. Only the node's loop calls it.
 
     Args:
         tiers: fastest first, maybe none; each gets the blocks that are evicted here and that it does not have yet.
-        low_percent, high_percent: free share of the pool at which evicting begins and ends. Raises ConfigError.
+        low_percent, high_percent: free share of the pool at which evicting begins and ends.
         blocks_lost: called with blocks that a tier no longer keeps, or never kept.
-        changed: to be called after every change in the ledger.
+        changed: called after every change in the ledger.
     """
 
     def __init__(
@@ -102,27 +93,27 @@ class Spiller:
         self._blocks_lost = blocks_lost
         self._changed = changed
         self._poked = asyncio.Event()
-        # Blocks that are evicted and not in all tiers yet; how often, as one may come back and go again meanwhile.
+        # These blocks are evicted and not in all tiers yet. Each is counted: it may come back and go again.
         self._moving: dict[bytes, int] = {}
         self._work: dict[asyncio.Future[Any], None] = {}
         self._under_way_bytes = 0
 
     def poke(self) -> None:
-        """Starts evicting if the ledger's last change made that necessary. O(1)."""
+        """Starts evicting if the ledger's last change made that necessary. It takes O(1)."""
         if self._marks.reached(self._ledger):
             self._poked.set()
 
     @property
     def busy(self) -> bool:
-        """Whether evicted blocks are on their way to a tier."""
+        """Says whether evicted blocks are on their way to a tier."""
         return bool(self._moving)
 
     def keeps(self, block_hash: bytes) -> bool:
-        """Whether a block is in a tier or on its way there."""
+        """Returns whether a block is in a tier or on its way there."""
         return block_hash in self._moving or any(block_hash in tier for tier in self._tiers)
 
     async def run(self) -> None:
-        """Evicts whenever it is poked, until it is cancelled."""
+        """Evicts blocks whenever :meth:`poke` asks for it, until it is cancelled."""
         while True:
             await self._poked.wait()
             self._poked.clear()
@@ -136,12 +127,10 @@ class Spiller:
         while self._work:
             await asyncio.gather(*self._work, return_exceptions=True)
 
-    # -- one batch
-
     async def _evict_some(self, missing: int) -> bool:
-        """Evicts a batch of victims. Returns False if there was none, or if none of them could go."""
-        # The policy names a chain's tail before its head. What is retained leaves by need alone.
-        victims = list(islice(self._ledger.tree.policy.plain, min(missing, BATCH_BLOCKS)))
+        """Evicts a batch of victims. Returns False if there was no victim, or if none could be evicted."""
+        # The policy names a chain's last block before its head. Prefix-pinned blocks leave by need alone.
+        victims = list(islice(self._ledger.tree.plain, min(missing, BATCH_BLOCKS)))
         if not victims or not self._tiers:
             return self._evict(victims, {}) > 0
         while self._under_way_bytes >= MAX_UNDER_WAY_BYTES:
@@ -227,7 +216,7 @@ class Spiller:
 
     @property
     def _buffers(self) -> BufferTier | None:
-        """The tier in memory, if there is one."""
+        """Gives the tier in memory, if there is one."""
         return next((tier for tier in self._tiers if isinstance(tier, BufferTier)), None)
 
     def _begin(self, work: asyncio.Future[Any]) -> None:

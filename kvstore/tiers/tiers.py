@@ -1,4 +1,4 @@
-"""The contract of lower tiers: places to which blocks go when they leave the pool, and from which they come back.
+"""Defines the interface of lower tiers: places to which blocks go when they leave the pool, and come back from.
 
 Each tier is a target of eviction and a source of blocks, in this order: pool, pinned host memory, disk, other nodes'
 pools, a bucket.
@@ -6,23 +6,33 @@ pools, a bucket.
 
 from __future__ import annotations
 
+import logging
+import time
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Generic, Protocol, TypeVar, runtime_checkable
 
 from pillion.kvstore.memory.memory import PoolMemory
 
+log = logging.getLogger("pillion.kvnode")
+
+Kept = TypeVar("Kept")
+
+# At most one warning of a kind is logged in this time.
+WARN_EVERY_S = 30.0
+
 
 class Corrupt(Exception):  # noqa: N818
-    """What a medium gave is damaged, unfinished or of another block."""
+    """Says that the bytes that a medium gave are damaged, unfinished or of another block."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockName:
-    """The identity of a block outside the pool.
+    """Identifies a block outside the pool.
 
     Attributes:
-        hash: its chain hash (32 bytes).
+        hash: the block's chain hash (32 bytes).
         parent: hash of the block before it, empty for a chain's first.
         segment: hash of its segment's first block (:class:`pillion.kvstore.ledger.records.Block`).
         checksum: XXH3-64 of its bytes.
@@ -36,7 +46,7 @@ class BlockName:
 
 @dataclass(slots=True)
 class TierCounts:
-    """Counts of blocks since the node started.
+    """Counts blocks since the node started.
 
     Attributes:
         stored, loaded: blocks that went in and came back whole.
@@ -53,7 +63,7 @@ class TierCounts:
 
 
 class Tier(Protocol):
-    """A lower tier. The node's loop makes all calls, so it needs no lock; the work itself runs in threads.
+    """Represents a lower tier. The node's loop makes all calls, so it needs no lock; the work itself runs in threads.
 
     It never raises for a medium's trouble: a block that cannot be written is forgotten, and one that cannot be read or
     does not fit its checksum is removed, counted and missing (I1).
@@ -63,25 +73,25 @@ class Tier(Protocol):
     counts: TierCounts
 
     def __len__(self) -> int:
-        """Returns the number of blocks that are kept."""
+        """Returns the number of blocks that the tier keeps."""
 
     def __contains__(self, block_hash: bytes) -> bool:
-        """Whether the block is believed to be here. Costs no input or output."""
+        """Returns whether the block is believed to be in the tier. This costs no input or output."""
 
     def answers(self) -> bool:
-        """Whether loads may begin now; False while the medium is paused because it was late."""
+        """Returns whether loads may begin now; False while the medium is paused because it was late."""
 
     def room_bytes(self) -> int:
         """Returns how many bytes a store may bring now without being refused; 0 after an error of the medium."""
 
     def touch(self, hashes: Sequence[bytes]) -> None:
-        """Marks blocks as used, in the order given; blocks that are not here are ignored."""
+        """Marks blocks as used, in the order given; blocks that the tier lacks are ignored."""
 
     async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
-        """Keeps whole blocks. Returns those not kept any more: older ones that made room, and those that failed."""
+        """Stores whole blocks. Returns blocks that are not kept any more: those that made room or failed."""
 
     async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
-        """Loads at most ``memory.batch_blocks`` blocks; see :func:`load_into`."""
+        """Loads at most ``memory.batch_blocks`` blocks, as :func:`load_into` does."""
 
     def names(self) -> Iterable[BlockName]:
         """Returns all blocks that are kept, each after its parent if that is kept too."""
@@ -92,7 +102,8 @@ class Tier(Protocol):
 
 @runtime_checkable
 class BufferTier(Tier, Protocol):
-    """A tier in memory: copies can be made straight into it. A buffer stays its user's until it is released."""
+    """Represents a tier in memory: copies can be made straight into it. A buffer stays its user's until it is
+    released."""
 
     def acquire_empty(self, count: int) -> list[memoryview]:
         """Returns up to ``count`` buffers of one block each, to be filled, maybe stored, and released."""
@@ -102,18 +113,70 @@ class BufferTier(Tier, Protocol):
 
 
 class FarTier(Tier, Protocol):
-    """A tier that others write to as well, so that only asking tells what it has. It is asked after other nodes."""
+    """Represents a tier that other nodes write to as well, so that only a request shows what it has. It is asked after
+    other nodes' pools."""
 
     async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False) -> None:
-        """Learns which blocks of a chain are here, from block ``first`` on; ``in`` says so from then on. ``hashes``
-        begin with the chain's first block. ``roughly``: only how far the chain goes; of what lies between two blocks
-        that are here, nothing need be learnt. Bounded in time, and may be cancelled."""
+        """Finds out which blocks of a chain the tier has, from block ``first`` on; ``in`` knows them from then on.
+        ``hashes`` begin with the chain's first block. With ``roughly`` only the chain's length counts; of blocks
+        between two that are here, nothing need be learnt. The call is bounded in time, and may be cancelled."""
+
+
+class KeptBlocks(Generic[Kept]):
+    """Holds the blocks that a tier has, by hash, the least recently used first.
+
+    Attributes:
+        counts: :attr:`Tier.counts`.
+    """
+
+    def __init__(self) -> None:
+        self.counts = TierCounts()
+        self._kept: OrderedDict[bytes, Kept] = OrderedDict()
+        # These blocks were dropped without a report; the next store reports them.
+        self._unreported: list[BlockName] = []
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._kept
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        for block_hash in hashes:
+            if block_hash in self._kept:
+                self._kept.move_to_end(block_hash)
+
+
+class MediumTier(KeptBlocks[Kept]):
+    """Represents a tier on a medium that may fail, and whose blocks are read into targets. ``medium`` names it in the
+    log."""
+
+    def __init__(self, medium: object) -> None:
+        super().__init__()
+        self._medium = medium
+        self._warned_s: dict[str, float] = {}
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        """Reads blocks into ``targets``, in order, until one is missing or broken; returns how many came whole. A
+        cancelled caller is held until no thread writes to ``targets``."""
+        raise NotImplementedError
+
+    async def load_slots(self, memory: PoolMemory, hashes: Sequence[bytes], slots: Sequence[int]) -> int:
+        async with memory.writing(slots) as targets:
+            return await self.load(hashes, targets)
+
+    def _warn(self, message: str, failure: str) -> None:
+        now_s = time.monotonic()
+        if now_s - self._warned_s.get(message, -WARN_EVERY_S) >= WARN_EVERY_S:
+            self._warned_s[message] = now_s
+            log.warning("%s: %s (%s); %s", message, failure, self._medium, self.counts)
 
 
 def heads_first(kept: Mapping[bytes, BlockName]) -> Iterator[BlockName]:
-    """Yields all of ``kept``, each block after its parent if that is kept too."""
+    """Yields all blocks of ``kept``, each after its parent if that is kept too."""
     done: set[bytes] = set()
-    # A copy, because it is read lazily while blocks come and go.
+    # The loop uses a copy, because blocks come and go while it is read.
     kept = dict(kept)
     for name in kept.values():
         chain = []

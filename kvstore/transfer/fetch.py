@@ -1,4 +1,4 @@
-"""Bringing blocks of a prompt into this pool, from the node's lower tiers and from other nodes.
+"""Brings blocks of a prompt into this pool, from the node's lower tiers and from other nodes.
 
     bring --> what is here already goes under the ticket
        ^          |
@@ -35,18 +35,22 @@ from pillion.v1.kvplane_pb2 import PinBlocksReply
 
 log = logging.getLogger("pillion.kvnode")
 
-# Size of one read: enough to keep the transport busy, little enough that its blocks are soon of use.
+# One read has about this many bytes: enough to keep the transport busy, and little enough that its blocks can soon be
+# used.
 BATCH_BYTES = 32 * 2**20
-# Blocks of one read at most: they are committed before the loop does its other work.
+# One read has at most this many blocks: they are committed before the loop does its other work.
 MAX_BATCH_BLOCKS = 512
-# Fetches that may run at once, with those whose reads outlived them; a further one brings nothing, and its prompt is
-# computed. The same holds where late reads keep so much of the pool.
+# This many fetches may run at once, counting those whose reads outlived them; a further one brings nothing, and its
+# prompt is computed. A fetch brings nothing either where late reads keep this share of the pool.
 MAX_FETCHES = 64
 MAX_LATE_PERCENT = 10
+# This many of them may read ahead of need, each into at most this share of the slots that are free then.
+MAX_FETCHES_AHEAD = 4
+MAX_AHEAD_PERCENT = 50
 
 
 class BlockSource(Protocol):
-    """Another node, as :mod:`pillion.kvstore.transfer.peers` reaches it. Calls raise PillionErrors."""
+    """Describes another node, as it is reached for one fetch. Calls raise PillionErrors."""
 
     node_id: str
 
@@ -57,7 +61,8 @@ class BlockSource(Protocol):
 
 @dataclass(slots=True)
 class _Fetch:
-    """The state of one call. ``hashes`` begin with the chain's first block; ``until_s`` is in the loop's clock."""
+    """Holds the state of one call. ``hashes`` begin with the chain's first block; ``until_s`` is in the loop's
+    clock."""
 
     epoch: int
     caller: int
@@ -68,16 +73,17 @@ class _Fetch:
     sources: list[BlockSource]
     pinned: PinBlocksReply | None = None
     pinned_from: int = 0
-    # What came so far, and the time that it took.
+    # This says which blocks have come so far, and the time that they took.
     brought: PrefetchReply = field(default_factory=PrefetchReply)
-    # Whether far tiers need not be asked what they have of the chain (any more).
+    ahead: bool = False
+    # This says whether far tiers need not be asked (any more) what they have of the chain.
     asked: bool = False
-    # In the order in which they began.
+    # The reads that are under way stand here in the order in which they began.
     lingering: dict[asyncio.Future[Any], None] = field(default_factory=dict)
 
 
 class Fetcher:
-    """All fetches into one pool that has its shape. The node's loop makes all calls.
+    """Runs all fetches into one pool, which has its shape. The node's loop makes all calls.
 
     Args:
         timeout_s, max_bytes: bounds of one fetch, which a caller can lower but not raise.
@@ -101,7 +107,7 @@ class Fetcher:
         tiers: Sequence[Tier] = (),
         far: Sequence[FarTier] = (),
     ) -> None:
-        # Counts since the node started.
+        # These counts begin when the node starts.
         self.counts = NodeStatus()
         self._ledger = ledger
         self._timeout_s, self._verify = timeout_s, verify
@@ -112,15 +118,15 @@ class Fetcher:
         self._far = far
         self._batch_blocks = min(max(1, BATCH_BYTES // memory.block_bytes), MAX_BATCH_BLOCKS)
         self._most_blocks = max(1, max_bytes // memory.block_bytes)
-        # Blocks that some fetch is bringing right now: another fetch that wants one waits for it instead.
+        # Some fetch is bringing these blocks right now: another fetch that wants one waits for it instead.
         self._coming: dict[bytes, asyncio.Event] = {}
-        self._fetches = 0
-        # Reads that outlived their fetch, and the number of slots that each keeps.
+        self._fetches = self._ahead = 0
+        # Reads may outlive their fetch; this has each such read with the number of slots that it keeps.
         self._late: dict[asyncio.Future[Any], int] = {}
 
     @property
     def late_blocks(self) -> int:
-        """Number of slots that reads keep which outlived their fetch."""
+        """Returns the number of slots that reads keep which outlived their fetch."""
         return sum(self._late.values())
 
     async def bring(
@@ -133,16 +139,20 @@ class Fetcher:
         timeout_s: float = 0.0,
         max_bytes: int = 0,
         far: bool = True,
+        ahead: bool = False,
     ) -> PrefetchReply:
-        """Brings what it can of ``hashes``, under a ticket that ``epoch`` holds. Zero means this node's own bound.
-        ``far``: whether far tiers are asked, too. Raises NotFound if it holds no such ticket, InvalidRequest for a
-        ticket of another chain."""
+        """Brings as many blocks of ``hashes`` into the pool as it can, under a ticket that ``epoch`` holds. A bound of
+        zero means this node's own. ``far`` says whether far tiers are asked, too. What is brought ``ahead`` of need
+        comes into free slots alone. Raises NotFound if the epoch holds no such ticket, InvalidRequest for a ticket of
+        another chain."""
         blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         self._changed()
-        if blocks >= len(hashes) or self._full():
+        if blocks >= len(hashes) or self._full() or (ahead and self._ahead >= MAX_FETCHES_AHEAD):
             return PrefetchReply(blocks=blocks)
         most_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s
         most_blocks = min(max_bytes // self._memory.block_bytes, self._most_blocks) if max_bytes else self._most_blocks
+        if ahead:
+            most_blocks = min(most_blocks, len(self._ledger.free) * MAX_AHEAD_PERCENT // 100)
         fetch = _Fetch(
             epoch=self._ledger.attach("fetch", FETCH),
             caller=epoch,
@@ -151,13 +161,16 @@ class Fetcher:
             until_s=asyncio.get_running_loop().time() + most_s,
             left_blocks=most_blocks,
             sources=self._known(sources),
+            ahead=ahead,
             asked=not far,
         )
         self._fetches += 1
+        self._ahead += ahead
         try:
             blocks = await self._bring_all(fetch)
         finally:
             self._fetches -= 1
+            self._ahead -= ahead
             self._end(fetch)
         self.counts.short_fetches += blocks < len(hashes)
         fetch.brought.blocks = blocks
@@ -167,7 +180,7 @@ class Fetcher:
         """Waits for reads that are still under way. No fetch begins any more."""
         await asyncio.gather(*self._late, return_exceptions=True)
 
-    # -- one fetch
+    # The methods below carry out one fetch.
 
     async def _bring_all(self, fetch: _Fetch) -> int:
         loop = asyncio.get_running_loop()
@@ -203,7 +216,7 @@ class Fetcher:
             if pinned is None:
                 self._drop_source(fetch)
                 continue
-            # While it was pinned, others may have begun to bring the same.
+            # While this prefix was being pinned, other fetches may have begun to bring the same blocks.
             wanted = self._free_to_bring(fetch, at)
             if not wanted:
                 return True
@@ -227,7 +240,7 @@ class Fetcher:
         if not fetch.asked:
             fetch.asked = True
             await self._find_far(fetch.hashes, at, fetch.until_s - begun_s)
-        # While they were asked, others may have begun to bring the same.
+        # While the tiers were asked, other fetches may have begun to bring the same blocks.
         wanted = self._free_to_bring(fetch, at)
         found = self._in_tiers(self._far, wanted)
         count = await self._from_tier(fetch, *found) if found is not None else 0
@@ -239,15 +252,15 @@ class Fetcher:
 
     @staticmethod
     def _asked_ms(fetch: _Fetch, begun_s: float, had_some: bool) -> float:
-        """The time that a source took which had some blocks, or said nothing until the fetch's time was over. One that
-        says at once that it has none tells nothing of its pace."""
+        """Returns the time that a source took if it had some blocks, or said nothing until the fetch's time was over. A
+        source that answers at once that it has none shows nothing about its pace."""
         now = asyncio.get_running_loop().time()
         return (now - begun_s) * 1000 if had_some or now >= fetch.until_s else 0.0
 
     async def reach(self, hashes: Sequence[bytes], first: int, timeout_s: float) -> int:
         """Asks far tiers how far a chain goes; returns how many of its blocks from ``first`` on lower tiers probably
-        have. Where the first of them is here, those up to the last one that is are taken to be: who has a block had
-        the ones before it once, and what is missing nevertheless is computed (I1)."""
+        have. If a tier has the first of them, it is taken to have all up to the last one that it has: a tier that has a
+        block once had those before it, and what is missing nevertheless is computed (I1)."""
         await self._find_far(hashes, first, timeout_s, roughly=True)
         tiers = [tier for tier in (*self._tiers, *self._far) if tier.answers()]
         here = [any(block_hash in tier for tier in tiers) for block_hash in hashes[first:]]
@@ -264,7 +277,7 @@ class Fetcher:
 
     @staticmethod
     def _in_tiers(tiers: Sequence[Tier], wanted: list[bytes]) -> tuple[Tier, list[bytes]] | None:
-        """The first tier that has the first of these blocks, and those of them that it has."""
+        """Returns the first tier that has the first of these blocks, and those of them that it has."""
         for tier in tiers:
             here = list(takewhile(tier.__contains__, wanted)) if tier.answers() else []
             if here:
@@ -278,7 +291,7 @@ class Fetcher:
         if not slots:
             return 0
         with self._bringing(hashes):
-            # A cancel does not end it: threads write to the slots.
+            # A cancel does not end the load, because threads write to the slots.
             loading = asyncio.ensure_future(load_into(self._memory, tier, hashes, slots))
             came = await self._finish(fetch, loading, len(slots))
             return self._commit(fetch, hashes, slots, loading.result() if came else 0)
@@ -306,7 +319,8 @@ class Fetcher:
         return count
 
     async def _finish(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> bool:
-        """Whether ``work``, which writes to ``blocks`` slots, ended in time. If not, it goes on, and they are kept."""
+        """Returns whether ``work``, which writes to ``blocks`` slots, ended in time. If not, it goes on, and they are
+        kept."""
         left_s = max(0.0, fetch.until_s - asyncio.get_running_loop().time())
         try:
             done, _ = await asyncio.wait({work}, timeout=left_s)
@@ -331,23 +345,25 @@ class Fetcher:
             good += 1
         return good
 
-    # -- with the ledger
+    # The methods below call the ledger.
 
     def _lease(self, fetch: _Fetch, blocks: int) -> tuple[int, ...]:
         """Leases slots for the next blocks; none if memory is short or the caller released its ticket (I8)."""
+        if fetch.ahead:
+            blocks = min(blocks, len(self._ledger.free), max(0, fetch.left_blocks))
         slots = self._ledger.lease_some(fetch.epoch, fetch.ticket_id, blocks)
         fetch.left_blocks -= len(slots)
         self._changed()
         return slots
 
     def _commit(self, fetch: _Fetch, hashes: list[bytes], slots: tuple[int, ...], good: int) -> int:
-        """Seals the first ``good`` slots and gives the others back, unless something may still write to them."""
+        """Commits the first ``good`` slots and gives the others back, unless something may still write to them."""
         ledger, count = self._ledger, 0
         back: list[int] = [] if fetch.lingering else list(slots[good:])
         if good:
             run = CommitRun(ticket_id=fetch.ticket_id, slots=slots[:good], block_hashes=b"".join(hashes[:good]))
             (result,) = ledger.commit(fetch.epoch, [run])
-            # Refused, or another committer was first: no step reads the own slot, so it goes back at once.
+            # The run was refused, or another committer was first: no step reads the own slot, so it goes back at once.
             back += [slot for slot, stays in zip(slots, result.slots or (-1,) * good, strict=False) if slot != stays]
             count = len(result.slots)
             if result.refusal:
@@ -357,7 +373,8 @@ class Fetcher:
         return count
 
     def _end(self, fetch: _Fetch) -> None:
-        """Releases everything, at the sources too; the slots only when nothing writes to them any more."""
+        """Ends a fetch: releases its pins and tickets, at the sources too, and its slots once nothing writes to them
+        any more."""
         self._drop_source(fetch)
         self._ledger.release(fetch.epoch, [fetch.ticket_id])
 
@@ -369,8 +386,6 @@ class Fetcher:
         gone()
         for work in fetch.lingering:
             work.add_done_callback(gone)
-
-    # -- small things
 
     def _known(self, names: Sequence[str]) -> list[BlockSource]:
         found = []
@@ -385,7 +400,8 @@ class Fetcher:
         """Pins the first source's blocks from ``at`` on; returns None if it has none or does not answer."""
         if fetch.pinned is None:
             try:
-                # No more than it may bring: the source reads all that it pins, to know its checksums.
+                # The fetch asks for no more than it may bring, because the source reads all that it pins, to know its
+                # checksums.
                 packed = b"".join(fetch.hashes[: at + fetch.left_blocks])
                 fetch.pinned = await fetch.sources[0].pin(packed, at, timeout_s=left_s)
                 fetch.pinned_from = at
@@ -395,7 +411,8 @@ class Fetcher:
         return fetch.pinned if at - fetch.pinned_from < len(fetch.pinned.slots) else None
 
     def _drop_source(self, fetch: _Fetch) -> None:
-        """Drops the first source, which is of no use any more. Its pins are released once nothing reads them."""
+        """Drops the first source, which has no further block or has failed. Its pins are released once nothing reads
+        them."""
         if not fetch.sources:
             return
         source, pinned = fetch.sources.pop(0), fetch.pinned
@@ -408,17 +425,17 @@ class Fetcher:
             source.release(pinned.ticket_id)
 
     def _full(self) -> bool:
-        """Whether no further fetch may begin now."""
+        """Returns whether no further fetch may begin now."""
         late_percent = self.late_blocks * 100 // max(1, self._ledger.num_slots)
         return self._fetches + len(self._late) >= MAX_FETCHES or late_percent >= MAX_LATE_PERCENT
 
     def _linger(self, fetch: _Fetch, work: asyncio.Future[Any], blocks: int) -> None:
-        # After the cancel the read ends soon, and not before nobody writes any more.
+        # After the cancel the read ends soon, but not before the last write to the slots.
         work.cancel()
         fetch.lingering[work] = None
         self._late[work] = blocks
         work.add_done_callback(lambda done: self._late.pop(done, None))
-        # Nobody else retrieves its failure.
+        # The failure is retrieved here, because nobody else does it.
         work.add_done_callback(lambda done: done.cancelled() or done.exception())
 
     def _free_to_bring(self, fetch: _Fetch, at: int) -> list[bytes]:
@@ -428,7 +445,7 @@ class Fetcher:
 
     @contextlib.contextmanager
     def _bringing(self, hashes: list[bytes]) -> Iterator[None]:
-        """Makes other fetches wait for ``hashes`` as long as this is open."""
+        """Makes other fetches wait for the blocks of ``hashes`` within the block."""
         over = asyncio.Event()
         self._coming.update(dict.fromkeys(hashes, over))
         try:

@@ -1,19 +1,23 @@
-"""The `pillion` command. Open `app.py` first: it lists every command and imports what a command needs when it runs.
+"""Is the `pillion` command. Open `app.py` first: it lists every command and imports what a command needs when it runs.
 
-    app.py             the commands
-    flags.py           options that commands share; flags from command line, environment and file, and back into an argv
-    help_groups.py     the groups of a command's help
-    checks.py          refuses flags that cannot work
-    talk.py, chat.py   generate, status; chat
-    bench_command.py   bench; the load generator is :mod:`pillion.loadgen`
-    events_command.py  events
+    app.py               the commands
+    flags.py             options that commands share; flags from command line, environment and file, and back to argv
+    reach.py             how a command reaches a gateway
+    help_groups.py       the groups of a command's help
+    checks.py            refuses flags that cannot work
+    talk.py, chat.py     generate, status; chat
+    bench_command.py     bench; the load generator is :mod:`pillion.loadgen`
+    events_command.py    events (a room's)
     simulate_command.py  simulate; the fleet is :mod:`pillion.simulator.fleet`
-    certs.py, keys.py  certificates for development, API keys
-    accuracy_table.py  the table of prepare --quantization
-    adapters.py        adapters of a running cluster
-    cache.py           prompts that are computed ahead, and pins
-    models.py          models of the hub in this machine's cache
-    console.py         what commands print on standard error
+    certs.py, keys.py    certificates for development, API keys
+    accuracy_table.py    the table of prepare --quantization
+    adapters_command.py  adapters
+    adapters.py          adapters of a running cluster
+    cache_command.py     cache
+    cache.py             prompts that are computed ahead, and pins
+    keeper_command.py    keeper (a room's)
+    models.py            models of the hub in this machine's cache
+    console.py           what commands print on standard error
 
 Servers are not imported at the top of any module here: `pillion --help` needs only the SDK's own dependencies.
 """

@@ -1,4 +1,4 @@
-"""The table of `pillion prepare --quantization`: what quantized weights cost in accuracy."""
+"""Prints the table of `pillion prepare --quantization`, which shows what quantized weights cost in accuracy."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from pillion.config import ComputeFlags, DecodeFlags
 
 
 def show_accuracy(flags: ComputeFlags) -> None:
-    """Compares plain and quantized weights on the CPU, which takes a minute, and prints both. Raises ConfigError."""
+    """Compares plain and quantized weights on the CPU, which takes a minute, and prints a table of both. Raises
+    ConfigError."""
     from rich.console import Console
     from rich.table import Table
 
-    from pillion.engine.backends.accuracy import TEXT, compare_weights
+    from pillion.engine.quantized.accuracy import TEXT, compare_weights
 
     click.echo("comparing quantized weights with plain ones")
     plain, quantized = (

@@ -1,4 +1,4 @@
-"""The client commands of adapters, over the SDK. ``reach``: the arguments of :class:`pillion.Client`."""
+"""Runs the client commands of adapters over the SDK. ``reach`` has the arguments of :class:`pillion.Client`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ``pillion`` command. Importing this is light; what a command needs is imported when it runs."""
+"""Declares the ``pillion`` command. Importing this module is light: each command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -8,33 +8,36 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 import click
 
 from pillion._version import PROTOCOL, VERSION
-from pillion.cli.bench_command import bench
 from pillion.cli.console import fail
-from pillion.cli.flags import CA, CERT, KEY, CommandGroup, flag_option, flag_options, option, option_name, options
-from pillion.cli.simulate_command import simulate
-from pillion.config import CommonFlags, DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
+from pillion.cli.flags import CA, CommandGroup, flag_options, option, option_name, options
+from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
+from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
+from pillion.rooms import Seam, entered
+from pillion.types import SAMPLING_OPTIONS
 
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
-DEFAULT_TARGET = "127.0.0.1:50051"
-# What a disk may answer to a write that is no defect of the program.
+# These errors of a write are the disk's, and no defect of the program.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 REPEAT = "Repeat it for more."
+# Rooms add their commands to this seam. Importing a room's commands is as light as importing this module.
+COMMANDS = Seam[click.Command]("cli.commands")
+# The room's function prints what --quantization costs in accuracy.
+ACCURACY = Seam[Callable[[PrepareFlags], None]]("cli.accuracy")
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: every error that is not a defect is one line on standard error."""
+    """Runs the command line. Every error that is not a defect is one line on standard error."""
     try:
         code = cli.main(argv, prog_name="pillion", standalone_mode=False)
     except click.Abort:
@@ -43,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
         error.show()
         code = EXIT_USAGE
     except click.ClickException as error:
-        # The line names the command whose --help to read.
+        # The printed line names the command whose --help to read.
         where = error.ctx.command_path if isinstance(error, click.UsageError) and error.ctx else "pillion"
         fail(f"{error.format_message()} (see {where} --help)")
         code = EXIT_USAGE
@@ -60,7 +63,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         code = EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output went away, as `| head` does. Nothing more can be written there.
+        # The reader of the output went away, as `| head` does, so nothing more can be written to it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = EXIT_FAILED
     except OSError as error:
@@ -77,8 +80,8 @@ def cli() -> None:
     """Serve language models with prefill and decode split over one KV store."""
 
 
-cli.add_command(bench)
-cli.add_command(simulate)
+for command in entered(COMMANDS):
+    cli.add_command(command)
 
 
 def takes_model(function: F) -> F:
@@ -94,7 +97,7 @@ def takes_model(function: F) -> F:
 
 
 def with_model(cls: Any, values: dict[str, Any]) -> Any:
-    """The flags object, its model taken from MODEL, --model or the default, in this order."""
+    """Returns the flags object, its model taken from MODEL, --model or the default, in this order."""
     model = values.pop("model_argument") or values["model"] or "demo"
     return cls(**values | {"model": model})
 
@@ -126,7 +129,7 @@ def demo(**values: Any) -> int:
         if values[name]:
             raise ConfigError(f"pillion demo asks its own cluster and takes no {option_name(name)}: use pillion serve")
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT
-    # A demonstration must not meet another cluster's ports, and is over before a standby is of use.
+    # A demonstration must not meet another cluster's ports, and ends before a standby could be of use.
     for name, value in {"http_port": 0, "grpc_port": 0, "max_model_len": 4096, "standby": False}.items():
         if ctx.get_parameter_source(name) is default:
             values[name] = value
@@ -155,19 +158,6 @@ component_command("kvnode", KVNodeFlags, "Run one KV node: the owner of this hos
 
 
 @cli.command()
-@click.argument("socket")
-def keeper(socket: str) -> None:
-    """Keep the pools of this host's KV nodes when a node dies.
-
-    It listens at the Unix socket SOCKET, which the nodes name with --keeper-socket. It does nothing but hold the pools'
-    memory, and ends by a signal.
-    """
-    from pillion.kvstore.memory.keeper_process import run_keeper
-
-    run_keeper(socket)
-
-
-@cli.command()
 @takes_model
 @flag_options(PrepareFlags)
 @click.option(
@@ -186,9 +176,8 @@ def prepare(measure: bool | None, **values: Any) -> None:
     prepared = make_ready(flags, click.echo)
     measure = sys.stdout.isatty() if measure is None else measure
     if measure and flags.quantization != "none":
-        from pillion.cli.accuracy_table import show_accuracy
-
-        show_accuracy(flags)
+        for show in entered(ACCURACY):
+            show(flags)
     click.echo(f"{prepared.name} {PREPARED} {prepared.folder}")
 
 
@@ -204,31 +193,16 @@ def bias_by_id(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...
     return biases
 
 
-# Options of the client commands. The API key is the environment's PILLION_API_KEY: everybody can read arguments.
-talks_to_gateway = options(
-    option("--target", "Address of the gateway; grpcs://HOST:PORT for TLS.", DEFAULT_TARGET, envvar="PILLION_TARGET"),
-    *(CA, CERT, KEY),
-)
-
-
-def pop_reach(values: dict[str, Any]) -> dict[str, Any]:
-    """Takes :class:`pillion.Client`'s arguments out of ``values``: where the gateway is, and certificates."""
-    reach = {name: values.pop(name) for name in ("target", "ca", "cert", "key")}
-    return {name: value for name, value in reach.items() if value}
-
-
-# The gateway has the defaults of these.
+# The gateway has defaults for these options of sampling.
 samples = options(
     option("--model", "Served model name; may be left out where one model is served.", ""),
     option("--max-tokens", "Most tokens to generate.", type=int),
     option("--min-tokens", "No stop before so many tokens.", type=int),
-    option("--temperature", "0 is greedy.", type=float),
-    option("--top-p", "Nucleus mass.", type=float),
-    option("--top-k", "Only the k most likely tokens.", type=int),
-    option("--min-p", "Only tokens at least so many times as likely as the most likely one.", type=float),
-    option("--repetition-penalty", "Divides logits of tokens in prompt and answer; 1 is none.", type=float),
-    option("--presence-penalty", "Taken from logits of tokens in the answer, once.", type=float),
-    option("--frequency-penalty", "Taken from logits of tokens in the answer, each time.", type=float),
+    *(
+        option(option_name(name), one.about, type=int if one.whole else float)
+        for name, one in SAMPLING_OPTIONS.items()
+        if one.about
+    ),
     option(
         "--logit-bias",
         f"Added to a token's logit. {REPEAT}",
@@ -237,7 +211,6 @@ samples = options(
         multiple=True,
         callback=bias_by_id,
     ),
-    option("--seed", "Makes sampling repeatable.", type=int),
     option("--stop", f"Text that ends the answer. {REPEAT}", (), multiple=True),
     option("--stop-token-id stop_token_ids", f"Id that ends the answer. {REPEAT}", (), type=int, multiple=True),
     option("--ignore-eos", "Go on past the model's end-of-text token.", is_flag=True),
@@ -297,60 +270,6 @@ def status(as_json: bool, **values: Any) -> None:
 
 
 @cli.command()
-@option(
-    "--pages",
-    "Pages of metrics: a URL, HOST:PORT, or HOST:FIRST-LAST for a page on each port. Repeat it for more. `pillion "
-    "serve --metrics-port 9500` has its pages from 9500 on: the gateways', the KV node's, the workers'. Default: "
-    "http://HOST:8000/metrics where the target is HOST:50051, for another gateway none.",
-    (),
-    metavar="PLACE",
-    multiple=True,
-)
-@option(
-    "--interval interval_s",
-    "Seconds between frames. Rates are those of the last 10 s.",
-    1.0,
-    type=click.FloatRange(0.2, 60),
-)
-@option("--once", "Print one frame, with the rates of one interval, and exit.", False, is_flag=True)
-@talks_to_gateway
-def top(pages: tuple[str, ...], interval_s: float, once: bool, **values: Any) -> int:
-    """Watch components, queues, steps, pool, hits and latencies.
-
-    Without pages of metrics it shows what `pillion status` knows, and a dash for the rest. "q" or Ctrl-C ends it.
-    """
-    from pillion.top.top import run_top
-
-    return run_top(pop_reach(values), pages, interval_s, once)
-
-
-# How a command that talks to a component, and not to a gateway, shows who it is.
-as_component = options(*(flag_option(field) for field in fields(CommonFlags) if field.name.startswith("internal_tls_")))
-
-
-@cli.command()
-@click.argument("node", required=False, default="")
-@option("--once", "Print the blocks that the node has now, and exit.", False, is_flag=True)
-@talks_to_gateway
-@as_component
-def events(
-    node: str, once: bool, internal_tls_cert: str, internal_tls_key: str, internal_tls_ca: str, **values: Any
-) -> None:
-    """Print the blocks that a KV node has, stores and removes.
-
-    They are lines of JSON. NODE is the node's --node-listen, host:port or unix:path, or its name. Without it the
-    gateway is asked for the cluster's only one: beside `pillion serve`, `pillion events` is enough. The command goes on
-    through lost connections and the node's restarts; Ctrl-C ends it.
-    """
-    from pillion.cli.events_command import find_node, run_events
-    from pillion.net import rpc, tls
-
-    address = node if ":" in node else find_node(node, pop_reach(values))
-    rpc.use_identity(tls.identity_of(internal_tls_cert, internal_tls_key, internal_tls_ca))
-    run_events(address, once)
-
-
-@cli.command()
 @click.argument("address")
 @options(CA)
 @as_component
@@ -399,112 +318,6 @@ def certs(folder: Path, hosts: tuple[str, ...], days: int) -> None:
         f"--internal-tls-{kind}={folder}/internal.{suffix}" for kind, suffix in (("cert", "pem"), ("key", "key"))
     )
     click.echo(f"components: {between} --internal-tls-ca={folder}/internal-ca.pem")
-
-
-@cli.group()
-def adapters() -> None:
-    """Load, unload and list LoRA adapters."""
-
-
-@adapters.command("load")
-@click.argument("name")
-@click.argument("path")
-@option("--in-place", "Let the name lose the adapter that it has.", False, is_flag=True)
-@option("--parent", "The model that the adapter is for. Default: that of the gateway's --model.", "", metavar="MODEL")
-@talks_to_gateway
-def adapters_load(name: str, path: str, in_place: bool, parent: str, **values: Any) -> None:
-    """Give NAME to the adapter in the folder PATH of the gateway's machine, inside of one of its --lora-path."""
-    from pillion.cli.adapters import run_load
-
-    run_load(pop_reach(values), name, path, in_place, parent)
-
-
-@adapters.command("unload")
-@click.argument("name")
-@talks_to_gateway
-def adapters_unload(name: str, **values: Any) -> None:
-    """Take NAME away. Answers that run with its adapter go on."""
-    from pillion.cli.adapters import run_unload
-
-    run_unload(pop_reach(values), name)
-
-
-@adapters.command("list")
-@talks_to_gateway
-def adapters_list(**values: Any) -> None:
-    """List the adapters that requests may name, with their models."""
-    from pillion.cli.adapters import run_list
-
-    run_list(pop_reach(values))
-
-
-def seconds_of(ctx: click.Context, param: click.Parameter, text: str) -> int:
-    """Parses a time such as 90s, 5m, 1h or 7d; "" is 0."""
-    from pillion.cli.cache import parse_duration
-
-    try:
-        return parse_duration(text) if text else 0
-    except ValueError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
-
-
-@cli.group()
-def cache() -> None:
-    """Compute prompts ahead and pin them.
-
-    FILE is one prompt, its text, or, with the ending .jsonl, an object on each line with "text", "messages" or
-    "tokens", and perhaps with "model", "adapter", "cache_salt", "tools", "name" and "ttl_s".
-    """
-
-
-warms = options(
-    option("--model", "Served model or adapter; may be left out where one model is served.", ""),
-    option("--cache-salt", "The salt of the requests that are to find the prompts.", ""),
-)
-
-
-@cache.command("warm")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@warms
-@talks_to_gateway
-def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
-    """Compute the KV of the prompts in FILE, behind all other requests. Nothing is generated."""
-    from pillion.cli.cache import run_warm
-
-    run_warm(pop_reach(values), file, {"model": model, "cache_salt": cache_salt})
-
-
-@cache.command("pin")
-@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
-@option("--name", "The pin's name, for one prompt. Default: one that follows from the prompt.", "")
-@option("--ttl ttl_s", "How long, such as 5m, 1h or 7d; at most 30d. Default: a day.", "", callback=seconds_of)
-@warms
-@talks_to_gateway
-def cache_pin(file: Path, name: str, ttl_s: int, model: str, cache_salt: str, **values: Any) -> None:
-    """Compute the prompts in FILE, and keep them in memory before everything that is not pinned."""
-    from pillion.cli.cache import run_warm
-
-    common = {"model": model, "cache_salt": cache_salt, "pin": True, "name": name, "ttl_s": ttl_s}
-    run_warm(pop_reach(values), file, common)
-
-
-@cache.command("list")
-@talks_to_gateway
-def cache_list(**values: Any) -> None:
-    """List your own pins: names, tokens, blocks, nodes, when they lapse, and how many prompts they served."""
-    from pillion.cli.cache import run_list
-
-    run_list(pop_reach(values))
-
-
-@cache.command("drop")
-@click.argument("name")
-@talks_to_gateway
-def cache_drop(name: str, **values: Any) -> None:
-    """End your own pin NAME. Its blocks stay in memory until they have to go."""
-    from pillion.cli.cache import run_drop
-
-    run_drop(pop_reach(values), name)
 
 
 @cli.group()

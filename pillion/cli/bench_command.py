@@ -1,4 +1,4 @@
-"""`pillion bench`: load on a running service. What it needs is imported when it runs."""
+"""Declares `pillion bench`, which puts load on a running service. The command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ TABLE_WIDTH = 100
 
 
 class RunByDefault(CommandGroup):
-    """A command group whose options alone mean ``run``: ``bench --rate 2`` is ``bench run --rate 2``."""
+    """Groups commands so that options alone mean ``run``: ``bench --rate 2`` is ``bench run --rate 2``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Inserts ``run`` where the command's name is left out."""
+        """Inserts ``run`` where the arguments name no command."""
         if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
             args = ["run", *args]
         return super().parse_args(ctx, args)
@@ -88,7 +88,7 @@ OUTPUT = (
 def bench() -> None:
     """Measure a running service under load.
 
-    That is latencies, goodput, and the highest rate that meets objectives.
+    It shows latencies, goodput, and the highest rate that meets objectives.
 
     Without a command it is `pillion bench run`; the options are in `pillion bench run --help`.
     """
@@ -100,7 +100,7 @@ def bench() -> None:
 @options(*OUTPUT)
 @click.option("--records", is_flag=True, help="With --json: one object for each request too.")
 def run(**values: Any) -> int:
-    """One run. The exit status is 1 if a request failed."""
+    """Measure one run. The exit status is 1 if a request failed."""
     return asyncio.run(_run(plan_of(values), values))
 
 
@@ -132,7 +132,7 @@ async def _run(plan: BenchPlan, values: dict[str, Any]) -> int:
 def sweep(**values: Any) -> int:
     """Find the highest rate that meets --slo.
 
-    From --rate by doubling, then bisection, each run with its own seed. The exit status is 1 if no rate met them.
+    It begins at --rate, doubles, then bisects; each run has its own seed. The exit status is 1 if no rate met them.
     """
     return asyncio.run(_sweep(plan_of(values), values))
 
@@ -166,11 +166,12 @@ async def _sweep(plan: BenchPlan, values: dict[str, Any]) -> int:
 
 
 def plan_of(values: dict[str, Any]) -> BenchPlan:
-    """The runs that the options ask for. Raises ConfigError, also where no picture could be written."""
+    """Returns the plan of the run that the options ask for. Raises ConfigError, also where no picture could be
+    written."""
     from pillion.loadgen.load import LoadConfig
     from pillion.loadgen.plots import check_plot
     from pillion.loadgen.run import BenchPlan, Server
-    from pillion.loadgen.slo import parse_slo
+    from pillion.slo import parse_slo
 
     def fields_of(cls: type) -> dict[str, Any]:
         return {f.name: values[f.name] for f in fields(cls) if f.name in values and values[f.name] is not None}
@@ -191,7 +192,7 @@ def plan_of(values: dict[str, Any]) -> BenchPlan:
 
 
 def title_of(plan: BenchPlan) -> str:
-    """A picture's title."""
+    """Returns the title of a plan's picture."""
     load = plan.load
     pace = "a trace's own times" if load.rate is None else f"{load.arrivals} arrivals, {load.rate:g}/s"
     pace = f"{load.concurrency} at a time" if load.concurrency else pace
@@ -200,12 +201,13 @@ def title_of(plan: BenchPlan) -> str:
 
 @contextmanager
 def _bar(wanted: bool) -> Iterator[Callable[[str, int], Callable[[Record], None]]]:
-    """A progress bar, if wanted. Yields ``begin(title, total)``, which shows a new bar and returns its advance."""
+    """Shows a progress bar, if one is wanted. Yields ``begin(title, total)``, which shows a new bar and returns the
+    function that advances it."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    # Drawn once a second: drawing shares a core with measuring.
+    # The bar is drawn once a second, because drawing shares a core with measuring.
     with Progress(*columns, console=Console(stderr=True), refresh_per_second=1, disable=not wanted) as progress:
 
         def begin(title: str, total: int) -> Callable[[Record], None]:

@@ -1,4 +1,4 @@
-"""`pillion cache`: prompts of a file that are computed ahead, and pinned, over the SDK.
+"""Runs `pillion cache` over the SDK, which lets the cluster compute the prompts of a file ahead, and pins them.
 
 ``reach``: the arguments of :class:`pillion.Client`. A file is one prompt, its text, or, with the ending .jsonl, an
 object on each line: {"text" | "messages" | "tokens", "model", "adapter", "cache_salt", "tools", "name", "ttl_s"}.
@@ -24,7 +24,7 @@ from pillion.errors import ConfigError, Overloaded
 from pillion.types import WarmedPrefix
 
 TABLE_WIDTH = 120
-# Prompts of one file. Each takes a call.
+# A file has at most this many prompts, because each takes a call.
 MAX_PROMPTS = 10_000
 _PROMPTS = ("text", "messages", "tokens")
 _OPTIONS = {"model": str, "adapter": str, "cache_salt": str, "tools": list, "name": str, "ttl_s": int}
@@ -33,7 +33,7 @@ _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 @dataclass(frozen=True, slots=True)
 class FilePrompt:
-    """One prompt of a file: where it stands, and the arguments of :meth:`pillion.Client.warm_prefix`."""
+    """Holds one prompt of a file: its line in the file, and the arguments of :meth:`pillion.Client.warm_prefix`."""
 
     where: str
     prompt: Item
@@ -41,8 +41,9 @@ class FilePrompt:
 
 
 def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
-    """Computes the prompts of a file, and pins them where ``common`` says so; prints a line for each. ``common`` holds
-    for all prompts, and what a line says goes before it. Raises PillionError."""
+    """Lets the cluster compute the prompts of a file, and pins them where ``common`` says so; prints a line for each.
+    The arguments in ``common`` are for all prompts; what a line of the file says wins over them. Raises
+    PillionError."""
     prompts = read_prompts(path)
     if common.get("name") and len(prompts) > 1:
         raise ConfigError(f"--name is one prompt's, and {path} has {len(prompts)}: give each line a name")
@@ -57,7 +58,7 @@ def run_warm(reach: dict[str, Any], path: Path, common: dict[str, Any]) -> None:
 
 
 def run_list(reach: dict[str, Any]) -> None:
-    """Prints a row for each pin. Raises PillionError."""
+    """Prints a row for each prefix pin. Raises PillionError."""
     with Client(**reach) as client:
         pins = client.prefixes()
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -71,7 +72,7 @@ def run_list(reach: dict[str, Any]) -> None:
 
 
 def run_drop(reach: dict[str, Any], name: str) -> None:
-    """Ends a pin. Raises PillionError."""
+    """Ends a prefix pin. Raises PillionError."""
     with Client(**reach) as client:
         client.drop_prefix(name)
     print(f"dropped: {name}")
@@ -95,7 +96,7 @@ def read_prompts(path: Path) -> list[FilePrompt]:
 
 
 def parse_duration(text: str) -> int:
-    """Reads 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
+    """Reads a duration such as 90s, 5m, 1h or 7d, or a number of seconds. Raises ValueError."""
     found = re.fullmatch(r"(\d{1,9})([smhd]?)", text.strip())
     if found is None:
         raise ValueError(f"{text!r} is no time such as 90s, 5m, 1h or 7d")
@@ -103,7 +104,7 @@ def parse_duration(text: str) -> int:
 
 
 def duration(seconds: int) -> str:
-    """A time as people write it, in its largest unit that is at least two, rounded."""
+    """Writes a time as people write it: rounded, in the largest unit of which it has at least two."""
     for unit, length in reversed(_UNITS_S.items()):
         if seconds >= 2 * length:
             return f"{round(seconds / length)}{unit}"
@@ -115,7 +116,7 @@ def _warm(client: Client, prompt: FilePrompt, common: dict[str, Any]) -> WarmedP
         try:
             return client.warm_prefix(prompt.prompt, **{**common, **prompt.options})
         except Overloaded as error:
-            # One without a time to come again is a quota of pins, which time alone does not change.
+            # An Overloaded error without ``retry_after_ms`` comes from a quota of pins, which waiting does not change.
             if attempt == OVERLOAD_RETRIES or not error.retry_after_ms:
                 raise
             time.sleep(wait_s(error))
@@ -137,7 +138,7 @@ def _read_line(where: str, line: str) -> FilePrompt:
             raise ConfigError(f"{where}: {name} is no {'text' if wanted is str else wanted.__name__}")
     options = {name: value for name, value in fields.items() if name in _OPTIONS}
     if adapter := options.pop("adapter", ""):
-        # An adapter is asked for by its own name, in the place of its model's.
+        # Requests name an adapter in the field in which others name their model.
         options["model"] = adapter
     prompt = next(fields[name] for name in _PROMPTS if name in fields)
     if not prompt:

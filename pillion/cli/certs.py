@@ -1,4 +1,4 @@
-"""`pillion certs`: a development set of certificates, made by the openssl command.
+"""`pillion certs` makes a set of certificates for development, by the openssl command.
 
 There are two authorities: one signs the gateways that clients trust (and clients, where the edge asks for their
 certificates), the other signs the components of a cluster and nothing else.
@@ -22,14 +22,14 @@ DAYS = 365
 MAX_DAYS = 3650
 OPENSSL_TIMEOUT_S = 60.0
 NAMES = ("ca", "server", "client", "internal-ca", "internal")
-# `pillion serve` asks its own gateway as a client whether it is ready.
+# A gateway's certificate serves a client as well: `pillion serve` asks its own gateway whether it is ready.
 BOTH = "serverAuth,clientAuth"
 DEFAULT_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """A certificate to make: who signs it, for which names, and what it may be used for."""
+    """Describes a certificate that is to be made: who signs it, for which names, and what it may be used for."""
 
     name: str
     authority: str

@@ -1,4 +1,4 @@
-"""`pillion chat`: a conversation on a terminal, or one line after the other from standard input.
+"""`pillion chat` holds a conversation on a terminal, or sends one line after the other from standard input.
 
 terminal:  message | several lines | /command --> Conversation --> the whole conversation is sent, its KV is cached
 elsewhere: each line is a message; there are no commands, and the first error ends it
@@ -34,18 +34,19 @@ what was shown."""
 
 
 class Conversation:
-    """The messages so far, and the commands that change them."""
+    """Holds the messages of a conversation so far, and runs the commands that change them."""
 
     def __init__(self, system: str = "") -> None:
         self.system = system
         self.turns: list[ChatMessage] = []
 
     def messages(self) -> list[ChatMessage]:
-        """All messages, the system's first."""
+        """Returns all messages, the system's first."""
         return [ChatMessage("system", self.system), *self.turns] if self.system else list(self.turns)
 
     def command(self, line: str) -> str:
-        """Does what a line that begins with "/" says; returns what to show. Raises EOFError for the end."""
+        """Does what a line that begins with "/" says; returns the text to show. Raises EOFError where the conversation
+        is to end."""
         name, _, rest = line.partition(" ")
         rest = rest.strip()
         if name == "/help":
@@ -77,7 +78,7 @@ class Conversation:
 
 
 def run_chat(system: str, history: bool, reach: dict[str, Any], sampling: dict[str, Any]) -> None:
-    """Runs the conversation until its end. Raises PillionError; on a terminal only where no conversation begins.
+    """Runs a conversation until its end. Raises PillionError; on a terminal only where no conversation begins.
 
     Args:
         system: the system message; "" for none.
@@ -86,7 +87,8 @@ def run_chat(system: str, history: bool, reach: dict[str, Any], sampling: dict[s
     """
     talk, options = Conversation(system), given(sampling)
     if not sys.stdin.isatty():
-        # As `pillion generate`: a wrong address is told at once. On a terminal the first line tells it.
+        # The command reports a wrong address at once, as `pillion generate` does. On a terminal the first line reports
+        # it.
         with Client(**reach, connect_timeout_s=0.0) as client:
             for line in sys.stdin:
                 if line.strip():
@@ -116,8 +118,8 @@ def _converse(client: Client, talk: Conversation, options: dict[str, Any]) -> No
 
 
 def _turn(client: Client, talk: Conversation, message: str, options: dict[str, Any]) -> None:
-    """Asks for one answer and shows it. A request that fails leaves the conversation as it was. Where Ctrl-C ends the
-    answer, the text that was shown stays in the conversation, so that the model knows what the person has read."""
+    """Asks for one answer and shows the text. A request that fails leaves the conversation as it was. Where Ctrl-C ends
+    the answer, the text that was shown stays in the conversation, so that the model knows what the person has read."""
     asked = ChatMessage("user", message)
     texts: list[str] = []
     try:
@@ -130,7 +132,8 @@ def _turn(client: Client, talk: Conversation, message: str, options: dict[str, A
 
 
 def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
-    """The first lines. Raises ConfigError where the model has to be chosen, or is not served."""
+    """Returns the lines with which a conversation begins. Raises ConfigError where the model has to be chosen, or is
+    not served."""
     names, served = [info.name for info in infos], [info.name for info in infos if not info.alias_of]
     if model and names and model not in names:
         raise ConfigError(f"--model {model} is not served at {target}; served: {', '.join(names)}")
@@ -141,7 +144,8 @@ def banner(infos: Sequence[ModelInfo], model: str, target: str) -> str:
 
 
 def read_message(read_line: Callable[[str], str]) -> str:
-    """One message, of several lines where a line ends with a backslash or the first one begins with three quotes.
+    """Reads one message. It has several lines where a line ends with a backslash or the first one begins with three
+    quotes.
 
     Args:
         read_line: returns a line, shown the prompt; raises EOFError at the end.
@@ -161,7 +165,7 @@ def read_message(read_line: Callable[[str], str]) -> str:
 
 
 def history_file() -> Path:
-    """Where the lines of earlier conversations are."""
+    """Returns the path of the file that keeps the lines of earlier conversations."""
     state = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(state).expanduser() / "pillion" / "chat_history"
 
@@ -170,12 +174,13 @@ def history_file() -> Path:
 def kept_history(path: Path | None) -> Iterator[None]:
     """Gives input() its editing and its history: the last HISTORY_LINES lines, in a file that only its owner may read.
 
-    ``path`` None: nothing is read or kept. A file that cannot be used is said once, and nothing is kept.
+    With ``path`` None, nothing is read or kept. Of a file that cannot be used one warning is printed, and nothing is
+    kept.
     """
     try:
         import readline
     except ImportError:
-        # A Python without it reads plain lines.
+        # A Python without readline reads plain lines, without editing and history.
         yield
         return
     readline.clear_history()
@@ -198,7 +203,7 @@ def kept_history(path: Path | None) -> Iterator[None]:
     finally:
         with contextlib.suppress(OSError):
             if hasattr(readline, "append_history_file"):
-                # Behind what another terminal has added meanwhile.
+                # The lines are appended to those that another terminal has added meanwhile.
                 readline.append_history_file(readline.get_current_history_length() - before, path)
             else:
                 readline.write_history_file(path)

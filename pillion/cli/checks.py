@@ -1,4 +1,4 @@
-"""Refuses flags that cannot work, in one line each, before anything starts."""
+"""Refuses flags that cannot work before anything starts, with one line for each."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pillion.config import (
 from pillion.cores import parse_cores
 from pillion.errors import ConfigError
 from pillion.net.addresses import is_local
+from pillion.rooms import entered
 from pillion.served_models import other_models
 
 
@@ -32,9 +33,10 @@ def check_flags(flags: Any) -> None:
         raise ConfigError(
             f"--chunk-size {values['chunk_size']} is not a multiple of --block-size {values['block_size']}"
         )
-    if values.get("max_num_batched_prefill_tokens", values.get("block_size", 0)) < values.get("block_size", 0):
+    # A budget of 0 is chosen by the device, which looks at these limits itself.
+    if 0 < values.get("max_num_batched_prefill_tokens", 0) < values.get("block_size", 0):
         raise ConfigError("--max-num-batched-prefill-tokens is smaller than one block")
-    if values.get("max_num_batched_tokens", 1) < values.get("max_num_seqs", 1):
+    if 0 < values.get("max_num_batched_tokens", 0) < values.get("max_num_seqs", 1):
         raise ConfigError("--max-num-batched-tokens must hold one token for each of --max-num-seqs")
     if values.get("low_watermark_percent", 0) > values.get("high_watermark_percent", 0):
         raise ConfigError("--low-watermark-percent must not be above --high-watermark-percent")
@@ -49,9 +51,10 @@ def check_flags(flags: Any) -> None:
         refuse_strangers(flags)
         _check_edge(flags)
     if values.get("object_url"):
-        from pillion.kvstore.tiers.object_store import parse_object_url
+        from pillion.kvstore.tiers.media import FAR_URL
 
-        parse_object_url(values["object_url"])
+        for check in entered(FAR_URL):
+            check(values["object_url"])
     if "also_model" in values:
         other_models(flags)
     if "split_policy" in values:
@@ -61,12 +64,12 @@ def check_flags(flags: Any) -> None:
 
 
 def _check_edge(flags: GatewayFlags) -> None:
-    """What a gateway would refuse when all else runs already."""
-    from pillion.gateway.adapters.adapter_names import parse_lora_modules
-    from pillion.gateway.scaling.objectives import parse_objectives
+    """Refuses flags that a gateway would refuse only after all other components had started."""
+    from pillion.gateway.named_adapters import check_adapters
+    from pillion.gateway.planning.forecast import forecaster_of
 
-    parse_objectives(flags.slo, flags.attainment, flags.worker_start_s)
-    parse_lora_modules(flags.lora_modules)
+    forecaster_of(flags)
+    check_adapters(flags)
 
 
 def _check_tls(values: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""Standard error as a person sees it: notices, progress, and components' logs with a coloured prefix each.
+"""Prints on standard error what a person should see: notices, progress, and components' logs with a coloured prefix
+each.
 
-With ``--log-format json`` every line is a JSON object instead: a component's own objects go on as they are, and what is
-none (Redis, a traceback, a library) is put into one.
+With ``--log-format json`` every line is a JSON object instead: a component's own objects go on as they are, and any
+other line (Redis's, a traceback's, a library's) is put into one.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ OWN = "pillion"
 
 
 class Notices:
-    """Prints to standard error: with colours and a spinner on a terminal, as plain lines elsewhere.
+    """Prints a supervisor's lines to standard error: with colours and a spinner on a terminal, as plain lines
+    elsewhere.
 
     Args:
-        form: "text", or "json" for one object a line.
+        form: "text" for plain lines, "json" for one object a line.
         log_file: gets the components' lines in place of standard error.
     """
 
@@ -46,14 +48,14 @@ class Notices:
         self._print(OWN if self._json else name, f"{name}: {text}" if self._json else text, style)
 
     def command(self, text: str) -> None:
-        """Prints a command alone in its line, to be copied."""
+        """Prints a command on a line of its own, to be copied."""
         if self._json:
             self.say(f"try: {text}")
         else:
             self.console.print(f"  {text}", soft_wrap=True, markup=False)
 
     def component(self, component_id: str, line: str, style: str = "") -> None:
-        """Takes one line of a component's log, as it is: nothing in it is markup."""
+        """Prints one line of a component's log, without reading markup in it."""
         if self._log_file is None:
             self._print(component_id, line, style)
         else:
@@ -72,7 +74,8 @@ class Notices:
 
     @contextmanager
     def progress(self, title: str) -> Iterator[Callable[[str], None]]:
-        """Shows ``title`` while the block runs, where there is a terminal; the yielded function shows a step of it."""
+        """Shows ``title`` while the block runs, where there is a terminal; the yielded function shows the step that
+        runs now."""
         if self._json or not self.console.is_terminal:
             yield self.say
             return
@@ -81,7 +84,7 @@ class Notices:
 
 
 def as_json(component_id: str, line: str) -> str:
-    """The line itself where it is a JSON object, else an object with the line as its message."""
+    """Returns the line itself where it is a JSON object, else an object with the line as its message."""
     from pillion.observability.log_format import JsonFormatter
 
     if line.startswith("{"):
@@ -95,7 +98,8 @@ def as_json(component_id: str, line: str) -> str:
 
 
 def table_console(width: int) -> Console:
-    """A console on standard output for tables: where it is no terminal, at least ``width`` columns wide."""
+    """Makes a console on standard output for tables. Where that is no terminal, it is at least ``width`` columns
+    wide."""
     from rich.console import Console
 
     console = Console()
@@ -105,7 +109,7 @@ def table_console(width: int) -> Console:
 
 
 def fail(message: str) -> None:
-    """Prints the one line on standard error with which a failed command ends."""
+    """Prints a message as the one line on standard error with which a failed command ends."""
     from pillion.observability.log_format import logs_json
 
     if logs_json():

@@ -1,4 +1,4 @@
-"""Options of commands: those that several share, and the flags of :mod:`pillion.config`.
+"""Makes the options of commands: those that several commands share, and the flags of :mod:`pillion.config`.
 
 A flag is a click option, a variable of the environment and a key of a file, and goes back into an argv:
 
@@ -29,9 +29,9 @@ from pillion.cli.help_groups import write_commands, write_options
 from pillion.errors import ConfigError
 
 ENV_PREFIX = "PILLION_"
-# One file and one environment may serve all of these.
+# A process may read flags of all these classes from one file and one environment.
 ALL_FLAGS = (config.KVNodeFlags, config.PrefillFlags, config.DecodeFlags, config.GatewayFlags, config.ServeFlags)
-# Every variable that begins with PILLION_ and is no flag, by who reads it.
+# These variables begin with PILLION_ and are no flags; each is listed under the program that reads it.
 OTHER_VARIABLES = {
     "PILLION_CONFIG": "commands that take flags: the config file",
     "PILLION_CACHE": "workers and gateways: the folder of prepared models and compiled kernels",
@@ -57,13 +57,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
-    """An option with its default in the help. A second word of ``name`` is the parameter's name."""
+    """Makes an option that shows its default in the help. A second word of ``name`` is the parameter's name."""
     shown = default not in (None, "", ())
     return click.option(*name.split(), default=default, show_default=shown, help=about, **more)
 
 
 def options(*made: Callable[[F], F]) -> Callable[[F], F]:
-    """One decorator of several; the help lists them in this order."""
+    """Returns one decorator that adds all these options; the help lists them in this order."""
 
     def add(function: F) -> F:
         for one in reversed(made):
@@ -73,29 +73,30 @@ def options(*made: Callable[[F], F]) -> Callable[[F], F]:
     return add
 
 
-# How a client reaches a server with TLS.
+# These options say how a client reaches a server with TLS.
 CA = option("--ca", "PEM of the trusted authorities. Default: the system's.", envvar="PILLION_CA")
 CERT = option("--cert", "PEM of a client certificate, for a server that asks for one.", envvar="PILLION_CERT")
 KEY = option("--key", "PEM of the client certificate's private key.", envvar="PILLION_KEY")
 
 
 def option_name(field_name: str) -> str:
-    """``max_num_seqs`` -> ``--max-num-seqs``."""
+    """Returns the name of a field's option: ``max_num_seqs`` -> ``--max-num-seqs``."""
     return "--" + field_name.replace("_", "-")
 
 
 def env_name(field_name: str) -> str:
-    """``max_num_seqs`` -> ``PILLION_MAX_NUM_SEQS``."""
+    """Returns the name of a field's environment variable: ``max_num_seqs`` -> ``PILLION_MAX_NUM_SEQS``."""
     return ENV_PREFIX + field_name.upper()
 
 
 def known_names() -> frozenset[str]:
-    """Field names of every command's flags."""
+    """Returns the field names of all commands' flags."""
     return frozenset(f.name for cls in ALL_FLAGS for f in fields(cls))
 
 
 class FlagType(click.ParamType):  # type: ignore[type-arg]
-    """Text (or a TOML number) through the flag's own parser, with one clear line when it does not parse."""
+    """Converts a flag's text (or a TOML number) by the flag's own parser, and gives one clear line when it does not
+    parse."""
 
     name = "text"
 
@@ -105,11 +106,11 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
         self.name = {config.parse_size: "size", int: "integer", float: "number"}.get(kind, "text")
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """The word behind the option in the help."""
+        """Returns the word that stands for the value after the option in the help."""
         return "[" + "|".join(self.choices) + "]" if self.choices else self.name.upper()
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Defaults come through here too, so that text and value are treated alike."""
+        """Converts a flag's value, defaults included, so that text and value are treated alike."""
         text = str(value)
         try:
             parsed = self.kind(text)
@@ -123,7 +124,8 @@ class FlagType(click.ParamType):  # type: ignore[type-arg]
 
 
 class FlagCommand(click.Command):
-    """A command that refuses unknown variables, and whose errors say which variable or line of a file set a flag."""
+    """Runs a command; it refuses unknown variables of the environment, and whose errors say which variable or line of a
+    file set a flag."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parses the command line, the environment and the file."""
@@ -142,7 +144,7 @@ class FlagCommand(click.Command):
             super().format_options(ctx, formatter)
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command."""
+        """Runs the command, and names the origin of a flag that it refuses."""
         check_variables(os.environ)
         try:
             return super().invoke(ctx)
@@ -153,13 +155,13 @@ class FlagCommand(click.Command):
 
 
 class CommandGroup(click.Group):
-    """A group of such commands. ``pillion`` itself lists its own by what they are for."""
+    """Groups commands of class :class:`FlagCommand`. The group ``pillion`` lists its commands by what they are for."""
 
     command_class = FlagCommand
     group_class = type
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the list of commands into the help. The one of ``pillion`` itself is divided into groups."""
+        """Writes the list of commands into the help. The list of ``pillion`` itself is divided into groups."""
         if ctx.parent is None:
             write_commands(self.commands, formatter)
         else:
@@ -178,7 +180,7 @@ def _origin(ctx: click.Context, param: click.Parameter) -> str:
 
 
 def _line_of(spellings: Iterable[str], path: str) -> int:
-    """The number of the line that sets a flag in a TOML file without tables."""
+    """Returns the number of the line that sets a flag in a TOML file without tables."""
     keys = "|".join(spelling[2:].replace("-", "[-_]") for spelling in spellings)
     pattern = re.compile(rf"\s*[\"']?({keys})[\"']?\s*=")
     lines = Path(path).read_text("utf-8").splitlines()
@@ -205,7 +207,7 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
 
 
 def flag_option(field: Field[Any]) -> Callable[[F], F]:
-    """The click option of one flag."""
+    """Returns the click option of one flag."""
     name, about = option_name(field.name), field.metadata
     common: dict[str, Any] = {
         "envvar": env_name(field.name),
@@ -231,25 +233,27 @@ def _read_environment_and_file(ctx: click.Context, param: click.Parameter, path:
 def check_variables(environ: Mapping[str, str]) -> None:
     """Raises ConfigError for the first ``PILLION_*`` variable that nothing reads."""
     known = {*map(env_name, known_names()), *OTHER_VARIABLES}
-    # Kubernetes describes each service of the namespace to every container; ours may be called pillion-something.
+    # Kubernetes describes each service of the namespace to every container; a service of Pillion's may be called
+    # pillion-something.
     services = [name.removesuffix("SERVICE_HOST") for name in environ if name.endswith("_SERVICE_HOST")]
     links = tuple(prefix + kind for prefix in services for kind in ("SERVICE_", "PORT"))
     for name in sorted(environ):
         if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(links):
-            # What all names begin with says nothing about which of them is meant.
+            # All variables begin with this prefix, so it says nothing about which of them is meant.
             hint = did_you_mean(name, known, len(ENV_PREFIX))
             raise ConfigError(f"unknown environment variable {name}{hint}")
 
 
 def did_you_mean(name: str, known: Iterable[str], skip: int = 0) -> str:
-    """What an error says of a name that is nearly one of those known; empty where none is near. The first ``skip``
-    letters, which all begin with, are not compared."""
+    """Returns what an error says of a name that is nearly a known one; "" where no known name is near. The first
+    ``skip`` letters are not compared, because all known names begin with them."""
     close = difflib.get_close_matches(name[skip:], [one[skip:] for one in known], 1)
     return f"; did you mean {name[:skip]}{close[0]}?" if close else ""
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Field name -> value of a TOML file. Raises ConfigError, in one line, for a file that cannot be used."""
+    """Reads a TOML file of flags, as values by field name. Raises ConfigError, in one line, for a file that cannot be
+    used."""
     try:
         with open(path, "rb") as file:
             table = tomllib.load(file)
@@ -280,7 +284,8 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
-    """Every field of ``flags`` as an argument, defaults too, so that a child's flags depend on nothing around it."""
+    """Returns every field of ``flags`` as an argument, defaults included, so that a child's flags depend on nothing
+    around it."""
     left_out, argv = frozenset(leave_out), []
     for field in fields(flags):
         if field.name in left_out:
@@ -296,12 +301,13 @@ def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
 
 
 def without_flags(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` less every variable that is a flag: a child gets the parent's flags by its command line alone."""
+    """Returns ``environ`` without the variables that are flags: a child gets the parent's flags by its command line
+    alone."""
     flags = {*map(env_name, known_names()), ENV_PREFIX + "CONFIG"}
     return {name: value for name, value in environ.items() if name not in flags}
 
 
 def subset(cls: type, source: Any, **changes: Any) -> Any:
-    """An instance of ``cls`` with the fields that ``source`` has too, and ``changes``."""
+    """Makes an instance of ``cls`` of the fields that ``source`` also has, and of ``changes``."""
     shared = {f.name for f in fields(cls)} & {f.name for f in fields(source)}
     return cls(**{name: getattr(source, name) for name in shared} | changes)

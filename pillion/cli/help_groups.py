@@ -1,4 +1,4 @@
-"""The groups in which the help lists flags and commands: nobody reads eighty flags in one column."""
+"""Lists the groups in which the help shows flags and commands, because nobody reads eighty flags in one column."""
 
 from __future__ import annotations
 
@@ -15,36 +15,40 @@ COMMANDS = {
     "Run one component": "gateway prefill decode kvnode keeper health",
     "About this program": "version",
 }
-# In the order of the help. A flag that is in none is listed under OTHERS; a test keeps that empty.
+# The groups stand in the order of the help. A flag that is in no group is listed under OTHERS; a test keeps that group
+# empty.
 GROUPS = {
-    "Model": "model served_model_name also_model revision dtype quantization load_format max_model_len",
+    "Model": "model tokenizer served_model_name also_model revision dtype quantization load_format max_model_len",
     "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
     "Answers": "generation_config override_generation_config chat_template"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",
-    "Public ports": "host http_port grpc_port ui allow allowed share_ports max_message_bytes",
+    "Public ports": "host http_port grpc_port ui allow allowed share_ports max_message_bytes"
+    " ignored_fields cut_system_lines",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
-    " device cpu share_cores core_board first_core enforce_eager drain_timeout_s fence_kill_after_s fork_server"
-    " standby",
+    " pipeline_parallel_size device cpu share_cores core_lending_table first_core enforce_eager drain_timeout_s"
+    " fence_kill_after_s fork_server standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
     " max_pinned_percent max_tenant_pinned_percent"
     " low_watermark high_watermark host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool keeper_socket"
     " max_kv_followers",
-    "Scheduling": "max_num target_itl_ms speculative_config split_policy chunk_size enable_chunked_prefill max_waiting",
-    "Limits of a gateway": "max_inflight max_running_requests max_attempts",
+    "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill"
+    " max_waiting",
+    "Limits of a gateway": "max_inflight max_running_requests max_attempts max_read_ahead",
     "Wanted workers": "slo attainment worker_start_s",
     "Batches": "batch max_batch_requests",
     "Cluster": "redis_url heartbeat component_id node attach_socket listen advertise probe_listen",
     "Logs and metrics": "log metrics vllm_metric_names",
 }
 OTHERS = "Others"
-# Options that are no flags of :mod:`pillion.config`: they have no field there.
+# These options of commands are no flags of :mod:`pillion.config`, and so have no field there.
 _NO_FLAGS = ("help", "measure")
 OPTIONS = "Options"
 
 
 def group_of(field_name: str) -> str:
-    """The group of a flag: the one that names it, or else the longest beginning of its name, up to a "_"."""
+    """Returns the group of a flag: the group that names the flag, or else the longest beginning of its name that ends
+    before a "_"."""
     words = field_name.split("_")
     for count in range(len(words), 0, -1):
         beginning = "_".join(words[:count])
@@ -59,18 +63,19 @@ def write_commands(commands: Mapping[str, click.Command], formatter: click.HelpF
     for title, names in COMMANDS.items():
         with formatter.section(title):
             longest = max(map(len, commands))
-            # The names of all groups end at one column.
-            rows = [(name.ljust(longest), commands[name].get_short_help_str(formatter.width)) for name in names.split()]
+            # The lists of all groups begin at one column. A command may be missing, because its room is gone.
+            listed = [name for name in names.split() if name in commands]
+            rows = [(name.ljust(longest), commands[name].get_short_help_str(formatter.width)) for name in listed]
             formatter.write_dl(rows)
 
 
 def write_options(params: list[click.Parameter], ctx: click.Context, formatter: click.HelpFormatter) -> None:
-    """Writes a command's options; flags of :mod:`pillion.config` in groups, everything else first."""
+    """Writes a command's options: flags of :mod:`pillion.config` in groups, and all others before them."""
     rows: dict[str, list[tuple[str, str]]] = {title: [] for title in (OPTIONS, *GROUPS, OTHERS)}
     for param in params:
         row = param.get_help_record(ctx)
         if row is not None and isinstance(param, click.Option):
-            # --config has no field either.
+            # --config has no field in :mod:`pillion.config`.
             is_flag = param.expose_value and param.name not in _NO_FLAGS
             rows[group_of(param.name or "") if is_flag else OPTIONS].append(row)
     for title, listed in rows.items():

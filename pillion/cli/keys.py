@@ -1,4 +1,4 @@
-"""`pillion keys`: entries for the gateway's `--api-keys` file."""
+"""`pillion keys` makes entries for the gateway's `--api-keys` file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,8 @@ def add_key(path: Path, tenant: str, operator: bool = False, models: tuple[str, 
 
 
 def _with(text: str, tenant: str, field: str, value: str) -> str:
-    """The file's text with a field in the tenant's table; everything else stays as somebody wrote it."""
+    """Returns the text of a keys file with a field set in the tenant's table; everything else stays as somebody wrote
+    it."""
     header = rf"""(?m)^[ \t]*\[[ \t]*tenant[ \t]*\.[ \t]*(["']?){re.escape(tenant)}\1[ \t]*\].*$"""
     if (found := re.search(header, text)) is None:
         return text
@@ -70,7 +71,8 @@ def _with(text: str, tenant: str, field: str, value: str) -> str:
 
 
 def hash_key(key: str) -> str:
-    """The ``hash`` field of an existing key. Raises ConfigError for one that is too short to be a secret."""
+    """Returns an existing key's hash, as the ``hash`` field of a keys file holds it. Raises ConfigError for a key that
+    is too short to be a secret."""
     require_server_packages()
     from pillion.gateway.admission.api_keys import hash_of
 

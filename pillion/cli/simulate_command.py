@@ -1,4 +1,6 @@
-"""`pillion simulate`: a recorded trace on a fleet in simulated time. What it needs is imported when it runs."""
+"""Declares `pillion simulate`, which replays a recorded trace on a fleet in simulated time. The command imports what it
+needs when it runs.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from typing import Any
 
 import click
 
-from pillion.cli.flags import option, options
+from pillion.cli.flags import FlagCommand, option, options
 
 FILE = click.Path(dir_okay=False, path_type=Path)
 COSTS = "STEP,TOKEN,SEQUENCE,READ,PAIR"
@@ -20,7 +22,7 @@ OUTPUT = (
 
 
 def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> tuple[float, ...]:
-    """Parses five numbers separated by commas; empty without any."""
+    """Parses five numbers separated by commas; without any text it returns an empty tuple."""
     if not text:
         return ()
     try:
@@ -33,7 +35,7 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
     return found
 
 
-@click.command()
+@click.command(cls=FlagCommand)
 @options(
     option("--trace", "File: Mooncake's JSON lines, BurstGPT's or Azure's CSV.", type=FILE, required=True),
     option(

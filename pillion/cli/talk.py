@@ -1,4 +1,4 @@
-"""The client commands generate and status, over the SDK. ``reach``: the arguments of :class:`pillion.Client`."""
+"""Runs the client commands generate and status over the SDK. ``reach`` has the arguments of :class:`pillion.Client`."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ TABLE_WIDTH = 120
 
 
 def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], schema: str = "") -> None:
-    """Streams the continuation to standard output; several are printed one after the other. With a JSON ``schema`` they
-    fit it. Raises PillionError."""
-    shape = StructuredOutputs(json=schema) if schema else None
-    # Whoever has typed a wrong address is to be told at once.
+    """Streams a prompt's continuation to standard output; several answers are printed one after the other. With a JSON
+    ``schema``, answers fit the schema. Raises PillionError."""
+    structured = StructuredOutputs(json=schema) if schema else None
+    # A person who has typed a wrong address should see that at once.
     with Client(**reach, connect_timeout_s=0.0) as client:
-        deltas = client.generate(prompt, structured_outputs=shape, **given(sampling))
+        deltas = client.generate(prompt, structured_outputs=structured, **given(sampling))
         if (sampling.get("n") or 1) > 1:
             show_each(deltas)
         else:
@@ -32,13 +32,13 @@ def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], s
 
 
 def given(sampling: dict[str, Any]) -> dict[str, Any]:
-    """The options that were given: the gateway has defaults for the rest."""
+    """Returns the options of sampling that were given. The gateway has defaults for the others."""
     return {name: value for name, value in sampling.items() if value not in (None, (), "", {})}
 
 
 def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
-    """Prints the text as it arrives, then log probabilities where the answer has them; returns the text. Reasoning goes
-    to standard error, so that the output is the answer alone.
+    """Prints an answer's text as it arrives, then log probabilities where the answer has them; returns the text.
+    Reasoning goes to standard error, so that the output is the answer alone.
 
     Args:
         texts: gets each piece of the text just before it is printed, so that a caller still has it after Ctrl-C.
@@ -51,7 +51,7 @@ def show(deltas: Iterable[Delta], texts: list[str] | None = None) -> str:
             sys.stderr.write(delta.reasoning or "\n\n")
             sys.stderr.flush()
             thinks = bool(delta.reasoning) and not delta.text
-        # The piece is kept before it is shown, since a person who presses Ctrl-C in between has read it.
+        # The piece of the answer is kept before it is shown, since a person who presses Ctrl-C in between has read it.
         texts.append(delta.text)
         sys.stdout.write(delta.text)
         sys.stdout.flush()
@@ -80,7 +80,7 @@ def show_each(deltas: Iterable[Delta]) -> None:
 
 
 def logprob_lines(logprobs: Iterable[TokenLogprob]) -> str:
-    """A line for each token: its id and log probability, then the alternatives, the most likely first."""
+    """Makes a line for each token: its id and log probability, then the alternatives, the most likely first."""
     lines = []
     for token in logprobs:
         others = "  ".join(f"{i} {p:.3f}" for i, p in zip(token.top_ids, token.top_logprobs, strict=False))
@@ -109,7 +109,7 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
 
 
 def status_table(status: ClusterStatus) -> Table:
-    """One row per component."""
+    """Makes a table with one row per component."""
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for name in ("component", "role", "model", "kernels", "node"):
         table.add_column(name, overflow="fold")
@@ -134,7 +134,8 @@ def status_table(status: ClusterStatus) -> Table:
 
 
 def narrow_table(status: ClusterStatus) -> Table:
-    """One row per component, with what fits into 80 columns; :func:`component_lines` have the rest."""
+    """Makes a table with one row per component, which fits into 80 columns; :func:`component_lines` prints what the
+    table leaves out."""
     table = Table(title=f"Pillion {status.version}", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("component", overflow="fold")
     table.add_column("role", no_wrap=True)
@@ -149,7 +150,8 @@ def narrow_table(status: ClusterStatus) -> Table:
 
 
 def component_lines(status: ClusterStatus) -> Iterator[str]:
-    """What a narrow table leaves out: of each component what it serves, with what, where, and how full its pool is."""
+    """Makes the lines with what a narrow table leaves out: for each component what it serves, with what, where, and how
+    full its pool is."""
     sizes = _block_sizes(status)
     for one in _in_order(status):
         node = one.node_id if one.node_id != one.component_id else ""
@@ -164,18 +166,19 @@ def _in_order(status: ClusterStatus) -> list[ComponentStatus]:
 
 
 def _block_sizes(status: ClusterStatus) -> dict[str, int]:
-    """Tokens of a block by node: a KV node holds blocks of bytes, and only its workers know how many tokens one is."""
+    """Returns the tokens of a block by KV node: a node knows the bytes of a block, and only its workers know the
+    tokens."""
     return {one.node_id: one.block_size_tokens for one in status.components if one.block_size_tokens}
 
 
 def kernels_of(component: ComponentStatus) -> str:
-    """What a worker computes with, and how many processes it is where it is several."""
+    """Names the kernels that a worker computes with, and how many processes it has where it has several."""
     ranks = component.tensor_parallel_size
     return f"{component.kernels}, {ranks} ranks" if ranks > 1 else component.kernels
 
 
 def model_line(model: ModelInfo, status: ClusterStatus) -> str:
-    """What is served under a name, in one line."""
+    """Says in one line what is served under a name."""
     if model.parent:
         ready = ", ".join(sorted(one.component_id for one in status.components if model.adapter in one.adapters))
         return f"{model.name}: adapter of {model.parent}, ready on {ready or 'no worker now'}"
@@ -185,7 +188,7 @@ def model_line(model: ModelInfo, status: ClusterStatus) -> str:
 
 
 def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
-    """How full a KV node is, by state; empty for other components."""
+    """Says how many of a KV node's slots are in each state; returns "" for other components."""
     if not component.total_blocks:
         return ""
     used = (component.total_blocks - component.free_blocks) / component.total_blocks
@@ -199,7 +202,7 @@ def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
 
 
 def summary(status: ClusterStatus) -> str:
-    """One line of totals since the gateway started."""
+    """Returns one line of totals for the requests since the gateway started."""
     rate = status.cached_tokens / status.prompt_tokens if status.prompt_tokens else 0.0
     index = "" if status.index_available else "; Redis does not answer: no prefix hits"
     return (

@@ -11,16 +11,18 @@ import sys
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-# Applied in this order. A text that does not occur any more is an error, so the list cannot go stale.
+# These replacements turn the asyncio client into the blocking one, in this order. A text that does not occur any more
+# is an error, so the list cannot go stale.
 REPLACEMENTS = (
-    ("The SDK's asyncio client. :mod:`pillion.client.client` is", "The SDK's blocking client,"),
+    ("Has the SDK's asyncio client. :mod:`pillion.client.client` is", "Has the SDK's blocking client,"),
     ("this file by `make client`", "async_client.py by `make client`: edit that file"),
-    ("A client of a cluster for one event loop; streams", "A blocking client of a cluster. Thread-safe; streams"),
+    ("Is a client of a cluster for one event loop; streams", "Is a blocking client of a cluster. Thread-safe; streams"),
     ("channel: an asyncio channel belongs to the loop that runs then.", "channel; threads share it."),
     ("import grpc.aio\n", ""),
     ("grpc.aio.AioRpcError", "grpc.RpcError"),
     ("grpc.aio.Channel", "grpc.Channel"),
     ("AsyncGenerator[Delta, None]", "Generator[Delta, None, None]"),
+    ("AsyncGenerator[Delta[Value], None]", "Generator[Delta[Value], None, None]"),
     ("AsyncGenerator", "Generator"),
     ("AsyncClient", "Client"),
     ("_AsyncStream", "_BlockingStream"),
@@ -39,7 +41,8 @@ REPLACEMENTS = (
 
 
 def blocking(text: str) -> str:
-    """The blocking client's code for the asyncio client's code ``text``. Raises ValueError for a stale replacement."""
+    """Returns the blocking client's code, made of ``text``, the asyncio client's code. Raises ValueError for a stale
+    replacement."""
     for old, new in REPLACEMENTS:
         if old not in text:
             raise ValueError(f"{old!r} does not occur in async_client.py")

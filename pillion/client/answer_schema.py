@@ -1,6 +1,7 @@
-"""The shape of an answer as a type of the caller's: its JSON schema, and the value that an answer's text becomes.
+"""Reads the structure of an answer from a type of the caller's: the type's JSON schema, and the value that an answer's
+text becomes.
 
-A pydantic model and a msgspec struct bring both themselves. Dataclasses, TypedDicts and what stands in them are read
+Pydantic models and msgspec structs make both themselves. Dataclasses, TypedDicts and the types of their fields are read
 here, because the SDK alone brings neither library.
 """
 
@@ -16,31 +17,32 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
 
-from pillion.types import Delta, FinishReason, SamplingParams, StructuredOutputs
+from pillion.types import Delta, FinishReason, SamplingParams, StructuredOutputs, Value
 
-# A JSON schema as a mapping or as text, or a type.
-Schema = Mapping[str, Any] | str | type[Any]
+# The schema of an answer is a JSON schema as a mapping or as text, or a type.
+Schema = Mapping[str, Any] | str | type[Value]
 
 _PLAIN: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerSchema:
-    """A JSON schema as text, and what makes a value of an answer's text."""
+    """Holds a JSON schema as text, and the function that makes a value of an answer's text."""
 
     text: str
     parse: Callable[[str], Any]
 
 
 class ParsedAnswers:
-    """Adds the value of each answer to its last delta. One that was cut short has none."""
+    """Adds the value of each answer to the answer's last delta. An answer that was cut short has no value."""
 
     def __init__(self, parse: Callable[[str], Any]) -> None:
         self._parse = parse
         self._texts: dict[int, list[str]] = {}
 
     def note(self, delta: Delta) -> Delta:
-        """The stream's next delta. Raises what the caller's type raises for a value that it does not take."""
+        """Takes the stream's next delta, and returns it with a value where it ends an answer. Raises what the caller's
+        type raises for a value that it does not take."""
         texts = self._texts.setdefault(delta.index, [])
         texts.append(delta.text)
         if delta.finish_reason is not FinishReason.STOP or delta.stop_string:
@@ -49,7 +51,8 @@ class ParsedAnswers:
 
 
 def answer_schema(schema: Schema) -> AnswerSchema:
-    """Reads a schema or a type. Raises TypeError for one that has no JSON schema, ValueError for what is no JSON."""
+    """Reads the schema of an answer, or a type. Raises TypeError for a type that has no JSON schema, and ValueError for
+    text that is no JSON."""
     if isinstance(schema, str):
         json.loads(schema)
         return AnswerSchema(schema, json.loads)
@@ -59,7 +62,7 @@ def answer_schema(schema: Schema) -> AnswerSchema:
     if hasattr(kind, "model_json_schema") and hasattr(kind, "model_validate_json"):
         return AnswerSchema(json.dumps(_closed(kind.model_json_schema())), kind.model_validate_json)
     if hasattr(kind, "__struct_fields__"):
-        # The caller's struct has imported it.
+        # The program of the caller has imported msgspec to define the struct.
         msgspec = sys.modules["msgspec"]
         return AnswerSchema(
             json.dumps(_closed(msgspec.json.schema(kind))), lambda text: msgspec.json.decode(text, type=kind)
@@ -71,7 +74,8 @@ def answer_schema(schema: Schema) -> AnswerSchema:
 
 
 def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> SamplingParams:
-    """The sampling parameters with the schema as their shape. Raises TypeError where they have one."""
+    """Returns the sampling parameters with the schema as their structure. Raises TypeError where they have a structure
+    already."""
     if schema is None:
         return sampling
     if sampling.structured_outputs is not None:
@@ -80,7 +84,7 @@ def with_schema(sampling: SamplingParams, schema: AnswerSchema | None) -> Sampli
 
 
 def _closed(schema: Any) -> Any:
-    """The schema of a type without room for properties that the type does not have."""
+    """Returns the schema of a type, closed against properties that the type does not have."""
     if isinstance(schema, list):
         return [_closed(one) for one in schema]
     if not isinstance(schema, dict):
@@ -95,14 +99,14 @@ def _closed(schema: Any) -> Any:
 
 
 class _TypeReader:
-    """Reads types; ``definitions`` are the schemas of the classes in them, by name."""
+    """Makes JSON schemas of types; ``definitions`` are the schemas of the classes in them, by name."""
 
     def __init__(self) -> None:
         self.definitions: dict[str, Any] = {}
         self._names: dict[Any, str] = {}
 
     def schema(self, kind: Any) -> dict[str, Any]:
-        """The JSON schema of a type. Raises TypeError."""
+        """Returns the JSON schema of a type. Raises TypeError."""
         if kind is Any:
             return {}
         if kind in _PLAIN or kind is None:
@@ -150,7 +154,7 @@ class _TypeReader:
 
 
 def _fields(kind: Any) -> dict[str, Any]:
-    """The fields of a dataclass that are set by name, or of a TypedDict, and their types."""
+    """Returns the fields of a dataclass that are set by name, or of a TypedDict, with their types."""
     hints = get_type_hints(kind, include_extras=True)
     if is_typeddict(kind):
         return {
@@ -162,7 +166,7 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 def _required(kind: Any) -> list[str]:
     if is_typeddict(kind):
-        # Where annotations are texts, the class itself does not know which of them say that they are not required.
+        # Where annotations are texts, the class itself does not know which of them mark a field as not required.
         marks = {name: get_origin(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
         unmarked = kind.__required_keys__
         return [
@@ -177,7 +181,8 @@ def _required(kind: Any) -> list[str]:
 
 
 def _value(kind: Any, found: Any) -> Any:
-    """What JSON's ``found``, which fits the schema of ``kind``, is as that type."""
+    """Makes a value of type ``kind`` of ``found``, which JSON's parser made of a text that fits the schema of
+    ``kind``."""
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is typing.Annotated:
         return _value(arguments[0], found)
@@ -203,7 +208,8 @@ def _value(kind: Any, found: Any) -> Any:
 
 
 def _fits(kind: Any, found: Any) -> bool:
-    """Whether JSON's ``found`` may be of a type, as far as tells members of a union apart."""
+    """Returns whether ``found``, which JSON's parser made, may be of a type, as far as that tells members of a union
+    apart."""
     origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return True

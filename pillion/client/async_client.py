@@ -1,4 +1,4 @@
-"""The SDK's asyncio client. :mod:`pillion.client.client` is generated from this file by `make client`.
+"""Has the SDK's asyncio client. :mod:`pillion.client.client` is generated from this file by `make client`.
 
     from pillion import AsyncClient
 
@@ -17,7 +17,7 @@ Many prompts at once, and their whole answers:
     for output in await client.batch(["Once", "Twice"], max_tokens=64, concurrency=8, progress=True):
         print(output.outputs[0].text)
 
-Where a gateway dies in the middle of a stream, the stream goes on behind its last token, at the next one of several
+Where a gateway dies in the middle of a stream, the stream goes on after its last token, at the next one of several
 addresses (``AsyncClient("host1:50051,host2:50051")``) or at the same one: :mod:`pillion.client.resume`.
 
 Leaving an iteration early (``break``, ``close()``, an exception) cancels the request, and the cluster frees everything
@@ -54,22 +54,23 @@ from pillion.types import (
     PinnedPrefix,
     SamplingParams,
     Tool,
+    Value,
     WarmedPrefix,
 )
 from pillion.v1 import gateway_pb2, gateway_pb2_grpc
 from pillion.wire.public import model_from_pb, pin_from_pb, status_from_pb, warmed_from_pb
 
 DEFAULT_TARGET = "127.0.0.1:50051"
-# For models() and status(); a stream takes as long as its caller allows.
+# This limits models() and status(); a stream takes as long as its caller allows.
 UNARY_TIMEOUT_S = 10.0
 # An adapter may have gigabytes, which are copied, checked and brought to other machines before its name is given.
 LOAD_ADAPTER_TIMEOUT_S = 600.0
-# A long prompt that waits until nobody else wants the places.
+# A long prompt waits until nobody else wants the places it needs.
 WARM_TIMEOUT_S = 600.0
 
 
 class AsyncClient:
-    """A client of a cluster for one event loop; streams may run side by side.
+    """Is a client of a cluster for one event loop; streams may run side by side.
 
     Args:
         target: ``host:port`` or ``unix:path`` of a gateway's gRPC port, ``grpcs://host:port`` for TLS. Several gateways
@@ -103,7 +104,7 @@ class AsyncClient:
         )
         self._resume_timeout_s, self._connect_timeout_s = resume_timeout_s, connect_timeout_s
         self._opening = threading.Lock()
-        # By number of the address; and the number of the one that is called.
+        # Channels stand here by the number of their address; ``_number`` is that of the address that is called.
         self._channels: dict[int, tuple[grpc.aio.Channel, Any]] = {}
         self._number = 0
         self._closed = False
@@ -118,9 +119,9 @@ class AsyncClient:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
-        schema: Schema | None = None,
+        schema: Schema[Value] | None = None,
         **fields: Any,
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[Delta[Value], None]:
         """Streams a completion of ``prompt``: text, or token ids.
 
         With ``n`` > 1 the deltas of all answers come mixed, each with its ``index``, and each answer's last one has a
@@ -143,12 +144,12 @@ class AsyncClient:
             PillionError: one of its subclasses, from here or from the iteration.
             TypeError: an unknown keyword, ``sampling`` and keywords together, or a type that has no schema.
         """
-        shape = None if schema is None else answer_schema(schema)
-        chosen = with_schema(client_requests.sampling_of(sampling, fields), shape)
+        structured = None if schema is None else answer_schema(schema)
+        chosen = with_schema(client_requests.sampling_of(sampling, fields), structured)
         request = client_requests.prompt_request(
             prompt, model=model, sampling=chosen, cache_salt=cache_salt, request_id=request_id, priority=priority
         )
-        return self._stream(request, timeout_s, shape).deltas()
+        return self._stream(request, timeout_s, structured).deltas()
 
     def chat(
         self,
@@ -160,7 +161,7 @@ class AsyncClient:
         request_id: str = "",
         priority: int = 0,
         timeout_s: float | None = None,
-        schema: Schema | None = None,
+        schema: Schema[Value] | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -168,7 +169,7 @@ class AsyncClient:
         tool_choice: str | Mapping[str, Any] = "",
         parallel_tool_calls: bool | None = None,
         **fields: Any,
-    ) -> AsyncGenerator[Delta, None]:
+    ) -> AsyncGenerator[Delta[Value], None]:
         """Streams the assistant's next message; ``messages`` as ChatMessage or as ``{"role": ..., "content": ...}``.
 
         Args:
@@ -184,8 +185,8 @@ class AsyncClient:
 
         The other arguments are those of :meth:`generate`.
         """
-        shape = None if schema is None else answer_schema(schema)
-        chosen = with_schema(client_requests.sampling_of(sampling, fields), shape)
+        structured = None if schema is None else answer_schema(schema)
+        chosen = with_schema(client_requests.sampling_of(sampling, fields), structured)
         options = client_requests.chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
         request = client_requests.chat_request(
             messages,
@@ -197,7 +198,7 @@ class AsyncClient:
             request_id=request_id,
             priority=priority,
         )
-        return self._stream(request, timeout_s, shape).deltas()
+        return self._stream(request, timeout_s, structured).deltas()
 
     async def batch(
         self,
@@ -211,10 +212,10 @@ class AsyncClient:
         concurrency: int = DEFAULT_CONCURRENCY,
         progress: bool = False,
         raise_errors: bool = True,
-        schema: Schema | None = None,
+        schema: Schema[Value] | None = None,
         **fields: Any,
-    ) -> list[Result]:
-        """All answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
+    ) -> list[Result[Value]]:
+        """Returns all answers to many prompts, in the prompts' order; ``concurrency`` prompts are in flight at once.
 
         Args:
             prompts: texts, token ids or conversations, mixed as you like.
@@ -232,14 +233,14 @@ class AsyncClient:
             ValueError: ``concurrency`` out of bounds, not one sampling for each prompt.
         """
         check_concurrency(concurrency)
-        shape = None if schema is None else answer_schema(schema)
-        chosen = [with_schema(each, shape) for each in one_each(sampling, fields, len(prompts))]
+        structured = None if schema is None else answer_schema(schema)
+        chosen = [with_schema(each, structured) for each in one_each(sampling, fields, len(prompts))]
         requests = [
             client_requests.item_request(prompt, model=model, sampling=each, cache_salt=cache_salt, priority=priority)
             for prompt, each in zip(prompts, chosen, strict=True)
         ]
         return await run_batch_async(
-            lambda request: self._stream(request, timeout_s, shape),
+            lambda request: self._stream(request, timeout_s, structured),
             _AsyncStream.deltas,
             requests,
             concurrency,
@@ -248,7 +249,7 @@ class AsyncClient:
         )
 
     async def models(self) -> list[ModelInfo]:
-        """Models that live workers serve. Raises PillionError."""
+        """Returns the models that live workers serve. Raises PillionError."""
         reply = await self._unary("ListModels", gateway_pb2.ListModelsRequest())
         return [model_from_pb(model) for model in reply.models]
 
@@ -286,7 +287,7 @@ class AsyncClient:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float = WARM_TIMEOUT_S,
     ) -> WarmedPrefix:
-        """Computes the KV of a prompt ahead, behind all other requests, and generates nothing. Later prompts that begin
+        """Computes the KV of a prompt ahead, after all other requests, and generates nothing. Later prompts that begin
         with it find it.
 
         Args:
@@ -307,7 +308,7 @@ class AsyncClient:
         return warmed_from_pb(await self._unary("WarmPrefix", message, timeout_s))
 
     async def prefixes(self) -> list[PinnedPrefix]:
-        """The caller's own pins, by name. Raises PillionError."""
+        """Returns the caller's own pins, by name. Raises PillionError."""
         reply = await self._unary("ListPrefixes", gateway_pb2.ListPrefixesRequest())
         return [pin_from_pb(pin) for pin in reply.pins]
 
@@ -316,7 +317,7 @@ class AsyncClient:
         await self._unary("DropPrefix", gateway_pb2.DropPrefixRequest(name=name))
 
     async def status(self) -> ClusterStatus:
-        """The cluster's components, their load, and totals. Raises PillionError."""
+        """Returns the cluster's components, their load, and totals. Raises PillionError."""
         return status_from_pb(await self._unary("GetStatus", gateway_pb2.GetStatusRequest()))
 
     async def close(self) -> None:
@@ -342,7 +343,7 @@ class AsyncClient:
         return _AsyncStream(self, progress)
 
     def _stub(self) -> tuple[int, Any]:
-        """The number of the address to call, and its stub."""
+        """Returns the number of the address to call, and its stub."""
         # The first call opens the channel: an asyncio channel belongs to the loop that runs then.
         with self._opening:
             if self._closed:
@@ -353,7 +354,7 @@ class AsyncClient:
             return self._number, self._channels[self._number][1]
 
     def _channel(self) -> grpc.aio.Channel:
-        """The channel of the address to call."""
+        """Returns the channel of the address to call."""
         number, _ = self._stub()
         return self._channels[number][0]
 
@@ -386,7 +387,7 @@ class AsyncClient:
 
 
 class _AsyncStream:
-    """One answer's stream over all its calls; the first one is made at once."""
+    """Reads one answer's stream over all its calls; the first call is made at once."""
 
     def __init__(self, client: AsyncClient, progress: StreamProgress) -> None:
         self._client = client
@@ -395,7 +396,7 @@ class _AsyncStream:
         self._begin()
 
     async def deltas(self) -> AsyncGenerator[Delta, None]:
-        """All deltas, in order. Raises PillionError."""
+        """Yields all deltas, in order. Raises PillionError."""
         progress = self._progress
         try:
             while True:
@@ -413,7 +414,7 @@ class _AsyncStream:
                     pause_s = progress.delay_s(found, spoken, time.monotonic())
                 except PillionError as final:
                     connection = self._client._connection
-                    # Asking takes time, and the caller's is not prolonged.
+                    # Finding the listener takes time, which must not prolong the caller's own limit.
                     spoken = spoken or isinstance(found, DeadlineExceeded)
                     raise await connection.explained_async(final, found, spoken, self._number) from None
                 if is_loss(found, spoken):

@@ -1,4 +1,5 @@
-"""Batches of the clients: many requests side by side, at most ``concurrency`` at once, results in the prompts' order.
+"""Runs batches of the clients: many requests side by side, at most ``concurrency`` at once, results in the prompts'
+order.
 
 prompts --> [ concurrency streams at once ] --> results, by index          a bar in the terminal, if wanted
               Overloaded --waits as long as the server says, then sends again, OVERLOAD_RETRIES times
@@ -16,15 +17,15 @@ from typing import Any
 from pillion.client.client_requests import sampling_of
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.errors import Cancelled, Overloaded, PillionError
-from pillion.types import Delta, GenerateRequest, SamplingParams
+from pillion.types import Delta, GenerateRequest, SamplingParams, Value
 
 DEFAULT_CONCURRENCY = 32
 MAX_CONCURRENCY = 1024
-# How often a request that was refused for load is sent again.
+# A request that was refused for load is sent again this often.
 OVERLOAD_RETRIES = 10
 MAX_OVERLOAD_WAIT_MS = 10_000
 
-Result = RequestOutput | PillionError
+Result = RequestOutput[Value] | PillionError
 
 
 def check_concurrency(concurrency: int) -> None:
@@ -36,7 +37,8 @@ def check_concurrency(concurrency: int) -> None:
 def one_each(
     sampling: SamplingParams | Sequence[SamplingParams] | None, fields: Mapping[str, Any], count: int
 ) -> list[SamplingParams]:
-    """The sampling of each of ``count`` prompts; by :func:`sampling_of`. Raises ValueError for too few or too many."""
+    """Returns the sampling parameters of each of ``count`` prompts, by :func:`sampling_of`. Raises ValueError for too
+    few or too many."""
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling_of(sampling, fields)] * count
     if len(sampling) != count:
@@ -56,7 +58,7 @@ def run_batch(
 
     Args:
         start: begins a request's call, which has ``cancel()``.
-        read: the deltas of a call; raises PillionError.
+        read: returns the deltas of a call; raises PillionError.
         progress: whether a bar is shown.
         raise_errors: whether the first PillionError ends the batch; otherwise it is the request's result.
     """
@@ -76,7 +78,8 @@ class _ThreadBatch:
         self._done: queue.SimpleQueue[tuple[int, Result | BaseException]] = queue.SimpleQueue()
 
     def run(self, requests: Sequence[GenerateRequest], concurrency: int, progress: bool) -> list[Result]:
-        """Returns when all threads have ended; an error, or Ctrl-C, cancels the calls in flight."""
+        """Runs all requests, and returns when all threads have ended; an error, or Ctrl-C, cancels the calls in
+        flight."""
         results: list[Result | None] = [None] * len(requests)
         todo = iter(enumerate(requests))
         threads = [
@@ -152,8 +155,8 @@ async def run_batch_async(
     progress: bool,
     raise_errors: bool,
 ) -> list[Result]:
-    """Runs the asyncio client's batch; the arguments are those of :func:`run_batch`. Cancelling it cancels the calls in
-    flight."""
+    """Runs the asyncio client's batch; the arguments are those of :func:`run_batch`. Where it is cancelled, the calls
+    in flight are cancelled too."""
     results: list[Result | None] = [None] * len(requests)
     todo = iter(enumerate(requests))
 
@@ -195,7 +198,7 @@ async def _answer(
 
 
 def collector_of(request: GenerateRequest) -> OutputCollector:
-    """An empty collector for the request's deltas."""
+    """Makes an empty collector for the request's deltas."""
     sampling = request.sampling
     return OutputCollector(
         request.text or None,
@@ -206,13 +209,13 @@ def collector_of(request: GenerateRequest) -> OutputCollector:
 
 
 def wait_s(error: Overloaded) -> float:
-    """Seconds to wait before a refused request is sent again: as the server says, within bounds."""
+    """Returns the seconds to wait before a refused request is sent again: as the server says, within bounds."""
     return min(max(error.retry_after_ms, 100), MAX_OVERLOAD_WAIT_MS) / 1000
 
 
 @contextlib.contextmanager
 def progress_bar(total: int, wanted: bool) -> Iterator[Callable[[], None]]:
-    """A bar on standard error while the block runs; yields what to call for each finished item."""
+    """Shows a bar on standard error while the block runs; yields the function to call for each finished item."""
     if not wanted:
         yield lambda: None
         return

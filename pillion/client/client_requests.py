@@ -1,4 +1,4 @@
-"""Builds requests from what callers pass: shared by the clients, their batches and :class:`pillion.LLM`."""
+"""Builds requests from the arguments of callers, for the clients, their batches and :class:`pillion.LLM`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.v1 import gateway_pb2
 from pillion.wire.public import request_to_pb
 
 _CHOICES = ("", "auto", "none", "required")
-# Items of a prompt that one error names.
+# One error names at most this many items of a prompt.
 MAX_NAMED = 32
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"}
@@ -25,20 +25,21 @@ _PROMPT_FIELD = re.compile(r"^(text|token_ids|prompt)(?![^\[])")
 
 Prompt = str | Sequence[int]
 Message = ChatMessage | Mapping[str, Any]
-# One item of a batch: a prompt, or a conversation.
+# An item of a batch is a prompt or a conversation.
 Item = Prompt | Sequence[Message]
 
 
 def prompt_request(prompt: Prompt, **options: Any) -> GenerateRequest:
-    """The request of one prompt; ``options``: other fields of GenerateRequest. Raises InvalidRequest, naming each item
-    of ``prompt`` that can be no token's id."""
+    """Makes the request of one prompt; ``options`` are other fields of GenerateRequest. Raises InvalidRequest, which
+    names each item of ``prompt`` that cannot be a token's id."""
     if isinstance(prompt, str):
         return GenerateRequest(text=prompt, **options)
     return GenerateRequest(token_ids=_checked_ids(prompt), **options)
 
 
 def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest:
-    """The request of one conversation, like :func:`prompt_request`. Raises InvalidRequest for a bad message."""
+    """Makes the request of one conversation, as :func:`prompt_request` does of a prompt. Raises InvalidRequest for a
+    bad message."""
     if not messages:
         raise InvalidRequest.of(FieldViolation("messages", "the prompt is empty"))
     checked = (message_of(message, f"messages[{n}]") for n, message in enumerate(messages))
@@ -48,7 +49,8 @@ def chat_request(messages: Sequence[Message], **options: Any) -> GenerateRequest
 def chat_options(
     add_generation_prompt: bool | None, continue_final_message: bool, chat_template_kwargs: Mapping[str, Any] | None
 ) -> ChatOptions:
-    """How a conversation becomes a prompt. Raises InvalidRequest for variables that are no JSON."""
+    """Makes the options by which a conversation becomes a prompt. Raises InvalidRequest for variables that are no
+    JSON."""
     try:
         kwargs = json.dumps(dict(chat_template_kwargs), allow_nan=False) if chat_template_kwargs else ""
     except (TypeError, ValueError, RecursionError) as error:
@@ -63,8 +65,8 @@ def chat_options(
 def tool_options(
     tools: Sequence[Tool | Mapping[str, Any]], tool_choice: str | Mapping[str, Any], parallel_tool_calls: bool | None
 ) -> ToolOptions:
-    """The tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none", "required", a
-    tool's name, or OpenAI's object with one. Raises InvalidRequest for what is neither."""
+    """Reads the tools of a conversation, in OpenAI's form or as Tool. ``tool_choice`` may be "auto", "none",
+    "required", a tool's name, or OpenAI's object with a name. Raises InvalidRequest for anything else."""
     read = tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(tools))
     if isinstance(tool_choice, Mapping):
         choice, name = "named", str(_named_function(tool_choice, "tool_choice")["name"])
@@ -94,7 +96,7 @@ def _tool(tool: Tool | Mapping[str, Any], where: str) -> Tool:
 
 
 def _named_function(value: Any, where: str) -> Mapping[str, Any]:
-    """The "function" of OpenAI's objects, which has a name. Raises InvalidRequest."""
+    """Returns the "function" of one of OpenAI's objects, which must have a name. Raises InvalidRequest."""
     function = value.get("function") if isinstance(value, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         text = 'an object of type "function" is needed, whose "function" has a "name"'
@@ -103,7 +105,7 @@ def _named_function(value: Any, where: str) -> Mapping[str, Any]:
 
 
 def item_request(item: Item, **options: Any) -> GenerateRequest:
-    """The request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
+    """Makes the request of a batch's item: :func:`chat_request` of a conversation, else :func:`prompt_request`."""
     if not isinstance(item, str) and item and isinstance(item[0], ChatMessage | Mapping):
         return chat_request(item, **options)  # type: ignore[arg-type]
     return prompt_request(item, **options)  # type: ignore[arg-type]
@@ -117,17 +119,22 @@ def prefix_request(
     tools: Sequence[Tool | Mapping[str, Any]],
     chat_template_kwargs: Mapping[str, Any] | None,
 ) -> GenerateRequest:
-    """The request whose prompt is computed ahead; a conversation ends with its last message. Raises InvalidRequest."""
+    """Makes a request whose prompt is to be computed ahead; a conversation ends with its last message. Raises
+    InvalidRequest."""
     is_chat = not isinstance(prompt, str) and bool(prompt) and isinstance(prompt[0], ChatMessage | Mapping)
     of_chat: dict[str, Any] = {}
     if is_chat:
         of_chat["chat"] = chat_options(False, False, chat_template_kwargs)
         of_chat["tools"] = tool_options(tools, "", None)
+    for name, value in (("tools", tools), ("chat_template_kwargs", chat_template_kwargs)):
+        if value and not is_chat:
+            raise InvalidRequest.of(FieldViolation(name, "only a conversation has them; give messages"))
     return item_request(prompt, model=model, cache_salt=cache_salt, **of_chat)
 
 
 def warm_message(request: GenerateRequest, pin: bool, name: str, ttl_s: int) -> gateway_pb2.WarmPrefixRequest:
-    """The message that has a prompt computed ahead. Raises InvalidRequest for a value that fits no field."""
+    """Makes the message that asks for a prompt to be computed ahead. Raises InvalidRequest for a value that fits no
+    field."""
     try:
         return gateway_pb2.WarmPrefixRequest(prompt=to_pb(request), pin=pin, name=name, ttl_s=ttl_s)
     except (ValueError, TypeError) as error:
@@ -135,17 +142,18 @@ def warm_message(request: GenerateRequest, pin: bool, name: str, ttl_s: int) -> 
 
 
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
-    """The sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown keyword."""
+    """Returns the sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown
+    keyword."""
     if sampling is not None and fields:
         raise TypeError(f"give sampling or its fields by keyword, not both: {', '.join(sorted(fields))}")
     chosen = sampling if sampling is not None else SamplingParams(**fields)
     stop: Any = chosen.stop
-    # A bare text would be read as a sequence: every letter a stop string.
+    # Without this, a bare text would be read as a sequence whose every letter is a stop string.
     return replace(chosen, stop=(stop,)) if isinstance(stop, str) else chosen
 
 
 def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
-    """The request as a message. Raises InvalidRequest for a value that fits no field; nothing is sent then."""
+    """Makes the message of a request. Raises InvalidRequest for a value that fits no field, before anything is sent."""
     try:
         return request_to_pb(request)
     except (ValueError, TypeError) as error:
@@ -153,7 +161,7 @@ def to_pb(request: GenerateRequest) -> gateway_pb2.GenerateRequest:
 
 
 def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
-    """A gateway's error with the caller's name of the ``prompt``, in place of the message's fields."""
+    """Returns a gateway's error with the caller's name of the ``prompt``, in place of the message's fields."""
     if not isinstance(error, InvalidRequest) or not error.violations:
         return error
     return InvalidRequest.of(
@@ -163,7 +171,7 @@ def respelled(error: PillionError, prompt: str = "prompt") -> PillionError:
 
 def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
     try:
-        # Takes what an id's field takes, and compares nothing in Python.
+        # An array of this type refuses everything that is no token id, and checks faster than a loop in Python.
         return tuple(array("I", prompt))
     except (TypeError, OverflowError):
         wrong = (FieldViolation(f"prompt[{n}]", text) for n, one in enumerate(prompt) if (text := _no_id(one)))
@@ -171,20 +179,21 @@ def _checked_ids(prompt: Sequence[int]) -> tuple[int, ...]:
 
 
 def _no_id(item: Any) -> str:
-    """What keeps an item from being an id; empty where nothing does."""
+    """Says what keeps an item from being a token's id; "" where nothing does."""
     if not hasattr(item, "__index__"):
         return f"an id is an integer, not {type(item).__name__}"
     return "" if 0 <= item.__index__() < 2**32 else f"{str(item)[:40]} is not in [0, 2**32)"
 
 
 def message_of(message: Message, where: str) -> ChatMessage:
-    """The message as a ChatMessage. Raises InvalidRequest, naming ``where``, for what is no message of OpenAI's."""
+    """Makes a ChatMessage of the message. Raises InvalidRequest, which names ``where``, for anything that is no message
+    of OpenAI's."""
     if isinstance(message, ChatMessage):
         return message
     if not isinstance(message, Mapping) or "role" not in message or not _MESSAGE_KEYS.issuperset(message):
         named = ", ".join(sorted(_MESSAGE_KEYS - {"role"}))
         raise InvalidRequest.of(FieldViolation(where, f"a message is its role, and what it has of {named}"))
-    # An answer may be sent back as it came: with null where it has nothing.
+    # An answer may be sent back as it came, with null in the fields that are empty.
     given = {name: value for name, value in message.items() if value is not None}
     calls = given.pop("tool_calls", ())
     for name, text in given.items():

@@ -1,4 +1,4 @@
-"""Client-side tracing: a span of kind CLIENT around each call, by OpenTelemetry's conventions for generative AI.
+"""Traces calls at the client: a span of kind CLIENT around each call, by OpenTelemetry's conventions for generative AI.
 
 begin --> the span's context travels with the call --> the call ends, well or not --> the span ends
 
@@ -16,15 +16,15 @@ from opentelemetry import trace
 from pillion.observability import telemetry
 from pillion.types import GenerateRequest
 
-# Longest model name that a span shows: the caller may send any text.
+# A span shows at most this much of a model's name, because the caller may send any text.
 MAX_NAME_CHARS = 100
-# Tasks that end a span with its call; the event loop itself keeps only weak references to tasks.
+# These tasks end a span with its call; the event loop itself keeps only weak references to tasks.
 _ending: set[asyncio.Task[None]] = set()
 _FINE = (grpc.StatusCode.OK, grpc.StatusCode.CANCELLED)
 
 
 def begin(request: GenerateRequest) -> trace.Span:
-    """The span of a Generate call, under the caller's own."""
+    """Begins the span of a Generate call, under the caller's own span."""
     operation = "chat" if request.messages else "text_completion"
     model = request.model[:MAX_NAME_CHARS]
     span = telemetry.client_tracer().start_span(f"{operation} {model}".rstrip(), kind=trace.SpanKind.CLIENT)
@@ -35,13 +35,13 @@ def begin(request: GenerateRequest) -> trace.Span:
 
 
 def end_with(span: trace.Span, call: Any) -> None:
-    """Ends ``span`` when the blocking ``call`` ends."""
+    """Ends the trace span ``span`` when the blocking ``call`` ends."""
     if span.is_recording() and not call.add_callback(lambda: _end(span, call.code())):
         _end(span, call.code())
 
 
 def end_with_async(span: trace.Span, call: grpc.aio.Call) -> None:
-    """Ends ``span`` when the asyncio ``call`` ends."""
+    """Ends the trace span ``span`` when the asyncio ``call`` ends."""
     if span.is_recording():
         task = asyncio.create_task(_end_after(span, call), name="client span")
         _ending.add(task)

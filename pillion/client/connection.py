@@ -1,4 +1,4 @@
-"""How the SDK reaches gateways: addresses, TLS, API key, limits, and which calls gRPC may send again by itself.
+"""Says how the SDK reaches gateways: addresses, TLS, API key, limits, and which calls gRPC may send again by itself.
 
 gRPC itself retries ListModels and GetStatus, which only read, by a service config. It retries only the status
 UNAVAILABLE: no gateway answered, or the gateway is stopping. A gateway that answers and has no worker forbids the retry
@@ -28,7 +28,7 @@ from pillion.observability import telemetry
 
 API_KEY_VARIABLE = "PILLION_API_KEY"
 SERVICE = "pillion.v1.Gateway"
-# A small call; it does not matter what the gateway answers.
+# The client makes this small call to see whether a gateway answers; what it answers does not matter.
 HEALTH_METHOD = "/grpc.health.v1.Health/Check"
 RETRY_ATTEMPTS = 4
 RETRY_FIRST_BACKOFF_S = 0.1
@@ -40,7 +40,7 @@ Pem = str | os.PathLike[str] | bytes
 
 @dataclass(frozen=True, slots=True)
 class GatewayConnection:
-    """The gateways' addresses and how to call them. ``credentials`` None: plain text."""
+    """Holds the gateways' addresses and how to call them. With ``credentials`` None, calls are plain text."""
 
     targets: tuple[str, ...]
     credentials: grpc.ChannelCredentials | None
@@ -49,32 +49,32 @@ class GatewayConnection:
     listeners: tuple[KnownListener, ...]
 
     def open(self, number: int = 0) -> grpc.Channel:
-        """A blocking channel to one of the addresses. It connects with its first call, and again whenever the
+        """Opens a blocking channel to one of the addresses. It connects with its first call, and again whenever the
         connection is lost."""
         if self.credentials is None:
             return grpc.insecure_channel(self.targets[number], options=self._options())
         return grpc.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def open_async(self, number: int = 0) -> grpc.aio.Channel:
-        """An asyncio channel, which belongs to the running event loop. It connects as a blocking one does."""
+        """Opens an asyncio channel, which belongs to the running event loop. It connects as a blocking channel does."""
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.targets[number], options=self._options())
         return grpc.aio.secure_channel(self.targets[number], self.credentials, options=self._options())
 
     def metadata(self) -> list[tuple[str, str]]:
-        """Metadata of every call: the API key, and the trace context of the caller."""
+        """Returns the metadata of every call: the API key, and the trace context of the caller."""
         key = [("authorization", f"Bearer {self.api_key}")] if self.api_key else []
         return key + telemetry.inject()
 
     def explained(self, error: PillionError, found: PillionError, spoken: bool, number: int) -> PillionError:
-        """``error``, its message saying what to do. Where the connection has failed, this asks what listens at the
-        address, and blocks for as long as :func:`pillion.net.listener.find_listener`.
+        """Returns ``error`` with a message that says what to do. Where the connection has failed, the method finds out
+        what listens at the address, and blocks for as long as :func:`pillion.net.listener.find_listener` does.
 
         Args:
             error: what the caller gets.
-            found: what the last call failed with, whose message ``error`` repeats.
-            spoken: whether a gateway said so, and not the connection.
-            number: of the address.
+            found: the error of the last call, whose message ``error`` repeats.
+            spoken: whether ``found`` came from a gateway and not from the connection.
+            number: the number of the address.
         """
         advice = self._advice(found, spoken, number)
         if advice:
@@ -85,23 +85,24 @@ class GatewayConnection:
     async def explained_async(
         self, error: PillionError, found: PillionError, spoken: bool, number: int
     ) -> PillionError:
-        """:meth:`explained`, off the event loop."""
+        """Runs :meth:`explained` off the event loop."""
         return await asyncio.to_thread(self.explained, error, found, spoken, number)
 
     def pause(self, channel: grpc.Channel, pause_s: float, over: threading.Event) -> None:
         """Waits until ``pause_s`` have passed or ``over`` is set, and lets a channel whose connection was lost connect
-        meanwhile. gRPC (1.78) does nothing for a blocking channel without a call that waits, but for a look every 5 s,
-        and a call that does not wait for the connection fails at once."""
+        meanwhile. gRPC (1.78) tries to connect a blocking channel only every 5 s unless a call waits for it, and a call
+        that does not wait for the connection fails at once."""
         if pause_s <= 0:
             return
-        with contextlib.suppress(ValueError):  # The channel was closed meanwhile.
+        with contextlib.suppress(ValueError):  # A ValueError means that the channel was closed meanwhile.
             ask: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(HEALTH_METHOD)
             waiting = ask.future(b"", timeout=pause_s, wait_for_ready=True)
             over.wait(pause_s)
             waiting.cancel()
 
     async def pause_async(self, channel: grpc.aio.Channel, pause_s: float, over: threading.Event) -> None:
-        """:meth:`pause` for an asyncio channel, which connects without help. Whoever ends the stream cancels this."""
+        """Waits as :meth:`pause` does, for an asyncio channel, which connects without help. Ending the stream cancels
+        this wait."""
         await asyncio.sleep(pause_s)
 
     def _advice(self, found: PillionError, spoken: bool, number: int) -> str:
@@ -186,7 +187,7 @@ def _check_address(target: str) -> None:
 
 
 def service_config() -> str:
-    """gRPC's service config as JSON: which calls are retried, and how."""
+    """Returns gRPC's service config as JSON: which calls are retried, and how."""
     policy = {
         "maxAttempts": RETRY_ATTEMPTS,
         "initialBackoff": f"{RETRY_FIRST_BACKOFF_S}s",
@@ -201,7 +202,8 @@ def service_config() -> str:
 
 
 def _pem(source: Pem | None, name: str) -> bytes | None:
-    """The PEM. Raises ConfigError for anything else: gRPC would take it, and then every connection would fail."""
+    """Returns the PEM of a path or of bytes. Raises ConfigError for anything else: gRPC would accept it, and then every
+    connection would fail."""
     if source is None:
         return None
     try:

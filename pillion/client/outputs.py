@@ -1,22 +1,22 @@
-"""Finished answers in vLLM's shape, gathered from a stream of deltas: what LLM and Client.batch return."""
+"""Holds finished answers in vLLM's form, gathered from a stream of deltas: LLM and Client.batch return them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Generic
 
-from pillion.types import Delta, Timings, TokenLogprob, ToolCall, ToolCallDelta, Usage
+from pillion.types import Delta, Timings, TokenLogprob, ToolCall, ToolCallDelta, Usage, Value
 
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """How likely a token was in its place.
+    """Says how likely a token was at its place in the text.
 
     Attributes:
         logprob: natural logarithm, before temperature, penalties and bias.
         rank: 1 for the most likely token; None for a sampled one that is not among the reported alternatives.
-        decoded_token: its text, where the tokenizer is at hand (:class:`pillion.LLM`), else None.
+        decoded_token: the token's text, where the tokenizer is at hand (:class:`pillion.LLM`), else None.
     """
 
     logprob: float
@@ -25,8 +25,8 @@ class Logprob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CompletionOutput:
-    """One answer.
+class CompletionOutput(Generic[Value]):
+    """Holds one finished answer.
 
     Attributes:
         finish_reason: "stop", "length" or "tool_calls".
@@ -34,7 +34,8 @@ class CompletionOutput:
         cumulative_logprob: the sum of the sampled tokens' log probabilities; None where they were not asked for.
         reasoning: what the model thought before it answered.
         tool_calls: the tools that it called.
-        parsed: the value of an answer to which a schema was given; None for one that was cut short.
+        parsed: the value of an answer to which a schema was given, of the type that was given; None for an answer that
+            was cut short.
     """
 
     index: int
@@ -45,19 +46,19 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     reasoning: str = ""
     tool_calls: list[ToolCall] = field(default_factory=list)
-    parsed: Any = None
+    parsed: Value | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RequestOutput:
-    """All answers to one prompt.
+class RequestOutput(Generic[Value]):
+    """Holds all answers to one prompt.
 
     Attributes:
-        prompt: the prompt's text; None where token ids were given. A conversation's is what the chat template made of
-            it (LLM), or None (Client).
+        prompt: the prompt's text; None where token ids were given. For a conversation: the text that the chat template
+            made (LLM), or None (Client).
         prompt_token_ids: the prompt as the model read it; None where only the gateway knows the ids.
-        prompt_logprobs: for each token of the prompt, itself first, then the alternatives; None for the first token,
-            and where they were not asked for.
+        prompt_logprobs: log probabilities of each token of the prompt, the token's own first, then the alternatives;
+            None for the first token, and where they were not asked for.
         num_cached_tokens: tokens of the prompt whose KV was found.
         usage, timings: those of the stream's last delta.
     """
@@ -65,7 +66,7 @@ class RequestOutput:
     request_id: str
     prompt: str | None
     prompt_token_ids: list[int] | None
-    outputs: list[CompletionOutput]
+    outputs: list[CompletionOutput[Value]]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     finished: bool = True
     num_cached_tokens: int = 0
@@ -108,7 +109,7 @@ class OutputCollector:
             self._answers.setdefault(delta.index, []).append(delta)
 
     def output(self) -> RequestOutput:
-        """The answers so far; ``finished`` once the last delta came."""
+        """Returns the answers so far; ``finished`` is true once the last delta came."""
         usage = self._last.usage if self._last else None
         return RequestOutput(
             request_id=self._last.request_id if self._last else "",
@@ -147,7 +148,7 @@ class OutputCollector:
 
 
 def _whole_calls(parts: Iterable[ToolCallDelta]) -> list[ToolCall]:
-    """The calls that a stream's parts are of, in their order."""
+    """Joins the parts of calls that a stream brought into whole calls, in their order."""
     calls: dict[int, ToolCall] = {}
     for part in parts:
         known = calls.setdefault(part.index, ToolCall(part.id, part.name, ""))

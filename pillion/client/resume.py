@@ -1,6 +1,7 @@
-"""When and how a client asks for the rest of a stream that broke. Sans-IO: calls and clocks are the client's.
+"""Decides when and how a client asks for the rest of a stream that broke. Sans-IO: the client makes the calls and reads
+the clock.
 
-    first call --messages--> breaks --delay--> next call, behind the last tokens --messages--> ... --> end
+    first call --messages--> breaks --delay--> next call, after the last tokens --messages--> ... --> end
                                 |  ^                            |
                                 |  +---- refused, or broken ----+   for at most ``resume_timeout_s``, and at most
                                 |                                   MAX_RESUME_ATTEMPTS times in a row at a gateway
@@ -8,7 +9,7 @@
                                      RETRY_ATTEMPTS times, with pauses between the rounds; where nobody
                                      listened, as long as ``connect_timeout_s`` allows
 
-A stream of which nothing had come is sent as at first.
+A request whose stream had brought nothing is sent again as it was.
 
 Only the loss of a gateway or of the connection to it is mended here. What a gateway itself says about a request is
 final, unless it says so to an attempt to resume: a gateway that takes over the streams of another one may be full for a
@@ -28,32 +29,34 @@ from pillion.types import AnswerSoFar, Delta, FinishReason, GenerateRequest, Res
 from pillion.v1.gateway_pb2 import GenerateResponse
 from pillion.wire.public import delta_from_pb, origin_from_pb
 
-# Calls in a row that reach a gateway and bring nothing new. Those that reach none cost nobody anything.
+# A client gives up after this many calls in a row that reached a gateway and brought no new token. It does not count
+# calls that reach no gateway, because they cost nobody anything.
 MAX_RESUME_ATTEMPTS = 20
-# How long a broken stream may take to go on, if the client does not say otherwise.
+# A broken stream may take this long to go on, if the client does not say otherwise.
 RESUME_TIMEOUT_S = 30.0
-# How long a request may wait until a gateway listens at one of its addresses, if the client does not say otherwise: a
+# A request may wait this long until a gateway listens at one of its addresses, if the client does not say otherwise: a
 # gateway that was killed is back within that time.
 CONNECT_TIMEOUT_S = 10.0
-# The first attempt comes at once, the others after pauses that double. Each is shortened at random, so that the streams
-# of a lost gateway do not all come at the same time.
+# The first attempt to resume is made at once, the others after pauses that double. Each pause is shortened at random,
+# so that the streams of a lost gateway do not all come at the same time.
 FIRST_RESUME_DELAY_MS = 50
 MAX_RESUME_DELAY_MS = 2000
-# How gRPC's errors begin where no gateway was reached at all.
+# gRPC's errors begin with these words where no gateway was reached at all.
 _NOT_CONNECTED = ("failed to connect", "DNS resolution failed")
-# What they also say where no process listens. Nothing was sent, and one may be about to listen.
+# gRPC's errors also have these words where no process listens. Nothing was sent, and a process may be about to listen.
 _NOBODY_LISTENS = ("Connection refused", "No such file or directory")
 
 
 class StreamProgress:
-    """What a stream has brought so far, and the next request for it. Times are monotonic, in seconds.
+    """Records what a stream has brought so far, and makes the next request for it. Times are monotonic, in seconds.
 
     Args:
         timeout_s: time for the whole stream; None for no limit.
-        resume_timeout_s: as above; 0 never resumes.
-        connect_timeout_s: as above, from the first call on; 0 has no time for it beyond RETRY_ATTEMPTS rounds.
+        resume_timeout_s: how long a broken stream may take to go on; 0 never resumes.
+        connect_timeout_s: how long the request may wait until a gateway listens, from the first call on; 0 waits no
+            longer than RETRY_ATTEMPTS rounds take.
         addresses: gateways that may be called.
-        schema: what makes values of whole answers, if they are wanted.
+        schema: makes values of whole answers, if they are wanted.
     """
 
     def __init__(
@@ -73,29 +76,30 @@ class StreamProgress:
         self._connect_until_s = now_s + connect_timeout_s
         self._addresses = addresses
         self._origin: StreamOrigin | None = None
-        # By index of the answer.
+        # The stream's token ids are kept by the index of the answer.
         self._token_ids: defaultdict[int, list[int]] = defaultdict(list)
         self._reasons: dict[int, FinishReason] = {}
-        # Log probabilities of the prompt.
+        # This counts the log probabilities of the prompt that have come.
         self._scored = 0
         self._request_id = request.request_id
-        # Whether the next message is the first one of its call.
+        # This says whether the next message is the first one of its call.
         self._opening = True
-        # Whether a gateway was connected, and whether a message came.
+        # These say whether a gateway was connected, and whether a message came.
         self._reached = self._received = False
-        # Whether nobody listened at an address. What happens to a connection while a gateway starts counts with it.
+        # This says whether nobody listened at an address. Errors of a connection while a gateway starts are counted as
+        # well.
         self._refused = False
-        # Since when nothing new has come; None while calls bring something.
+        # Nothing new has come since this time; None while calls bring something.
         self._broke_s: float | None = None
         self._attempts = 0
-        # Those of them that reached a gateway.
+        # This counts the attempts that reached a gateway.
         self._arrivals = 0
         self._resumes = 0
-        # Whether the last message has come: how the call ends does not matter then.
+        # This says whether the last message has come; after it, an error of the call does not matter.
         self.over = False
 
     def request(self) -> GenerateRequest:
-        """What to send next: the request as it came, or one for the rest."""
+        """Returns the request for the next call: the original one, or one for the rest of the stream."""
         if self._origin is None:
             return self._request
         count = self._request.sampling.n or 1
@@ -105,7 +109,7 @@ class StreamProgress:
         )
 
     def timeout_s(self, now_s: float) -> float | None:
-        """Time that the next call may take; None for no limit. Raises DeadlineExceeded where none is left."""
+        """Returns the time that the next call may take; None for no limit. Raises DeadlineExceeded if none is left."""
         if self._deadline_s is None:
             return None
         left_s = self._deadline_s - now_s
@@ -114,7 +118,7 @@ class StreamProgress:
         return left_s
 
     def note(self, message: GenerateResponse) -> Delta:
-        """The next delta. Raises Unavailable for one that does not continue the stream."""
+        """Returns the delta of the next message. Raises Unavailable for a message that does not continue the stream."""
         delta = delta_from_pb(message)
         if self._opening:
             self._opens(message)
@@ -132,14 +136,14 @@ class StreamProgress:
         return delta
 
     def delay_s(self, error: PillionError, spoken: bool, now_s: float) -> float:
-        """How long to wait before the next call.
+        """Returns how long to wait before the next call.
 
         Args:
             error: why the last call ended.
-            spoken: whether a gateway said so, and not the connection.
+            spoken: whether ``error`` came from a gateway and not from the connection.
 
         Raises:
-            PillionError: where there is to be no further call; ``error``, or one that says what has been tried.
+            PillionError: there is to be no further call; it is ``error``, or an error that says what has been tried.
         """
         broken = is_loss(error, spoken)
         connected = not error.message.startswith(_NOT_CONNECTED)
@@ -147,7 +151,8 @@ class StreamProgress:
         if not self._reached:
             return self._delay_before_connection_s(error, broken, now_s)
         if self._broke_s is None:
-            # The stream was under way, or waited. Its attempts, and their time, are counted from here.
+            # The stream had begun, or was waiting. The attempts to go on with it, and their time, are counted from
+            # here.
             self._broke_s, self._attempts, self._arrivals = now_s, 0, 0
             if not broken or (self._received and self._origin is None) or self._resume_timeout_s <= 0:
                 raise error
@@ -168,7 +173,8 @@ class StreamProgress:
         return min(delay_ms / 1000, left_s)
 
     def _delay_before_connection_s(self, error: PillionError, broken: bool, now_s: float) -> float:
-        """:meth:`delay_s` while no gateway was connected; ``broken``: whether another one may take the call."""
+        """Returns :meth:`delay_s` while no gateway was connected; ``broken`` says whether another gateway may take the
+        call."""
         self._refused = self._refused or (broken and any(reason in error.message for reason in _NOBODY_LISTENS))
         self._attempts += 1
         rounds, rest = divmod(self._attempts, self._addresses)
@@ -185,7 +191,7 @@ class StreamProgress:
         return delay_s
 
     def _opens(self, message: GenerateResponse) -> None:
-        """Takes the first message of a call."""
+        """Takes the first message of a call, which shows that a gateway has accepted it."""
         self._opening = False
         self._reached = self._received = True
         if self._origin is not None:
@@ -198,16 +204,17 @@ class StreamProgress:
 
 
 def goes_on(error: PillionError, spoken: bool, sent: int, addresses: int) -> bool:
-    """Whether a call that is no stream is sent again, after ``sent`` calls: once to each address, and once more where a
-    gateway that stops has ended the connection, because others may be behind the same address."""
+    """Returns whether a call that is no stream is sent again, after ``sent`` calls. The call is sent once to each
+    address, and once more where a gateway that stops has ended the connection, because others may be behind the same
+    address."""
     ended = not isinstance(error, Unavailable)
     return is_loss(error, spoken) and sent < addresses + ended
 
 
 def is_loss(error: PillionError, spoken: bool) -> bool:
-    """Whether an error means that a gateway is lost, or is stopping and says when to come again: then another one may
-    take the call."""
+    """Returns whether an error means that a gateway is lost, or is stopping and says when to come again: then another
+    one may take the call."""
     if isinstance(error, Unavailable):
         return not spoken or error.retry_after_ms > 0
-    # A gateway that is shut down in the middle of a stream, and a proxy that resets one.
+    # A gateway that is shut down in the middle of a stream, and a proxy that resets a stream, end it with these errors.
     return not spoken and (isinstance(error, Cancelled) or "RST_STREAM" in error.message)

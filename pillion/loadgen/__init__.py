@@ -1,10 +1,10 @@
-"""`pillion bench`: load on a running service, and what its clients see. Works with the SDK alone.
+"""`pillion bench` puts load on a running service and shows what its clients see. It works with the SDK alone.
 
     load.py    config, seed -> sessions with arrival times        traces.py: recorded traffic
        |
     drive.py   sends each at its time, however slow the server    target (gRPC), openai_target (HTTP): what is driven
        |
-    records    figures.py: percentiles   slo.py: goodput          sweep.py: the next rate to try
+    records    figures.py: percentiles   goodput.py               sweep.py: the next rate to try
        |
     report.py  JSON, table               plots.py: pictures       run.py: one run or a sweep, from target to result
 

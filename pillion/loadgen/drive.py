@@ -25,10 +25,10 @@ NO_CAP = 1 << 20
 
 @dataclass
 class LoadDriver:
-    """Drives one run over one target; an instance is used once.
+    """Drives one run over one target. An instance is used once.
 
     Attributes:
-        concurrency: sessions at any time in a closed loop; None: each begins at its own time.
+        concurrency: number of sessions at any time in a closed loop; None: each session begins at its own time.
         max_concurrency: most requests in flight at once; None for no cap.
         timeout_s: longest time of one request, from when it was sent.
         as_chat: token ids are sent as a message of words.
@@ -50,7 +50,7 @@ class LoadDriver:
         self._begin = 0.0
 
     async def run(self) -> Run:
-        """Returns when every request has ended; cancelling it cancels all of them."""
+        """Drives the run, and returns when every request has ended; cancelling it cancels all of them."""
         stalls: list[float] = []
         watching = asyncio.create_task(_watch_loop(stalls))
         cpu, self._begin = time.process_time(), time.perf_counter()
@@ -155,7 +155,7 @@ class LoadDriver:
 
 
 async def _watch_loop(stalls: list[float]) -> None:
-    """Records how late a timer is: as long as a message that arrives meanwhile waits to be read."""
+    """Records how late a timer of the event loop fires: a message that arrives meanwhile waits as long to be read."""
     while True:
         before = time.perf_counter()
         await asyncio.sleep(STALL_PERIOD_S)

@@ -1,4 +1,4 @@
-"""One request as its client saw it, and the figures of many such records. Sans-IO.
+"""Records one request as its client saw it, and computes the figures of many such records. Sans-IO.
 
     due --- lag, held by the cap ---> sent ------> first token -- gap -- next message ... last token
     |<--------------------- TTFT ---------------------->|<------------- decode ------------>|
@@ -25,7 +25,7 @@ PERCENTILES = (50, 90, 95, 99)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One request. Times in seconds since the run's begin.
+    """Records one request. Times are in seconds since the run's begin.
 
     Attributes:
         held_s: how long a cap on requests under way held it back.
@@ -52,27 +52,28 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Whether the request was answered, with at least one token."""
+        """Says whether the request was answered, with at least one token."""
         return self.status == OK
 
     @property
     def ttft_s(self) -> float:
-        """From the intended arrival to the first token; infinite where none came."""
+        """Gives the time from the intended arrival to the first token; infinite where no token came."""
         return self.messages[0][0] - self.due_s if self.messages else math.inf
 
     @property
     def e2e_s(self) -> float:
-        """From the intended arrival to the last token; infinite where the request failed."""
+        """Gives the time from the intended arrival to the last token; infinite where the request failed."""
         return self.messages[-1][0] - self.due_s if self.ok and self.messages else math.inf
 
     @property
     def itl_s(self) -> list[float]:
-        """Gaps between messages. A message of several tokens is one gap: its reader waits for all of them at once."""
+        """Gives the gaps between messages. A message of several tokens makes one gap, because its reader waits for all
+        of them at once."""
         return [after[0] - before[0] for before, after in itertools.pairwise(self.messages)]
 
     @property
     def tpot_s(self) -> float:
-        """Mean time of an output token after the first message; 0 where there was no other."""
+        """Gives the mean time of an output token after the first message; 0 where no other message came."""
         if len(self.messages) < 2:
             return 0.0
         later = max(1, self.output_tokens - self.messages[0][1])
@@ -80,13 +81,13 @@ class Record:
 
     @property
     def lag_s(self) -> float:
-        """How late the client itself was."""
+        """Gives the time by which the client itself sent the request too late."""
         return self.sent_s - self.due_s - self.held_s
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What happened in one run.
+    """Records what happened in one run.
 
     Attributes:
         records: in order of their intended arrival.
@@ -104,7 +105,8 @@ class Run:
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The percentile, linear between the closest ranks as numpy's default is. Raises ValueError for no value."""
+    """Returns the percentile, linear between the closest ranks as numpy's default is. Raises ValueError without any
+    value."""
     if not values:
         raise ValueError("no value has no percentile")
     ordered = sorted(values)
@@ -116,7 +118,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def distribution(values: Sequence[float]) -> dict[str, float] | None:
-    """Mean, percentiles and maximum in ms of values in seconds; None for no value."""
+    """Returns the mean, percentiles and maximum, in ms, of values in seconds; None without any value."""
     if not values:
         return None
     found = {f"p{percent}": percentile(values, percent) * 1000 for percent in PERCENTILES}
@@ -124,20 +126,20 @@ def distribution(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
-    """The run in numbers: rates over ``duration_s``, latencies in ms over the requests that were answered."""
+    """Describes the run in numbers: rates over ``duration_s``, latencies in ms over the requests that were answered."""
     answered = [record for record in records if record.ok]
     tokens_in = sum(record.prompt_tokens for record in answered)
     tokens_out = sum(record.output_tokens for record in answered)
     cached = sum(record.cached_tokens for record in answered)
     seconds = max(duration_s, 1e-9)
-    span_s = max((record.due_s for record in records), default=0.0)
+    last_due_s = max((record.due_s for record in records), default=0.0)
     return {
         "requests": len(records),
         "ok": len(answered),
         "errors": errors(records),
         "short_answers": sum(0 < record.output_tokens < record.asked_tokens for record in answered),
         "duration_s": duration_s,
-        "offered_requests_per_s": len(records) / span_s if span_s else None,
+        "offered_requests_per_s": len(records) / last_due_s if last_due_s else None,
         "requests_per_s": len(answered) / seconds,
         "input_tokens": tokens_in,
         "output_tokens": tokens_out,
@@ -153,14 +155,14 @@ def summarize(records: Sequence[Record], duration_s: float) -> dict[str, Any]:
 
 
 def errors(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
-    """How many errors of each kind there are, and the message of the first."""
+    """Returns how many errors of each kind there are, and the message of the first."""
     counts = Counter(record.status for record in records if not record.ok)
     first = {record.status: record.error for record in reversed(records)}
     return {status: {"count": count, "first": first[status]} for status, count in counts.most_common()}
 
 
 def client_figures(run: Run) -> dict[str, Any]:
-    """The client's own cost and lateness."""
+    """Returns the client's own processor time and lateness in a run."""
     tokens = sum(tokens for record in run.records for _, tokens in record.messages)
     held = [record.held_s for record in run.records]
     return {
@@ -173,7 +175,8 @@ def client_figures(run: Run) -> dict[str, Any]:
     }
 
 
-# A request counts as held back by the cap from HELD_S on. Beyond the other bounds the client shows in the figures.
+# A request counts as held back by the cap if it waited HELD_S or longer. Beyond the other bounds the client itself
+# changes the figures.
 HELD_S = 0.005
 MAX_LAG_MS = 10.0
 MAX_CPU_SHARE = 0.8
@@ -181,7 +184,7 @@ MAX_LAG_OF_TTFT = 0.1
 
 
 def bottleneck(client: dict[str, Any], ttft_ms: dict[str, float] | None) -> str:
-    """Why the figures may show the client's limits instead of the server's; empty where they do not."""
+    """Says why the figures may show the client's limits instead of the server's; "" where nothing suggests that."""
     reasons = []
     if client["cpu_share"] > MAX_CPU_SHARE:
         reasons.append(f"it used {client['cpu_share']:.0%} of one core")

@@ -27,13 +27,13 @@ from pillion.loadgen.traces import PromptMaker, read_trace
 
 PROCESSES = ("poisson", "constant", "gamma")
 MIN_BURSTINESS = 1e-3
-# The longest prompt or answer.
+# No prompt and no answer of a load has more tokens than this.
 MAX_TOKENS = 1 << 20
 WORKLOADS = ("random", "chats", "trace")
 MAX_REQUESTS = 1_000_000
 # Prompts are made before the clock starts, four bytes a token.
 MAX_PREPARED_TOKENS = 200_000_000
-# One token each in the usual vocabularies; a prompt's true length is the server's count.
+# Each of these words is one token in the usual vocabularies; a prompt's true length is the server's count.
 WORDS = (
     *("time", "year", "people", "way", "day", "man", "thing", "woman", "life", "child", "world", "school", "state"),
     *("family", "student", "group", "country", "problem", "hand", "part", "place", "case", "week", "company", "system"),
@@ -45,13 +45,13 @@ WORDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadConfig:
-    """The load of one run; see `pillion bench run --help`.
+    """Describes the load of one run; see `pillion bench run --help`.
 
     Attributes:
         rate: sessions a second; None for a closed loop, or for a trace's own times.
-        concurrency: sessions at any time in a closed loop.
-        requests: most requests; ``duration_s``: no arrivals later than this.
-        token_range: ids of random prompts, the second one not included.
+        concurrency: number of sessions at any time in a closed loop.
+        requests: most requests. ``duration_s``: no request arrives later than this.
+        token_range: the first token id of random prompts, and the first one beyond them.
         max_model_len: rows of a trace that need more tokens are left out.
     """
 
@@ -76,7 +76,7 @@ class LoadConfig:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One request of a session: token ids, or the user's next message after a pause of ``think_s``."""
+    """Describes one request of a session: token ids, or the user's next message after a pause of ``think_s``."""
 
     output_tokens: int
     ids: Sequence[int] = ()
@@ -86,7 +86,8 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class LoadSession:
-    """One user's requests, one after the other. ``at_s``: arrival after the begin. ``system``: first message."""
+    """Holds one user's requests, in their order. ``at_s`` is when the session begins, and ``system`` is its first
+    message."""
 
     at_s: float
     turns: tuple[Turn, ...]
@@ -94,7 +95,7 @@ class LoadSession:
 
 
 def make_sessions(config: LoadConfig) -> list[LoadSession]:
-    """All sessions of the config, in order of arrival. Raises ConfigError for a config that cannot work."""
+    """Makes all sessions of the config, in order of arrival. Raises ConfigError for a config that cannot work."""
     try:
         return _make(config)
     except (ValueError, OSError) as error:
@@ -102,7 +103,7 @@ def make_sessions(config: LoadConfig) -> list[LoadSession]:
 
 
 def text_of(ids: Sequence[int]) -> str:
-    """A word for each id: prompts that begin with the same ids begin with the same text."""
+    """Returns a word for each id: prompts that begin with the same ids begin with the same text."""
     return " ".join(WORDS[token % len(WORDS)] for token in ids)
 
 
@@ -179,7 +180,7 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
         raise ValueError(f"{config.trace} has no request that fits")
     times = [(row.timestamp - rows[0].timestamp) / 1000 for row in rows]
     if config.rate is not None and times[-1]:
-        # The pattern of arrivals stays; their mean rate becomes the requested one.
+        # The pattern of arrivals stays as recorded; their mean rate becomes the requested one.
         factor = (len(rows) - 1) / times[-1] / config.rate
         times = [at_s * factor for at_s in times]
     maker, sessions, tokens = PromptMaker(config.seed, _vocabulary(config)), [], 0
@@ -194,7 +195,7 @@ def _from_trace(config: LoadConfig) -> list[LoadSession]:
 
 
 def burstiness_of(process: str, burstiness: float) -> float:
-    """The shape of the gaps. Raises ValueError for a process or a factor that does not exist."""
+    """Returns the shape of the gaps. Raises ValueError for a process or a factor that does not exist."""
     if process not in PROCESSES:
         raise ValueError(f"arrivals {process!r} are none of {', '.join(PROCESSES)}")
     if process == "gamma" and not MIN_BURSTINESS <= burstiness < math.inf:
@@ -203,7 +204,7 @@ def burstiness_of(process: str, burstiness: float) -> float:
 
 
 def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s: float | None = None) -> list[float]:
-    """Seconds from the begin of at most ``count`` arrivals, ``rate`` a second.
+    """Returns the arrival times of at most ``count`` sessions, in seconds from the begin, ``rate`` a second.
 
     Without ``until_s`` the gaps are scaled so that the last one is at ``count / rate``: few arrivals drawn at random
     would otherwise have another rate than the requested one. Raises ValueError for a rate that is not positive.
@@ -217,17 +218,17 @@ def arrival_times(rate: float, burstiness: float, seed: int, count: int, until_s
         times = list(itertools.accumulate(gaps))
     if until_s is not None:
         return [at_s for at_s in times if at_s <= until_s]
-    # Gaps of very bursty arrivals may all be too small for a number.
+    # The gaps of very bursty arrivals may all be rounded to zero.
     factor = count / rate / times[-1] if times and times[-1] > 0 else 1.0
     return [at_s * factor for at_s in times]
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """A distribution over whole numbers in [low, high].
+    """Represents a distribution over whole numbers in [low, high].
 
-    ``sigma`` None: uniform. Else log-normal with that median and that standard deviation of the logarithm; draws beyond
-    the bounds are moved to them.
+    With ``sigma`` None it is uniform. Otherwise it is log-normal with ``median`` and the standard deviation ``sigma``
+    of the logarithm; draws beyond the bounds are moved to them.
     """
 
     low: int
@@ -236,7 +237,7 @@ class Lengths:
     sigma: float | None = None
 
     def draw(self, random_: random.Random) -> int:
-        """The next length, in tokens."""
+        """Draws the next length, in tokens."""
         if self.sigma is None:
             return random_.randint(self.low, self.high)
         drawn = random_.lognormvariate(math.log(self.median), self.sigma)
@@ -244,7 +245,7 @@ class Lengths:
 
 
 def parse_lengths(text: str) -> Lengths:
-    """Reads ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for others."""
+    """Reads ``N``, ``uniform:LOW,HIGH`` or ``lognormal:MEDIAN,SIGMA[,MAX]``. Raises ValueError for any other text."""
     kind, colon, rest = text.strip().partition(":")
     try:
         numbers = [float(number) for number in (rest if colon else kind).split(",")]

@@ -1,4 +1,4 @@
-"""A server with OpenAI's HTTP API under load, over asyncio's own sockets, so that the client costs little.
+"""Puts a server with OpenAI's HTTP API under load, over asyncio's own sockets, so that the client costs little.
 
 Each stream in flight has an HTTP/1.1 connection, which is kept and used again when the answer is complete.
 
@@ -31,11 +31,12 @@ DATA, DONE, BREAK = b"data:", b"[DONE]", b"\r\n"
 
 
 class EventReader:
-    """Bytes of one HTTP/1.1 response in, payloads of its server-sent events out (RFC 9112, 6 and 7.1). Sans-IO.
+    """Takes the bytes of one HTTP/1.1 response and gives the payloads of its server-sent events (RFC 9112, 6 and 7.1).
+    Sans-IO.
 
     Attributes:
-        status: of the response; 0 until its head is whole.
-        done: the body is complete, and the connection can be used again if ``reusable``.
+        status: the response's status; 0 until its head is whole.
+        done: whether the body is complete; the connection can then be used again if ``reusable``.
     """
 
     def __init__(self) -> None:
@@ -48,7 +49,8 @@ class EventReader:
         self._chunked = False
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Payloads that ``data`` completes; a body that is no event stream is one payload. Raises ValueError."""
+        """Yields the payloads that ``data`` completes; a body that is no event stream is one payload. Raises
+        ValueError."""
         self._raw += data
         if not self.status and not self._head():
             return
@@ -62,7 +64,7 @@ class EventReader:
             self._line = b""
 
     def end(self) -> None:
-        """The connection ended. Raises ValueError unless that is how this body ends."""
+        """Takes the end of the connection. Raises ValueError unless this body ends that way."""
         if not self.status or self._chunked or self._left:
             raise ValueError("the connection ended in the middle of the answer")
         self.done, self.reusable = True, False
@@ -105,11 +107,11 @@ class EventReader:
 
 
 class OpenAITarget:
-    """An OpenAI server: ``/v1/completions`` for token ids, ``/v1/chat/completions`` for conversations.
+    """Represents an OpenAI server: ``/v1/completions`` for token ids, ``/v1/chat/completions`` for conversations.
 
     Args:
         url: such as ``http://host:8000`` or ``https://host/v1``.
-        model: as the server calls it; empty: the first one of ``/v1/models``, once :meth:`describe` was called.
+        model: the server's name of the model; empty: the first one of ``/v1/models``, once :meth:`describe` was called.
         ignore_eos: sent only where true, because OpenAI's own service does not know it.
         ca, cert, key: PEM files, for https.
 
@@ -166,7 +168,7 @@ class OpenAITarget:
         return {"models": models}
 
     async def _advice(self) -> str:
-        """What to do where the server is not reached; "" where it is."""
+        """Says what to do where the server is not reached; returns "" where it is."""
         address = f"[{self._host}]:{self._port}" if ":" in self._host else f"{self._host}:{self._port}"
         listener = await asyncio.to_thread(find_listener, address)
         return http_advice(address, listener, self._tls is not None) if listener else ""
@@ -203,7 +205,8 @@ class OpenAITarget:
                 writer.close()
 
     async def _send(self, request: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter, bytes]:
-        """Sends on a kept connection, or on a new one where the server has closed those. Returns the first bytes."""
+        """Sends a request on a kept connection, or on a new one where the server has closed the kept ones. Returns the
+        first bytes."""
         while True:
             kept = bool(self._idle)
             if kept:
@@ -228,7 +231,7 @@ class OpenAITarget:
 
 
 def message_of(payload: bytes) -> AnswerMessage:
-    """The message of one event. Raises TargetError for an error event, or one that is not OpenAI's."""
+    """Reads the message of one event. Raises TargetError for an error event, or for an event that is not OpenAI's."""
     try:
         event = json.loads(payload)
         if error := event.get("error"):
@@ -244,7 +247,8 @@ def message_of(payload: bytes) -> AnswerMessage:
         choice = choices[0]
         if (delta := choice.get("delta")) is not None:
             text = delta.get("content") or ""
-            # A chat's first event only opens the message; one with a token whose text is not certain yet has no role.
+            # A chat's first event only opens the message, and has a role; an event with a token whose text is not
+            # certain yet has none.
             shown = text or delta.get("reasoning_content") or delta.get("reasoning")
             empty = "content" not in delta or bool(delta.get("role"))
         else:

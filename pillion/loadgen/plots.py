@@ -1,4 +1,5 @@
-"""Pictures of a run and of a sweep, by matplotlib (`pip install 'pillion[bench]'`): PNG or SVG, by the file's name."""
+"""Draws pictures of a run and of a sweep with matplotlib (`pip install 'pillion[bench]'`): PNG or SVG, by the file's
+name."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pillion.errors import ConfigError
 from pillion.loadgen.figures import Record, percentile
-from pillion.loadgen.slo import Objective
+from pillion.slo import Objective
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,15 +17,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
-# Okabe and Ito's colours, which colour-blind readers can tell apart.
+# These colours of Okabe and Ito's palette are ones that colour-blind readers can tell apart.
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#777777"
 MAX_DOTS = 20_000
-# A logarithmic axis has no place for 0.
+# A logarithmic axis has no place for 0, so smaller times are drawn as this.
 LEAST_MS = 0.01
 
 
 def check_plot(path: Path) -> None:
-    """Raises ConfigError where no picture could be written; called before the run starts."""
+    """Raises ConfigError where no picture could be written. It is called before the run starts."""
     if path.suffix not in SUFFIXES:
         raise ConfigError(f"--plot {path} does not end in one of {', '.join(SUFFIXES)}")
     try:
@@ -34,11 +35,11 @@ def check_plot(path: Path) -> None:
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """An empty figure of so many inches."""
+    """Makes an empty figure of so many inches."""
     from matplotlib import rcParams
     from matplotlib.figure import Figure
 
-    # Text stays text in an SVG: smaller, and can be searched.
+    # With "none" the text in an SVG stays text, which is smaller and can be searched.
     rcParams["svg.fonttype"] = "none"
     return Figure(figsize=(width, height), layout="constrained")
 
@@ -50,7 +51,8 @@ def save_figure(figure: Figure, path: Path) -> None:
 
 
 def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objective], title: str) -> None:
-    """Distributions of the latencies, and gaps between tokens over time above the prompts that arrived."""
+    """Draws the distributions of the latencies, and the gaps between tokens over time above the prompts that
+    arrived."""
     figure = new_figure(10, 6.4)
     figure.suptitle(title, fontsize=10)
     grid = figure.add_gridspec(3, 2, height_ratios=(3, 2.6, 1.3))
@@ -65,7 +67,7 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
     _cdf(gaps, [record.tpot_s for record in answered if len(record.messages) > 1], "TPOT (a request)", ORANGE, "--")
     for axes, names in ((first, ("ttft", "e2e")), (gaps, tuple(name for name in bounds if name.startswith("itl")))):
         for name in names:
-            # A bound that grows with the prompt is no one line.
+            # A bound that grows with the prompt cannot be drawn as one line.
             if name in bounds and not (bounds[name].per_prompt_token_s or bounds[name].per_answer_token_s):
                 axes.axvline(bounds[name].fixed_s * 1000, color=GREY, lw=1, ls=":", label=f"objective {name}")
         axes.set(xlabel="ms", ylabel="share of them", ylim=(0, 1.02))
@@ -75,7 +77,7 @@ def plot_run(path: Path, records: Sequence[Record], objectives: Sequence[Objecti
         axes.legend(fontsize=8)
     between = [gap for record in answered for gap in record.itl_s]
     if between:
-        # Messages that were read together have gaps of nothing; on a logarithmic axis they would take most of it.
+        # Messages that were read together have gaps of almost nothing, which would take most of a logarithmic axis.
         gaps.set_xlim(left=max(percentile(between, 2) * 1000, LEAST_MS) / 2)
     _timeline(figure.add_subplot(grid[1, :]), figure.add_subplot(grid[2, :]), records)
     save_figure(figure, path)
@@ -93,7 +95,7 @@ def plain_numbers(axis: Axis) -> None:
 
 def _cdf(axes: Axes, seconds: Sequence[float], label: str, colour: str, style: str) -> None:
     ordered = sorted(max(value * 1000, LEAST_MS) for value in seconds)
-    # The line begins at share 0, so that a single value is visible too.
+    # The line of a distribution begins at share 0, so that a single value is visible too.
     shares = [rank / len(ordered) for rank in range(len(ordered) + 1)] if ordered else []
     axes.step([*ordered[:1], *ordered], shares, where="post", color=colour, ls=style, label=label)
 
@@ -123,13 +125,14 @@ def _timeline(gaps: Axes, prompts: Axes, records: Sequence[Record]) -> None:
     if failed:
         prompts.plot(failed, [0] * len(failed), "x", color="black", label="failed")
         prompts.legend(fontsize=8)
-    # Limits last: they end the axes' own choice.
+    # Limits are set last, because they end the axes' own choice.
     prompts.set(xlabel="seconds", ylabel="new tokens", ylim=(0, None), xlim=(0, None))
     prompts.grid(alpha=0.3)
 
 
 def plot_sweep(path: Path, rows: Sequence[dict[str, Any]], attainment: float, title: str) -> None:
-    """Goodput and the share that met the objectives, over the rate. ``rows``: ``rate`` and a run's result each."""
+    """Draws goodput and the share of requests that met the objectives, over the rate. ``rows`` have a ``rate`` and a
+    run's result each."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     rows = sorted(rows, key=lambda row: float(row["rate"]))

@@ -1,4 +1,4 @@
-"""A run as JSON (``schema`` 1) and as tables."""
+"""Writes the result of a run as JSON (``schema`` 1) and as tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from rich.text import Text
 
 from pillion._version import VERSION
 from pillion.loadgen.figures import Run, bottleneck, client_figures, summarize
-from pillion.loadgen.slo import Objective, good
+from pillion.loadgen.goodput import good, meets
+from pillion.slo import Objective
 
 SCHEMA = 1
 LATENCIES = (("TTFT", "ttft_ms"), ("ITL", "itl_ms"), ("TPOT", "tpot_ms"), ("e2e", "e2e_ms"))
@@ -26,10 +27,10 @@ COLUMNS = ("mean", "p50", "p90", "p95", "p99", "max")
 
 
 def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any]) -> dict[str, Any]:
-    """The result of one run, ready for JSON. ``warning`` is empty where there is no reason for one."""
+    """Returns the result of one run, ready for JSON. ``warning`` is empty where there is no reason for one."""
     summary = summarize(run.records, run.duration_s)
     if config["load"]["concurrency"]:
-        # In a closed loop the server's pace is the load's.
+        # In a closed loop the server's pace sets the rate, so no rate is offered.
         summary["offered_requests_per_s"] = None
     client = client_figures(run)
     met = good(objectives, run.records)
@@ -44,7 +45,7 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
             "good": sum(met),
             "attainment": attainment,
             "requests_per_s": sum(met) / max(run.duration_s, 1e-9),
-            "met": {o.measure: sum(o.met(record) for record in run.records) for o in objectives},
+            "met": {o.measure: sum(meets(o, record) for record in run.records) for o in objectives},
         },
         "client": client,
         "warning": f"the client may have been the bottleneck: {why}" if why else "",
@@ -52,7 +53,7 @@ def result_of(run: Run, objectives: Sequence[Objective], config: dict[str, Any])
 
 
 def environment() -> dict[str, Any]:
-    """The machine and versions of the client."""
+    """Returns the machine and versions of the client."""
     cpuinfo, names = Path("/proc/cpuinfo"), []
     if cpuinfo.exists():
         names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
@@ -68,13 +69,14 @@ def environment() -> dict[str, Any]:
 
 
 def write_json(path: Path, result: dict[str, Any], server: dict[str, Any]) -> None:
-    """Writes the result with the client's environment and the server's description of itself. Raises OSError."""
+    """Writes the result with the client's environment and the description that the server gives of itself. Raises
+    OSError."""
     path.parent.mkdir(parents=True, exist_ok=True)
     whole = result | {"environment": environment(), "server": server}
     path.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
 
 
-# What the rows of the first table are.
+# These texts explain the rows of the first table.
 MEANINGS = (
     "TTFT: time to the first token. ITL: gap between two tokens.\n"
     "TPOT: an answer's mean gap. e2e: time to the last token."
@@ -82,7 +84,7 @@ MEANINGS = (
 
 
 def tables(result: dict[str, Any]) -> Group:
-    """The tables and warnings of a run, for the terminal."""
+    """Makes the tables and warnings of a run, for the terminal."""
     latency = Table(title="latency in ms, from the intended arrival", caption=MEANINGS, caption_justify="left")
     latency.add_column("")
     for column in COLUMNS:
@@ -108,6 +110,10 @@ def _totals(result: dict[str, Any]) -> Table:
         f"{summary['hit_rate']:.1%} cached",
         "tokens out": f"{summary['output_tokens']:,}, {summary['output_tokens_per_s']:,.0f} tokens/s",
     }
+    # Papers and handbooks report these two and the goodput, by these names.
+    for name, key in LATENCIES:
+        if name in ("TTFT", "TPOT") and summary[key]:
+            rows[f"P90 {name}"] = f"{summary[key]['p90']:,.1f} ms"
     if summary["short_answers"]:
         rows["short answers"] = f"{summary['short_answers']} ended before the requested length"
     if goodput["objectives"]:
@@ -128,7 +134,7 @@ def _totals(result: dict[str, Any]) -> Table:
 
 
 def sweep_table(rows: Sequence[dict[str, Any]]) -> Table:
-    """The table of a sweep: one row a run, in order of the rate."""
+    """Makes the table of a sweep: one row for each run, in order of the rate."""
     table = Table(title="rate and goodput")
     for heading in ("rate/s", "goodput/s", "met", "TTFT p99 ms", "ITL p99 ms", "errors", ""):
         table.add_column(heading, justify="right")

@@ -1,4 +1,4 @@
-"""One run, or a sweep of them, against one server: target -> warm-up -> sessions -> driver -> result."""
+"""Carries out one run, or a sweep of runs, against one server: target -> warm-up -> sessions -> driver -> result."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.load import LoadConfig, LoadSession, make_sessions
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.report import SCHEMA, result_of
-from pillion.loadgen.slo import Objective
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.target import LoadTarget, PillionTarget, TargetError
+from pillion.slo import Objective
 
 DEFAULT_TARGETS = {"pillion": "127.0.0.1:50051", "openai": "http://127.0.0.1:8000"}
-# Offsets that keep the seeds of warm-ups and of a sweep's runs apart.
+# These offsets keep the seeds of warm-ups and of a sweep's runs apart.
 WARM_UP_SEED, RUN_SEEDS = 7_919_000, 100_003
 MAX_WARM_UP_REQUESTS = 1000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Server:
-    """The server under load, and how to call it. ``api_key_variable`` names the environment's variable with the key."""
+    """Describes the server under load and how to call it. ``api_key_variable`` names the environment's variable with
+    the key."""
 
     backend: str = "pillion"
     target: str = ""
@@ -43,7 +44,7 @@ class Server:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchPlan:
-    """One run: the load, the server, and the objectives."""
+    """Describes one run of the load generator: the load, the server, and the objectives."""
 
     server: Server
     load: LoadConfig
@@ -52,15 +53,15 @@ class BenchPlan:
     warm_up_requests: int = 0
 
     def described(self) -> dict[str, Any]:
-        """The plan as the report shows it."""
+        """Returns the plan in the form in which the report shows it."""
         return {name: value for name, value in asdict(self).items() if name != "objectives"}
 
 
 @asynccontextmanager
 async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, Any]]]:
-    """Yields the target, open, and the server's description.
+    """Yields the open target and the server's description.
 
-    Raises ConfigError for a server that cannot be, Unavailable where it does not answer.
+    Raises ConfigError for a server that cannot exist, Unavailable where it does not answer.
     """
     where = server.target or DEFAULT_TARGETS[server.backend]
     reach: dict[str, Any] = {"target": where, "ca": server.ca, "cert": server.cert, "key": server.key}
@@ -80,7 +81,7 @@ async def opened(server: Server) -> AsyncIterator[tuple[LoadTarget, dict[str, An
 
 
 def sessions_of(plan: BenchPlan) -> list[LoadSession]:
-    """The sessions that a run sends. Raises ConfigError for a plan that cannot work."""
+    """Makes the sessions that a run sends. Raises ConfigError for a plan that cannot work."""
     if not 0 <= plan.warm_up_requests <= MAX_WARM_UP_REQUESTS:
         raise ConfigError(f"--warm-up {plan.warm_up_requests} is not within 0 and {MAX_WARM_UP_REQUESTS}")
     if plan.max_concurrency is not None and plan.max_concurrency < 1:
@@ -96,11 +97,12 @@ async def run_plan(
     on_done: Callable[[Record], None] = lambda record: None,
     sessions: Sequence[LoadSession] | None = None,
 ) -> tuple[Run, dict[str, Any]]:
-    """Runs the plan; returns the run and its result. ``sessions``: the plan's, if already made. Raises ConfigError."""
+    """Runs the plan; returns the run and its result. ``sessions`` are the plan's, if they are already made. Raises
+    ConfigError."""
     sessions = sessions_of(plan) if sessions is None else sessions
     common: dict[str, Any] = {"timeout_s": plan.server.timeout_s, "as_chat": plan.server.endpoint == "chat"}
     if plan.warm_up_requests:
-        # Warm-up prompts differ from the run's, so that the run finds none of them in a cache.
+        # Warm-up prompts differ from the run's, so that the run finds none of their blocks in a cache.
         seed = plan.load.seed + WARM_UP_SEED
         warm = replace(plan.load, requests=plan.warm_up_requests, seed=seed, concurrency=None, duration_s=None)
         closed = replace(warm, rate=None, concurrency=1)
@@ -118,7 +120,8 @@ async def run_plan(
 
 
 def check_sweep(plan: BenchPlan) -> float:
-    """The rate at which a sweep begins. Raises ConfigError for a plan without rate or objectives, or a wrong one."""
+    """Returns the rate at which a sweep begins. Raises ConfigError for a plan without rate or objectives, or with wrong
+    ones."""
     if plan.load.rate is None or not plan.objectives:
         raise ConfigError("a sweep needs --rate, where it begins, and --slo")
     sessions_of(replace(plan, load=replace(plan.load, requests=1)))
@@ -140,11 +143,11 @@ async def run_sweep(
 
     Args:
         plan: its rate is the first one; its requests are the fewest of a run.
-        run_s: arrivals of each run, at least.
+        run_s: the least time over which each run's requests arrive.
         on_run: called with a run's rate and number of requests; returns the run's ``on_done``.
         on_result: called with each run's row.
 
-    Raises ConfigError, as :func:`check_sweep`.
+    Raises ConfigError, as :func:`check_sweep` does.
     """
     start = check_sweep(plan)
     tried: list[Tried] = []

@@ -1,4 +1,4 @@
-"""The highest rate that meets the objectives: doubling until one fails, then bisection. Sans-IO.
+"""Finds the highest rate that meets the objectives: it doubles until one fails, then bisects. Sans-IO.
 
 start --passes--> 2x --passes--> 4x --fails--> between the two, until they are near each other
 start --fails---> /2 --fails---> /4 --passes-> likewise
@@ -13,14 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One run: its rate, and whether enough of its requests met the objectives."""
+    """Records one run: its rate, and whether enough of its requests met the objectives."""
 
     rate: float
     passed: bool
 
 
 def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: int) -> float | None:
-    """The next rate to try; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are spent.
+    """Returns the next rate to try; None when the answer is known within ``tolerance`` (0.1: 10 %) or ``max_runs`` are
+    spent.
 
     The middle is the geometric one, because a rate's error counts relative to the rate.
     """
@@ -37,11 +38,11 @@ def next_rate(tried: Sequence[Tried], start: float, tolerance: float, max_runs: 
 
 
 def best_rate(tried: Sequence[Tried]) -> float | None:
-    """The highest passed rate that is below all failed ones; None where none passed."""
+    """Returns the highest passed rate that is below all failed ones; None where none passed."""
     failed = lowest_failed(tried)
     return max((run.rate for run in tried if run.passed and (failed is None or run.rate < failed)), default=None)
 
 
 def lowest_failed(tried: Sequence[Tried]) -> float | None:
-    """The lowest rate that failed; None where none did."""
+    """Returns the lowest rate that failed; None where none did."""
     return min((run.rate for run in tried if not run.passed), default=None)

@@ -1,4 +1,5 @@
-"""The server under load: its interface, and Pillion's gRPC API. :mod:`pillion.loadgen.openai_target` is OpenAI's."""
+"""Defines the interface to a server under load, and implements it for Pillion's gRPC API.
+:mod:`pillion.loadgen.openai_target` has OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ Message = dict[str, str]
 
 
 class TargetError(Exception):
-    """A request that failed: ``status`` is its kind ("Overloaded", "HTTP 429"), ``message`` the server's text."""
+    """Says that a request failed: ``status`` is the kind of failure ("Overloaded", "HTTP 429"), ``message`` the
+    server's text."""
 
     def __init__(self, status: str, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -25,7 +27,7 @@ class TargetError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class AnswerRequest:
-    """One request: token ids, or a conversation."""
+    """Describes one request: token ids, or a conversation."""
 
     output_tokens: int
     ids: Sequence[int] = ()
@@ -34,7 +36,7 @@ class AnswerRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenCounts:
-    """Token counts as the server reports them; ``cached`` counts prompt tokens."""
+    """Holds token counts as the server reports them; ``cached`` counts prompt tokens."""
 
     prompt: int
     cached: int
@@ -43,7 +45,8 @@ class TokenCounts:
 
 @dataclass(frozen=True, slots=True)
 class AnswerMessage:
-    """One message of an answer: its new tokens (1 where the server does not report them), at the end the counts."""
+    """Holds one message of an answer: its new tokens (1 where the server does not report them), and at the end the
+    counts."""
 
     text: str
     tokens: int
@@ -51,24 +54,24 @@ class AnswerMessage:
 
 
 class LoadTarget(Protocol):
-    """A server under load."""
+    """Represents a server under load."""
 
     def stream(self, request: AnswerRequest) -> AsyncGenerator[AnswerMessage, None]:
         """Streams one answer. Raises TargetError."""
 
     async def describe(self) -> dict[str, Any]:
-        """The server's own description, for the report. Raises TargetError where it does not answer."""
+        """Returns the server's own description, for the report. Raises TargetError where the server does not answer."""
 
     async def aclose(self) -> None:
-        """Ends all connections."""
+        """Ends all connections to the server."""
 
 
 class PillionTarget:
-    """A Pillion gateway under load, over gRPC.
+    """Represents a Pillion gateway under load, over gRPC.
 
     Args:
-        ignore_eos: answers have exactly the requested length.
-        reach: arguments of :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
+        ignore_eos: whether answers have exactly the requested length.
+        reach: the arguments of :class:`pillion.AsyncClient`: target, ca, cert, key, api_key.
     """
 
     def __init__(self, model: str, ignore_eos: bool, temperature: float, **reach: Any) -> None:

@@ -1,11 +1,11 @@
-"""Recorded traffic: times and lengths, and which prompts begin alike. No trace has the text. Sans-IO.
+"""Reads recorded traffic: times and lengths, and which prompts begin alike. No trace has the text. Sans-IO.
 
     mooncake   JSON lines: timestamp (ms), input_length, output_length, hash_ids      Qin et al., FAST 2025
     burstgpt   CSV: Timestamp (s), Request tokens, Response tokens                    Wang et al., 2024
     azure      CSV: TIMESTAMP (date and time), ContextTokens, GeneratedTokens         Azure LLM inference traces
 
 A ``hash_id`` stands for a block of 512 tokens and all before it: two prompts with the same id are equal up to that
-block's end. :func:`prompt_of` makes token ids that keep to this.
+block's end. :func:`prompt_of` makes token ids for which that holds.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_TRACE_ROWS = 5_000_000
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One row of a trace. ``timestamp`` in ms. ``hash_ids`` covers the input with its last, maybe partial block; it is
-    empty where the trace has none."""
+    """Holds one row of a trace. ``timestamp`` is in ms. ``hash_ids`` covers the input with its last, maybe partial
+    block; it is empty where the trace has none."""
 
     timestamp: float
     input_length: int
@@ -38,12 +38,12 @@ class TraceRequest:
 
     @property
     def whole_blocks(self) -> tuple[int, ...]:
-        """The ids of full blocks, which can be cached."""
+        """Gives the hash ids of the prompt's full blocks; only these blocks can be cached."""
         return self.hash_ids[: self.input_length // TRACE_BLOCK_TOKENS]
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """All rows that have an answer, in order of time; the columns tell the format.
+    """Reads all rows that have an answer, in order of time; the columns tell the format.
 
     Raises OSError, and ValueError that names the row for a file of another format.
     """
@@ -109,7 +109,8 @@ class PromptMaker:
         self._blocks: dict[int, array[int]] = {}
 
     def prompt_of(self, number: int, request: TraceRequest) -> array[int]:
-        """The prompt of row ``number``: ``input_length`` ids. Those beyond the hash ids belong to this row alone."""
+        """Returns the prompt of row ``number``: ``input_length`` ids. Ids beyond those that hash ids cover belong to
+        this row alone."""
         ids: array[int] = array("I")
         for hash_id in request.hash_ids[: -(-request.input_length // TRACE_BLOCK_TOKENS)]:
             ids.extend(self._block(hash_id))

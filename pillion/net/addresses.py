@@ -1,15 +1,17 @@
-"""Addresses of components: ``host:port``, ``[host]:port``, ``unix:path`` or ``in-process:NAME``."""
+"""Says which addresses of components are local. An address is ``host:port``, ``[host]:port``, ``unix:path`` or
+``in-process:NAME``."""
 
 from __future__ import annotations
 
 import ipaddress
 
-# Addresses that no network reaches, so that nothing on them is encrypted.
-OFF_NETWORK = ("unix:", "in-process:")
+# No network reaches addresses that begin like this, and nothing on them is encrypted.
+IN_PROCESS = "in-process:"
+OFF_NETWORK = ("unix:", IN_PROCESS)
 
 
 def is_local(address: str) -> bool:
-    """Whether only this machine can reach the address."""
+    """Returns whether only this machine can reach the address."""
     if address.startswith(OFF_NETWORK):
         return True
     host = address.rpartition(":")[0].strip("[]")

@@ -1,4 +1,4 @@
-"""What to do about a connection that failed, in one sentence, by what listens at its address."""
+"""Says in one sentence what to do about a connection that failed, by what listens at its address."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import re
 from pillion.net.listener import GRPC_DEFAULT_PORT, Listener
 
 START = "start a cluster with `pillion serve`, or give the address of one that runs"
+# Versions of gRPC say in different words that a certificate is for other names.
+_OTHER_NAMES = ("Hostname Verification", "is not in peer certificate")
 _VERIFY_FAILED = re.compile(r"CERTIFICATE_VERIFY_FAILED:? ?([^;)\n]*)")
 
 
 def grpc_advice(address: str, listener: Listener, encrypted: bool, said: str) -> str:
-    """Why a gRPC client does not reach a server, and what to do; "" where the server is as the client wants it.
+    """Says why a gRPC client does not reach a server, and what to do; returns "" where the server is as the client
+    wants it.
 
     Args:
-        address: where the client calls, without a scheme.
+        address: the address that the client calls, without a scheme.
         encrypted: whether the client speaks TLS.
         said: gRPC's own words, which tell why a certificate was refused.
     """
@@ -37,7 +40,7 @@ def grpc_advice(address: str, listener: Listener, encrypted: bool, said: str) ->
 
 
 def http_advice(address: str, listener: Listener, encrypted: bool) -> str:
-    """Why an HTTP client does not reach a server, as :func:`grpc_advice` says it for gRPC."""
+    """Says why an HTTP client does not reach a server, as :func:`grpc_advice` does for gRPC."""
     kind = listener.kind
     if kind in ("grpc", "grpcs"):
         return (
@@ -68,7 +71,7 @@ def _silence_advice(address: str, listener: Listener, start: str) -> str:
 def _certificate_advice(address: str, listener: Listener, said: str) -> str:
     if listener.wants_certificate:
         return f"{address} takes clients with a certificate that it trusts only: give --cert and --key (cert=, key=)"
-    if "Hostname Verification" in said:
+    if any(words in said for words in _OTHER_NAMES):
         host = address.rpartition(":")[0] or address
         return f"the certificate of {address} is for other names than {host}: call it by a name that it has"
     if found := _VERIFY_FAILED.search(said):

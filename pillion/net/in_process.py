@@ -1,4 +1,4 @@
-"""gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
+"""Carries gRPC calls within one process: the generated stubs and servicers, without sockets, HTTP/2 and serialization.
 
     stub --unary call---> the servicer's handler, in the caller's own task; a stream of requests is read by the handler
     stub --stream call--> a task that runs the handler, and a pipe of one message each way, so that each side waits for
@@ -25,8 +25,6 @@ import grpc.aio
 from pillion.errors import DeadlineExceeded, PillionError, Unavailable
 from pillion.wire.errors import as_pillion_error, to_status
 
-SCHEME = "in-process:"
-
 Metadata = Sequence[tuple[str, str | bytes]]
 _servers: dict[str, InProcessServer] = {}
 
@@ -47,12 +45,13 @@ class InProcessServer:
         self.handlers |= {f"/{service}/{name}": handler for name, handler in handlers.items()}
 
     def start(self) -> None:
-        """Raises OSError where the address is taken."""
+        """Starts to serve. Raises OSError where the address is taken."""
         if _servers.setdefault(self.address, self) is not self:
             raise OSError(f"{self.address} is taken")
 
     async def stop(self, grace_s: float) -> None:
-        """Takes no more calls, gives streams ``grace_s`` seconds to finish, then cancels them. Idempotent."""
+        """Makes the server take no more calls, gives streams ``grace_s`` seconds to finish, then cancels them.
+        Idempotent."""
         _servers.pop(self.address, None)
         if self._streams:
             await asyncio.wait(self._streams, timeout=grace_s)
@@ -61,7 +60,7 @@ class InProcessServer:
             await asyncio.gather(*self._streams, return_exceptions=True)
 
     def spawn(self, stream: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs a stream's handler until it ends or the server stops."""
+        """Runs the handler of a stream until the handler ends or the server stops."""
         task = asyncio.create_task(stream)
         self._streams.add(task)
         task.add_done_callback(self._streams.discard)
@@ -69,7 +68,7 @@ class InProcessServer:
 
 
 class InProcessChannel:
-    """A channel to the server of an in-process address, with what stubs use of grpc.aio.Channel.
+    """Represents a channel to the server of an in-process address, with what stubs use of grpc.aio.Channel.
 
     Like any channel, it may be opened before the server starts.
     """
@@ -106,7 +105,7 @@ class InProcessChannel:
         return call
 
     async def close(self) -> None:
-        """Cancels the streams; there are no calls after it."""
+        """Cancels the channel's streams; no call can be made after that."""
         self._closed = True
         for stream in tuple(self._streams):
             stream.cancel()
@@ -154,32 +153,32 @@ class InProcessChannel:
 
 
 class InProcessContext:
-    """The handler's side of a call: what servicers use of gRPC's ServicerContext."""
+    """Represents the handler's side of a call: what servicers use of gRPC's ServicerContext."""
 
     def __init__(self, metadata: Metadata) -> None:
         self._metadata = tuple(metadata)
         self._callbacks: list[Callable[[Any], None]] = []
 
     def invocation_metadata(self) -> Metadata:
-        """What the caller sent along."""
+        """Returns the metadata that the caller sent along."""
         return self._metadata
 
     async def send_initial_metadata(self, metadata: Metadata) -> None:
         """Does nothing: no caller reads it."""
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """``callback`` is called when the call has ended, well or not."""
+        """Arranges that ``callback`` is called when the call has ended, well or not."""
         self._callbacks.append(callback)
 
     def finish(self) -> None:
-        """The call has ended."""
+        """Notes that the call has ended."""
         for callback in self._callbacks:
             callback(self)
 
 
 class Inbox:
-    """One direction of a stream at its receiver's: messages in order, then an end. It has one receiver, and one sender,
-    which may wait for what the receiver takes."""
+    """Holds one direction of a stream at its receiver: messages in order, then an end. It has one receiver, and one
+    sender, which may wait until the receiver has taken a message."""
 
     def __init__(self) -> None:
         self._messages: deque[Any] = deque()
@@ -189,13 +188,14 @@ class Inbox:
         self._receiver: asyncio.Future[None] | None = None
 
     def add(self, message: Any) -> None:
-        """A message has come. Behind the end it is dropped."""
+        """Adds a message. A message that comes after the end of the stream is dropped."""
         if not self._closed:
             self._messages.append(message)
             _wake(self._receiver)
 
     async def receive(self) -> Any:
-        """The next message; EOF, or the error that the stream was closed with, after the last one."""
+        """Returns the next message; after the last one it returns EOF, or raises the error that the stream was closed
+        with."""
         while not self._messages:
             if self._closed:
                 if self._error is not None:
@@ -208,7 +208,8 @@ class Inbox:
         return message
 
     def close(self, error: BaseException | None = None, *, drop: bool) -> None:
-        """Ends the stream for both sides; only the first call counts. ``drop``: what was not received is lost."""
+        """Ends the stream for both sides; only the first call counts. With ``drop``, messages that were not received
+        are lost."""
         if not self._closed:
             self._closed, self._error = True, error
             if drop:
@@ -217,7 +218,7 @@ class Inbox:
             _wake(self._receiver)
 
     def wake_sender(self) -> None:
-        """Lets the sender look again."""
+        """Wakes the sender, which then checks whether its message was taken."""
         _wake(self._sender)
 
     async def _taken(self) -> None:
@@ -236,10 +237,10 @@ class Inbox:
 
 
 class _Pipe(Inbox):
-    """An inbox whose sender waits until each message was received."""
+    """Represents an inbox whose sender waits until each message was received."""
 
     async def send(self, message: Any) -> None:
-        """Raises InvalidStateError where the pipe is closed, or closes before the message is received."""
+        """Sends a message. Raises InvalidStateError if the pipe is closed, or closes before the message is received."""
         if not self._closed:
             self.add(message)
             while self._messages:
@@ -254,7 +255,8 @@ def _wake(waiting: asyncio.Future[None] | None) -> None:
 
 
 class _Stream:
-    """The caller's side of a streaming call: what clients use of gRPC's StreamStreamCall and UnaryStreamCall.
+    """Represents the caller's side of a streaming call: what clients use of gRPC's StreamStreamCall and
+    UnaryStreamCall.
 
     ``task`` runs the handler; it is None where nothing serves the address.
     """
@@ -264,21 +266,21 @@ class _Stream:
         self.task: asyncio.Task[None] | None = None
 
     async def wait_for_connection(self) -> None:
-        """Lets the handler begin. Raises AioRpcError where nothing serves the address."""
+        """Lets the call's handler begin. Raises AioRpcError where nothing serves the address."""
         await asyncio.sleep(0)
         if self.task is None:
             await self.read()
 
     async def write(self, request: Any) -> None:
-        """Raises InvalidStateError where the call has ended."""
+        """Sends a request. Raises InvalidStateError where the call has ended."""
         await self._requests.send(request)
 
     async def read(self) -> Any:
-        """The next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
+        """Returns the next reply, or EOF. Raises AioRpcError, and CancelledError after :meth:`cancel`."""
         return await self._replies.receive()
 
     def cancel(self) -> bool:
-        """Ends the call; whether it had not ended yet."""
+        """Ends the call; returns whether it had not ended yet."""
         if self.task is None or self.task.done():
             return False
         self.end(asyncio.CancelledError())
@@ -288,7 +290,7 @@ class _Stream:
         return self._replies
 
     def end(self, error: BaseException | None) -> None:
-        """Ends both directions; the caller gets ``error`` behind the last reply."""
+        """Ends both directions of the call; the caller gets ``error`` after the last reply."""
         self._replies.close(error, drop=True)
         self._requests.close(drop=True)
 
@@ -317,13 +319,27 @@ class _Stream:
 
 
 def _error_of(failure: Exception, method: str, limit: asyncio.Timeout) -> grpc.aio.AioRpcError:
-    """What the caller gets for what a handler raised."""
+    """Returns the error that the caller gets for an exception that a handler raised."""
     expired = limit.expired()
     return rpc_error(DeadlineExceeded("Deadline Exceeded") if expired else as_pillion_error(failure, method))
 
 
 def rpc_error(error: PillionError) -> grpc.aio.AioRpcError:
-    """What a caller would get over a connection for ``error``: its status, with details in the trailers."""
+    """Returns the error that a caller would get over a connection for ``error``: its status, with details in the
+    trailers."""
     status = to_status(error)
     trailers = grpc.aio.Metadata(*(status.trailing_metadata or ()))
     return grpc.aio.AioRpcError(status.code, grpc.aio.Metadata(), trailers, status.details)
+
+
+class CallsWithin:
+    """Makes the channels and servers of this process."""
+
+    def channel(self, target: str) -> Any:
+        return InProcessChannel(target)
+
+    def server(self, listen: str) -> Any:
+        return InProcessServer(listen)
+
+
+CALLS_WITHIN = CallsWithin()

@@ -1,10 +1,10 @@
-"""What listens at an address, found by asking it, so that the error of a connection can say what to do.
+"""Finds what listens at an address by asking it, so that the error of a connection can say what to do.
 
     connect --> HTTP/2's first words, in plain text --> a SETTINGS frame: gRPC | "HTTP/1": HTTP
        |                                             '-> the connection ends --> TLS handshake --> h2: gRPC | else HTTP
        '-> refused, unknown name, no answer                                          '-> refused: neither
 
-Asked only after a call has failed; each answer takes PROBE_TIMEOUT_MS at most, and is kept for KEPT_MS.
+The address is asked only after a call has failed; each answer takes PROBE_TIMEOUT_MS at most, and is kept for KEPT_MS.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from typing import Literal
 from urllib.request import proxy_bypass_environment  # type: ignore[attr-defined]
 
 PROBE_TIMEOUT_MS = 2000
-# Many streams fail together: they share one answer.
+# Many streams may fail together; within this time they share one answer.
 KEPT_MS = 1000
-# A SETTINGS frame without settings behind the preface of RFC 9113, 3.4.
+# These bytes are HTTP/2's connection preface (RFC 9113, 3.4), and a SETTINGS frame without settings.
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\x04\0\0\0\0\0"
 _SETTINGS_TYPE, _FRAME_HEAD_BYTES = 4, 9
-# gRPC's port where an address has none.
+# gRPC calls this port where an address has none.
 GRPC_DEFAULT_PORT = 443
 
 Kind = Literal["nothing", "unknown host", "unreachable", "silent", "grpc", "http", "grpcs", "https", "other"]
@@ -32,7 +32,7 @@ Kind = Literal["nothing", "unknown host", "unreachable", "silent", "grpc", "http
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """What was found.
+    """Describes what listens at an address.
 
     Attributes:
         kind: "grpcs" and "https" are gRPC and HTTP over TLS; "silent" takes connections and says nothing.
@@ -46,8 +46,8 @@ class Listener:
 
 
 def find_listener(address: str) -> Listener | None:
-    """What listens at ``host:port`` or ``unix:path``; None for an address of another kind. Blocks for up to
-    PROBE_TIMEOUT_MS for each of the two connections that it may make."""
+    """Finds what listens at ``host:port`` or ``unix:path``; returns None for an address of another kind. Blocks for up
+    to PROBE_TIMEOUT_MS for each of the two connections that it may make."""
     place = place_of(address)
     if place is None:
         return None
@@ -67,7 +67,8 @@ def find_listener(address: str) -> Listener | None:
 
 
 def place_of(address: str) -> tuple[str, int] | None:
-    """Host and port of a gRPC address; of a Unix socket, its path and 0. None for an address of another kind."""
+    """Returns host and port of a gRPC address; for a Unix socket, its path and 0; None for an address of another
+    kind."""
     if address.startswith("unix:"):
         return address.removeprefix("unix:").removeprefix("//"), 0
     address = address.removeprefix("dns:///")
@@ -80,7 +81,7 @@ def place_of(address: str) -> tuple[str, int] | None:
 
 
 def proxy_variable(address: str) -> str:
-    """The variable that makes gRPC go to ``address`` by a proxy; "" where there is none."""
+    """Returns the variable that makes gRPC go to ``address`` by a proxy; "" where there is none."""
     place = place_of(address)
     if place is None or not place[1]:
         return ""
@@ -106,7 +107,7 @@ def _connect(place: tuple[str, int]) -> socket.socket:
 
 
 def _plain(connection: socket.socket) -> Kind | None:
-    """What answers in plain text; None where the connection ends as a TLS server ends it."""
+    """Returns what kind of server answers in plain text; None where the connection ends as a TLS server ends it."""
     try:
         connection.sendall(_PREFACE)
         said = _first_words(connection)
@@ -123,13 +124,13 @@ def _speaks(said: bytes) -> Kind | None:
         return "http"
     if len(said) >= _FRAME_HEAD_BYTES and said[3] == _SETTINGS_TYPE and said[:1] == b"\0":
         return "grpc"
-    # An alert of TLS.
+    # This byte begins an alert of TLS.
     return None if said[:1] == b"\x15" else "other"
 
 
 def _encrypted(connection: socket.socket, host: str) -> Listener:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    # Nothing is sent or believed: only what the server speaks is asked.
+    # Nothing secret is sent and nothing is believed: the probe only asks what the server speaks.
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.set_alpn_protocols(["h2", "http/1.1"])
     try:
@@ -138,7 +139,7 @@ def _encrypted(connection: socket.socket, host: str) -> Listener:
             if kind == "https":
                 return Listener(kind)
             encrypted.sendall(_PREFACE)
-            # From TLS 1.3 on a server refuses a client without a certificate behind the handshake.
+            # From TLS 1.3 on a server refuses a client without a certificate after the handshake.
             return Listener(kind, wants_certificate=not _first_words(encrypted))
     except TimeoutError:
         return Listener("silent")
@@ -150,7 +151,7 @@ def _encrypted(connection: socket.socket, host: str) -> Listener:
 
 
 def _first_words(connection: socket.socket) -> bytes:
-    """The first bytes that arrive, enough to know who speaks; fewer where the connection ends before."""
+    """Returns the first bytes that arrive, enough to know the protocol; fewer where the connection ends earlier."""
     said = b""
     while len(said) < _FRAME_HEAD_BYTES and (more := connection.recv(512)):
         said += more
@@ -158,7 +159,8 @@ def _first_words(connection: socket.socket) -> bytes:
 
 
 class KnownListener:
-    """What listens at one address, asked again after KEPT_MS. Thread-safe: callers wait for one probe together."""
+    """Finds what listens at one address, and asks again after KEPT_MS. Thread-safe: callers wait for one probe
+    together."""
 
     def __init__(self, address: str) -> None:
         self._address = address
@@ -167,7 +169,7 @@ class KnownListener:
         self._found_s = -KEPT_MS / 1000
 
     def find(self) -> Listener | None:
-        """What :func:`find_listener` found, not longer than KEPT_MS ago."""
+        """Returns what :func:`find_listener` found not longer than KEPT_MS ago."""
         with self._lock:
             if time.monotonic() - self._found_s >= KEPT_MS / 1000:
                 self._found = find_listener(self._address)

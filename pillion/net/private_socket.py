@@ -1,5 +1,5 @@
-"""Unix sockets that only processes of one user reach (0600 in a folder of 0700), lines that bring descriptors, and
-connections that stand for a process."""
+"""Makes Unix sockets that only processes of one user reach (0600 in a folder of 0700), reads lines that bring
+descriptors, and watches connections that stand for a process."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 
 from pillion.errors import ConfigError
 
-# How long a process that may listen at the path already has to take a connection.
+# A process that may already listen at the path has this long to accept a connection.
 PROBE_TIMEOUT_S = 5.0
 
 
 def listen_private(path: str, backlog: int, what: str) -> socket.socket:
-    """Returns a listening socket at ``path``. ``what`` the process does with it is said in errors.
+    """Returns a listening socket at ``path``. ``what`` says in errors what the process does with it.
 
     A socket file that a dead process left there is replaced. Raises ConfigError for a path that cannot be used, or at
     which another process listens.
@@ -40,7 +40,7 @@ def listen_private(path: str, backlog: int, what: str) -> socket.socket:
 
 def receive_line(sock: socket.socket, max_line_bytes: int, max_descriptors: int) -> tuple[bytes, list[int]]:
     """Returns one line, and the descriptors that came with it, which are the caller's to close. The socket's timeout
-    bounds the wait for the whole line. Raises TimeoutError behind it, ConnectionError where the connection ends before
+    bounds the wait for the whole line. Raises TimeoutError after it, ConnectionError where the connection ends before
     the line does, or the line is too long; OSError."""
     line, descriptors, timeout_s = b"", [], sock.gettimeout()
     until_s = None if timeout_s is None else time.monotonic() + timeout_s
@@ -69,7 +69,8 @@ def _left_s(until_s: float) -> float:
 
 
 def peer_gone(sock: socket.socket) -> bool:
-    """Whether the end of a non-blocking connection can be seen by now; nothing is sent on it any more."""
+    """Returns whether a non-blocking connection is known to have ended; nothing may be sent on the connection
+    afterwards."""
     try:
         return not sock.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
@@ -85,7 +86,8 @@ def close_all(descriptors: list[int]) -> None:
 
 
 def _clear_stale(path: str) -> None:
-    """Removes the socket of a process that died without cleaning up; refuses to take a living one's place."""
+    """Removes the socket of a process that died without cleaning up. Raises ConfigError where a process still listens
+    there."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):

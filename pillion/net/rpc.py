@@ -1,4 +1,5 @@
-"""gRPC settings of every component: limits, keepalive, health, reflection, and the place where errors become statuses.
+"""Holds the gRPC settings of every component: limits, keepalive, health, reflection, and the place where errors become
+statuses.
 
 Idle streams survive: clients ping every KEEPALIVE_TIME_MS, with or without calls and data, and servers allow a ping
 every MIN_PING_INTERVAL_MS, so no load balancer's idle timeout above that ends a stream that waits for its first token.
@@ -9,13 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import grpc
 
 from pillion.errors import InvalidRequest, PillionError, Unavailable
-from pillion.net import in_process, tls
-from pillion.net.addresses import OFF_NETWORK
+from pillion.net import tls
+from pillion.net.addresses import IN_PROCESS, OFF_NETWORK
+from pillion.rooms import Seam, entered_one, require_room
 from pillion.wire.errors import as_pillion_error
 from pillion.wire.errors import from_rpc_error as from_rpc_error
 from pillion.wire.errors import said_by_server as said_by_server
@@ -25,19 +27,30 @@ from pillion.wire.errors import to_status as to_status
 MAX_MESSAGE_BYTES = 16 * 2**20
 KEEPALIVE_TIME_MS = 30_000
 KEEPALIVE_TIMEOUT_MS = 10_000
-# Servers answer faster pings with GOAWAY too_many_pings; ours allow what our clients send.
+# Servers end connections with faster pings (GOAWAY too_many_pings), so Pillion's servers allow as many as its clients
+# send.
 MIN_PING_INTERVAL_MS = 10_000
-# Bounds of one server. A connection must finish its handshake, TLS included, within the time.
+# One server has at most this many connections; each must finish its handshake, TLS included, within the time below.
 MAX_CONNECTIONS = 4096
 HANDSHAKE_TIMEOUT_MS = 20_000
-# The grace of a server that is closed and whose stop is to follow. gRPC (1.78) touches a server again when a grace is
-# over, also one that another stop has freed: so it is longer than any that follows.
+# This is the grace of a server that is closed and will be stopped later. gRPC (1.78) touches a server again when a
+# grace is over, even if another stop has freed it; so this grace is longer than any that comes after it.
 STOP_FOLLOWS_S = 30 * 86_400.0
-# Bit 0: messages as they are. gRPC decompresses a message before it looks at its size, and half a megabyte of gzip may
-# be half a gigabyte.
+# Bit 0 stands for messages without compression. gRPC decompresses a message before it looks at its size, and half a
+# megabyte of gzip may become half a gigabyte.
 UNCOMPRESSED = 1
 
 Options = list[tuple[str, Any]]
+
+
+class InProcessCalls(Protocol):
+    """Describes the room that carries calls within one process, for addresses such as ``in-process:NAME``."""
+
+    def channel(self, target: str) -> Any: ...
+    def server(self, listen: str) -> Any: ...
+
+
+CALLS = Seam[InProcessCalls]("net.in_process")
 
 
 def _options(max_message_bytes: int) -> Options:
@@ -53,32 +66,33 @@ def _options(max_message_bytes: int) -> Options:
 
 
 def client_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> Options:
-    """Options of every channel."""
+    """Returns the options of every channel."""
     return [
         *_options(max_message_bytes),
-        # Components restart, and streams wait for them: channels look ten times a second instead of gRPC's backoff of
-        # up to two minutes. A component that stays away is forgotten with its record in the registry.
+        # Components restart, and streams wait for them: channels try to connect ten times a second instead of with
+        # gRPC's backoff of up to two minutes. A component that does not come back is forgotten with its record in the
+        # registry.
         ("grpc.initial_reconnect_backoff_ms", 100),
-        # Also the time that one attempt to connect may take; a loaded machine needs more than the backoff.
+        # One attempt to connect may take this long, too; a loaded machine needs more than the 100 ms of the backoff.
         ("grpc.min_reconnect_backoff_ms", 5000),
         ("grpc.max_reconnect_backoff_ms", 100),
     ]
 
 
 def server_options(max_message_bytes: int = MAX_MESSAGE_BYTES, *, share_port: bool = False) -> Options:
-    """Options of every server."""
+    """Returns the options of every server."""
     return [
         *_options(max_message_bytes),
         ("grpc.http2.min_ping_interval_without_data_ms", MIN_PING_INTERVAL_MS),
         ("grpc.compression_enabled_algorithms_bitset", UNCOMPRESSED),
         ("grpc.max_allowed_incoming_connections", MAX_CONNECTIONS),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_TIMEOUT_MS),
-        # Two servers on one port share its connections at random. Where that is not meant, a taken port is an error.
+        # Two servers on one port share its connections at random. Without ``share_port``, a taken port is an error.
         ("grpc.so_reuseport", int(share_port)),
     ]
 
 
-# This process's identity towards other components of its cluster. Set once, before the first channel.
+# This process shows this identity to other components of its cluster. It is set once, before the first channel.
 _identity: tls.Identity | None = None
 
 
@@ -89,35 +103,47 @@ def use_identity(identity: tls.Identity | None) -> None:
 
 
 def internal_credentials(listen: str) -> grpc.ServerCredentials | None:
-    """Credentials of a service for other components at this address; None is plain text, as on every Unix socket."""
+    """Returns the credentials of a service for other components at this address; None is plain text, as on every Unix
+    socket."""
     return None if _identity is None or listen.startswith(OFF_NETWORK) else tls.server_credentials(_identity)
 
 
 def open_channel(target: str) -> grpc.aio.Channel:
-    """A channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes it."""
-    if target.startswith(in_process.SCHEME):
-        return cast(grpc.aio.Channel, in_process.InProcessChannel(target))
+    """Opens a channel to another component at ``host:port``, ``unix:path`` or ``in-process:NAME``. The caller closes
+    it."""
+    if target.startswith(IN_PROCESS):
+        return cast(grpc.aio.Channel, _in_process(target).channel(target))
     if _identity is None or target.startswith("unix:"):
         return grpc.aio.insecure_channel(target, options=client_options())
     return cast(grpc.aio.Channel, tls.ComponentChannel(target, _identity, client_options()))
 
 
+def _in_process(address: str) -> InProcessCalls:
+    """Returns the room that carries calls within this process. Raises ConfigError if the room of the address is
+    gone."""
+    require_room("offline", f"the address {address}")
+    calls = entered_one(CALLS)
+    assert calls is not None
+    return calls
+
+
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
-    """The error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which grpc.aio
-    reports as it reports a cancelled caller: without this the caller's task would end without an error."""
+    """Returns the error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which
+    grpc.aio reports as it reports a cancelled caller: without this the caller's task would end without an error."""
     task = asyncio.current_task()
     return cancelled if task is None or task.cancelling() else Unavailable("the connection was closed")
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status, so that servicers only raise."""
+    """Turns the exceptions of handlers into statuses, so that servicers only have to raise them."""
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         method = details.method
         try:
             handler = await continuation(details)
         except PillionError as error:
-            # Declared as a stream of requests, so that no message of a call refused by its headers is read.
+            # The handler is declared as a stream of requests, so that no message of a call refused by its headers is
+            # read.
             return grpc.stream_unary_rpc_method_handler(_refusal(error, method))
         if handler is None:
             return None
@@ -129,7 +155,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 
 def _reading(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Reads a message; for one that cannot be parsed, which gRPC would report as a defect of the server, an error."""
+    """Wraps a message's parser so that a message that cannot be parsed becomes an error of the client; gRPC would
+    report it as a defect of the server."""
     if deserialize is None:
         return None
 
@@ -164,7 +191,7 @@ def _stream_guard(inner: Callable[..., Any], method: str) -> Callable[..., Async
         try:
             result = inner(_readable(request), context)
             if isinstance(result, Awaitable):
-                # A handler that writes to the context itself, as Health.Watch does.
+                # A handler such as Health.Watch writes to the context itself.
                 await result
                 return
             async for message in result:
@@ -193,7 +220,7 @@ async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, 
 
 @dataclass(slots=True)
 class RunningServer:
-    """A started server. ``address`` is where it really listens (port 0 resolved)."""
+    """Holds a started server. ``address`` is where it really listens (port 0 resolved)."""
 
     server: grpc.aio.Server
     address: str
@@ -210,18 +237,18 @@ class RunningServer:
             await self.health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
     async def not_serving(self) -> None:
-        """Sets the health status of every service to NOT_SERVING for good; calls are still served."""
+        """Sets the health status of every service to NOT_SERVING for good; the server still serves calls."""
         if self.health is not None:
             await self.health.enter_graceful_shutdown()
 
     def close(self) -> None:
-        """Takes no more connections, and ends those that are open behind their calls (HTTP/2's GOAWAY), so that clients
-        make new ones with their next calls. :meth:`stop` is to follow."""
+        """Takes no more connections, and ends those that are open after their calls (HTTP/2's GOAWAY), so that clients
+        make new ones with their next calls. :meth:`stop` has to be called later."""
         self.closing = asyncio.create_task(self.server.stop(STOP_FOLLOWS_S))
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Sets NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Calls that watch the health end
-        only then."""
+        """Sets the health to NOT_SERVING, lets calls finish for ``grace_s`` seconds, then ends them. Calls that watch
+        the health end only then."""
         await self.not_serving()
         await self.server.stop(grace_s)
         if self.closing is not None:
@@ -239,10 +266,10 @@ async def start_server(
     share_port: bool = False,
     serving: bool = True,
 ) -> RunningServer:
-    """Start a server with health, of each service and of all ("") together, and reflection.
+    """Starts a server with reflection, and with the health of each service and of all ("") together.
 
     Args:
-        listen: ``host:port`` (port 0: any), ``unix:path`` or ``in-process:NAME``, where only ``services`` counts.
+        listen: ``host:port`` (port 0: any), ``unix:path`` or ``in-process:NAME``; the last one uses only ``services``.
         services: pairs of full service name and a function that adds the servicer to a server.
         credentials: TLS; None for plain text.
         interceptors: run inside the interceptor that maps errors, so what they raise becomes a status as well.
@@ -254,7 +281,7 @@ async def start_server(
     Raises:
         OSError: the address cannot be bound.
     """
-    if listen.startswith(in_process.SCHEME):
+    if listen.startswith(IN_PROCESS):
         return _start_in_process(listen, services)
     from grpc_health.v1 import health, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
@@ -283,7 +310,7 @@ async def start_server(
 
 
 def _start_in_process(listen: str, services: Sequence[tuple[str, Callable[[grpc.aio.Server], None]]]) -> RunningServer:
-    server: Any = in_process.InProcessServer(listen)
+    server = _in_process(listen).server(listen)
     for _, add in services:
         add(server)
     server.start()

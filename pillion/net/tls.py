@@ -1,12 +1,12 @@
-"""TLS at the edge and between components, from PEM files that may be replaced while a process runs.
+"""Sets up TLS at the edge and between components, from PEM files that may be replaced while a process runs.
 
     files --fit--> in use --other files (pillion.net.watched)--> read again --fit--> in use from the next handshake on
       | no: ConfigError                                         | no: a warning, the old ones stay in use
 
 At the edge a server shows its certificate, and asks clients for theirs where a flag names their authorities. Between
-components both sides show one, and it must be signed by the cluster's own authority, whatever its holder's address:
-every such certificate carries the name INTERNAL_NAME, the only one that is checked. So this authority must sign nothing
-else. A Unix socket is never encrypted: the rights of its folder are its lock.
+components both sides show a certificate, and it must be signed by the cluster's own authority, whatever its holder's
+address: every such certificate carries the name INTERNAL_NAME, the only one that is checked. So this authority must
+sign nothing else. A Unix socket is never encrypted: the rights of its folder are its lock.
 """
 
 from __future__ import annotations
@@ -36,21 +36,22 @@ Options = list[tuple[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """Paths of PEM files: a certificate chain, its private key, and the authorities whose certificates are accepted
-    from the other side ("" asks for none)."""
+    """Holds paths of PEM files: a certificate chain, its private key, and the authorities whose certificates are
+    accepted from the other side ("" asks for none)."""
 
     cert: str
     key: str
     ca: str = ""
 
     def paths(self) -> tuple[str, ...]:
-        """The paths that are set."""
+        """Returns the paths of the files that are set."""
         return tuple(filter(None, (self.cert, self.key, self.ca)))
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """One version of the files. ``context`` is for HTTP; that it could be made proves that the files fit together."""
+    """Holds one version of the files. ``context`` is for HTTP; that it could be made shows that the files belong
+    together."""
 
     cert: bytes
     key: bytes
@@ -59,7 +60,8 @@ class _Loaded:
 
 
 class Identity:
-    """This process's certificate and trusted authorities. Thread-safe: gRPC asks for them from threads of its own.
+    """Holds this process's certificate and trusted authorities. Thread-safe: gRPC asks for them from threads of its
+    own.
 
     Raises ConfigError for files that cannot be read or do not belong together.
     """
@@ -73,7 +75,7 @@ class Identity:
         self._loaded = _load(files)
 
     def current(self) -> _Loaded:
-        """The version in use; the files are checked for changes once per interval."""
+        """Returns the version of the files in use; they are checked for changes once per interval."""
         with self._lock:
             now_s = time.monotonic()
             if now_s - self._looked_s >= self._interval_s:
@@ -85,21 +87,21 @@ class Identity:
             return self._loaded
 
     def fresh_context(self) -> ssl.SSLContext:
-        """A new context of the files as they are now. Raises ConfigError."""
+        """Makes a new TLS context of the files as they are now. Raises ConfigError."""
         return _context(self._files)
 
 
 def identity_of(cert: str, key: str, ca: str) -> Identity | None:
-    """The identity that three flags name; None where all are empty. Raises ConfigError."""
+    """Makes the identity that three flags name; returns None where all are empty. Raises ConfigError."""
     return Identity(TlsFiles(cert, key, ca)) if cert or key or ca else None
 
 
 def server_credentials(identity: Identity) -> grpc.ServerCredentials:
-    """Credentials of a gRPC server; each handshake uses the certificate that is current then."""
+    """Makes the credentials of a gRPC server; each handshake uses the certificate that is current then."""
     first = used = identity.current()
 
     def fetch() -> Any:
-        # None stands for an unchanged certificate.
+        # For gRPC, None stands for an unchanged certificate.
         nonlocal used
         before, used = used, identity.current()
         return None if used is before else _configuration(used)
@@ -109,7 +111,7 @@ def server_credentials(identity: Identity) -> grpc.ServerCredentials:
 
 
 def http_context(identity: Identity) -> ssl.SSLContext:
-    """The context of an HTTP server. Each handshake continues with the version that is current then."""
+    """Makes the TLS context of an HTTP server. Each handshake continues with the version that is current then."""
 
     def choose(connection: ssl.SSLObject | ssl.SSLSocket, name: str | None, context: ssl.SSLContext) -> None:
         connection.context = identity.current().context
@@ -124,7 +126,7 @@ def client_context(
     cert: str | os.PathLike[str] | None = None,
     key: str | os.PathLike[str] | None = None,
 ) -> ssl.SSLContext:
-    """The context of a client of a public port, which checks the server's certificate.
+    """Makes the TLS context of a client of a public port, which checks the server's certificate.
 
     Args:
         ca: PEM of the authorities that are trusted, as a path or as bytes; None: the system's.
@@ -153,11 +155,11 @@ def client_context(
 
 
 class ComponentChannel:
-    """A channel to another component, over mutual TLS, with what stubs use of grpc.aio.Channel. Calls that begin after
-    the certificate changed use the new one.
+    """Represents a channel to another component, over mutual TLS, with what stubs use of grpc.aio.Channel. Calls that
+    begin after the certificate changed use the new one.
 
     gRPC fixes a channel's certificate when it is made, so there is a new channel for each version. Calls in flight stay
-    on theirs; the channel before the last is dropped.
+    on their channel; the channel before the last one is dropped.
     """
 
     def __init__(self, target: str, identity: Identity, options: Options) -> None:
@@ -169,7 +171,7 @@ class ComponentChannel:
         self._newest()
 
     async def close(self) -> None:
-        """Ends all calls."""
+        """Ends all calls on the channel."""
         for channel in self._channels:
             await channel.close()
 
@@ -186,7 +188,8 @@ class ComponentChannel:
             credentials = grpc.ssl_channel_credentials(loaded.ca, loaded.key, loaded.cert)
             self._channels.append(grpc.aio.secure_channel(self._target, credentials, self._options))
             if len(self._channels) > 2:
-                # It is closed when it is collected; calls that are still on it have outlived two certificates.
+                # The dropped channel is closed when it is collected; calls that still use it have outlived two
+                # certificates.
                 self._channels.pop(0)
         return self._channels[-1]
 
@@ -224,7 +227,7 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
     try:
-        # An encrypted key would ask on the terminal; with a wrong password it is an error.
+        # For an encrypted key OpenSSL would ask on the terminal; with a wrong password it raises an error.
         context.load_cert_chain(files.cert, files.key, password="-")  # noqa: S106
     except (ssl.SSLError, OSError) as error:
         raise ConfigError(f"TLS: {files.cert} and {files.key}: {_reason(error)}") from None

@@ -1,4 +1,4 @@
-"""Files that may be replaced while a process runs: keys and certificates.
+"""Watches files that may be replaced while a process runs: keys and certificates.
 
     in use --changed, and at rest again-------> read --good--> in use
                                                  | bad: a warning, once; what was read before stays in use
@@ -20,9 +20,9 @@ from pillion.errors import ConfigError
 
 log = logging.getLogger("pillion.net.watched")
 
-# How often the files are checked for a change.
+# The files are checked for a change this often.
 WATCH_INTERVAL_S = 1.0
-# A file that has not changed for so long is not being written.
+# A file that has not changed for this long is taken to be written completely.
 AT_REST_S = 2.0
 
 T = TypeVar("T")
@@ -30,7 +30,7 @@ Signature = tuple[tuple[int, ...] | None, ...]
 
 
 class Watched:
-    """Files that belong together. A rename over a file, a swapped link and new permissions are changes too."""
+    """Watches files that belong together. A rename over a file, a swapped link and new permissions are changes too."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = tuple(paths)
@@ -38,7 +38,7 @@ class Watched:
         self._complaint = ""
 
     def newer(self, read: Callable[[], T]) -> T | None:
-        """One look at the files.
+        """Looks at the files once.
 
         Args:
             read: parses the files. Raises ConfigError where they are bad, caused by an OSError where they
@@ -68,7 +68,7 @@ class Watched:
         return found
 
     def _look(self) -> Signature:
-        """A signature of each file; None for one that cannot be read."""
+        """Returns a signature of each file; None for a file that cannot be read."""
         return tuple(_signature(path) for path in self._paths)
 
 
@@ -77,10 +77,11 @@ def _signature(path: str) -> tuple[int, ...] | None:
         found = os.stat(path)
     except OSError:
         return None
-    # The time of change is all that new permissions alter.
+    # New permissions alter nothing but the time of change.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _age_s(file: tuple[int, ...]) -> float:
-    """Seconds since the file's last change, by the wall clock, the only one that file systems have."""
+    """Returns the seconds since the file's last change, by the wall clock, which is the only clock that file systems
+    have."""
     return time.time() - file[-1] / 1e9

@@ -1,4 +1,4 @@
-"""Metrics, traces and logs of every component.
+"""Provides metrics, traces and logs of every component.
 
 - `metric_catalog`: the one list of all metrics. Open it first. `metrics`: the cells that count.
 - `metrics_export`: the Prometheus page and the OTLP push. `metrics_prometheus`: names on the page, vLLM's too.

@@ -1,4 +1,4 @@
-"""Log lines as text for people, or as one JSON object each for collectors, which names the trace too.
+"""Writes log lines as text for people, or as one JSON object each for collectors; the object names the trace too.
 
 A record may carry ``fields``, the values of its message as a dictionary: they become keys of the JSON object.
 """
@@ -24,7 +24,7 @@ class JsonFormatter(logging.Formatter):
         self._component = component
 
     def format(self, record: logging.LogRecord) -> str:
-        """The record as one line of JSON."""
+        """Returns the record as one line of JSON."""
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         entry: dict[str, object] = {
             "time": f"{at}.{int(record.msecs):03d}Z",
@@ -43,7 +43,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def logs_json() -> bool:
-    """Whether this process logs JSON, so that plain text on standard error would be out of place."""
+    """Returns whether this process logs JSON, so that plain text on standard error would be out of place."""
     return any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers)
 
 
@@ -57,8 +57,8 @@ def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
     handler.setFormatter(JsonFormatter(component) if form == "json" else logging.Formatter(_TEXT, "%H:%M:%S"))
     logging.basicConfig(level=level.upper(), handlers=[handler])
     if form == "json":
-        # What Python itself would print as plain text.
+        # Python itself would print warnings as plain text.
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
-    # uvicorn's start-up lines repeat our own.
+    # uvicorn's start-up lines repeat those of the component.
     logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)

@@ -1,7 +1,7 @@
-"""How long callbacks keep a component's event loop from its other work.
+"""Measures how long callbacks keep a component's event loop from its other work.
 
-Every stream of a component moves by its event loop, so whatever holds it for long stops all of them, also where it is
-another thread that holds the interpreter's lock. A tick that comes late shows it.
+Every stream of a component moves by its event loop, so whatever holds it for long stops all of them, be it a callback
+or another thread that holds the interpreter's lock. A tick that comes late shows it.
 """
 
 from __future__ import annotations
@@ -15,28 +15,30 @@ from pillion.observability.metrics import Meters, Reading
 
 log = logging.getLogger("pillion.observability.loop_watch")
 
-# Between two ticks. What is found falls short of the truth by this at most.
+# This is the time between two ticks. The measured delay is too short by at most this.
 TICK_MS = 100
-# The metric is the longest of this time and of as much before it: longer than Prometheus leaves between two scrapes.
+# The metric of the event loop's delay is the longest delay of the last one to two windows of this length. A window is
+# longer than the time between two scrapes of Prometheus, so no delay is missed.
 WINDOW_S = 60.0
-# What is logged as well.
+# A delay from this time on is logged as well.
 LONG_S = 1.0
 
 
 class LongestLately:
-    """The largest of the values of the last WINDOW_S to twice as much (no clock: callers pass ``now_s``)."""
+    """Keeps the largest of the values of the last WINDOW_S to twice as much. It reads no clock: callers pass
+    ``now_s``."""
 
     def __init__(self, now_s: float) -> None:
         self._since_s = now_s
         self._before = self._current = 0.0
 
     def note(self, value: float, now_s: float) -> None:
-        """Adds a value."""
+        """Adds a value with its time."""
         self._turn(now_s)
         self._current = max(self._current, value)
 
     def longest(self, now_s: float) -> float:
-        """The largest value; 0 where there was none."""
+        """Returns the largest value of the last WINDOW_S to twice as much; 0 where there was none."""
         self._turn(now_s)
         return max(self._before, self._current)
 
@@ -58,7 +60,7 @@ class LoopWatch:
         self._tick()
 
     def stop(self) -> None:
-        """Ends the ticks."""
+        """Ends the watch of the event loop."""
         self._timer.cancel()
 
     def _tick(self) -> None:

@@ -1,9 +1,9 @@
-"""Every metric that Pillion has: one list for code, dashboards and docs.
+"""Lists every metric that Pillion has, for code, dashboards and docs.
 
-Names and labels are OpenTelemetry's; Prometheus sees underscores for dots, a unit's name, and ``_total`` behind a
+Names and labels are OpenTelemetry's; Prometheus sees underscores for dots, a unit's name, and ``_total`` after a
 counter: ``pillion.kv.evicted_blocks`` is ``pillion_kv_evicted_blocks_total`` there. ``gen_ai.server.*`` follow the
-semantic conventions for generative AI, bounds included. Labels have few values: models that are served, states,
-reasons; never what a client wrote.
+semantic conventions for generative AI, bounds included. Labels have few values, such as models that are served, states
+and reasons; a client's text is never one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pillion.observability.metrics import Metric
 MODEL = "gen_ai.request.model"
 OPERATION = "gen_ai.operation.name"
 
-# Seconds. The conventions' own bounds for the first three.
+# These bounds of histograms are in seconds. The first three metrics have the conventions' own bounds.
 TTFT_BOUNDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 30.0)
 TPOT_BOUNDS = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 DURATION_BOUNDS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -34,7 +34,7 @@ def _seconds(name: str, text: str, bounds: tuple[float, ...], *labels: str) -> M
     return Metric(name, "histogram", "s", text, labels, bounds)
 
 
-# Every component.
+# Every component has these metrics.
 
 BUILD = _gauge("pillion.build_info", "", "1, with what runs.", "version", "role", "component")
 LOOP_LONGEST = _gauge(
@@ -43,7 +43,7 @@ LOOP_LONGEST = _gauge(
     "Longest time, in the last minute or two, that callbacks kept the event loop from all else.",
 )
 
-# The gateway: requests.
+# The gateway has these metrics of requests.
 
 TTFT = _seconds(
     "gen_ai.server.time_to_first_token", "From a request's arrival to its first token.", TTFT_BOUNDS, OPERATION, MODEL
@@ -135,9 +135,9 @@ FORECAST_HORIZON = _gauge(
 ADAPTER_REQUESTS = _gauge(
     "pillion.adapter.requests_now", "{request}", "Requests that run, by their adapter.", "adapter"
 )
-ADAPTER_PLACES = _gauge("pillion.adapter.places", "{adapter}", "Adapters that each worker keeps ready (--max-loras).")
+ADAPTER_SLOTS = _gauge("pillion.adapter.slots", "{adapter}", "Adapters that each worker keeps ready (--max-loras).")
 
-# Workers: steps.
+# Workers have these metrics of steps.
 
 STEP_DURATION = _seconds("pillion.step.duration", "Of a step: forward pass and sampling.", STEP_BOUNDS)
 STEP_BUDGET = _counter(
@@ -149,7 +149,11 @@ STEP_BUDGET = _counter(
 )
 RANKS = _gauge("pillion.ranks", "{process}", "Processes over which a worker splits its model, where there are several.")
 RANK_WAIT = _counter(
-    "pillion.rank.wait", "s", "Time that a worker's first rank waited for the others behind its own share of steps."
+    "pillion.rank.wait", "s", "Time that a worker's first rank waited for the others after its own share of steps."
+)
+STAGE_WORK = _counter("pillion.stage.work", "s", "Time in which a stage of a worker computed.", "stage")
+STAGE_WAIT = _counter(
+    "pillion.stage.wait", "s", "Time in which a stage computed nothing while steps were under way: bubbles.", "stage"
 )
 STEPS = _counter("pillion.steps", "{step}", "Steps; failed ones had an error of the backend.", "outcome")
 ACCEPTED = _counter(
@@ -161,7 +165,7 @@ ACCEPTED = _counter(
 WASTED = _counter(
     "pillion.step.wasted_tokens",
     "{token}",
-    "Guessed tokens that were wrong, or behind a wrong one, by place in the guess, from 0.",
+    "Guessed tokens that were wrong, or after a wrong one, by place in the guess, from 0.",
     "position",
 )
 FORCED = _counter("pillion.step.forced_tokens", "{token}", "Tokens that grammars left no choice of.")
@@ -178,15 +182,16 @@ ADAPTER_TRANSFERS = _counter(
     "pillion.adapter.transfers", "{adapter}", "Adapters whose files came to a worker from another machine."
 )
 ADAPTER_EVICTIONS = _counter(
-    "pillion.adapter.evictions", "{adapter}", "Idle adapters that lost their place to another one."
+    "pillion.adapter.evictions", "{adapter}", "Idle adapters that lost their slot to another one."
 )
 ADAPTERS = _gauge("pillion.adapters", "{adapter}", "Adapters that a worker can run with at once.")
 ADAPTER_WAITS = _gauge("pillion.adapter.waits", "{sequence}", "Sequences that wait for their adapter on a worker.")
 SEQUENCES = _gauge("pillion.sequences", "{sequence}", "On a worker: running, of them decoding, and waiting.", "state")
 FREE_SEQUENCES = _gauge("pillion.free_sequences", "{sequence}", "How many more sequences would run at once.")
+LOAD = _gauge("pillion.load", "", "Further figures of a worker's load, as planners get them.", "figure")
 QUEUED_TOKENS = _gauge("pillion.queued_tokens", "{token}", "Prompt tokens that a worker has yet to compute.")
 
-# KV nodes.
+# KV nodes have these metrics.
 
 KV_BLOCKS = _gauge(
     "pillion.kv.blocks", "{block}", "Slots: free, leased, committed, quarantined. They add up to the pool.", "state"
@@ -217,7 +222,7 @@ KV_EVICTED = _counter("pillion.kv.evicted_blocks", "{block}", "Blocks that left 
 KV_MOVED = _counter(
     "pillion.kv.moved_blocks",
     "{block}",
-    "Blocks fetched from nodes, served to nodes, restored, of a bucket, spilled, taken over.",
+    "Blocks fetched from nodes, served to nodes, restored, of a bucket, spilled, recovered.",
     "way",
 )
 KV_CORRUPT = _counter("pillion.kv.corrupt_blocks", "{block}", "Blocks that did not fit their checksum.")

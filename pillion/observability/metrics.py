@@ -5,7 +5,8 @@
 
 A cell is written by one thread; collecting only reads. An instrument of the OpenTelemetry SDK takes 10 to 20
 microseconds for a record, a cell 0.2 to 0.5: with one record for each token that is the difference between a fifth of a
-core and nothing. So the SDK's readers and exporters carry what the cells hold, in its data model.
+core and nothing. So Pillion counts in cells, and the SDK's readers and exporters only send their values, in its data
+model.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from typing import Any, Literal
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# Most cells of one metric, each with other label values; further ones are counted together under OTHER. No client's
-# text becomes a label, so the bound is met only where something is wrong.
+# A metric has at most this many cells, each with other label values; further ones are counted together under OTHER. No
+# client's text becomes a label, so the bound is met only where something is wrong.
 MAX_CELLS = 128
 OTHER = "other"
 
@@ -29,14 +30,14 @@ Kind = Literal["counter", "gauge", "histogram"]
 Labels = tuple[str, ...]
 
 
-# Compared by identity, because each record looks one up.
+# Metrics are compared by identity, because each record looks one up.
 @dataclass(frozen=True, slots=True, eq=False)
 class Metric:
-    """The definition of one metric.
+    """Defines one metric.
 
     Attributes:
-        name: OpenTelemetry's form, with dots.
-        unit: UCUM: "s", "By", "1" for a share, a thing in braces such as "{token}", or nothing.
+        name: the name in OpenTelemetry's form, with dots.
+        unit: the unit by UCUM: "s", "By", "1" for a share, a thing in braces such as "{token}", or "".
         labels: names of its labels, in OpenTelemetry's form.
         bounds: a histogram's upper bounds, rising, without infinity.
     """
@@ -51,22 +52,23 @@ class Metric:
 
 @dataclass(slots=True)
 class Counter:
-    """A cell of a counter, which only grows."""
+    """Holds one value of a counter, which only grows."""
 
     value: float = 0
 
     def add(self, amount: float = 1) -> None:
-        """``amount`` is not negative."""
+        """Adds ``amount``, which is not negative, to the counter."""
         self.value += amount
 
     def now(self) -> float:
-        """The value, for a collection."""
+        """Returns the counter's value, for a collection."""
         return self.value
 
 
 @dataclass(slots=True)
 class Distribution:
-    """A cell of a histogram. Bucket i counts values above bounds[i - 1], at most bounds[i]; the last one, the rest."""
+    """Holds one histogram. Bucket i counts values above bounds[i - 1], at most bounds[i]; the last bucket counts the
+    rest."""
 
     bounds: tuple[float, ...]
     counts: list[int]
@@ -84,13 +86,13 @@ class Distribution:
             self.smallest = value
 
     def now(self) -> Snapshot:
-        """A copy, for a collection."""
+        """Returns a copy of the histogram, for a collection."""
         return Snapshot(self.bounds, tuple(self.counts), self.total, self.smallest, self.largest)
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A distribution as it was when it was collected."""
+    """Holds a distribution as it was when it was collected."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -100,36 +102,36 @@ class Snapshot:
 
     @property
     def count(self) -> int:
-        """The number of observed values."""
+        """Gives the number of observed values."""
         return sum(self.counts)
 
     def __add__(self, other: Snapshot) -> Snapshot:
-        """Both together; they have the same bounds."""
+        """Adds two snapshots that have the same bounds."""
         counts = tuple(map(operator.add, self.counts, other.counts))
         smallest, largest = min(self.smallest, other.smallest), max(self.largest, other.largest)
         return Snapshot(self.bounds, counts, self.total + other.total, smallest, largest)
 
 
-# What was collected: each metric's values by the values of its labels.
+# A collection gives each metric's values by the values of its labels.
 Values = dict[Metric, dict[Labels, float | Snapshot]]
-# What a watcher yields: the metric, its labels' values, and its current value.
+# A watcher yields the metric, its labels' values, and its current value.
 Reading = tuple[Metric, Labels, float]
 
 
 class Meters:
-    """All cells of one component."""
+    """Holds all cells of one component."""
 
     def __init__(self) -> None:
         self._cells: dict[Metric, dict[Labels, Any]] = {}
         self._watchers: list[Callable[[], Iterable[Reading]]] = []
 
     def counter(self, metric: Metric, *labels: str) -> Counter:
-        """The counter with these label values, made on first use. A hot path keeps the cell."""
+        """Returns the counter with these label values, made on first use. A hot path keeps the cell."""
         cell: Counter = self._cell(metric, labels)
         return cell
 
     def distribution(self, metric: Metric, *labels: str) -> Distribution:
-        """The histogram with these label values, made on first use."""
+        """Returns the histogram with these label values, made on first use."""
         cell: Distribution = self._cell(metric, labels)
         return cell
 
@@ -149,7 +151,7 @@ class Meters:
         self._watchers.append(watcher)
 
     def collect(self) -> Values:
-        """Everything now. Called on the component's event loop, whose state the watchers read."""
+        """Returns all current values. It is called on the component's event loop, whose state the watchers read."""
         found: Values = {}
         for metric, labels, value in self._readings():
             found.setdefault(metric, {})[labels] = value
@@ -162,5 +164,5 @@ class Meters:
             try:
                 yield from watcher()
             except Exception:
-                # A scrape without this watcher's values is worth more than none.
+                # A scrape that lacks this watcher's values is worth more than no scrape.
                 log.exception("a metric's current value could not be read")

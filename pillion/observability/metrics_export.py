@@ -1,11 +1,11 @@
-"""Where a component's metrics go: a page for Prometheus, and the OTLP push where the standard variables ask for it.
+"""Publishes a component's metrics: a page for Prometheus, and the OTLP push where the standard variables ask for it.
 
     scrape (thread of the page's server, or the gateway's own HTTP) --+
     every OTEL_METRIC_EXPORT_INTERVAL (thread of the SDK's reader) ---+--> collect on its loop --> values
 
-Both read the same cells (:mod:`pillion.observability.metrics`). Beside the page are two for health checks, which cost
-those who ask next to nothing: /health answers 200 where the component serves, /alive where its event loop answers at
-all, both else 503 with the reason.
+Both read the same cells (:mod:`pillion.observability.metrics`). Two further pages are for health checks, and cost next
+to nothing: /health answers 200 where the component serves, /alive where its event loop answers at all, both else 503
+with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from pillion.observability.metrics_prometheus import to_prometheus, to_vllm
 
 log = logging.getLogger("pillion.observability.metrics")
 
-# Longest wait for the component's loop; a component that is busier misses a scrape, which is a sign too.
+# A scrape waits at most this long for the component's loop; a component that is busier misses a scrape, which is a sign
+# too.
 COLLECT_TIMEOUT_S = 2.0
 
 HEALTH_PATH, ALIVE_PATH = "/health", "/alive"
@@ -42,21 +43,21 @@ T = TypeVar("T")
 
 
 class MetricsPage(Collector):
-    """What one component shows to Prometheus. ``collect_all`` may be called on any thread."""
+    """Shows one component's metrics to Prometheus. ``collect_all`` may be called on any thread."""
 
     def __init__(self, collect_all: Collect, *, vllm_names: bool) -> None:
         self._collect_all = collect_all
         self._vllm_names = vllm_names
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics, for the client library. Raises TimeoutError where the component does not answer."""
+        """Yields the metrics, for the client library. Raises TimeoutError where the component does not answer."""
         values = self._collect_all()
         yield from to_prometheus(values)
         if self._vllm_names:
             yield from to_vllm(values)
 
     def registry(self) -> prometheus_client.CollectorRegistry:
-        """A registry of this page and of what the process uses: memory, files, processor time."""
+        """Makes a registry of this page and of what the process uses: memory, files, processor time."""
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(self)
         prometheus_client.ProcessCollector(registry=registry)
@@ -64,13 +65,13 @@ class MetricsPage(Collector):
 
 
 class Exports:
-    """Publishes one component's metrics, from its start to its end. Made on its event loop.
+    """Publishes one component's metrics, from its start to its end. It is made on the component's event loop.
 
     Args:
         component_id, role: the component's name and kind.
         port, host: where the page listens; port 0: there is no page.
         vllm_names: whether the page has vLLM's names too.
-        not_ready: why the component does not serve now, empty where it does; called on its event loop.
+        not_ready: returns why the component does not serve now, "" where it does; called on its event loop.
 
     Raises ConfigError where the port is taken.
     """
@@ -104,7 +105,8 @@ class Exports:
             log.info("metrics at http://%s:%d/metrics", host, port)
 
     def close(self) -> None:
-        """Sends what is left. Not called on the event loop, which has to answer meanwhile. Idempotent."""
+        """Sends the metrics that were not sent yet. It must not be called on the event loop, which has to answer
+        meanwhile. Idempotent."""
         server, self._server = self._server, None
         if server is not None:
             server[0].shutdown()
@@ -115,7 +117,8 @@ class Exports:
             reader.shutdown()
 
     def _pages(self, metrics_page: Any) -> Any:
-        """The WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other path."""
+        """Makes the WSGI application of the port: the pages for health checks, and ``metrics_page`` under any other
+        path."""
         checks: dict[str, Callable[[], str]] = {HEALTH_PATH: self._not_ready, ALIVE_PATH: str}
 
         def answer(environ: Any, start_response: Any) -> Any:
@@ -135,7 +138,8 @@ class Exports:
         return self._on_loop(self._meters.collect)
 
     def _on_loop(self, call: Callable[[], T]) -> T:
-        """What ``call`` returns on the component's loop. Raises TimeoutError where that does not answer."""
+        """Calls ``call`` on the component's event loop and returns its result. Raises TimeoutError where the loop does
+        not answer."""
 
         async def here() -> T:
             return call()
@@ -149,7 +153,7 @@ class Exports:
 
 
 def push(collect: Collect, resource: Any) -> Any:
-    """The SDK's periodic reader over an OTLP exporter; ``shutdown()`` sends the last state."""
+    """Makes the SDK's periodic reader over an OTLP exporter; ``shutdown()`` sends the last state."""
     from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
 
     began_ns = time.time_ns()
@@ -162,13 +166,13 @@ def push(collect: Collect, resource: Any) -> Any:
             return None
 
     reader = PeriodicExportingMetricReader(telemetry.exporter("METRICS"))
-    # A MeterProvider would set this callback, for its instruments.
+    # The SDK's MeterProvider would set this callback, to read its own instruments; Pillion's cells are read instead.
     reader._set_collect_callback(read)
     return reader
 
 
 def to_otlp(values: Values, resource: Any, began_ns: int) -> Any:
-    """The values in the SDK's data model, cumulative since ``began_ns``."""
+    """Converts a collection's values to the OpenTelemetry SDK's data model, cumulative since ``began_ns``."""
     from opentelemetry.sdk.metrics import export as sdk
     from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 

@@ -1,9 +1,9 @@
-"""A component's metrics as a page for Prometheus, under their own names and under vLLM's.
+"""Writes a component's metrics as a page for Prometheus, under their own names and under vLLM's.
 
-Own names follow OpenTelemetry's rules for Prometheus: underscores for dots, the unit behind the name, ``_total`` behind
-a counter. vLLM's names are there for autoscalers, dashboards and endpoint pickers that know those; each is one of ours
-with ``model_name`` as its only label where vLLM has it. A component shows what it knows: the gateway requests and
-tokens, workers their queues and steps, KV nodes the use of the pool.
+Own names follow OpenTelemetry's rules for Prometheus: underscores for dots, the unit after the name, ``_total`` after a
+counter. vLLM's names are there for autoscalers, dashboards and endpoint pickers that know those; each repeats a metric
+of Pillion's, with ``model_name`` as its only label where vLLM has that label. A component shows what it knows: the
+gateway requests and tokens, workers their queues and steps, KV nodes the use of the pool.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _FAMILIES = {"histogram": HistogramMetricFamily, "counter": CounterMetricFamily,
 
 
 def prometheus_name(metric: metrics.Metric) -> str:
-    """The metric's name on the page, without a counter's ``_total``."""
+    """Returns a metric's name on Prometheus's page, without a counter's ``_total``."""
     name = metric.name.replace(".", "_")
     unit = "ratio" if metric.unit == "1" and metric.kind == "gauge" else _UNITS.get(metric.unit, "")
     return f"{name}_{unit}" if unit and not name.endswith(unit) else name
 
 
 def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
-    """All names of the metric that a query may use."""
+    """Returns all names of the metric that a query may use."""
     name = prometheus_name(metric)
     if metric.kind == "histogram":
         return tuple(f"{name}_{suffix}" for suffix in ("bucket", "sum", "count"))
@@ -43,7 +43,7 @@ def sample_names(metric: metrics.Metric) -> tuple[str, ...]:
 
 
 def to_prometheus(values: Values) -> Iterator[Metric]:
-    """The values in the client library's terms."""
+    """Converts a collection's values to the metrics of Prometheus's client library."""
     for metric, cells in values.items():
         labels = [label.replace(".", "_") for label in metric.labels]
         yield _family(prometheus_name(metric), metric, labels, cells)
@@ -61,16 +61,17 @@ def _family(name: str, metric: metrics.Metric, labels: list[str], cells: Mapping
 
 
 def _buckets(found: Snapshot) -> list[tuple[str, float]]:
-    """Pairs of (upper bound, how many values are at most that); the last bound is infinity."""
+    """Returns a histogram's buckets as pairs of (upper bound, how many values are at most that); the last bound is
+    infinity."""
     bounds = map(floatToGoString, (*found.bounds, math.inf))
     return list(zip(bounds, map(float, accumulate(found.counts)), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class _Alias:
-    """The points of ``metric`` whose ``label`` has one of ``values``, summed by model.
+    """Sums the points of ``metric`` whose ``label`` has one of ``values``, by model.
 
-    Where vLLM has a name for ``label`` too, ``called``, they are summed by that as well.
+    Where vLLM has a name for ``label`` too, ``called``, they are summed by that label as well.
     """
 
     name: str
@@ -111,22 +112,22 @@ ALIASES = (
 
 
 def to_vllm(values: Values) -> Iterator[Metric]:
-    """The values that vLLM has a name for, under that name."""
+    """Yields the values of metrics for which vLLM has a name, under that name."""
     for alias in ALIASES:
         if alias.metric in values:
             yield _aliased(alias, values[alias.metric])
-    if names.ADAPTER_PLACES in values:
+    if names.ADAPTER_SLOTS in values:
         yield _lora_info(values)
 
 
 def _lora_info(values: Values) -> Metric:
-    """vLLM's one point that lists adapters in its labels, valued by the time of day. No request waits at a gateway for
-    its adapter, so none of them is listed as waiting."""
-    (places,) = values[names.ADAPTER_PLACES].values()
+    """Makes vLLM's one point that lists adapters in its labels and whose value is the time of day. No request waits at
+    a gateway for its adapter, so none is listed as waiting."""
+    (slots,) = values[names.ADAPTER_SLOTS].values()
     running = ",".join(sorted(adapter for (adapter,) in values.get(names.ADAPTER_REQUESTS, {})))
     labels = ["max_lora", "running_lora_adapters", "waiting_lora_adapters"]
     info = GaugeMetricFamily(LORA_INFO, "Adapters of the requests that run.", labels=labels)
-    info.add_metric([f"{places:g}" if isinstance(places, int | float) else "", running, ""], time.time())
+    info.add_metric([f"{slots:g}" if isinstance(slots, int | float) else "", running, ""], time.time())
     return info
 
 

@@ -1,4 +1,5 @@
-"""OpenTelemetry tracing: one trace per request through all components, exported if the OTEL_* variables ask for it.
+"""Traces requests with OpenTelemetry: one trace per request through all components, exported if the OTEL_* variables
+ask for it.
 
     a component        setup() installs a provider for its process --> spans leave --> shutdown() sends the rest
     SDK and commands   client_tracer(): the program's own provider, else one for the client's spans alone, whose rest is
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("pillion.observability.telemetry")
 
-# Longest wait for the last spans of a process that ends.
+# A process that ends waits at most this long for its last spans to be sent.
 FLUSH_TIMEOUT_MS = 3000
 _making = threading.Lock()
 _PROPAGATOR = TraceContextTextMapPropagator()
@@ -42,12 +43,12 @@ Signal = Literal["TRACES", "METRICS"]
 
 
 def tracer() -> trace.Tracer:
-    """The tracer of every span in Pillion."""
+    """Returns the tracer of every span in Pillion."""
     return trace.get_tracer("pillion")
 
 
 def wanted(signal: Signal) -> bool:
-    """Whether the environment asks for the export of ``signal`` by OTLP."""
+    """Returns whether the environment asks for the export of ``signal`` by OTLP."""
     if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
         return False
     chosen = [name.strip().lower() for name in os.environ.get(f"OTEL_{signal}_EXPORTER", "").split(",") if name.strip()]
@@ -55,7 +56,7 @@ def wanted(signal: Signal) -> bool:
 
 
 def exporter(signal: Signal) -> Any:
-    """The SDK's exporter of ``signal``, over the protocol that the environment sets; grpc if it sets none."""
+    """Makes the SDK's exporter of ``signal``, over the protocol that the environment sets; grpc if that sets none."""
     name, made = {"TRACES": ("trace", "OTLPSpanExporter"), "METRICS": ("metric", "OTLPMetricExporter")}[signal]
     way = "grpc" if _otlp_setting(signal, "PROTOCOL") in ("", "grpc") else "http"
     return getattr(import_module(f"opentelemetry.exporter.otlp.proto.{way}.{name}_exporter"), made)()
@@ -67,7 +68,7 @@ def _otlp_setting(signal: Signal, name: str) -> str:
 
 
 def resource(component_id: str, role: str) -> Resource:
-    """The process's name wherever its traces and metrics go. What the environment says of it comes first."""
+    """Makes the process's name for its traces and metrics. What the environment says of the process wins."""
     from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 
     names = {"service.name": f"pillion-{role}", "service.instance.id": component_id, "service.namespace": "pillion"}
@@ -84,13 +85,13 @@ def _provider(component_id: str, role: str) -> Any:
 
 
 def setup(component_id: str, role: str) -> None:
-    """Installs the SDK in this process if the environment asks for it. Called once, by a component's main."""
+    """Installs the SDK in this process if the environment asks for it. A component's main calls it once."""
     if wanted("TRACES"):
         trace.set_tracer_provider(_provider(component_id, role))
 
 
 def client_tracer() -> trace.Tracer:
-    """The tracer of the client's spans: of the program's own provider, where it has one.
+    """Returns the tracer of the client's spans: of the program's own provider, where it has one.
 
     A library must not install a provider for its program, so the client's own one is kept here.
     """
@@ -105,7 +106,8 @@ def client_tracer() -> trace.Tracer:
 
 @functools.cache
 def _client_provider() -> Any:
-    """The provider of the client's own spans, made once; None, with a warning, where its packages are missing."""
+    """Returns the provider of the client's own spans, which is made once; None, with a warning, where the SDK's
+    packages are missing."""
     try:
         made = _provider(f"client-{socket.gethostname()}-{os.getpid()}", "client")
     except ImportError as error:
@@ -116,7 +118,7 @@ def _client_provider() -> Any:
 
 
 def shutdown_client() -> None:
-    """Sends what is left of the client's own spans; the next span makes a new provider."""
+    """Sends those of the client's own spans that were not sent yet; the next span makes a new provider."""
     provider = _client_provider() if _client_provider.cache_info().currsize else None
     _client_provider.cache_clear()
     atexit.unregister(shutdown_client)
@@ -125,7 +127,7 @@ def shutdown_client() -> None:
 
 
 def shutdown() -> None:
-    """Sends what is left. Called once, when a component stops."""
+    """Sends the process's spans that were not sent yet. It is called once, when a component stops."""
     stop = getattr(trace.get_tracer_provider(), "shutdown", None)
     if stop is not None:
         _stop(stop)
@@ -139,32 +141,34 @@ def _stop(stop: Callable[[], None]) -> None:
 
 
 def recording() -> bool:
-    """Whether spans go anywhere in this process."""
+    """Returns whether spans are exported from this process."""
     return not isinstance(trace.get_tracer_provider(), (trace.ProxyTracerProvider, trace.NoOpTracerProvider))
 
 
 def child(name: str, parent: trace.Span) -> AbstractContextManager[trace.Span]:
-    """A span under ``parent``, ended with the block and current within it."""
+    """Opens a span under ``parent``, which is the current span within the block and ends with it."""
     return tracer().start_as_current_span(name, context=trace.set_span_in_context(parent))
 
 
 def inject(context: otel_context.Context | None = None) -> list[tuple[str, str]]:
-    """gRPC metadata that carries ``context`` (default: the current one); empty when nothing is recorded."""
+    """Returns gRPC metadata that carries ``context`` (default: the current one); it is empty when nothing is
+    recorded."""
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context=context)
     return list(carrier.items())
 
 
 def traceparent(context: otel_context.Context | None = None) -> str:
-    """The W3C ``traceparent`` of ``context`` (default: the current one), empty when nothing is recorded."""
+    """Returns the W3C ``traceparent`` of ``context`` (default: the current one); it is empty when nothing is
+    recorded."""
     return dict(inject(context)).get("traceparent", "")
 
 
 def extract(metadata: Metadata | None) -> otel_context.Context:
-    """The caller's context out of gRPC metadata."""
+    """Reads the caller's trace context from gRPC metadata."""
     return _PROPAGATOR.extract({key.lower(): value for key, value in metadata or () if isinstance(value, str)})
 
 
 def from_traceparent(value: str) -> otel_context.Context:
-    """The context out of one ``traceparent`` text; an empty or broken one starts a new trace."""
+    """Reads the trace context from one ``traceparent`` text; an empty or broken text starts a new trace."""
     return _PROPAGATOR.extract({"traceparent": value} if value else {})

@@ -1,4 +1,4 @@
-"""Offline use: :class:`LLM` runs the engine in this process, without servers, in vLLM's call shape.
+"""Defines :class:`LLM`, which runs the engine in this process, without servers, in vLLM's call form.
 
     from pillion import LLM, SamplingParams
 
@@ -7,7 +7,8 @@
             print(output.prompt, output.outputs[0].text)
 
 Differences from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
-Pillion's flags; an adapter is named as ``lora``; what is not supported (images, pooling) is refused, never ignored.
+Pillion's flags, or vLLM's where :mod:`pillion.offline.vllm_options` knows them; what is not supported (images, pooling)
+is refused, never ignored.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ import importlib
 import json
 import os
 import queue
+import random
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pillion.client.answer_schema import AnswerSchema, ParsedAnswers, Schema, answer_schema, with_schema
 from pillion.client.batch import one_each
@@ -41,20 +44,22 @@ from pillion.client.client_requests import (
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PillionError
-from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool
+from pillion.offline.vllm_options import LoRARequest, check_producer, producer_of, translated
+from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool, Value
 from pillion.wire.public import request_from_pb
 
 if TYPE_CHECKING:
     from pillion.offline.offline_cluster import OfflineCluster
 
-# A text, token ids, or vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, with "cache_salt" if you like.
+# A prompt is a text, token ids, or one of vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, perhaps with
+# "cache_salt".
 OfflinePrompt = str | Sequence[int] | Mapping[str, Any]
 
 _PROMPT_KEYS = frozenset({"prompt", "prompt_token_ids", "cache_salt"})
 
 
 class LLM:
-    """A model in this process: a decode worker, its KV pool and the gateway's logic, on threads of their own.
+    """Runs a model in this process: a decode worker, its KV pool and the gateway's logic, on threads of their own.
 
     It may be used from any thread, by several at once, and inside a running event loop (a notebook). Prefixes are
     cached across calls. It ends with :meth:`close`, as a context manager, with its last reference, or with the
@@ -62,9 +67,11 @@ class LLM:
 
     Args:
         model: Hugging Face folder, GGUF file, hub id, or "demo".
+        seed: requests of :class:`SamplingParams` without a seed draw theirs from it, in their order, so that a program
+            gives the same answers again. None: they are drawn anew each time.
         options: fields of :class:`pillion.config.OfflineFlags`, such as ``dtype``, ``max_model_len``,
             ``kv_pool_bytes="2GiB"``, ``max_num_seqs``, ``enable_prefix_caching`` and ``speculative_config``, which may
-            be a dict, as in vLLM.
+            be a dict, as in vLLM. ``quantization`` may name the producer of the checkpoint, such as "awq".
 
     Raises:
         ConfigError: a model or option that cannot work, or server packages that are not installed.
@@ -72,34 +79,46 @@ class LLM:
     """
 
     def __init__(self, model: str, **options: Any) -> None:
+        seed = options.pop("seed", None)
+        if seed is not None and type(seed) is not int:
+            raise ConfigError(f"seed {seed!r} is no int")
         self.flags = read_options(model, options)
+        self._seeds = None if seed is None else random.Random(seed)  # noqa: S311  (a seed makes answers repeatable)
+        # The folders of the adapters that came with requests, by name.
+        self._brought: dict[str, str] = {}
+        self._bringing = threading.Lock()
         from pillion.supervisor.component_process import require_server_packages
 
         require_server_packages("pillion.LLM needs")
-        # It imports what the server extra brings.
+        # This module imports packages of the server extra.
         from pillion.offline.offline_cluster import OfflineThread
 
-        self._thread = OfflineThread(self.flags)
-        # The finalizer holds the thread's method, not one of ours: it must not keep this object alive.
+        wanted = producer_of(options)
+        self._thread = OfflineThread(self.flags, lambda folder: check_producer(wanted, self.flags.model, folder))
+        # The finalizer refers to a method of the thread and not to this object, which it would keep alive.
         self._finalizer = weakref.finalize(self, self._thread.close)
         self._finalizer.atexit = False
 
     def generate(
         self,
-        prompts: OfflinePrompt | Sequence[OfflinePrompt],
+        prompts: OfflinePrompt | Sequence[OfflinePrompt] | None = None,
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
-        schema: Schema | None = None,
+        schema: Schema[Value] | None = None,
         lora: str | Sequence[str] = "",
-    ) -> list[RequestOutput]:
-        """The whole answers to one prompt or many, in the prompts' order.
+    ) -> list[RequestOutput[Value]]:
+        """Returns the whole answers to one prompt or many, in the prompts' order.
 
         Args:
             prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             sampling_params: one for all prompts, or one for each.
-            use_tqdm: show a bar; a callable is used in tqdm's place.
+            use_tqdm: whether a bar is shown; a callable is used in tqdm's place.
+            prompt_token_ids: one or many prompts as token ids, in place of ``prompts``.
+            lora_request: an adapter with its folder, or one for each prompt, in place of ``lora``.
             priority: smaller is more urgent; one for all, or one for each.
             schema: every answer is JSON that fits it, and its value is the answer's ``parsed``; see
                 :meth:`pillion.AsyncClient.generate`.
@@ -107,9 +126,12 @@ class LLM:
 
         Raises:
             PillionError: of the first prompt that cannot be answered; the others are cancelled. A note says which.
-            ValueError: not as many sampling parameters, priorities or adapters as prompts.
+            ValueError: not as many sampling parameters, priorities or adapters as prompts, or prompts twice or never.
         """
-        listed = _listed(prompts)
+        if (prompts is None) == (prompt_token_ids is None):
+            raise ValueError("give one of prompts and prompt_token_ids")
+        listed = _listed(prompt_token_ids if prompts is None else prompts)
+        lora = lora if lora_request is None else self._bring(lora_request, lora)
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(listed)]
         return self._run(_with_adapters(requests, lora), sampling_params, use_tqdm, priority, schema)
 
@@ -117,29 +139,49 @@ class LLM:
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
         use_tqdm: bool | Callable[..., Any] = True,
+        *,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         priority: int | Sequence[int] = 0,
-        schema: Schema | None = None,
+        schema: Schema[Value] | None = None,
         lora: str | Sequence[str] = "",
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Tool | Mapping[str, Any]] = (),
+        tools: Sequence[Tool | Mapping[str, Any]] | None = None,
         tool_choice: str | Mapping[str, Any] = "",
         parallel_tool_calls: bool | None = None,
-    ) -> list[RequestOutput]:
-        """The assistant's next message in one conversation or many; the model's own template makes the prompts.
+    ) -> list[RequestOutput[Value]]:
+        """Returns the assistant's next message in one conversation or many; the model's own template makes the prompts.
 
-        ``messages``: ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` and
+        ``messages`` are ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` and
         :meth:`pillion.AsyncClient.chat` have the other arguments.
         """
         options = chat_options(add_generation_prompt, continue_final_message, chat_template_kwargs)
-        called = tool_options(tools, tool_choice, parallel_tool_calls)
+        called = tool_options(tools or (), tool_choice, parallel_tool_calls)
+        lora = lora if lora_request is None else self._bring(lora_request, lora)
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
         requests = [chat_request(conversation, chat=options, tools=called) for conversation in conversations]
         return self._run(_with_adapters(requests, lora), sampling_params, use_tqdm, priority, schema)
+
+    def encode(self, *prompts: Any, **options: Any) -> NoReturn:
+        """Raises InvalidRequest: vLLM's method of this name gives hidden states and pooled vectors, and Pillion has no
+        pooling models. The tokens of a text are those of :meth:`get_tokenizer`."""
+        raise InvalidRequest(
+            "LLM.encode is not supported: Pillion has no pooling models; for token ids, use get_tokenizer"
+        )
+
+    def get_tokenizer(self) -> Any:
+        """Returns the model's tokenizer as an object of transformers, with its chat template."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(self._thread.cluster.entry.folder), trust_remote_code=False)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what the model recommends. Its fields may be set, as in vLLM."""
+        found = self._thread.cluster.entry.sampling
+        return EditableSamplingParams(**{field.name: getattr(found, field.name) for field in fields(SamplingParams)})
 
     def load_adapter(self, name: str, path: str | os.PathLike[str], *, in_place: bool = False) -> ModelInfo:
         """Gives a name to the LoRA adapter in a folder, as PEFT writes it, for calls from now on. Needs
@@ -156,7 +198,7 @@ class LLM:
         self._thread.submit(self._thread.cluster.gateway.unload_adapter(None, name)).result()
 
     def status(self) -> ClusterStatus:
-        """The components, their load, and totals, as :meth:`pillion.Client.status` gives them. Raises PillionError."""
+        """Gives the components, their load, and totals, as :meth:`pillion.Client.status` does. Raises PillionError."""
 
         async def read() -> ClusterStatus:
             found: ClusterStatus = self._thread.cluster.gateway.status()
@@ -176,6 +218,25 @@ class LLM:
     ) -> None:
         self.close()
 
+    def _bring(self, wanted: LoRARequest | Sequence[LoRARequest | None], lora: str | Sequence[str]) -> str | list[str]:
+        """Loads adapters that have not come before; returns their names."""
+        if lora:
+            raise ValueError("give one of lora and lora_request")
+        requests = [wanted] if isinstance(wanted, LoRARequest) else list(wanted)
+        with self._bringing:
+            for request in filter(None, requests):
+                before = self._brought.get(request.lora_name)
+                if before != request.lora_path:
+                    self.load_adapter(request.lora_name, request.lora_path, in_place=before is not None)
+                    self._brought[request.lora_name] = request.lora_path
+        names = [request.lora_name if request else "" for request in requests]
+        return names[0] if isinstance(wanted, LoRARequest) else names
+
+    def _seeded(self, sampling: SamplingParams) -> SamplingParams:
+        if self._seeds is None or sampling.seed is not None:
+            return sampling
+        return replace(sampling, seed=self._seeds.getrandbits(63))
+
     def _run(
         self,
         requests: list[GenerateRequest],
@@ -188,10 +249,11 @@ class LLM:
         priorities = [priority] * len(requests) if isinstance(priority, int) else list(priority)
         if len(priorities) != len(requests):
             raise ValueError(f"{len(requests)} prompts and {len(priorities)} priorities: give one, or one for each")
+        given = one_each(sampling, {}, len(requests))
         complete = [
             # The request is read as a gateway reads it from the wire: with the same types, roundings and refusals.
-            request_from_pb(to_pb(replace(request, sampling=with_schema(each, shape), priority=urgency)))
-            for request, each, urgency in zip(requests, one_each(sampling, {}, len(requests)), priorities, strict=True)
+            request_from_pb(to_pb(replace(request, sampling=with_schema(self._seeded(each), shape), priority=urgency)))
+            for request, each, urgency in zip(requests, given, priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
         work = self._thread.submit(_answer_all(self._thread.cluster, complete, done, shape))
@@ -206,9 +268,16 @@ class LLM:
         except concurrent.futures.CancelledError:
             raise Cancelled("the LLM was closed") from None
         finally:
-            # After Ctrl-C too, nothing of this call runs on.
+            # Where this call ends early, even by Ctrl-C, none of its work runs on.
             work.cancel()
         return [outputs[n] for n in range(len(complete))]
+
+
+class EditableSamplingParams(SamplingParams):
+    """Holds sampling parameters that may be set after they are made, as those of vLLM may."""
+
+    __setattr__ = object.__setattr__
+    __hash__ = None  # type: ignore[assignment]  # what may change has no hash
 
 
 async def _answer_all(
@@ -240,26 +309,26 @@ async def _answer_all(
 
 async def _answer(cluster: OfflineCluster, request: GenerateRequest, schema: AnswerSchema | None) -> RequestOutput:
     parsed = None if schema is None else ParsedAnswers(schema.parse)
-    generation = await cluster.gateway.generate(request)
+    runner = await cluster.gateway.generate(request)
     try:
-        ids = list(generation.job.prompt)
+        ids = list(runner.admitted.own_prompt)
         text = request.text or (cluster.prompt_text(ids) if request.messages else None)
         sampling = request.sampling
         scored = sampling.prompt_logprobs is not None
         collector = OutputCollector(text, ids, sampling.logprobs is not None, cluster.token_text, scored)
-        async for delta in generation:
+        async for delta in runner:
             collector.add(delta if parsed is None else parsed.note(delta))
         return collector.output()
     finally:
-        generation.cancel()
+        runner.cancel()
 
 
 def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
-    """The options as flags. Raises TypeError for an option that does not exist, ConfigError for a value that cannot be
-    meant."""
+    """Reads the options, Pillion's or vLLM's, as flags. Raises TypeError for an option that does not exist, ConfigError
+    for a value that cannot be meant."""
     known = {field.name: field for field in fields(OfflineFlags) if field.name != "model"}
     given: dict[str, Any] = {}
-    for name, value in options.items():
+    for name, value in translated(str(model), options).items():
         if name not in known:
             raise TypeError(f"LLM has no option {name!r}; it has: {', '.join(sorted(known))}")
         about = known[name].metadata
@@ -278,7 +347,8 @@ def read_options(model: str, options: Mapping[str, Any]) -> OfflineFlags:
 
 
 def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -> list[GenerateRequest]:
-    """The requests with the names of their adapters. Raises ValueError for another number of names."""
+    """Returns the requests with the names of their adapters. Raises ValueError where the names are not as many as the
+    requests."""
     names = [lora] * len(requests) if isinstance(lora, str) else list(lora)
     if len(names) != len(requests):
         raise ValueError(f"{len(requests)} prompts and {len(names)} adapters: give one, or one for each")
@@ -286,7 +356,7 @@ def _with_adapters(requests: list[GenerateRequest], lora: str | Sequence[str]) -
 
 
 def _listed(prompts: Any) -> Sequence[Any]:
-    """The prompts as a list; a single prompt becomes a list of one."""
+    """Returns the prompts as a list; a single prompt becomes a list of one."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
     listed = list(prompts)
@@ -294,7 +364,7 @@ def _listed(prompts: Any) -> Sequence[Any]:
 
 
 def _of_prompt(prompt: Any, where: str) -> GenerateRequest:
-    """The request of one prompt. Raises InvalidRequest, naming ``where``."""
+    """Makes the request of one prompt. Raises InvalidRequest, which names ``where``."""
     if not isinstance(prompt, Mapping):
         return _prompt_request(prompt, where)
     unknown = sorted(set(prompt) - _PROMPT_KEYS)
@@ -316,7 +386,8 @@ def _prompt_request(prompt: Any, where: str, **options: Any) -> GenerateRequest:
 
 @contextlib.contextmanager
 def _progress(total: int, use_tqdm: bool | Callable[..., Any]) -> Iterator[Callable[[RequestOutput], None]]:
-    """Shows vLLM's bar, finished prompts and tokens per second in and out; yields what to call for each output."""
+    """Shows vLLM's bar: finished prompts, and tokens per second in and out. Yields the function to call for each
+    output."""
     if not use_tqdm:
         yield lambda _: None
         return

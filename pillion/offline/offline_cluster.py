@@ -1,13 +1,13 @@
-"""The components behind :class:`pillion.LLM`, in this process: a KV node, a decode worker and a gateway without ports.
+"""Runs the components of :class:`pillion.LLM` in this process: a KV node, a decode worker and a gateway without ports.
 
     caller's thread --submit--> [ thread "pillion-llm": event loop ]
                                   gateway core --in-process calls--> decode worker --> step thread
                                        '---------in-process calls--> KV node (owner of the pool)
 
-There is no network, no Redis and no prefill worker: the components that live are known (:class:`LocalRegistry`), and
-the one node says which blocks are cached when it opens a request's ticket, so the index is empty (:class:`EmptyIndex`,
-I3). Calls between components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a
-Unix socket in a private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
+There is no network, no Redis and no prefill worker: which components live is known (:class:`LocalRegistry`), and the
+one node says which blocks are cached when it opens a request's ticket, so the index is empty (:class:`EmptyIndex`, I3).
+Calls between components go through :mod:`pillion.net.in_process`; only the pool's memory is handed over through a Unix
+socket in a private folder, as in a cluster. Everything else is what ``pillion serve`` runs, and so are the tokens.
 
     starting --> serving --close(), the last reference, or the interpreter's end--> calls cancelled, gateway, worker,
                                                                                    node, loop, thread and folder gone
@@ -19,41 +19,43 @@ import asyncio
 import atexit
 import concurrent.futures
 
-# This import registers its own hook for the interpreter's end; ours, below, is registered later, so it runs earlier.
+# This import registers its own hook for the interpreter's end. The hook of this module is registered later, so it runs
+# earlier.
 import concurrent.futures.thread
 import contextlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 
-from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags
+from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags, refuse_missing_rooms
 from pillion.errors import PillionError, Unavailable
-from pillion.net.in_process import SCHEME as IN_PROCESS
+from pillion.net.addresses import IN_PROCESS
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.llm")
 
-# Answers in flight at once, over all calls of one LLM; further prompts wait in their order. The bound is above what
-# runs in a step, so that a prompt is ready when an answer ends. The gateway refuses a request of more
-# answers than this.
+# At most this many answers are in flight at once, over all calls of one LLM; further prompts wait in their order. The
+# bound is above what runs in a step, so that a prompt is ready when an answer ends. The gateway refuses a request of
+# more answers than this.
 MAX_ANSWERS_AT_ONCE = 512
-# The components share a process: none falls silent alone, and one that waits for the interpreter is not lost.
+# The components share a process: none of them can fall silent alone, and one that waits for the interpreter's lock must
+# not count as lost.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 1000, 600_000
 READY_TIMEOUT_S = 60.0
 READY_POLL_S = 0.01
-# Longest wait of close(); the threads are daemons, so the interpreter's end does not wait for them longer.
+# close() waits at most this long; the threads are daemons, so the interpreter's end does not wait for them longer.
 CLOSE_TIMEOUT_S = 20.0
 MAX_ATTEMPTS = 4
-# Longest wait for a start that Ctrl-C has ended: what loads meanwhile is a thread that dies with the process.
+# A start that Ctrl-C has ended waits at most this long: what still loads is a thread that dies with the process.
 INTERRUPTED_S = 1.0
-# How long an ending component may take to finish its streams.
+# An ending component has this long to finish its streams.
 STOP_GRACE_S = 1.0
 NODE_ID, WORKER_ID = "kvnode-0", "decode-0"
 CLOSED = "this LLM is closed"
@@ -62,7 +64,7 @@ T = TypeVar("T")
 
 
 class LocalRegistry:
-    """The registry of a process that holds all components: they live as long as the process does."""
+    """Implements the registry of a process that holds all components, which live as long as the process does."""
 
     refusal = ""
 
@@ -71,30 +73,31 @@ class LocalRegistry:
         self._worker = worker
 
     async def components(self) -> list[ComponentRecord]:
-        """Both records, as heartbeats would write them now."""
+        """Returns the records of KV node and worker, as heartbeats would write them now."""
         # Without max_step_tokens the gateway keeps no waiting queue of its own in front of the worker's.
         worker = msgspec.structs.replace(self._worker.describe(), max_step_tokens=0)
         return [self._node.record(0), worker]
 
     async def aclose(self) -> None:
-        """Does nothing: there is no connection."""
+        """Does nothing, because there is no connection to close."""
 
 
 class EmptyIndex:
-    """A prefix index without blocks: the only node itself says what it has, and as early."""
+    """Implements a prefix index without blocks: the only node says by itself, and just as early, which blocks it
+    has."""
 
     available = True
 
     async def longest_prefix(self, block_hashes: bytes) -> list[Any]:
-        """No hit: there is no other node."""
+        """Returns no hit, because there is no other node."""
         return []
 
     async def aclose(self) -> None:
-        """Does nothing: there is no connection."""
+        """Does nothing, because there is no connection to close."""
 
 
 class AnswerLimit:
-    """Bounds the answers in flight to ``limit``, first come, first served."""
+    """Bounds the number of answers in flight to ``limit``, first come, first served."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -103,7 +106,8 @@ class AnswerLimit:
         self._ended = asyncio.Event()
 
     async def take(self, answers: int) -> None:
-        """Waits until so many more answers fit. More than the limit enter alone, for the gateway to refuse them."""
+        """Waits until so many more answers may be in flight. A request of more answers than the limit enters alone, and
+        the gateway refuses it."""
         async with self._turn:
             while self._in_flight and self._in_flight + answers > self._limit:
                 self._ended.clear()
@@ -111,44 +115,50 @@ class AnswerLimit:
             self._in_flight += answers
 
     def give_back(self, answers: int) -> None:
-        """So many answers have ended."""
+        """Notes that so many answers have ended."""
         self._in_flight -= answers
         self._ended.set()
 
 
 @dataclass(slots=True)
 class OfflineCluster:
-    """The running components. For the loop's own thread."""
+    """Holds the running components. Only the loop's own thread uses it."""
 
     gateway: Any
     entry: Any
     limit: AnswerLimit
 
     def token_text(self, token_id: int) -> str | None:
-        """Text of one token; None for an id that the vocabulary does not have."""
+        """Returns the text of one token; None for an id that the vocabulary does not have."""
         if self.entry.tokenizer.codec.id_to_token(token_id) is None:
             return None
         return str(self.entry.tokenizer.codec.decode([token_id], skip_special_tokens=False))
 
     def prompt_text(self, token_ids: list[int]) -> str:
-        """The text of a prompt, special tokens and all."""
+        """Returns the text of a prompt, with its special tokens."""
         return str(self.entry.tokenizer.codec.decode(token_ids, skip_special_tokens=False))
 
 
-async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.AsyncExitStack) -> OfflineCluster:
-    """Starts the components; closing ``stack`` ends them, also after an error. Raises ConfigError."""
+async def start_cluster(
+    flags: OfflineFlags, folder: Path, stack: contextlib.AsyncExitStack, check: Callable[[Path], None]
+) -> OfflineCluster:
+    """Starts the components; closing ``stack`` ends them, also after an error. ``check`` looks at the model's prepared
+    folder before it is loaded. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.cli.console import Notices
     from pillion.cli.flags import subset
     from pillion.decode_service.decode_server import start_decode
     from pillion.engine.backends.backend import kv_layout
     from pillion.engine.backends.devices import pool_device, resolved
+    from pillion.engine.backends.step_memory import steps_bytes
     from pillion.engine.checkpoints.prepare import prepare
     from pillion.gateway.gateway_server import model_entry
+    from pillion.kvstore.memory.domain import CPU
     from pillion.kvstore.node.kv_node import start_kvnode
     from pillion.supervisor.local_cluster import prepare_in_child
     from pillion.supervisor.pool_fit import fit_pool
 
+    refuse_missing_rooms(flags)
     flags = resolved(flags)
     heartbeats = {"heartbeat_ms": HEARTBEAT_MS, "heartbeat_timeout_ms": HEARTBEAT_TIMEOUT_MS}
     socket = str(folder / "attach.sock")
@@ -170,13 +180,15 @@ async def start_cluster(flags: OfflineFlags, folder: Path, stack: contextlib.Asy
     check_flags(node_flags)
     check_flags(worker_flags)
     notices = Notices()
-    # What takes long is shown, and is in a process that Ctrl-C ends at once.
+    # Preparing a model takes long, so its progress is shown, and it runs in a process that Ctrl-C ends at once.
     with notices.progress(f"preparing model {flags.model}") as step:
         await prepare_in_child(subset(PrepareFlags, flags), step)
     model = await asyncio.to_thread(prepare, flags, log.info)
+    check(model.folder)
     if flags.kv_pool_bytes:
         block_bytes = kv_layout(model, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype).block_bytes
-        longest = fit_pool(flags, block_bytes, model.max_model_len, decode_workers=1).max_model_len_tokens
+        step_bytes = steps_bytes(flags, model) if flags.device == CPU else 0
+        longest = fit_pool(flags, block_bytes, model.max_model_len, 1, step_bytes).max_model_len_tokens
         if longest < model.max_model_len:
             log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)
             model, worker_flags = replace(model, max_model_len=longest), replace(worker_flags, max_model_len=longest)
@@ -196,13 +208,13 @@ async def _start_gateway(
 ) -> Any:
     from pillion.gateway.gateway import Gateway
     from pillion.gateway.links.cluster import Cluster
-    from pillion.gateway.planning.cluster_snapshot import parse_policy
-    from pillion.gateway.request.job import GatewayOptions
+    from pillion.gateway.planning.cluster_view import parse_policy
+    from pillion.gateway.request.admitted_request import GatewayOptions
 
     cluster = Cluster(f"llm-{os.getpid()}", registry, EmptyIndex(), HEARTBEAT_TIMEOUT_MS / 1000)
     options = GatewayOptions(
         policy=parse_policy("colocated"),
-        # Longer than any prompt: there are no prefill workers, so no prompt is split into chunks.
+        # A chunk is longer than any prompt: there are no prefill workers, so no prompt is split into chunks.
         chunk_tokens=max(model.max_model_len, flags.block_size),
         max_attempts=MAX_ATTEMPTS,
         max_inflight_requests=MAX_ANSWERS_AT_ONCE,
@@ -217,14 +229,15 @@ async def _start_gateway(
 
 
 def _adapters(flags: OfflineFlags, model: Any) -> Any:
-    """The names of adapters, which only the caller of this process gives: any folder that it may read will do."""
-    from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions
+    """Makes the table of adapters' names. Only the caller of this process gives names, so any folder that it may read
+    will do."""
+    from pillion.gateway.named_adapters import AdapterOptions, ServedFolders, make_adapters
 
     if not flags.enable_lora:
         return None
     options = AdapterOptions(max_rank=flags.max_lora_rank, folders=("/",), updating=True, limits=flags.store_limits)
     aliases = {model.alias: model.name} if model.alias else {}
-    return AdapterNames({model.name: model.folder}, aliases, options)
+    return make_adapters(options, ServedFolders({model.name: model.folder}, aliases))
 
 
 async def _until_ready(gateway: Any) -> None:
@@ -238,9 +251,9 @@ async def _until_ready(gateway: Any) -> None:
 
 class OfflineThread:
     """Owns the event loop, its thread and the folder of an :class:`OfflineCluster`. Any thread may call ``close``, any
-    number of times; the interpreter's end calls it too."""
+    number of times; the interpreter's end calls ``close`` too."""
 
-    def __init__(self, flags: OfflineFlags) -> None:
+    def __init__(self, flags: OfflineFlags, check: Callable[[Path], None] = lambda folder: None) -> None:
         from pillion.supervisor.runtime_dir import RuntimeDir
 
         self._pid = os.getpid()
@@ -255,7 +268,7 @@ class OfflineThread:
         self._thread.start()
         _LIVE.add(self)
         try:
-            self._cluster = self.submit(start_cluster(flags, self._folder.path, self._stack)).result()
+            self._cluster = self.submit(start_cluster(flags, self._folder.path, self._stack, check)).result()
         except KeyboardInterrupt:
             self.close(INTERRUPTED_S)
             raise
@@ -265,13 +278,13 @@ class OfflineThread:
 
     @property
     def cluster(self) -> OfflineCluster:
-        """The components, while they run. Raises Unavailable once closed."""
+        """Gives the components of the cluster while it runs. Raises Unavailable once it is closed."""
         if self._cluster is None:
             raise Unavailable(CLOSED)
         return self._cluster
 
     def submit(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Runs ``work`` on the loop. Raises Unavailable once closed."""
+        """Runs ``work`` on the loop. Raises Unavailable once the cluster is closed."""
         if self._closed or os.getpid() != self._pid:
             work.close()
             raise Unavailable(CLOSED if self._closed else "an LLM cannot be used in a forked process")
@@ -293,7 +306,7 @@ class OfflineThread:
             try:
                 ending.result(wait_s)
             except (PillionError, OSError, RuntimeError, TimeoutError) as error:
-                # Whoever has interrupted a start does not want to hear what it was about.
+                # Somebody who has interrupted a start needs no message about how it failed.
                 log.log(
                     logging.WARNING if wait_s == CLOSE_TIMEOUT_S else logging.DEBUG,
                     "the LLM did not end as it should: %r",
@@ -313,7 +326,8 @@ class OfflineThread:
             self._runs.discard(task)
 
     async def _end(self) -> None:
-        # First the calls that callers wait for, and a start that has not ended; the stack ends what it had started.
+        # First the calls that callers wait for are ended, and a start that is still running; the stack then ends what
+        # that had started.
         await _cancel(list(self._runs))
         self._cluster = None
         await self._stack.aclose()

@@ -1,4 +1,5 @@
-"""One child process: its command line and environment, its output line by line, its end within a bounded time.
+"""Runs one child process: sets its command line and environment, reads its output line by line, and ends it within a
+bounded time.
 
 new -> running -> exited          stop(): SIGTERM, and SIGKILL to its whole process group after the grace
 """
@@ -17,23 +18,24 @@ from pillion.cli.flags import env_name, to_argv, without_flags
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 
 MAX_LINE_BYTES = 16 * 1024
-# After the exit, output that a stray grandchild still holds open is not waited for longer than this.
+# After the exit of a child, this is the longest wait for output that a stray grandchild still holds open.
 DRAIN_TIMEOUT_S = 1.0
 KILL_TIMEOUT_S = 5.0
 BURY_INTERVAL_MS = 20
 
 
 def component_argv(role: str, flags: Any) -> tuple[str, ...]:
-    """The command line of one component, with every flag in it."""
-    # The Redis URL may hold a password, and everybody can read a command line: it goes by environment.
+    """Returns the command line of one component, with every flag in it."""
+    # The Redis URL may hold a password, and everybody can read a command line, so the environment carries the URL.
     arguments = to_argv(flags, leave_out=("redis_url",))
-    # The name comes first: people search `ps` for it.
+    # The names come first, because people search `ps` for them.
     arguments.sort(key=lambda word: not word.startswith(("--component-id=", "--node-id=")))
     return (sys.executable, "-m", "pillion", role, *arguments)
 
 
 def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
-    """The environment of this supervisor's components: no flags but the Redis URL, nothing that phones home."""
+    """Returns the environment of this supervisor's components, without flags but the Redis URL, and with nothing that
+    calls home."""
     return without_flags(environ) | {
         env_name("redis_url"): redis_url,
         PARENT_PID_VARIABLE: str(os.getpid()),
@@ -47,24 +49,24 @@ def child_environ(environ: Mapping[str, str], redis_url: str) -> dict[str, str]:
 
 
 class WatchedProcess(Protocol):
-    """What is used of asyncio's ``Process``; a forked one has the same (:mod:`pillion.supervisor.fork_server`)."""
+    """Describes what is used of asyncio's ``Process``; a forked process has the same methods."""
 
     pid: int
     stdout: asyncio.StreamReader | None
 
     @property
     def returncode(self) -> int | None:
-        """The exit status, None while it runs."""
+        """Gives the exit status, or None while the process runs."""
 
     async def wait(self) -> int:
-        """The exit status, as soon as it has ended."""
+        """Returns the exit status, as soon as the process has ended."""
 
     def terminate(self) -> None:
-        """Sends SIGTERM. Raises ProcessLookupError where it has ended."""
+        """Sends SIGTERM. Raises ProcessLookupError where the process has ended."""
 
 
 class ChildProcess:
-    """A running or ended child process. :meth:`start` makes it."""
+    """Represents a running or ended child process. :meth:`start` makes it."""
 
     def __init__(self, process: WatchedProcess, forward: Callable[[str], None]) -> None:
         self._process = process
@@ -80,8 +82,8 @@ class ChildProcess:
         *,
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
-        """``forward`` gets each line of standard output and error; ``stdin`` is the descriptor of the child's
-        standard input, which has nothing to read without it. Raises OSError where the program does not start."""
+        """Starts a process. ``forward`` gets each line of its standard output and error; ``stdin`` is the descriptor of
+        its standard input, by default an empty one. Raises OSError where the program does not start."""
         process = await asyncio.create_subprocess_exec(
             *argv,
             env=environ,
@@ -95,18 +97,19 @@ class ChildProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, which is also the id of the process group."""
+        """Gives the process id, which is also the id of the process group."""
         return self._process.pid
 
     @property
     def running(self) -> bool:
-        """Whether the process, its group aside, has not ended."""
+        """Says whether the process itself, whatever its group does, has not ended."""
         return self._process.returncode is None
 
     async def wait(self) -> int:
-        """The exit status (negative: the signal), once the output is forwarded. Several tasks may await it.
+        """Returns the exit status (negative: the signal), once the output is forwarded. Several tasks may await it.
 
-        What the process started and left behind is killed: it would only hold the output open."""
+        Processes that this one started and left behind are killed, because they would only hold the output open.
+        """
         code = await self._process.wait()
         self.kill()
         await asyncio.wait({self._output}, timeout=DRAIN_TIMEOUT_S)
@@ -125,12 +128,12 @@ class ChildProcess:
         await asyncio.wait_for(self.wait(), KILL_TIMEOUT_S)
 
     def kill(self) -> None:
-        """Sends SIGKILL to the whole process group."""
+        """Sends SIGKILL to the whole process group of the child."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
     def gone(self) -> bool:
-        """Whether no process of the group lives."""
+        """Returns whether no process of the child's group lives."""
         self._bury_adopted()
         try:
             os.killpg(self.pid, 0)
@@ -139,8 +142,8 @@ class ChildProcess:
         return False
 
     def _bury_adopted(self) -> bool:
-        """Waits for dead processes of the group which this process has become the parent of, as it does where it
-        adopts orphans. They would be zombies as long as it lives. Returns whether none is left."""
+        """Waits for dead processes of the group which this process has become the parent of, as it does where it adopts
+        orphans; without that they would stay zombies as long as this process lives. Returns whether none is left."""
         try:
             while not self.running and os.waitpid(-self.pid, os.WNOHANG)[0]:
                 pass
@@ -149,7 +152,7 @@ class ChildProcess:
         return False
 
     async def _bury_all(self) -> None:
-        """Waits for those that are dying still: a process that is killed needs a moment for that."""
+        """Waits for dying processes of the group: a process that is killed needs a moment to end."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 while not self._bury_adopted():  # noqa: ASYNC110  (nobody sends an event)
@@ -157,7 +160,7 @@ class ChildProcess:
 
 
 class Launch(Protocol):
-    """How a supervisor starts a process."""
+    """Starts a process for a supervisor."""
 
     async def __call__(
         self,
@@ -167,7 +170,7 @@ class Launch(Protocol):
         *,
         stdin: int = asyncio.subprocess.DEVNULL,
     ) -> ChildProcess:
-        """As :meth:`ChildProcess.start`."""
+        """Starts a process as :meth:`ChildProcess.start` does."""
 
 
 async def _forward_lines(stream: asyncio.StreamReader | None, forward: Callable[[str], None]) -> None:

@@ -1,6 +1,6 @@
 """Runs one component in this process, until a signal or the component's own end.
 
-waiting, where it was started as a standby (:mod:`pillion.supervisor.standby`) ---> starting
+waiting, where it was started as a standby (:mod:`pillion.supervisor.ready_process`) ---> starting
 starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping ---> exit 0
    |             |
    |             +---> the component failed by itself (its KV node went away, say) ---> stopping ---> exit 1
@@ -21,40 +21,42 @@ import socket
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
+from pillion.rooms import entered, entry_modules
 from pillion.supervisor import lifeline
-from pillion.supervisor.standby import Standby
+from pillion.supervisor.ready_process import TURN, StandbyTurn
 from pillion.types import WORKERS
 
 T = TypeVar("T")
 
 log = logging.getLogger("pillion.component")
 
-# Ends what `pillion prepare` prints.
+# The last line that `pillion prepare` prints ends with these words.
 PREPARED = "is ready at"
-# Packages that servers need and the SDK does without.
+# Servers need these packages, and the SDK does without them.
 SERVER_PACKAGES = (
     *("torch", "transformers", "numpy", "msgspec", "redis", "tokenizers", "starlette", "uvicorn", "safetensors"),
     *("jinja2", "xxhash", "prometheus_client", "grpc_health", "grpc_reflection", "huggingface_hub", "gguf"),
     "setproctitle",
 )
-# Role -> module and function that start it.
+# For each role this names the module and function that start its component.
 ROLES = {
     "kvnode": ("pillion.kvstore.node.kv_node", "start_kvnode"),
     "prefill": ("pillion.prefill_service.prefill_server", "start_prefill"),
     "decode": ("pillion.decode_service.decode_server", "start_decode"),
     "gateway": ("pillion.gateway.gateway_server", "start_gateway"),
 }
-# What components import later than their own modules, some behind their first requests.
+# Components import these later than their own modules, some after their first requests.
 LATER_MODULES = (
-    *("pillion.cli.app", "pillion.kvstore.memory.keeper_process", "pillion.observability.metrics_export"),
-    *("pillion.engine.backends.cpu.cpu_backend", "llguidance"),
+    *("pillion.cli.app", "pillion.observability.metrics_export", "pillion.engine.backends.cpu.cpu_backend"),
+    "llguidance",
 )
-LATER_GPU_MODULES = ("pillion.engine.backends.gpu.gpu_loading",)
-# Time for running requests in a component without --drain-timeout-s, and time for the clean-up after them.
+# When a component without --drain-timeout-s stops, running requests get STOP_GRACE_S to end, and the clean-up after
+# them gets STOP_TIMEOUT_S.
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
 EXIT_HURRIED = 130
@@ -63,7 +65,7 @@ EXIT_HURRIED = 130
 def require_server_packages(needs: str = "servers need") -> None:
     """Raises ConfigError, in one line, where only the SDK's own dependencies are installed.
 
-    ``needs`` begins the line: who needs the packages.
+    ``needs`` begins the line and says who needs the packages.
     """
     missing = [name for name in SERVER_PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
@@ -71,14 +73,18 @@ def require_server_packages(needs: str = "servers need") -> None:
 
 
 def preloaded_modules(device: str) -> tuple[str, ...]:
-    """What is imported before a component of any role is forked, for workers that compute on ``device``. None of it
-    starts a thread or touches a GPU."""
-    gpu = LATER_GPU_MODULES if device == "cuda" else ()
-    return (*(module for module, _ in ROLES.values()), *LATER_MODULES, *gpu)
+    """Returns the modules that are imported before a component of any role is forked, for workers that compute on
+    ``device``. None of them starts a thread or touches a GPU."""
+    seams = (
+        "engine.worker.features",
+        "kvstore.memory.surviving",
+        *(() if device == "cpu" else ("engine.backends.loader",)),
+    )
+    return (*(module for module, _ in ROLES.values()), *LATER_MODULES, *chain.from_iterable(map(entry_modules, seams)))
 
 
 def name_of(role: str, flags: Any) -> str:
-    """The component's name in traces and logs."""
+    """Returns the component's name in traces and logs."""
     name = getattr(flags, "component_id", "") or getattr(flags, "node_id", "")
     if isinstance(name, str) and name:
         return name
@@ -87,20 +93,20 @@ def name_of(role: str, flags: Any) -> str:
 
 
 def run_component(role: str, flags: Any) -> int:
-    """Blocks until the component has ended; returns the exit status. Raises ConfigError."""
+    """Runs the component of a role, and returns its exit status when it has ended. Raises ConfigError."""
     from pillion.cli.checks import check_flags
     from pillion.net import rpc, tls
     from pillion.observability import telemetry
     from pillion.supervisor.preflight import check_files
 
-    standby = Standby.of_process()
+    standby = next((turn_of_process() for turn_of_process in entered(TURN)), None)
     name = name_of(role, flags)
     set_up_logging(flags.log_level, flags.log_format, name)
     check_flags(flags)
     require_server_packages()
     check_files(flags)
     rpc.use_identity(tls.identity_of(flags.internal_tls_cert, flags.internal_tls_key, flags.internal_tls_ca))
-    # A gateway chooses a name for the registry itself: gateways in containers may all have process id 1.
+    # A gateway chooses a name for the registry itself, because gateways in containers may all have process id 1.
     if role != "gateway" and getattr(flags, "component_id", name) != name:
         flags = replace(flags, component_id=name)
     telemetry.setup(name, role)
@@ -116,7 +122,7 @@ def run_component(role: str, flags: Any) -> int:
         telemetry.shutdown()
 
 
-async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | None = None) -> int:
+async def _run(name: str, role: str, start: Any, flags: Any, standby: StandbyTurn | None = None) -> int:
     from pillion.observability.loop_watch import LoopWatch
     from pillion.observability.metrics_export import Exports
     from pillion.supervisor.preflight import ask_redis
@@ -131,12 +137,12 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: Standby | 
         started = await run_unless(stop.wait(), start(flags), within_s=STOP_GRACE_S + STOP_TIMEOUT_S)
         if not started:
             if standby is not None and standby.waiting:
-                # A thread waits for the supervisor's word, and nothing else would end it.
+                # A thread still waits for the supervisor's order, and only this ends it.
                 os._exit(0)
             return 0
         component = started.result()
-        # Everything that is loaded now stays alive: a full collection that looked through it would hold all streams for
-        # 50 to 100 ms.
+        # Everything that is loaded now stays alive, so garbage collections skip it: a full one that looked through it
+        # would hold all streams for 50 to 100 ms.
         gc.freeze()
         if standby is not None:
             standby.serves()
@@ -174,13 +180,13 @@ async def run_unless(
 ) -> asyncio.Task[T] | None:
     """Runs ``work``; returns its ended task, or None where ``stop`` ended first and ``work`` was cancelled.
 
-    ``within_s``: the longest wait for the end of cancelled work; None: no bound.
+    ``within_s`` bounds the wait for the end of cancelled work; None sets no bound.
     """
     task, stopped = asyncio.create_task(work), asyncio.create_task(stop)
     try:
         await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
-            # Raises what ``work`` raised, if anything.
+            # If ``work`` has raised an exception, reading its result raises it here.
             task.result()
             return task
         return None
@@ -191,7 +197,7 @@ async def run_unless(
 
 
 def stop_on_signals(stop: asyncio.Event) -> None:
-    """SIGTERM and SIGINT set ``stop``; the second one ends the process at once."""
+    """Makes SIGTERM and SIGINT set ``stop``; the second signal ends the process at once."""
 
     def on_signal() -> None:
         if stop.is_set():

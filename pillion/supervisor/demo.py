@@ -1,4 +1,6 @@
-"""`pillion demo`: the real cluster, three questions, and a table of where each prompt's tokens went."""
+"""`pillion demo` runs the real cluster, asks the model three questions, and shows in a table where each prompt's tokens
+went.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ FOLLOW_UP = "Write one sentence about that city."
 LONG_PROMPT_CHARACTERS = 5000
 SHORT_ANSWER_TOKENS = 64
 LONG_ANSWER_TOKENS = 48
-# The cluster has just started, and the model may still be paged in.
+# The cluster has just started, and the model's pages may still be read from disk.
 REQUEST_TIMEOUT_S = 300.0
 TABLE_WIDTH = 80
 EXIT_INTERRUPTED = 130
@@ -36,7 +38,7 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(slots=True)
 class DemoAnswer:
-    """One request as its client saw it. ``token_times_s`` has one entry per token, on a monotonic clock."""
+    """Records one request as its client saw it. ``token_times_s`` has one entry per token, on a monotonic clock."""
 
     title: str
     text: str = ""
@@ -47,25 +49,26 @@ class DemoAnswer:
 
     @property
     def first_token_ms(self) -> float:
-        """Time from the call to the first token."""
+        """Gives the time from the call to the first token."""
         return (self.token_times_s[0] - self.began_s) * 1000 if self.token_times_s else 0.0
 
     @property
     def inter_token_ms(self) -> float:
-        """Median of the pauses between tokens; 0 where there are fewer than two."""
+        """Gives the median of the pauses between tokens; 0 where there are fewer than two."""
         pauses = [after - before for before, after in itertools.pairwise(self.token_times_s)]
         return statistics.median(pauses) * 1000 if pauses else 0.0
 
     @property
     def tokens_per_s(self) -> float:
-        """Tokens a second while decoding: the first token belongs to the prompt."""
+        """Gives the tokens per second while decoding. The first token is not counted, because its time is that of the
+        prompt."""
         times = self.token_times_s
         return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
 
 
 @contextmanager
 def timed(stages: dict[str, float], name: str) -> Iterator[None]:
-    """Keeps the block's seconds as ``stages[name]``."""
+    """Measures the block's seconds as ``stages[name]``."""
     began = time.monotonic()
     try:
         yield
@@ -130,7 +133,7 @@ async def _converse(client: AsyncClient) -> list[DemoAnswer]:
 
 
 async def ask(client: AsyncClient, title: str, messages: list[ChatMessage], max_tokens: int) -> DemoAnswer:
-    """One greedy chat request, its text written as it comes. Raises PillionError."""
+    """Sends one greedy chat request, and writes its text as it comes. Raises PillionError."""
     asked = messages[-1].content
     shown = asked if len(asked) < 200 else f"({len(asked):,} characters of README.md) {asked.rpartition(chr(10))[2]}"
     print(f"\n> {shown}")
@@ -146,10 +149,10 @@ async def ask(client: AsyncClient, title: str, messages: list[ChatMessage], max_
 
 
 def table_of(answers: list[DemoAnswer]) -> Table:
-    """One row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
+    """Makes a table with one row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
     table = Table(title="Where each prompt's tokens went, and when the answer's came", box=box.SIMPLE_HEAD, padding=0)
     table.add_column("", no_wrap=True)
-    # All of it fits into 80 columns.
+    # The table fits into 80 columns.
     tokens = ("\nprompt", "\n= cached", "+ prefilled\n(chunks)", "+ prompt\ntail", "\nanswer")
     for name in (*tokens, "first\n(ms)", "between\n(ms)", "tokens\nper s"):
         table.add_column(name, justify="right", no_wrap=True)

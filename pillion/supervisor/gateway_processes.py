@@ -1,11 +1,11 @@
-"""Gateway processes behind the same two public ports: ``--gateway-workers``.
+"""Runs several gateway processes behind the same two public ports: ``--gateway-workers``.
 
     ports held (bound, not listening) --> gateway-0 ... gateway-N-1 listen on them --> the system spreads connections
             |                                     |
      somebody else's port: ConfigError       each has a socket of its own, where probes ask whether it is ready
 
-The system chooses a process per connection (SO_REUSEPORT), so all streams of one connection are in one process.
-Processes share nothing but Redis and files.
+The system chooses a process per connection (SO_REUSEPORT), so all streams of one connection are in one process. The
+processes share only Redis and files.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ E = TypeVar("E", bound=GatewayFlags)
 
 
 class PublicPorts:
-    """The two public ports, chosen and checked; held while several processes share them, until :meth:`close`."""
+    """Holds the two public ports, chosen and checked, until :meth:`close`, while several processes share them."""
 
     def __init__(self) -> None:
         self._held: list[socket.socket] = []
 
     def hold(self, flags: E) -> E:
-        """``flags`` with a free port in place of each 0. Raises ConfigError for a port that is in use."""
+        """Returns ``flags`` with a free port in place of each 0. Raises ConfigError for a port that is in use."""
         for name in ("http_port", "grpc_port"):
             self._held.append(bind_port(flags.host, "host", name, getattr(flags, name)))
         http, grpc = (held.getsockname()[1] for held in self._held)
@@ -58,29 +58,29 @@ class PublicPorts:
         return replace(flags, http_port=http, grpc_port=grpc)
 
     def close(self) -> None:
-        """Frees both ports. Idempotent."""
+        """Frees both public ports. Idempotent."""
         while self._held:
             self._held.pop().close()
 
 
 def component_spec(role: str, component_id: str, flags: Any, address: str, **more: Any) -> ProcessSpec:
-    """The process of one component, which is ready when it serves at ``address``."""
+    """Describes the process of one component, which is ready when it serves at ``address``."""
     probe = partial(probes.is_serving, address)
     return ProcessSpec(component_id=component_id, argv=component_argv(role, flags), probe=probe, **more)
 
 
 def probe_address(folder: Path, number: int) -> str:
-    """Where a gateway's health is asked."""
+    """Returns the address at which a gateway's health is asked."""
     return f"unix:{folder}/gateway-{number}.sock"
 
 
 def gateway_specs(
     flags: GatewayFlags, folder: Path, environ: Mapping[str, str], *, level: int, prefix: str = "", alone: bool = False
 ) -> list[ProcessSpec]:
-    """The gateways, named ``prefix`` gateway-0 and so on; each has a socket for probes under ``folder``.
+    """Describes the gateways, named ``prefix`` gateway-0 and so on; each has a socket for probes under ``folder``.
 
-    ``alone``: workers come and go elsewhere, so a gateway is ready when it listens; else it is ready when it would
-    serve a request.
+    With ``alone``, workers come and go elsewhere, so a gateway is ready when it listens; otherwise it is ready when it
+    would serve a request.
     """
     specs = []
     for number in range(flags.gateway_workers):
@@ -98,7 +98,7 @@ def gateway_specs(
 def run_gateways(flags: GatewayFlags) -> int:
     """Runs `pillion gateway --gateway-workers N`; returns the exit status.
 
-    That is 0 after a signal, 1 where the gateways cannot be kept alive. Raises PillionError.
+    The status is 0 after a signal, 1 where the gateways cannot be kept alive. Raises PillionError.
     """
     check_flags(flags)
     require_server_packages()

@@ -1,4 +1,4 @@
-"""A child's tie to its supervisor: when the supervisor dies, however it dies, the child dies too.
+"""Ties a child to its supervisor: when the supervisor dies, however it dies, the child dies too.
 
 On Linux the kernel kills the child (PR_SET_PDEATHSIG, kept across execve); elsewhere the child polls its parent's
 process id. On Linux a supervisor can also adopt children whose own parent has ended. As a program (``python -m
@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 
-# Set by the supervisor to its own process id.
+# The supervisor sets this variable to its own process id.
 PARENT_PID_VARIABLE = "PILLION_PARENT_PID"
 PARENT_POLL_MS = 500
 _PR_SET_PDEATHSIG = 1
@@ -24,26 +24,27 @@ KERNEL_TIES = sys.platform.startswith("linux")
 
 
 def parent_pid() -> int:
-    """The supervisor's process id, 0 where there is none."""
+    """Returns the supervisor's process id, 0 where there is none."""
     text = os.environ.get(PARENT_PID_VARIABLE, "")
     return int(text) if text.isdigit() else 0
 
 
 def tie_to_parent(pid: int | None = None) -> None:
-    """Makes this process die with its parent ``pid`` (default: the supervisor's). Does nothing without one."""
+    """Makes this process die with its parent ``pid`` (default: the supervisor). Does nothing where there is no
+    supervisor."""
     pid = parent_pid() if pid is None else pid
     if not pid:
         return
     if KERNEL_TIES:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have died before prctl: then nobody sends the signal any more.
+    # The parent may have died before prctl, and then no signal will come.
     if os.getppid() != pid:
         os._exit(1)
 
 
 def adopt_orphans() -> bool:
-    """Makes this process the parent of each descendant whose parent ends, from now on; returns whether the system can
-    do that, and watch such a process by its number."""
+    """Makes this process the parent of each descendant whose parent ends, from now on. Returns whether the system can
+    do that, and can watch an adopted process by its process id."""
     if not KERNEL_TIES:
         return False
     try:
@@ -62,7 +63,8 @@ def run_tied(pid: int, command: list[str]) -> int:
 
 
 def watch(pid: int, command: list[str]) -> int:
-    """Runs ``command`` as a child, passes SIGTERM on to it, and kills it once the parent ``pid`` is gone. Portable."""
+    """Runs ``command`` as a child, passes SIGTERM on to it, and kills it once the parent ``pid`` is gone. This works on
+    every system."""
     child = subprocess.Popen(command)
     signal.signal(signal.SIGTERM, lambda *_: child.terminate())
     while child.poll() is None:

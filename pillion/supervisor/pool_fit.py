@@ -1,4 +1,5 @@
-"""The KV pool's size in blocks and tokens, before anything starts; an error where one request does not fit."""
+"""Computes the KV pool's size in blocks and tokens before anything starts; raises an error where one request does not
+fit."""
 
 from __future__ import annotations
 
@@ -8,22 +9,23 @@ from dataclasses import dataclass
 from pillion.config import OfflineFlags, ServeFlags
 from pillion.errors import ConfigError
 
-# Slots that each decode worker keeps leased ahead, so that a step never waits for an RPC.
+# Each decode worker keeps this many slots leased ahead, so that a step never waits for an RPC.
 DECODE_STOCK_BLOCKS = 16
-# A length that nobody asked for is lowered to what the pool holds, but not below this.
+# Where nobody set the longest length, it is lowered to what the pool holds, but not below this number of tokens.
 MIN_FITTED_LEN_TOKENS = 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolFit:
-    """A pool's size beside its least size.
+    """Describes a pool's size beside the least size that it may have.
 
     Attributes:
         total_blocks: blocks of the pool.
-        max_model_len_tokens: longest request, the model's or what --max-model-len says; without the flag, less where
-            the pool holds less.
+        max_model_len_tokens: tokens of the longest request, which the model or --max-model-len bounds; without the
+            flag, fewer where the pool holds fewer.
         request_blocks: blocks of one request of full length.
-        kept_blocks: blocks that only running decodes may use: their reserve and the workers' stock.
+        decode_blocks: blocks that only running decodes may use: their reserve and the workers' stock.
+        step_bytes: memory beside the pool for the largest steps of all workers.
     """
 
     total_blocks: int
@@ -31,23 +33,29 @@ class PoolFit:
     block_size_tokens: int
     block_bytes: int
     request_blocks: int
-    kept_blocks: int
+    decode_blocks: int
+    step_bytes: int = 0
 
     @property
     def total_tokens(self) -> int:
-        """Tokens whose KV the pool holds."""
+        """Gives the number of tokens whose KV the pool holds."""
         return self.total_blocks * self.block_size_tokens
 
     @property
     def needed_blocks(self) -> int:
-        """Blocks of the least pool: one full request beside the kept blocks."""
-        return self.request_blocks + self.kept_blocks
+        """Gives the blocks of the smallest possible pool: those of one full request beside the kept blocks."""
+        return self.request_blocks + self.decode_blocks
 
 
 def fit_pool(
-    flags: ServeFlags | OfflineFlags, block_bytes: int, max_model_len_tokens: int, decode_workers: int
+    flags: ServeFlags | OfflineFlags,
+    block_bytes: int,
+    max_model_len_tokens: int,
+    decode_workers: int,
+    step_bytes: int = 0,
 ) -> PoolFit:
-    """The size of the pool that ``flags`` describe, whose bytes are settled.
+    """Computes the size of the pool that ``flags`` describe, whose bytes are settled. ``step_bytes`` of the machine's
+    memory are for the largest steps of its workers, so the pool may not have them.
 
     Raises ConfigError where the pool cannot hold one request of full length, or the machine cannot hold the pool.
     """
@@ -64,26 +72,29 @@ def fit_pool(
         block_size_tokens=flags.block_size,
         block_bytes=block_bytes,
         request_blocks=max_model_len_tokens // flags.block_size + 1,
-        kept_blocks=kept,
+        decode_blocks=kept,
+        step_bytes=step_bytes,
     )
     if total < fit.needed_blocks:
         # The reserve grows with the pool, so the least pool solves total * (1 - reserve) = request + stock.
         least = -(-(fit.request_blocks + stock) * 100 // (100 - reserve_percent)) + 1
         raise ConfigError(
             f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} holds {total} blocks, one request of {max_model_len_tokens} "
-            f"tokens needs {fit.request_blocks} beside {fit.kept_blocks} kept for decodes: "
+            f"tokens needs {fit.request_blocks} beside {fit.decode_blocks} kept for decodes: "
             f"give at least {least * block_bytes} bytes or lower --max-model-len"
         )
     machine = machine_bytes()
-    if machine and kv_pool_bytes > machine:
+    if machine and kv_pool_bytes + step_bytes > machine:
+        steps = f" and the workers' largest steps, {human_bytes(step_bytes)}, are" if step_bytes else " is"
         raise ConfigError(
-            f"--kv-pool-bytes {human_bytes(kv_pool_bytes)} is more than this machine's memory, {human_bytes(machine)}"
+            f"--kv-pool-bytes {human_bytes(kv_pool_bytes)}{steps} more than this machine's memory, "
+            f"{human_bytes(machine)}"
         )
     return fit
 
 
 def machine_bytes() -> int:
-    """Physical memory, 0 where the system does not say."""
+    """Returns the bytes of physical memory, 0 where the system does not say."""
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
@@ -91,7 +102,7 @@ def machine_bytes() -> int:
 
 
 def human_bytes(count: float) -> str:
-    """``1610612736`` -> ``1.5 GiB``."""
+    """Writes a number of bytes in a form for people: ``1610612736`` -> ``1.5 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1024:
             return f"{count:.4g} {unit}"

@@ -1,6 +1,7 @@
-"""Looks at the files, ports and folders that flags name before any process starts, so that an error comes once.
+"""Looks at the files, ports and folders that flags name before any process starts, so that an error is printed once.
 
-Each error names the flag; :class:`pillion.cli.flags.FlagCommand` adds who said it: a variable, or a line of a file.
+Each error names the flag; :class:`pillion.cli.flags.FlagCommand` adds where its value came from: a variable, or a line
+of a file.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pillion.errors import ConfigError
 from pillion.net import tls
 from pillion.served_models import other_models
 
-# Longest wait for a Redis that is just being started.
+# The check waits this long for a Redis that is just being started.
 REDIS_WAIT_MS = 5000
 REDIS_ASK_MS = 1000
 REDIS_POLL_MS = 250
@@ -57,7 +58,7 @@ def check_files(flags: Any) -> None:
 
 
 def _check_answer_files(flags: Any) -> None:
-    """Raises ConfigError for what a model's answers are not made of: a template or a config that is not there."""
+    """Raises ConfigError for a template or a config of answers that is not there."""
     from pillion.engine.checkpoints.generation_config import check_folder
 
     if getattr(flags, "chat_template", ""):
@@ -69,7 +70,7 @@ def _check_answer_files(flags: Any) -> None:
 
 @contextmanager
 def naming(*fields: str) -> Iterator[None]:
-    """Puts the names of these flags before the message of a ConfigError."""
+    """Puts the names of these flags before the message of a ConfigError that the block raises."""
     try:
         yield
     except ConfigError as error:
@@ -88,16 +89,18 @@ def _check_folder(field: str, path: str) -> None:
 
 
 def check_cluster(flags: ServeFlags, components: int) -> None:
-    """Raises ConfigError for a place that a whole cluster of so many components could not use, public ports aside."""
+    """Raises ConfigError for a folder, Redis or port that a cluster of so many components could not use, except the
+    public ports."""
     check_files(flags)
     for port in range(flags.metrics_port, flags.metrics_port + components if flags.metrics_port else 0):
         bind_port(flags.metrics_host, "metrics_host", "metrics_port", port).close()
 
 
 def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socket:
-    """A socket on ``port``, or on a free one for 0. Raises ConfigError, naming the flag of the address or of the port.
+    """Binds a socket to ``port``, or to a free port for 0. Raises ConfigError, which names the flag of the address or
+    of the port.
 
-    A component binds the port later; chosen here, it stays the same when the component is started again.
+    A component binds the port later; because it is chosen here, it stays the same when the component is started again.
     """
     try:
         family = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
@@ -117,7 +120,7 @@ def bind_port(host: str, host_field: str, field: str, port: int) -> socket.socke
 
 
 async def wait_for_redis(url: str, notices: Notices) -> None:
-    """Returns when the Redis at ``url`` answers. Raises ConfigError where it does not in time."""
+    """Returns when the Redis at ``url`` answers. Raises ConfigError where it does not answer in time."""
     until_s = asyncio.get_running_loop().time() + REDIS_WAIT_MS / 1000
     told = False
     while trouble := await ask_redis(url):
@@ -130,9 +133,9 @@ async def wait_for_redis(url: str, notices: Notices) -> None:
 
 
 async def ask_redis(url: str) -> str:
-    """Why the Redis at ``url`` is of no use now; empty where it answers.
+    """Says why the Redis at ``url`` is of no use now; returns "" where it answers.
 
-    Raises ConfigError for a URL that cannot be meant.
+    Raises ConfigError for a URL that is not valid.
     """
     from redis.exceptions import RedisError
 

@@ -9,7 +9,7 @@ PROBE_TIMEOUT_S = 1.0
 
 
 def reachable_host(host: str) -> str:
-    """The host by which a client on this machine reaches a server that listens on ``host``."""
+    """Returns the host by which a client on this machine reaches a server that listens on ``host``."""
     known = {"0.0.0.0": "127.0.0.1", "": "127.0.0.1", "::": "[::1]"}  # noqa: S104
     if host in known:
         return known[host]
@@ -17,7 +17,7 @@ def reachable_host(host: str) -> str:
 
 
 async def is_serving(target: str, ca: str | None = None, service: str = "") -> bool:
-    """Whether the standard health service at ``target`` says SERVING, of all or of one ``service``.
+    """Returns whether the standard health service at ``target`` says SERVING, of all services or of one ``service``.
 
     ``grpcs://`` is a public port with TLS, whose authority is in the file ``ca`` or known to the system; any other
     target is a component's internal address (:func:`pillion.net.rpc.open_channel`).
@@ -26,12 +26,12 @@ async def is_serving(target: str, ca: str | None = None, service: str = "") -> b
 
 
 async def answers(target: str) -> bool:
-    """Whether the component at ``target`` answers about its health at all, SERVING or not."""
+    """Returns whether the component at ``target`` answers about its health at all, SERVING or not."""
     return await _health(target) is not None
 
 
 async def accepts(path: Path) -> bool:
-    """Whether a process takes connections at the Unix socket ``path``."""
+    """Returns whether a process takes connections at the Unix socket ``path``."""
     try:
         async with asyncio.timeout(PROBE_TIMEOUT_S):
             _, writer = await asyncio.open_unix_connection(path)
@@ -42,7 +42,7 @@ async def accepts(path: Path) -> bool:
 
 
 async def _health(target: str, ca: str | None = None, service: str = "") -> bool | None:
-    """Whether the status is SERVING; None without an answer."""
+    """Returns whether a server's health is SERVING; None without an answer."""
     import grpc
     from grpc_health.v1 import health_pb2, health_pb2_grpc
 

@@ -1,6 +1,6 @@
-"""When a dead component is started again.
+"""Decides when a dead component is started again.
 
-Sans-IO (I9): deaths and a clock in, decisions out.
+Sans-IO (I9): deaths and times go in, decisions come out.
 
 died ---- calm_s after its last death, or later ------> Restart at once: a client may be waiting
      ---- sooner: it may never get on ----------------> Restart after a delay that doubles with each such death in a row
@@ -17,13 +17,13 @@ from collections import deque
 from dataclasses import dataclass, field
 from itertools import islice
 
-# The exit status of a component whose configuration is wrong; starting it again at once cannot help.
+# A component whose configuration is wrong ends with this exit status; starting it again at once cannot help.
 EXIT_CONFIG = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the component again after ``delay_s`` seconds. ``flapping`` is why that is a long time, for people; empty
+    """Asks to start the component again after ``delay_s`` seconds. ``flapping`` tells people why the delay is long; ""
     where it is not."""
 
     delay_s: float
@@ -32,8 +32,8 @@ class Restart:
 
 @dataclass(slots=True)
 class _Past:
-    """One component's deaths within the window; ``flaps`` counts those since it flaps, ``begins_s`` is when it was to
-    be started after the last one."""
+    """Records one component's deaths within the window. ``flaps`` counts the deaths since it began to flap;
+    ``begins_s`` is when it was to be started after its last death."""
 
     deaths: deque[float]
     flaps: int = 0
@@ -42,15 +42,15 @@ class _Past:
 
 @dataclass
 class RestartPolicy:
-    """Exponential backoff per component whose deaths come close together.
+    """Delays the restart of a component whose deaths come close together, by exponential backoff.
 
     Args:
         max_deaths: number of deaths of one component within ``window_s`` seconds from which on it flaps, until it has
             lived for ``window_s``.
-        first_delay_ms: wait after a death that came less than ``calm_s`` after the one before; doubles with each
-            further one, up to ``max_delay_ms``.
-        flap_delay_s: wait after the first death as one that flaps; doubles with each further one, up to
-            ``max_flap_delay_s``.
+        first_delay_ms: wait after a death that came less than ``calm_s`` after the one before; it doubles with each
+            further such death, up to ``max_delay_ms``.
+        flap_delay_s: wait after the first death from which the component flaps; it doubles with each further death, up
+            to ``max_flap_delay_s``.
     """
 
     max_deaths: int = 6
@@ -63,7 +63,7 @@ class RestartPolicy:
     _pasts: dict[str, _Past] = field(default_factory=dict)
 
     def died(self, component_id: str, exit_code: int, now: float) -> Restart:
-        """What to do about a death at ``now``, in monotonic seconds."""
+        """Decides what to do about a death at ``now``, in monotonic seconds."""
         past = self._pasts.setdefault(component_id, _Past(deque(maxlen=self.max_deaths)))
         deaths = past.deaths
         if now - past.begins_s >= self.window_s:

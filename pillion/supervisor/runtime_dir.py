@@ -1,4 +1,5 @@
-"""The private directory of one local cluster: mode 0700, its sockets in it, gone when the cluster is.
+"""Makes the private directory of one local cluster: it has mode 0700, holds the sockets, and is gone when the cluster
+is.
 
 A supervisor holds a lock on a file in its directory. The kernel drops the lock when the supervisor dies, so a process
 that can take the lock knows that the directory has no owner, and removes it: the next start cleans up after a kill -9.
@@ -19,13 +20,13 @@ from pillion.errors import ConfigError
 
 PREFIX = "pillion-"
 LOCK = "lock"
-# sun_path holds 104 bytes on macOS, 108 on Linux; the longest name inside is about this long.
+# sun_path holds 104 bytes on macOS, 108 on Linux; so the path of a socket in the directory has at most this many bytes.
 MAX_SOCKET_PATH_BYTES = 100
 LONGEST_NAME_BYTES = len("/prefill-63.sock")
 
 
 class RuntimeDir:
-    """A private directory with a lock. :meth:`create` makes it; :meth:`remove` is idempotent."""
+    """Represents a private directory with a lock. :meth:`create` makes it; :meth:`remove` is idempotent."""
 
     def __init__(self, path: Path, lock: IO[bytes]) -> None:
         self.path = path
@@ -33,7 +34,8 @@ class RuntimeDir:
 
     @classmethod
     def create(cls, base: Path | None = None) -> RuntimeDir:
-        """A new directory under ``base`` (default: the user's runtime or temporary directory), after a sweep there."""
+        """Makes a new directory under ``base`` (default: the user's runtime or temporary directory), after removing
+        those of dead supervisors there."""
         base = default_base() if base is None else base
         sweep(base)
         hidden = Path(tempfile.mkdtemp(prefix=f".{PREFIX}", dir=base))
@@ -50,7 +52,8 @@ class RuntimeDir:
 
 
 def default_base() -> Path:
-    """TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one short enough for the path of a Unix socket."""
+    """Returns TMPDIR, XDG_RUNTIME_DIR or the temporary directory: the first one short enough for the path of a Unix
+    socket."""
     named = [os.environ.get(name, "") for name in ("TMPDIR", "XDG_RUNTIME_DIR")]
     choices = [*named, tempfile.gettempdir(), "/tmp"]  # noqa: S108
     for choice in choices:
@@ -61,13 +64,13 @@ def default_base() -> Path:
 
 
 def sweep(base: Path) -> list[Path]:
-    """Removes directories under ``base`` whose supervisor is dead, and returns them. Other users' ones stay."""
+    """Removes directories under ``base`` whose supervisor is dead, and returns them. Other users' directories stay."""
     removed = []
     for path in base.glob(PREFIX + "*"):
         try:
             if path.is_symlink() or path.stat().st_uid != os.getuid():
                 continue
-            # Read-only and without O_CREAT: a directory of ours always has its lock file.
+            # The lock file is opened read-only and without O_CREAT: every directory that Pillion made has a lock file.
             with open(path / LOCK, "rb") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(path, ignore_errors=True)

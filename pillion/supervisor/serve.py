@@ -1,4 +1,4 @@
-"""`pillion serve`: starts the local cluster, says where it is, and stops it."""
+"""Runs `pillion serve`: starts the local cluster, prints its addresses, and stops it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pillion.supervisor.supervisor import Supervisor
 
 
 def run_serve(flags: ServeFlags) -> int:
-    """Blocks until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
+    """Serves until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
     require_server_packages()
     set_up_logging(flags.log_level if flags.log_level == "debug" else "warning", flags.log_format, "pillion")
     logging.getLogger("asyncio").setLevel(logging.WARNING)
@@ -29,7 +29,7 @@ def run_serve(flags: ServeFlags) -> int:
 
 
 def open_log(path: str) -> TextIO:
-    """The file of --log-file, written line by line behind what it has. Raises ConfigError."""
+    """Opens the file of --log-file; lines are appended and written one by one. Raises ConfigError."""
     try:
         return open(path, "a", encoding="utf-8", buffering=1)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""The five lines with which a cluster starts: model, type, kernels, memory, and where it is reached."""
+"""Prints the five lines with which a cluster starts: model, type, kernels, memory, and where it is reached."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pillion.config import ServeFlags
 from pillion.supervisor.pool_fit import PoolFit, human_bytes
 from pillion.supervisor.probes import reachable_host
 
-# The port that clients try without --target.
+# Clients try this port without --target.
 USUAL_GRPC_PORT = 50051
 
 
@@ -27,16 +27,17 @@ def tell_model(
     fit: PoolFit | None,
     threads: int,
 ) -> None:
-    """Prints the first four lines. ``prepared`` is the PreparedModel, ``threads`` those of each worker on a CPU."""
-    from pillion.engine.backends.devices import device_count
+    """Prints the first four lines with which a cluster starts. ``prepared`` is the PreparedModel, ``threads`` those of
+    each worker on a CPU."""
+    from pillion.engine.backends.devices import devices_beside_cpu
     from pillion.engine.checkpoints.prepare import choose_dtype
-    from pillion.engine.models.model_config import load_config
-    from pillion.gateway.formats.model_formats import parser_names
+    from pillion.engine.models.config_parser import load_config
+    from pillion.gateway.answer_formats import parser_names
     from pillion.gateway.tokens.tokenizer import chat_template_of
 
     called = f"{prepared.name} (or {prepared.alias})" if prepared.alias else prepared.name
     template = chat_template_of(prepared.folder, flags.chat_template)
-    tools, reasoning = parser_names(template, flags.tool_call_parser, flags.reasoning_parser)
+    tools, reasoning = parser_names(template, flags)
     parsers = f"parsers of tool calls: {tools}, of reasoning: {reasoning}"
     notices.fact("model", f"{called}, prompt and answer of up to {prepared.max_model_len:,} tokens; {parsers}")
     quantization = load_config(prepared.folder).quantization
@@ -48,8 +49,10 @@ def tell_model(
     sizes = {ranks[1], ranks[0] if flags.prefill_workers else ranks[1]}
     if max(ranks) > 1:
         workers += f", of {ranks[0]} and {ranks[1]} processes"
-    if flags.device == "cuda":
-        notices.fact("kernels", f"Triton's on {device_count() or 'no'} GPU; {workers}")
+    if flags.pipeline_parallel_size > 1:
+        workers += f", prefill workers of {flags.pipeline_parallel_size} stages"
+    if flags.device != "cpu":
+        notices.fact("kernels", f"{devices_beside_cpu(flags.device).words()}; {workers}")
         weights_bytes = 0
     else:
         kernels, weights_bytes = _cpu_kernels(flags, prepared, sizes)
@@ -59,27 +62,40 @@ def tell_model(
         pool = f"{human_bytes(flags.kv_pool_bytes)}, room for {fit.total_tokens:,} tokens"
     sharers = "all workers" if len(sizes) == 1 else "the workers of each size"
     packed = f"; weights {human_bytes(weights_bytes)}, shared by {sharers}" if weights_bytes else ""
-    notices.fact("memory", f"KV pool {pool}{packed}")
+    notices.fact("memory", f"KV pool {pool}{packed}{_steps(flags, fit)}")
+
+
+def _steps(flags: ServeFlags, fit: PoolFit | None) -> str:
+    """Returns in words the token budgets of steps, and what the largest steps take; workers on a GPU choose budgets
+    that no flag sets, and log them."""
+    budgets = [("decode", flags.max_num_batched_tokens)]
+    if flags.prefill_workers:
+        budgets.insert(0, ("prefill", flags.max_num_batched_prefill_tokens))
+    if not all(tokens for _, tokens in budgets):
+        return ""
+    words = ", ".join(f"{tokens:,} ({role})" for role, tokens in budgets)
+    taken = f", which take up to {human_bytes(fit.step_bytes)}" if fit is not None and fit.step_bytes else ""
+    return f"; most tokens of a step: {words}{taken}"
 
 
 def _cpu_kernels(flags: ServeFlags, prepared: Any, sizes: Collection[int]) -> tuple[str, int]:
-    """The kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 where there are none."""
-    from pillion.engine.backends.loading import choose_kernels
+    """Returns the kernels in words, and the bytes of the packed weights of all sizes and ranks, 0 if there are none."""
+    from pillion.engine.backends.loading import choose_kernels, shares_of
     from pillion.engine.checkpoints.model_cache import ModelCache
-    from pillion.engine.models.model_config import load_config
-    from pillion.engine.models.rank_split import RankSplit
+    from pillion.engine.models.config_parser import load_config
 
     isa, reason = choose_kernels(flags, prepared)
     if isa is None:
         return f"torch, for {reason}", 0
     config = load_config(prepared.folder)
-    splits = [RankSplit.of(config, rank, size) for size in sizes for rank in range(size)]
-    files = [ModelCache().packed_weights(prepared.fingerprint, split.cpu_name) for split in splits]
+    shards = [shard for size in sizes for shard in shares_of(config, size)]
+    files = [ModelCache().packed_weights(prepared.fingerprint, f"cpu{shard.name}") for shard in shards]
     return f"{isa.name} on the CPU", sum(file.stat().st_size for file in files if file.exists())
 
 
 def tell_addresses(notices: Notices, flags: ServeFlags, seconds: float) -> None:
-    """Prints the fifth line, and below it two commands that work as they stand, less what only their user knows."""
+    """Prints the fifth line with which a cluster starts, and below it two commands that work as they stand, except for
+    what only their user knows."""
     host = reachable_host(flags.host)
     url = f"{'https' if flags.tls_cert else 'http'}://{host}:{flags.http_port}"
     page = f", page for people {url}/ui" if flags.ui else ""
@@ -114,7 +130,7 @@ def _chat(flags: ServeFlags, host: str) -> list[str]:
 
 
 def own_command() -> str:
-    """How this program is called from the working directory: ``pillion`` where the PATH has it, else its path."""
+    """Says how to call this program from the working directory: ``pillion`` where the PATH has it, else its path."""
     script, here = Path(sys.executable).with_name("pillion"), Path.cwd()
     found = shutil.which("pillion")
     if found and script.exists() and os.path.samefile(found, script):

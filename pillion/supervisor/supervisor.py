@@ -1,4 +1,5 @@
-"""Keeps a set of processes alive: started in order, restarted when they die, stopped in order, none left behind.
+"""Keeps a set of processes alive: it starts them in order, restarts those that die, stops them in order, and leaves
+none.
 
 Life of a component, tended by a task of its own:
 
@@ -7,7 +8,7 @@ Life of a component, tended by a task of its own:
      are not ready       until it is ready    killed when it    '----> the whole cluster stops: it flaps, and so does
                                               does not answer for long   everything that would serve in its place
 
-A component with a standby has its next process ready (:mod:`pillion.supervisor.standby`): one at a time they are
+A component with a standby has its next process ready (:mod:`pillion.supervisor.ready_process`): one at a time they are
 started when the cluster is ready, so that they take no core from a start that somebody waits for.
 
 Before the cluster was ready once, a death is final: what cannot start will not start better the third time. From then
@@ -29,45 +30,49 @@ from typing import Any
 from pillion.cli.console import Notices
 from pillion.errors import Unavailable
 from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
+from pillion.supervisor.ready_process import NextProcess, StandBy
 from pillion.supervisor.restarts import RestartPolicy
-from pillion.supervisor.standby import Successor
 
-# Loading a large model is most of it.
+# Most of this time is for loading a large model.
 START_TIMEOUT_S = 600.0
 PROBE_INTERVAL_MS = 50
 STOP_GRACE_S = 5.0
-# A component that leaves so many probes in a row unanswered hangs. Each probe may take a second: some twenty in all.
+# A component that leaves this many probes in a row unanswered is taken to hang. Each probe may take a second, so this
+# takes some twenty seconds.
 ALIVE_INTERVAL_S = 1.0
 MAX_SILENCES = 10
-# How long a component has been ready when its standby is started: requests that waited for it come first. This is also
-# how often the supervisor looks whether there is one.
+# A standby is started when its component has been ready for this long, because requests that waited for the component
+# come first. The supervisor also looks this often whether there is a standby.
 STANDBY_DELAY_S = 2.0
-# A component that ends so soon after one that it needs has died ends behind that: what it lost with it may take a while
-# to tell.
+# A component that ends this soon after one that it needs has died ends because of that death: it may take a while to
+# notice what it lost.
 BEHIND_S = 30.0
-# Begins the one line with which a command of ours ends that failed.
+# A command of Pillion's that fails ends with one line, which begins like this.
 FAILED = "pillion: "
-# The last lines of a quiet component's output.
+# This many of the last lines of a quiet component's output are kept.
 MAX_KEPT_LINES = 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessSpec:
-    """One process to keep.
+    """Describes one process to keep.
 
     Attributes:
         level: components of a lower level are ready before this one starts, and stop after it.
         environ: the child's whole environment.
         needs: components that must be ready before this one is started again, and with whose death it is killed; the
             first start waits for all lower levels.
-        survives: whether it goes on when one of them dies, with the next process of that one.
-        probe: whether the component is ready; called again and again until it is, must not raise.
-        quiet: the output is kept back and shown only where the component dies by itself.
+        survives: whether it goes on when a component that it needs dies, with that component's next process.
+        probe: returns whether the component is ready; it is called again and again until that is so, and must not
+            raise.
+        quiet: whether the output is kept back, and shown only where the component dies by itself.
         drain_s: time to stop beside the usual grace, for the requests that are under way.
-        alive: whether the component answers at all, asked while it runs; None: it is not asked. Must not raise.
-        standby: whether its next process is started ahead. The program must know of that.
-        kind: components of one kind serve in each other's place; empty for the only one of its kind.
-        spare: whether requests are served without any of its kind.
+        alive: returns whether the component answers at all; it is called while the component runs, and must not raise.
+            None: it is not called.
+        standby: whether its next process is started ahead, where that is possible; the component's program must support
+            it.
+        kind: components of one kind serve in each other's place; "" for the only component of its kind.
+        spare: whether requests are served without any component of its kind.
     """
 
     component_id: str
@@ -87,7 +92,7 @@ class ProcessSpec:
 
 @dataclass(frozen=True, slots=True)
 class Down:
-    """A component that flaps and is not started now: why, and for how many seconds still."""
+    """Says that a component flaps and is not started now: why, and for how many more seconds."""
 
     component_id: str
     why: str
@@ -96,16 +101,16 @@ class Down:
 
 @dataclass(slots=True)
 class _SupervisedProcess:
-    """``child`` is None before the first start and between a death and the next start; ``successor`` is the standby,
-    None while there is none. ``failed`` is why it could not start, in its own words; ``lost`` is the component that it
-    needs and that died while its process lived, and until when its end counts as that one's; ``unaided`` is why no
-    standby could be started the last time; ``flapping`` is empty unless it flapped when it died last, and ``begins_s``
-    is when it is started again."""
+    """Holds the state of one component's process. ``child`` is None before the first start and between a death and the
+    next start; ``successor`` is the standby, None while there is none. ``failed`` is why the process could not start,
+    in its own words. ``lost`` names the component that it needs and that died while it lived, and the time until which
+    its own end is put down to that death. ``unaided`` is why the last standby could not be started. ``flapping`` is
+    empty unless the component flapped when it died last, and ``begins_s`` is when it is started again."""
 
     spec: ProcessSpec
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     child: ChildProcess | None = None
-    successor: Successor | None = None
+    successor: NextProcess | None = None
     failed: str = ""
     lost: tuple[str, float] = ("", 0.0)
     unaided: str = ""
@@ -114,7 +119,8 @@ class _SupervisedProcess:
 
 
 class Supervisor:
-    """Keeps the processes of ``specs`` alive, which ``launch`` starts; without it, ChildProcess.start does.
+    """Keeps the processes of ``specs`` alive. ``launch`` starts them, by default ChildProcess.start; ``stand_by``
+    starts standbys, and without it there are none.
 
     Use: ``await start()``, then ``await failed()`` as long as you like, then ``await stop()``, always.
     """
@@ -126,6 +132,7 @@ class Supervisor:
         policy: RestartPolicy | None = None,
         *,
         launch: Launch | None = None,
+        stand_by: StandBy | None = None,
         start_timeout_s: float = START_TIMEOUT_S,
         stop_grace_s: float = STOP_GRACE_S,
         alive_interval_s: float = ALIVE_INTERVAL_S,
@@ -135,6 +142,7 @@ class Supervisor:
         self._notices = notices
         self._policy = policy or RestartPolicy()
         self._launch: Launch = launch or ChildProcess.start
+        self._stand_by = stand_by
         self._start_timeout_s = start_timeout_s
         self._stop_grace_s = stop_grace_s
         self._alive_interval_s = alive_interval_s
@@ -145,7 +153,8 @@ class Supervisor:
         self._one_standby = asyncio.Lock()
 
     async def start(self) -> None:
-        """Returns once every component is ready. Raises Unavailable, naming the one that is not; then stop, too."""
+        """Starts all components, and returns once every one is ready. Raises Unavailable, which names the component
+        that is not; call :meth:`stop` then, too."""
         self._tasks = [
             asyncio.create_task(self._tend(component), name=component.spec.component_id)
             for component in self._components
@@ -159,18 +168,21 @@ class Supervisor:
         if self._failure.done():
             raise Unavailable(self._failure.result())
         self._was_ready = True
-        self._tasks += [
-            asyncio.create_task(self._keep_standby(component), name=f"standby of {component.spec.component_id}")
-            for component in self._components
-            if component.spec.standby
-        ]
+        if self._stand_by is not None:
+            self._tasks += [
+                asyncio.create_task(
+                    self._keep_standby(component, self._stand_by), name=f"standby of {component.spec.component_id}"
+                )
+                for component in self._components
+                if component.spec.standby
+            ]
 
     async def failed(self) -> str:
         """Waits until the cluster cannot be kept alive; returns why."""
         return await asyncio.shield(self._failure)
 
     async def stop(self) -> None:
-        """Stops all, highest level first. Returns when every process is gone; idempotent."""
+        """Stops all components, highest level first. Returns when every process is gone; idempotent."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -188,24 +200,25 @@ class Supervisor:
             await asyncio.gather(*(child.stop(self._stop_grace_s + spec.drain_s) for child, spec in ending))
 
     def kill_component(self, component_id: str) -> bool:
-        """Sends SIGKILL to one component, which is then started again as after any death. False where none runs."""
+        """Sends SIGKILL to one component, which is then started again as after any death. Returns False where it does
+        not run."""
         child = self._child_of(component_id)
         if child:
             child.kill()
         return child is not None
 
     def living(self) -> list[int]:
-        """Process groups that still live; empty after :meth:`stop`."""
+        """Returns the process groups that still live; none of them does after :meth:`stop`."""
         every = [one for component in self._components for one in (component.child, component.successor)]
         return [process.pid for process in every if process and not process.gone()]
 
     def pid_of(self, component_id: str) -> int | None:
-        """The process id of a running component, None while it does not run."""
+        """Returns the process id of a running component, None while it does not run."""
         child = self._child_of(component_id)
         return child.pid if child else None
 
     def down(self) -> list[Down]:
-        """The components that flap and wait for their next start."""
+        """Returns the components that flap and wait for their next start."""
         now = time.monotonic()
         waiting = (one for one in self._components if one.child is None and one.flapping)
         return [Down(one.spec.component_id, one.flapping, max(0.0, one.begins_s - now)) for one in waiting]
@@ -230,8 +243,8 @@ class Supervisor:
                 return self._fail(why if component.failed else f"{ended} before it was ready")
             self._end_dependents(name)
             if lost := self._lost_need(component):
-                # It could not go on, so nothing speaks against it.
-                self._notices.say(f"{ended}; starting it again behind {lost}", "bold yellow")
+                # The component could not go on without what it needs, so its death does not count as its own.
+                self._notices.say(f"{ended}; starting it again after {lost}", "bold yellow")
                 continue
             decision = self._policy.died(name, code, time.monotonic())
             component.flapping, component.begins_s = decision.flapping, time.monotonic() + decision.delay_s
@@ -243,22 +256,22 @@ class Supervisor:
         return None
 
     def _ends_service(self, spec: ProcessSpec) -> bool:
-        """Whether nothing serves, nor is about to, in the place of a component that flaps."""
+        """Returns whether no component serves, or is about to, in the place of one that flaps."""
         others = [one for one in self._components if spec.kind and one.spec.kind == spec.kind and one.spec is not spec]
         return not spec.spare and all(one.flapping and not one.ready.is_set() for one in others)
 
     def _end_dependents(self, name: str) -> None:
-        """Kills what needs a component that has just died: it would end by itself, but later, and its next process can
-        only begin then."""
+        """Kills the components that need one that has just died. It would end by itself, but later, and its next
+        process can start only after its end."""
         for other in self._components:
             if name in other.spec.needs and other.child is not None:
-                # Its end may be noticed only when the other one is ready again.
+                # The end of this component may be noticed only when the one it needs is ready again.
                 other.lost = name, time.monotonic() + BEHIND_S if other.spec.survives else math.inf
                 if not other.spec.survives:
                     other.child.kill()
 
     def _lost_need(self, component: _SupervisedProcess) -> str:
-        """The component behind whose death this one's process has ended; empty where there is none."""
+        """Returns the component whose death ended this one's process; "" where it ended for another reason."""
         (name, until_s), component.lost = component.lost, ("", 0.0)
         if name and time.monotonic() < until_s:
             return name
@@ -271,7 +284,7 @@ class Supervisor:
 
         def show(line: str) -> None:
             if line.startswith(FAILED) and not self._was_ready:
-                # The whole cluster ends with these words, which need not be said twice.
+                # The error with which the whole cluster ends has these words, so the line is not printed here as well.
                 component.failed = line.removeprefix(FAILED)
                 return
             self._notices.component(spec.component_id, line)
@@ -315,24 +328,24 @@ class Supervisor:
         self._notices.say(f"{component.spec.component_id} hangs: no answer to {MAX_SILENCES} probes", "bold red")
         child.kill()
 
-    async def _keep_standby(self, component: _SupervisedProcess) -> None:
-        """Sees to it that the component has a standby whenever it has been ready for a while. One that dies while it
-        waits is missed when it is needed, and replaced behind that."""
+    async def _keep_standby(self, component: _SupervisedProcess, stand_by: StandBy) -> None:
+        """Keeps a standby for the component whenever the component has been ready for a while. The death of a waiting
+        standby is noticed when the standby is needed; then it is replaced."""
         while True:
             await component.ready.wait()
             await asyncio.sleep(self._standby_delay_s)
             async with self._one_standby:
-                # The component may have died while it waited for its turn, and starts without one then.
+                # The component may have died while it waited for its turn, and then starts without a standby.
                 if component.successor is None and component.ready.is_set():
-                    await self._start_standby(component)
+                    await self._start_standby(component, stand_by)
 
-    async def _start_standby(self, component: _SupervisedProcess) -> None:
+    async def _start_standby(self, component: _SupervisedProcess, stand_by: StandBy) -> None:
         """Returns when the standby waits, cannot be started or has ended, or after the time for a start."""
         spec = component.spec
         try:
-            component.successor = successor = await Successor.start(spec.argv, spec.environ, self._launch)
+            component.successor = successor = await stand_by(spec.argv, spec.environ, self._launch)
         except OSError as error:
-            # It is tried again and again: a reason is worth saying once.
+            # The start of the standby is tried again and again, but the same error is printed only once.
             if component.unaided != str(error):
                 component.unaided = str(error)
                 self._notices.say(f"{spec.component_id} has no standby: {error}", "bold yellow")
@@ -357,6 +370,6 @@ class Supervisor:
 
 
 def describe_exit(code: int) -> str:
-    """``-9`` -> ``was ended by SIGKILL``."""
+    """Describes an exit status in words: ``-9`` -> ``was ended by SIGKILL``."""
     names = {int(number): number.name for number in signal.Signals}
     return f"ended with status {code}" if code >= 0 else f"was ended by {names.get(-code, f'signal {-code}')}"

@@ -1,5 +1,6 @@
-"""`pillion top`: a live view of a running cluster. Open `top.py` first.
+"""`pillion top` shows a live view of a running cluster. Open `top.py` first.
 
+    command.py        the command's options
     top.py            asks the gateway and the metrics pages again and again, and prints frames
     top_pages.py      where metrics pages are, and what their text means
     top_figures.py    rates, shares and quantiles between two readings

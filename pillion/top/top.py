@@ -1,4 +1,4 @@
-"""`pillion top`: asks the gateway and the metrics pages again and again, and prints a frame each time.
+"""Runs `pillion top`: it asks the gateway and the metrics pages again and again, and prints a frame each time.
 
     every --interval:  GetStatus (SDK) + pages (HTTP, in parallel) --> ClusterReading --> History --> frame --> terminal
 
@@ -42,7 +42,7 @@ WINDOW_S = 10.0
 FETCH_TIMEOUT_S = 3.0
 FETCHES_AT_ONCE = 16
 MAX_PAGE_BYTES = 8 << 20
-# Most that is read of the keys that were pressed since the last look.
+# At most this much is read of the keys that were pressed since the last look.
 MAX_KEYS_BYTES = 64
 NO_PARSER = "pages need prometheus-client: pip install '.[server]'"
 
@@ -53,7 +53,7 @@ class PageReader:
 
     Attributes:
         urls: the pages.
-        api_key: an operator's key, which is sent to ``trusted`` alone.
+        api_key: an operator's API key, which is sent to ``trusted`` alone.
         trusted: the gateway's host.
         tls: the context for https.
     """
@@ -64,7 +64,7 @@ class PageReader:
     tls: ssl.SSLContext
 
     def read(self) -> tuple[dict[str, ComponentPage], list[str]]:
-        """Pages by component, and a line for each page that could not be read."""
+        """Returns pages by component, and a line for each page that could not be read."""
         if not self.urls:
             return {}, []
         with ThreadPoolExecutor(min(FETCHES_AT_ONCE, len(self.urls))) as threads:
@@ -82,9 +82,9 @@ class PageReader:
         return page if page.component_id else f"{url}: not a page of Pillion's"
 
     def _fetch(self, url: str) -> str:
-        """The text at ``url``, without redirects, which would carry the key elsewhere, and without proxies.
+        """Returns the text at ``url``, without redirects, which would carry the key elsewhere, and without proxies.
 
-        Raises ValueError that says in a few words why there is none.
+        Raises ValueError, which says in a few words why there is no text.
         """
         place = urlsplit(url)
         host = place.hostname or ""
@@ -112,7 +112,7 @@ class PageReader:
 
 
 def _advice(place: SplitResult, error: Exception) -> str:
-    """What to do about a page that is not reached: the port may be another one, or speak TLS."""
+    """Says what to do about a page that is not reached: its port may be another one, or speak TLS."""
     if isinstance(error, TimeoutError | ssl.SSLCertVerificationError):
         return ""
     listener = find_listener(place.netloc.rpartition("@")[2])
@@ -124,16 +124,16 @@ def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, onc
 
     Args:
         reach: arguments of :class:`pillion.Client`.
-        places: of metrics pages, as :func:`pillion.top.top_pages.locate` reads them.
+        places: where metrics pages are, as :func:`pillion.top.top_pages.locate` reads it.
         interval_s: time between frames.
-        once: print one frame, with the rates of one interval.
+        once: whether to print only one frame, with the rates of one interval.
     """
     target = reach["target"]
     pages, console, history = _page_reader(reach, places), Console(highlight=False), History(WINDOW_S)
     with Client(**reach) as client:
 
         def read() -> ClusterReading:
-            # The time is taken before the pages are read: one that hangs must not change the others' rates.
+            # The time is taken before the pages are read: a page that hangs must not change the other pages' rates.
             status, at_s = client.status(), time.monotonic()
             found, troubles = pages.read()
             return ClusterReading(at_s, status, found, tuple(troubles))
@@ -153,7 +153,7 @@ def run_top(reach: dict[str, Any], places: Sequence[str], interval_s: float, onc
 
 
 def _next(read: Callable[[], ClusterReading], history: History) -> tuple[ClusterReading | None, ClusterReading]:
-    """The next reading; the last one again, with a note, while the gateway does not answer."""
+    """Returns the next reading; while the gateway does not answer, the last one again, with a note."""
     try:
         now = read()
     except PillionError as error:
@@ -171,8 +171,8 @@ def _frame(console: Console, before: ClusterReading | None, now: ClusterReading,
 
 @contextlib.contextmanager
 def _shown(console: Console) -> Iterator[Callable[[Any], None]]:
-    """Yields what shows a frame: on a terminal, in place, on a screen that the end of the block removes; elsewhere, one
-    frame after the other."""
+    """Yields the function that shows a frame. On a terminal it draws in place, on a screen that goes away when the
+    ``with`` statement ends; elsewhere it prints one frame after the other."""
     if not console.is_terminal:
 
         def show(frame: Any) -> None:
@@ -210,7 +210,7 @@ def _keyboard(console: Console) -> Iterator[Callable[[float], bool]]:
         while (left_s := end_s - time.monotonic()) > 0:
             if select.select([keyboard], [], [], left_s)[0]:
                 pressed = os.read(keyboard, MAX_KEYS_BYTES)
-                # An end of the input is a terminal that went away.
+                # The input ends when the terminal has gone away.
                 if not pressed or b"q" in pressed.lower():
                     return True
         return False

@@ -1,5 +1,5 @@
-"""Rates, shares and quantiles of what happened between two readings of a cluster, for `pillion top` and
-the live picture of `--ui`.
+"""Computes rates, shares and quantiles of what happened between two readings of a cluster, for `pillion top` and the
+live picture of `--ui`.
 
 Sans-IO (I9). A figure that no page or status reports is None, never zero: the view shows a dash for it.
 """
@@ -18,21 +18,21 @@ from pillion.top.top_pages import ComponentPage
 from pillion.types import ClusterStatus, ComponentStatus
 
 USES = ("decode", "tail", "prefill", "speculative", "idle")
-# Tokens that grammars left no choice of; they are shown with the speculative ones.
+# Grammars left no choice of the tokens with this use; they are shown with the speculative ones.
 FORCED = "forced"
 SOURCES = ("pool", "fetched", "restored", "bucket", "prefill", "tail")
 ANSWERED = ("stop", "length")
 CANCELLED = "cancelled"
-# A component without a heartbeat for so long is late; seconds later its record is gone from the registry.
+# A component without a heartbeat for this long is late; seconds later its record is gone from the registry.
 LATE_MS = 3000
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterReading:
-    """The cluster at one moment.
+    """Holds the state of the cluster at one moment.
 
     Attributes:
-        at_s: on a clock that only goes forward.
+        at_s: the time, on a clock that only goes forward.
         pages: the metrics pages, by component.
         troubles: the pages that could not be read, and why, one line each.
     """
@@ -43,16 +43,17 @@ class ClusterReading:
     troubles: tuple[str, ...] = ()
 
     def gauge(self, component_id: str, metric: Metric, *labels: str) -> float | None:
-        """A gauge's value on a component's page; None where it has no such page or gauge."""
+        """Returns a gauge's value on a component's page; None where it has no such page or gauge."""
         page = self.pages.get(component_id)
         value = page.values.get(metric, {}).get(labels) if page else None
         return value if isinstance(value, int | float) else None
 
 
 class History:
-    """Readings of the last ``window_s`` seconds, oldest first.
+    """Keeps the readings of the last ``window_s`` seconds, oldest first.
 
-    ``oldest_s``: where nothing was read within the window, a reading of so many seconds ago is still good for rates.
+    Where nothing was read within the window, a reading that is at most ``oldest_s`` seconds old is still good for
+    rates.
     """
 
     def __init__(self, window_s: float, oldest_s: float = math.inf) -> None:
@@ -61,21 +62,21 @@ class History:
         self._readings: list[ClusterReading] = []
 
     def add(self, reading: ClusterReading) -> ClusterReading | None:
-        """Returns the reading that rates are taken from: the oldest one in the window, or else the one before. None
-        where there is none, or it is too old."""
+        """Adds a reading. Returns the reading that rates are taken from: the oldest one in the window, or else the one
+        before. None where no such reading exists, or it is too old."""
         before = [old for old in self._readings if reading.at_s - old.at_s <= self._window_s]
         before = before or [old for old in self._readings[-1:] if reading.at_s - old.at_s <= self._oldest_s]
         self._readings = [*before, reading]
         return before[0] if before else None
 
     def newest(self) -> ClusterReading | None:
-        """The reading that was added last, None before the first."""
+        """Returns the reading that was added last, None before the first."""
         return self._readings[-1] if self._readings else None
 
 
 @dataclass(frozen=True, slots=True)
 class Quantiles:
-    """Quantiles of a histogram's change, in the histogram's unit; infinite beyond its last bound."""
+    """Holds quantiles of a histogram's change, in the histogram's unit; infinite beyond its last bound."""
 
     count: int
     p50: float
@@ -85,7 +86,7 @@ class Quantiles:
 
 @dataclass(frozen=True, slots=True)
 class StepFigures:
-    """A worker's steps between two readings.
+    """Describes a worker's steps between two readings.
 
     Attributes:
         p50_s: median duration; None where the worker's page was not read.
@@ -103,13 +104,13 @@ class StepFigures:
 
 @dataclass(frozen=True, slots=True)
 class GatewayFlow:
-    """The gateways' rates per second; None where no page or status reports one.
+    """Holds the gateways' rates per second; None where no page or status reports a rate.
 
     Attributes:
         from_pages: whether the rates are from the gateways' pages; else they are from the status, which counts a
             request's tokens when it ends.
         gateways: number of gateways whose pages were read.
-        requests: requests that ended, by "answered", "cancelled" and "failed".
+        requests: requests that ended, by outcome: "answered", "cancelled" and "failed".
         refused: requests that were refused at the edge, by reason.
         sources: prompt tokens by each of SOURCES, where their KV came from.
     """
@@ -127,13 +128,13 @@ class GatewayFlow:
 
 
 def fenced_by(status: ClusterStatus) -> dict[str, str]:
-    """The components that KV nodes have fenced, each with its node."""
+    """Returns the components that KV nodes have fenced, each with its node."""
     return {name: node.component_id for node in status.components for name in node.fenced_components}
 
 
 def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
-    """The components of the registry, and behind them, without a role, those whose record has expired there and which
-    only the node that fenced them still knows."""
+    """Returns the components of the registry, and after them, without a role, those whose record has expired there and
+    which only the node that fenced them still knows."""
     known = {one.component_id for one in status.components}
     gone = [
         ComponentStatus(component_id=name, role="", node_id=node)
@@ -144,7 +145,7 @@ def all_components(status: ClusterStatus) -> tuple[ComponentStatus, ...]:
 
 
 def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok", "late", "fenced", "down"]:
-    """A component's state, given the ids of all that are fenced."""
+    """Returns a component's state, given the ids of all components that are fenced."""
     if component.trouble:
         return "down"
     if component.component_id in fenced:
@@ -153,8 +154,8 @@ def state_of(component: ComponentStatus, fenced: Container[str]) -> Literal["ok"
 
 
 def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> StepFigures | None:
-    """One worker's steps, by its page or, where that was not read both times, by the status. None where neither says
-    it."""
+    """Describes one worker's steps, by its page or, where that was not read both times, by the status. Returns None
+    where neither reports them."""
     seconds = now.at_s - before.at_s
     if seconds <= 0:
         return None
@@ -169,7 +170,7 @@ def steps(before: ClusterReading, now: ClusterReading, component_id: str) -> Ste
 
 
 def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
-    """The rates of all gateways together."""
+    """Returns the rates of all gateways together."""
     seconds = now.at_s - before.at_s
     if seconds <= 0:
         return GatewayFlow(False, 0)
@@ -192,7 +193,7 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
         len(pairs),
         generated=sum(rates(names.GENERATED_TOKENS, str).values()),
         prompt=prompt,
-        # A sum: a difference of rates may be a little below zero, and is shown as -0 %.
+        # The rates are added up because a difference of rates may be a little below zero, and would be shown as -0 %.
         cached=sum(rate for source, rate in sources.items() if source not in ("prefill", "tail")),
         sources=sources,
         requests=rates(names.REQUESTS, lambda labels: _outcome(labels[1])),
@@ -203,7 +204,8 @@ def flow(before: ClusterReading, now: ClusterReading) -> GatewayFlow:
 
 
 def wanted_workers(now: ClusterReading) -> dict[str, int]:
-    """How many workers of each kind the gateways' forecast wants, for all models together; empty where none says it."""
+    """Returns how many workers of each kind the gateways' forecast wants, for all models together; empty where no
+    gateway forecasts."""
     largest: dict[Labels, float] = {}
     for page in now.pages.values():
         for labels, value in page.values.get(names.WANTED_WORKERS, {}).items():
@@ -216,9 +218,9 @@ def wanted_workers(now: ClusterReading) -> dict[str, int]:
 
 
 def quantile(found: Snapshot, share: float) -> float:
-    """A histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
+    """Returns a histogram's quantile at ``share``, as Prometheus's histogram_quantile computes it.
 
-    Linear within a bucket, infinite beyond the last bound, 0 of an empty histogram.
+    It is linear within a bucket, infinite beyond the last bound, and 0 for an empty histogram.
     """
     rank, below = share * found.count, 0
     for number, count in enumerate(found.counts):
@@ -234,7 +236,7 @@ def quantile(found: Snapshot, share: float) -> float:
 def _steps_of_status(
     before: ClusterStatus, now: ClusterStatus, component_id: str, seconds: float
 ) -> StepFigures | None:
-    """A worker's steps by two heartbeats of one process; None where the process was started between them."""
+    """Describes a worker's steps by two heartbeats of one process; None where the process was started between them."""
     first, second = ({one.component_id: one for one in status.components}.get(component_id) for status in (before, now))
     if first is None or second is None or not second.steps:
         return None
@@ -250,7 +252,7 @@ def _step_figures(
     count: int, total_s: float, p50_s: float | None, tokens: Mapping[str, float], seconds: float
 ) -> StepFigures:
     total = sum(tokens.values())
-    # Both are tokens beside the one that a decode is owed.
+    # Speculative and forced tokens both come beside the one token that each decode gets.
     beside = {"speculative": tokens.get("speculative", 0.0) + tokens.get(FORCED, 0.0)}
     shares = {use: {**tokens, **beside}.get(use, 0.0) / total for use in USES} if total else {}
     return StepFigures(count / seconds, p50_s, total_s / count if count else 0.0, min(1.0, total_s / seconds), shares)
@@ -259,7 +261,7 @@ def _step_figures(
 def _flow_of_status(before: ClusterStatus, now: ClusterStatus, seconds: float) -> GatewayFlow:
     def rate(name: str) -> float | None:
         grown: int = getattr(now, name) - getattr(before, name)
-        # The totals of a gateway that ended are gone.
+        # The totals of a gateway that ended are missing in the new reading, so the sum may have fallen.
         return grown / seconds if grown >= 0 else None
 
     prompt, cached = rate("prompt_tokens"), rate("cached_tokens")
@@ -275,7 +277,8 @@ def _pair(before: ClusterReading, now: ClusterReading, component_id: str) -> _Pa
 
 
 def _grown(pair: _Pair, metric: Metric) -> Iterator[tuple[Labels, float]]:
-    """How much each of a counter's cells grew. A cell that is smaller than before was counted from zero again."""
+    """Yields how much each of a counter's cells grew. A cell that is smaller than before was counted from zero
+    again."""
     before = pair[0].values.get(metric, {})
     for labels, value in pair[1].values.get(metric, {}).items():
         first = before.get(labels, 0.0)
@@ -284,7 +287,8 @@ def _grown(pair: _Pair, metric: Metric) -> Iterator[tuple[Labels, float]]:
 
 
 def _changes(pair: _Pair, metric: Metric) -> Iterator[Snapshot]:
-    """How much each of a histogram's cells grew. A cell that is smaller than before was counted from zero again."""
+    """Yields how much each of a histogram's cells grew. A cell that is smaller than before was counted from zero
+    again."""
     before = pair[0].values.get(metric, {})
     for labels, now in pair[1].values.get(metric, {}).items():
         first = before.get(labels)
@@ -297,7 +301,8 @@ def _changes(pair: _Pair, metric: Metric) -> Iterator[Snapshot]:
 
 
 def _together(found: Iterable[Snapshot]) -> Snapshot | None:
-    """The sum of histograms; None of none. Other bounds are another version's: then the last histogram is kept."""
+    """Returns the sum of histograms; None where there is none. Histograms with other bounds are of another version;
+    then only the last one is kept."""
     made: Snapshot | None = None
     for one in found:
         made = made + one if made is not None and made.bounds == one.bounds else one

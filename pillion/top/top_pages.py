@@ -1,8 +1,8 @@
-"""Metrics pages as `pillion top` reads them: their URLs, and their text in the terms of the metric catalog.
+"""Reads metrics pages for `pillion top`: their URLs, and their text in the terms of the metric catalog.
 
     --pages HOST:9500-9503 --locate--> URLs --(fetched by pillion.top.top)--> text --parse--> Page
 
-Sans-IO (I9). The Prometheus client library parses the text; the SDK alone does not bring it.
+Sans-IO (I9). The Prometheus client library parses the text; the SDK's own dependencies do not have it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pillion.observability.metrics import Labels, Metric, Snapshot, Values
 if TYPE_CHECKING:
     from prometheus_client.samples import Sample
 
-# Ports of a gateway whose flags say nothing else.
+# These are the ports of a gateway whose flags name no others.
 USUAL_GRPC_PORT, USUAL_HTTP_PORT = 50051, 8000
 # A view of more components than this is a job for Prometheus.
 MAX_PAGES = 256
@@ -30,7 +30,7 @@ PLACE = re.compile(r"(?P<host>[^/]+):(?P<first>\d{1,5})(-(?P<last>\d{1,5}))?")
 
 @dataclass(frozen=True, slots=True)
 class ComponentPage:
-    """One component's metrics. ``component_id`` and ``role`` are empty on a page that is not Pillion's."""
+    """Holds one component's metrics. ``component_id`` and ``role`` are empty on a page that is not Pillion's."""
 
     component_id: str = ""
     role: str = ""
@@ -38,13 +38,13 @@ class ComponentPage:
 
 
 def locate(places: Iterable[str], target: str) -> tuple[str, ...]:
-    """URLs of pages, in order and once each.
+    """Returns URLs of pages, in order and once each.
 
     Args:
-        places: URLs, HOST:PORT, or HOST:FIRST-LAST for one page on each of these ports. If empty, the page on the usual
-            HTTP port of a gateway on its usual gRPC port; what another gateway's HTTP port is, nobody knows, and
-            another cluster may have the usual one.
-        target: the gateway, as :class:`pillion.Client` takes it.
+        places: URLs, HOST:PORT, or HOST:FIRST-LAST for one page on each of these ports. Where it is empty and the
+            gateway has its usual gRPC port, the page on its usual HTTP port. The HTTP port of another gateway is not
+            known, and the usual one may be another cluster's.
+        target: the gateway's address, as :class:`pillion.Client` takes it.
 
     Raises ConfigError.
     """
@@ -79,7 +79,7 @@ def _expand(place: str) -> list[str]:
 
 
 def parse(text: str) -> ComponentPage:
-    """A page's text in the catalog's terms; metrics that are not in the catalog are left out.
+    """Reads a page's text in the catalog's terms; metrics that are not in the catalog are left out.
 
     Raises ValueError on text that is no page, ImportError where the client library is missing.
     """
@@ -108,7 +108,8 @@ def _plain(metric: Metric, samples: Iterable[Sample]) -> dict[Labels, float | Sn
 
 
 def _histogram(metric: Metric, samples: Iterable[Sample]) -> dict[Labels, float | Snapshot]:
-    """Histograms with the page's own bounds, which may be another version's. A page has no extremes: they stay 0."""
+    """Reads histograms with the page's own bounds, which may be another version's. A page has no extremes: they stay
+    0."""
     below: dict[Labels, dict[float, int]] = {}
     totals: dict[Labels, float] = {}
     for sample in samples:

@@ -1,8 +1,9 @@
-"""The frame that `pillion top` shows: a pure function of two readings of the cluster.
+"""Draws the frame that `pillion top` shows, as a pure function of two readings of the cluster.
 
     readings --> :mod:`pillion.top.top_figures` --> frame(): header, components, steps, pool, flow, notes --> rich
 
-Sans-IO (I9). An unknown figure is a dash. Bars differ by glyph as well as by colour, so that a frame reads without any.
+Sans-IO (I9). An unknown figure is a dash. Bars differ by glyph as well as by colour, so that a frame can be read
+without colours.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from pillion.types import WORKERS, ComponentStatus
 COLOURS = ("green", "cyan", "blue", "magenta", "bright_black")
 GLYPHS, ASCII_GLYPHS = "█▓▒◆·", "#+=*."
 MIN_BAR_CELLS, MAX_BAR_CELLS = 6, 60
-# Lines of a frame that are no rows of components: the header, three tables' heads and the flow's four lines.
+# A frame has this many lines that are no rows of components: the header, three tables' heads and the flow's four lines.
 FIXED_LINES = 8
 MAX_NOTES = 3
 ROLES = ("gateway", "kvnode", "prefill", "decode")
@@ -43,30 +44,30 @@ ROLES = ("gateway", "kvnode", "prefill", "decode")
 
 @dataclass(frozen=True, slots=True)
 class FrameStyle:
-    """How a frame is drawn. ``height_lines``: the most lines; None: any number."""
+    """Says how a frame is drawn. ``height_lines`` is the most lines; None sets no bound."""
 
     height_lines: int | None = None
     ascii_only: bool = False
 
     @property
     def glyphs(self) -> str:
-        """A glyph for each of a bar's five segments."""
+        """Gives the glyphs for a bar's five segments."""
         return ASCII_GLYPHS if self.ascii_only else GLYPHS
 
     @property
     def dash(self) -> str:
-        """The sign for an unknown figure."""
+        """Gives the text that is shown where a figure is unknown."""
         return "-" if self.ascii_only else "–"
 
     @property
     def overflow(self) -> OverflowMethod:
-        """How a text that is too long ends."""
+        """Gives the way in which a text that is too long ends."""
         return "crop" if self.ascii_only else "ellipsis"
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentedBar:
-    """A bar of segments, as wide as its place. ``shares`` add up to 1, or are empty."""
+    """Draws a bar of segments, as wide as its place. ``shares`` add up to 1, or are empty."""
 
     shares: Sequence[float]
     glyphs: str
@@ -81,7 +82,8 @@ class SegmentedBar:
         yield text
 
     def cells(self, width: int) -> list[int]:
-        """Cells of each segment. A share above 0 has at least one cell, which the largest segments give up."""
+        """Returns the cells of each segment. A share above 0 has at least one cell, which the largest segments give
+        up."""
         found = [max(1, round(share * width)) if share > 0 else 0 for share in self.shares]
         while found and sum(found) != width:
             found[found.index(max(found))] += 1 if sum(found) < width else -1
@@ -91,7 +93,7 @@ class SegmentedBar:
 def frame(
     before: ClusterReading | None, now: ClusterReading, target: str, clock: str, style: FrameStyle
 ) -> RenderableType:
-    """The whole frame.
+    """Draws the whole frame.
 
     Args:
         before: an earlier reading, which rates are taken from; None on the first frame.
@@ -116,7 +118,7 @@ def frame(
 
 
 def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
-    """Rows for each table, so that all of them fit: the longest gives first, and each keeps one."""
+    """Returns the rows for each table, so that all of them fit: the longest gives up rows first, and each keeps one."""
     given = list(wanted)
     while room is not None and sum(given) > room and max(given) > 1:
         given[given.index(max(given))] -= 1
@@ -124,7 +126,7 @@ def _share_out(room: int | None, wanted: Sequence[int]) -> list[int]:
 
 
 def _urgency(component: ComponentStatus, fenced: Container[str]) -> tuple[bool, int, str]:
-    """The order of rows: components in trouble first, then roles in the order in which a request meets them."""
+    """Returns the order of rows: components in trouble first, then roles in the order in which a request meets them."""
     calm = state_of(component, fenced) == "ok"
     return calm, ROLES.index(component.role) if component.role in ROLES else len(ROLES), component.component_id
 
@@ -144,9 +146,9 @@ def _header(before: ClusterReading | None, now: ClusterReading, target: str, clo
 def _table(
     style: FrameStyle, first: str, columns: Iterable[tuple[RenderableType, bool]], *, bar: bool = False
 ) -> Table:
-    """A borderless table: a name, perhaps a bar that takes the room that is left, and columns.
+    """Makes a table without borders: a name, perhaps a bar that takes the room that is left, and columns.
 
-    ``columns``: headings, each with whether its column is justified to the right.
+    ``columns`` are headings, each with whether its column is justified to the right.
     """
     table = Table(box=None, expand=bar, padding=(0, 1, 0, 0), header_style="bold", pad_edge=False)
     table.add_column(first, no_wrap=True, overflow=style.overflow, max_width=20)
@@ -160,7 +162,7 @@ def _table(
 def _components_table(
     components: Sequence[ComponentStatus], rows: int, now: ClusterReading, fenced: Container[str], style: FrameStyle
 ) -> Table:
-    # Where nobody has adapters, there is no column for them.
+    # The column of adapters is left out where nobody has any.
     adapters = any(component.adapters for component in components)
     right = ("running", "waiting", "queued tok", "slots", *["adapters"] * adapters, "heartbeat")
     headings = [("role", False), ("node", False), *((name, True) for name in right), ("", False)]
@@ -192,7 +194,7 @@ def _components_table(
 def _steps_table(
     workers: Sequence[ComponentStatus], rows: int, before: ClusterReading | None, now: ClusterReading, style: FrameStyle
 ) -> Table:
-    """Each worker's steps, with a bar of what their budgets were used for."""
+    """Makes the table of each worker's steps, with a bar of what their budgets were used for."""
     short = ("decode", "tail", "prefill", "spec.", "idle")
     table = _table(
         style, "step budget", [*_legend(short, style), ("/s", True), ("p50", True), ("busy", True)], bar=True
@@ -213,11 +215,12 @@ def _steps_table(
 
 
 def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading, style: FrameStyle) -> Table:
-    """Blocks of each pool by state. Pinned blocks are committed ones; the bar shows them once, as pinned."""
+    """Makes the table of each pool's blocks by state. Pinned blocks are committed ones; the bar shows them once, as
+    pinned."""
     short = ("cached", "pinned", "leased", "quar.", "free")
     table = _table(style, "pool, blocks", [*_legend(short, style), ("all", True), ("on disk", True)], bar=True)
     for node in _fitting(table, nodes, rows):
-        # A node's page is fresher than its heartbeat.
+        # Figures from a node's page of metrics are newer than those of its last heartbeat.
         pinned = now.gauge(node.component_id, names.KV_HELD, "pinned")
         disk = now.gauge(node.component_id, names.KV_DISK_BLOCKS)
         pinned = node.pinned_blocks if pinned is None else pinned
@@ -234,7 +237,7 @@ def _pool_table(nodes: Sequence[ComponentStatus], rows: int, now: ClusterReading
 
 
 def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
-    """The lines on where prompts' KV came from, latencies, rates and refusals."""
+    """Writes the lines on where prompts' KV came from, latencies, rates and refusals."""
     first, later = _quantiles(streams.first_token, style), _quantiles(streams.between_tokens, style)
     times = f"first token {first}   next tokens {later}"
     requests = streams.requests
@@ -257,7 +260,7 @@ def _flow_lines(streams: GatewayFlow, style: FrameStyle) -> list[Text]:
 
 
 def _hits(streams: GatewayFlow, style: FrameStyle) -> str:
-    """Where prompts' KV came from, in percent of the prompts' tokens."""
+    """Says where prompts' KV came from, in percent of the prompts' tokens."""
     prompt, sources = streams.prompt, streams.sources
     if prompt == 0:
         return "no prompt ended"
@@ -268,7 +271,7 @@ def _hits(streams: GatewayFlow, style: FrameStyle) -> str:
 
 
 def _notes(before: ClusterReading | None, now: ClusterReading, streams: GatewayFlow) -> list[str]:
-    """Remarks without which the figures would mislead, the worst first."""
+    """Returns remarks without which the figures would mislead, the worst first."""
     notes = [] if now.status.index_available else ["Redis does not answer: no prefix hits"]
     notes += now.troubles
     gateways = sum(component.role == "gateway" for component in now.status.components)
@@ -281,7 +284,7 @@ def _notes(before: ClusterReading | None, now: ClusterReading, streams: GatewayF
 
 
 def _legend(short: Iterable[str], style: FrameStyle) -> list[tuple[RenderableType, bool]]:
-    """A bar's glyphs as headings of the columns with its numbers."""
+    """Returns a bar's glyphs as headings of the columns with its numbers."""
     return [
         (Text.assemble((glyph, colour), name), True)
         for glyph, colour, name in zip(style.glyphs, COLOURS, short, strict=True)
@@ -297,7 +300,7 @@ def _fitting(table: Table, items: Sequence[ComponentStatus], rows: int) -> Itera
 
 
 def _clean(text: str) -> str:
-    """``text`` without control characters, which could steer the terminal."""
+    """Returns ``text`` without control characters, which could steer the terminal."""
     return "".join(char if char.isprintable() else "?" for char in text)
 
 
@@ -316,7 +319,7 @@ def _rate(value: float | None, style: FrameStyle) -> str:
 
 
 def _time(seconds: float, last_bound: float) -> str:
-    """Seconds in two or three digits; an infinite value is shown as beyond the histogram's last bound."""
+    """Writes seconds in two or three digits; an infinite value is shown as beyond the histogram's last bound."""
     beyond, seconds = (">", last_bound) if math.isinf(seconds) else ("", seconds)
     if seconds >= 1:
         return f"{beyond}{seconds:.1f} s"

@@ -184,7 +184,7 @@ class SamplingParams(_message.Message):
 
     @_builtins.property
     def structured_outputs(self) -> Global___StructuredOutputs:
-        """The shape that every answer must have. Default: none."""
+        """The structure that every answer must have. Default: none."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
 @_typing.final
 class StructuredOutputs(_message.Message):
-    """The shape of an answer. An answer that ends by itself has it; one that max_tokens cuts has the beginning of it."""
+    """The structure of an answer. An answer that ends by itself has it; one that max_tokens cuts has the beginning of it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -293,7 +293,7 @@ class StructuredOutputs(_message.Message):
     grammar: _builtins.str
     """A grammar in Lark's notation, or in GBNF's."""
     structural_tag: _builtins.str
-    """Free text with parts of a given shape between given marks: JSON text, as vLLM reads it."""
+    """Free text with parts of a given structure between given marks: JSON text, as vLLM reads it."""
     @_builtins.property
     def choice(self) -> Global___Choices:
         """One of these texts."""
@@ -308,13 +308,13 @@ class StructuredOutputs(_message.Message):
         grammar: _builtins.str = ...,
         structural_tag: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "shape", b"shape", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "structural_tag", b"structural_tag", "structure", b"structure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "shape", b"shape", "structural_tag", b"structural_tag"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["choice", b"choice", "grammar", b"grammar", "json", b"json", "json_object", b"json_object", "regex", b"regex", "structural_tag", b"structural_tag", "structure", b"structure"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_shape: _TypeAlias = _typing.Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
-    _WhichOneofArgType_shape: _TypeAlias = _typing.Literal["shape", b"shape"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType_shape) -> _WhichOneofReturnType_shape | None: ...
+    _WhichOneofReturnType_structure: _TypeAlias = _typing.Literal["json", "json_object", "regex", "choice", "grammar", "structural_tag"]  # noqa: Y015
+    _WhichOneofArgType_structure: _TypeAlias = _typing.Literal["structure", b"structure"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_structure) -> _WhichOneofReturnType_structure | None: ...
 
 Global___StructuredOutputs: _TypeAlias = StructuredOutputs  # noqa: Y015
 
@@ -412,6 +412,9 @@ class Usage(_message.Message):
     REASONING_TOKENS_FIELD_NUMBER: _builtins.int
     GUESSED_TOKENS_FIELD_NUMBER: _builtins.int
     ACCEPTED_TOKENS_FIELD_NUMBER: _builtins.int
+    FETCHED_TOKENS_FIELD_NUMBER: _builtins.int
+    RESTORED_TOKENS_FIELD_NUMBER: _builtins.int
+    BUCKET_TOKENS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     cached_tokens: _builtins.int
     """Part of the prompt whose KV was found, never computed for this request. At most prompt_tokens - 1."""
@@ -421,6 +424,9 @@ class Usage(_message.Message):
     guessed_tokens: _builtins.int
     """As in Timings."""
     accepted_tokens: _builtins.int
+    fetched_tokens: _builtins.int
+    restored_tokens: _builtins.int
+    bucket_tokens: _builtins.int
     def __init__(
         self,
         *,
@@ -430,10 +436,13 @@ class Usage(_message.Message):
         reasoning_tokens: _builtins.int = ...,
         guessed_tokens: _builtins.int = ...,
         accepted_tokens: _builtins.int = ...,
+        fetched_tokens: _builtins.int = ...,
+        restored_tokens: _builtins.int = ...,
+        bucket_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "guessed_tokens", b"guessed_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_tokens", b"accepted_tokens", "bucket_tokens", b"bucket_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "fetched_tokens", b"fetched_tokens", "guessed_tokens", b"guessed_tokens", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "restored_tokens", b"restored_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -471,12 +480,14 @@ class Timings(_message.Message):
     """Tokens that prefill workers computed, in `prefill_chunks` chunks."""
     prefill_chunks: _builtins.int
     tail_tokens: _builtins.int
-    """Tokens that the decode worker computed in `tail_steps` steps, beside decodes of other requests."""
+    """Tokens that the decode worker computed in `tail_steps` steps, beside decodes of other requests. Those of a partial
+    block that it had kept, less than a block's, are among them.
+    """
     tail_steps: _builtins.int
     admission_ms: _builtins.float
     """From the request's arrival to its admission by the KV node (tokenizing, look-up, planning, waiting for memory)."""
     prefill_ms: _builtins.float
-    """From the dispatch of the span to the last chunk's acknowledgement."""
+    """From the dispatch of the prefill range to the last chunk's acknowledgement."""
     decode_queue_ms: _builtins.float
     """From hand-off to the first prompt tail step."""
     time_to_first_token_ms: _builtins.float

@@ -53,7 +53,7 @@ Global___DecodeCommand: _TypeAlias = DecodeCommand  # noqa: Y015
 
 @_typing.final
 class Submit(_message.Message):
-    """Generate from a prompt tail. Tokens before `split` are held by the ticket."""
+    """Generate from a prompt tail. Tokens before `split` are held by the ticket, or by one that the worker opens."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -70,16 +70,19 @@ class Submit(_message.Message):
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
-    FORKS_FIELD_NUMBER: _builtins.int
+    SIBLINGS_FIELD_NUMBER: _builtins.int
     AWAITED_BLOCKS_FIELD_NUMBER: _builtins.int
     GRAMMAR_FIELD_NUMBER: _builtins.int
     SCORED_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
     attempt: _builtins.int
     ticket_id: _builtins.int
+    """The ticket that the gateway has opened. 0: the worker opens one, and waits at the KV node while memory is short there."""
     root_hash: _builtins.bytes
     """Root of the request's hash chain: its namespace. 32 bytes."""
     prompt_tokens: _builtins.int
@@ -101,12 +104,18 @@ class Submit(_message.Message):
     a grammar of llguidance. Empty: none.
     """
     scored_tokens: _builtins.int
-    """With sampling.prompt_logprobs: how many tokens of the prompt behind its first one the gateway wants no log
+    """With sampling.prompt_logprobs: how many tokens of the prompt after its first one the gateway wants no log
     probability of, because it has them. The ticket's chain must end before the next of them.
     """
     adapter: _builtins.str
     """Digest of the adapter that the answer is computed with, 64 hexadecimal digits, which root_hash covers. Empty: the
     model alone. Workers whose record says max_loras 0 get none.
+    """
+    block_hashes: _builtins.bytes
+    """Of a ticket that the worker opens: hashes of the whole blocks that may be found, 32 bytes each, from the first one on."""
+    expected_blocks: _builtins.int
+    """How many of them the gateway counts on: where the node pins fewer, the stream ends with NOT_FOUND, for the gateway may
+    plan otherwise.
     """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -121,7 +130,7 @@ class Submit(_message.Message):
         """Ids that end the stream: the request's and, unless ignore_eos, the model's. The id that ended it is reported."""
 
     @_builtins.property
-    def forks(self) -> _containers.RepeatedCompositeFieldContainer[Global___Fork]:
+    def siblings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Sibling]:
         """Further answers to the same prompt: streams that share its blocks and its one prefill, and diverge at the first
         token. Allowed only where token_ids is just the prompt.
         """
@@ -142,22 +151,24 @@ class Submit(_message.Message):
         timeout_ms: _builtins.int = ...,
         traceparent: _builtins.str = ...,
         priority: _builtins.int = ...,
-        forks: _abc.Iterable[Global___Fork] | None = ...,
+        siblings: _abc.Iterable[Global___Sibling] | None = ...,
         awaited_blocks: _builtins.int = ...,
         grammar: _builtins.str = ...,
         scored_tokens: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+        expected_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "forks", b"forks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Submit: _TypeAlias = Submit  # noqa: Y015
 
 @_typing.final
-class Fork(_message.Message):
+class Sibling(_message.Message):
     """Another stream of a Submit, with a key and a seed of its own; all else is the Submit's. The stream begins with its
     own first token; before that, an error of the Submit is its error too and is reported under the Submit's key alone.
     """
@@ -180,7 +191,7 @@ class Fork(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Fork: _TypeAlias = Fork  # noqa: Y015
+Global___Sibling: _TypeAlias = Sibling  # noqa: Y015
 
 @_typing.final
 class Cancel(_message.Message):
@@ -223,8 +234,8 @@ Global___DecodeBatch: _TypeAlias = DecodeBatch  # noqa: Y015
 
 @_typing.final
 class DecodeDelta(_message.Message):
-    """The first delta of a key says that the worker itself holds the ticket now: from then on the gateway's hold would only
-    keep blocks pinned that a preempted stream has to release. The first delta may be empty but for the key.
+    """A delta with pinned_blocks says that the worker itself holds the ticket now: from then on the gateway's hold would only
+    keep blocks pinned that a preempted stream has to release. It comes before, or with, all that is computed.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -237,9 +248,12 @@ class DecodeDelta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set once, in the last delta of a stream that ended by itself."""
+    pinned_blocks: _builtins.int
+    """Blocks of the ticket's chain. Set once."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled since the last delta of this key."""
@@ -266,7 +280,7 @@ class DecodeDelta(_message.Message):
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.TokenLogprob]:
-        """The next tokens of the prompt with their log probabilities, if requested: those behind Submit.scored_tokens, in
+        """The next tokens of the prompt with their log probabilities, if requested: those after Submit.scored_tokens, in
         order, and all of them before the first of token_ids.
         """
 
@@ -281,12 +295,15 @@ class DecodeDelta(_message.Message):
         logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         queued: _common_pb2.Queued | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
+        pinned_blocks: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "queued", b"queued", "timings", b"timings"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_blocks", b"_pinned_blocks", "error", b"error", "pinned_blocks", b"pinned_blocks", "queued", b"queued", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_blocks", b"_pinned_blocks", "error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "pinned_blocks", b"pinned_blocks", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__pinned_blocks: _TypeAlias = _typing.Literal["pinned_blocks"]  # noqa: Y015
+    _WhichOneofArgType__pinned_blocks: _TypeAlias = _typing.Literal["_pinned_blocks", b"_pinned_blocks"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__pinned_blocks) -> _WhichOneofReturnType__pinned_blocks | None: ...
 
 Global___DecodeDelta: _TypeAlias = DecodeDelta  # noqa: Y015
 
@@ -297,21 +314,25 @@ class DecodeError(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     RETRYABLE_FIELD_NUMBER: _builtins.int
+    RETRY_AFTER_MS_FIELD_NUMBER: _builtins.int
     code: _builtins.int
     """A google.rpc.Code."""
     message: _builtins.str
     retryable: _builtins.bool
     """True where the same request may succeed elsewhere or with a new ticket."""
+    retry_after_ms: _builtins.int
+    """When the client may send the request again. 0: unknown."""
     def __init__(
         self,
         *,
         code: _builtins.int = ...,
         message: _builtins.str = ...,
         retryable: _builtins.bool = ...,
+        retry_after_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "retryable", b"retryable"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "message", b"message", "retry_after_ms", b"retry_after_ms", "retryable", b"retryable"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ import warnings
 
 from pillion.v1 import decode_pb2 as pillion_dot_v1_dot_decode__pb2
 
-GRPC_GENERATED_VERSION = '1.78.0'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 

@@ -134,6 +134,7 @@ class ToolOptions(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
     PARALLEL_TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    ALLOWED_FIELD_NUMBER: _builtins.int
     choice: _builtins.str
     """"auto" (the default where there are tools), "none", "required", or "named": the tool `name` has to be called."""
     name: _builtins.str
@@ -141,6 +142,10 @@ class ToolOptions(_message.Message):
     """Whether one answer may call several tools. Default true."""
     @_builtins.property
     def tools(self) -> _containers.RepeatedCompositeFieldContainer[Global___Tool]: ...
+    @_builtins.property
+    def allowed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The names of the tools that may be called, where these are not all of which the model is told. Empty: all."""
+
     def __init__(
         self,
         *,
@@ -148,10 +153,11 @@ class ToolOptions(_message.Message):
         choice: _builtins.str = ...,
         name: _builtins.str = ...,
         parallel_tool_calls: _builtins.bool | None = ...,
+        allowed: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "parallel_tool_calls", b"parallel_tool_calls"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "choice", b"choice", "name", b"name", "parallel_tool_calls", b"parallel_tool_calls", "tools", b"tools"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls", "allowed", b"allowed", "choice", b"choice", "name", b"name", "parallel_tool_calls", b"parallel_tool_calls", "tools", b"tools"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__parallel_tool_calls: _TypeAlias = _typing.Literal["parallel_tool_calls"]  # noqa: Y015
     _WhichOneofArgType__parallel_tool_calls: _TypeAlias = _typing.Literal["_parallel_tool_calls", b"_parallel_tool_calls"]  # noqa: Y015
@@ -298,7 +304,7 @@ Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 class Resume(_message.Message):
     """How a client goes on with a broken stream, at any gateway of the cluster. The answers are those of the undisturbed
     stream, because sampling depends on logits, seed and position alone (I6). Usage counts the whole answers. Messages
-    continue behind the last token of each answer, and the first one brings the origin again: a gateway that does not
+    continue after the last token of each answer, and the first one brings the origin again: a gateway that does not
     send it knows nothing of Resume and has begun anew.
 
     FAILED_PRECONDITION  this gateway serves other weights, or reads another prompt from the same request.
@@ -372,7 +378,7 @@ class StreamOrigin(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
-    """Seed of the first answer; the others have the numbers behind it."""
+    """Seed of the first answer; the others have the numbers after it."""
     digest: _builtins.bytes
     """SHA-256 of the model's fingerprint and the prompt's ids. 32 bytes."""
     cached_tokens: _builtins.int
@@ -834,6 +840,26 @@ class ComponentStatus(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class FiguresEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     COMPONENT_ID_FIELD_NUMBER: _builtins.int
     ROLE_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
@@ -866,6 +892,7 @@ class ComponentStatus(_message.Message):
     DISK_BLOCKS_FIELD_NUMBER: _builtins.int
     TROUBLE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
+    FIGURES_FIELD_NUMBER: _builtins.int
     component_id: _builtins.str
     role: _builtins.str
     """"gateway", "prefill", "decode" or "kvnode"; "down" for a component that dies again and again and waits for its next
@@ -920,6 +947,10 @@ class ComponentStatus(_message.Message):
     def adapters(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers only: digests of the adapters that are ready there."""
 
+    @_builtins.property
+    def figures(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Further figures of a worker's load, by name; versions may differ in them."""
+
     def __init__(
         self,
         *,
@@ -955,10 +986,11 @@ class ComponentStatus(_message.Message):
         disk_blocks: _builtins.int = ...,
         trouble: _builtins.str = ...,
         address: _builtins.str = ...,
+        figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "trouble", b"trouble", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "figures", b"figures", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "trouble", b"trouble", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,7 @@ import warnings
 
 from pillion.v1 import gateway_pb2 as pillion_dot_v1_dot_gateway__pb2
 
-GRPC_GENERATED_VERSION = '1.78.0'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -119,7 +119,7 @@ class GatewayServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def WarmPrefix(self, request, context):
-        """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+        """Computes the KV of a prompt and generates nothing, after all other requests; perhaps pins it.
 
         RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
         """

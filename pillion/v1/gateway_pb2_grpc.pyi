@@ -53,7 +53,7 @@ class GatewayStub:
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]
     """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
     WarmPrefix: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.WarmPrefixRequest, _gateway_pb2.WarmPrefixResponse]
-    """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+    """Computes the KV of a prompt and generates nothing, after all other requests; perhaps pins it.
 
     RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
     """
@@ -89,7 +89,7 @@ class GatewayAsyncStub(GatewayStub):
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_gateway_pb2.UnloadAdapterRequest, _gateway_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
     """Takes the name of an adapter away; what runs with it goes on. NOT_FOUND where there is no such name."""
     WarmPrefix: _aio.UnaryUnaryMultiCallable[_gateway_pb2.WarmPrefixRequest, _gateway_pb2.WarmPrefixResponse]  # type: ignore[assignment]
-    """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+    """Computes the KV of a prompt and generates nothing, after all other requests; perhaps pins it.
 
     RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
     """
@@ -152,7 +152,7 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.WarmPrefixRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.WarmPrefixResponse, _abc.Awaitable[_gateway_pb2.WarmPrefixResponse]]:
-        """Computes the KV of a prompt and generates nothing, behind all other requests; perhaps pins it.
+        """Computes the KV of a prompt and generates nothing, after all other requests; perhaps pins it.
 
         RESOURCE_EXHAUSTED  too much is in flight, or the pin would be beyond a quota; the KV is computed then.
         """

@@ -8,7 +8,7 @@ file descriptor there and maps it; the end of that socket proves the worker's de
 
 A client that holds something at a node is a *holder*, named by the epoch that the node gave it: a worker gets its
 epoch when it attaches, a gateway with OpenSession. A ticket is one request's claim: the chain of blocks that it pins
-by the chain's tail, and the slots reserved for the rest of its prompt. A ticket lives while any holder holds it.
+by the chain's last block, and the slots reserved for the rest of its prompt. A ticket lives while any holder holds it.
 """
 
 from collections import abc as _abc
@@ -83,14 +83,15 @@ class OpenTicketRequest(_message.Message):
     NONCE_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    ADOPT_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
     """Chain hashes of the prompt's whole blocks, 32 bytes each, in order; at most the blocks that end before the last
     token.
     """
     total_blocks: _builtins.int
-    """Blocks that the prompt needs in all, including its partial last block and the first generated token's block. 0, for
-    workers only: what is there of the chain is pinned at once, and nothing is reserved.
+    """Blocks that the prompt needs in all, including its partial last block and the first generated token's block. 0: what
+    is there of the chain is pinned at once, and nothing is reserved.
     """
     resume: _builtins.bool
     """True for a preempted stream, which is admitted before new ones."""
@@ -102,6 +103,10 @@ class OpenTicketRequest(_message.Message):
     """See GenerateRequest.priority."""
     expected_blocks: _builtins.int
     """Leading block_hashes that the index lists for this node. The node removes those from the index that it lacks."""
+    adopt: _builtins.bool
+    """For workers: adopts the ticket with this call, and leases all slots that are reserved; NOT_FOUND, with nothing opened,
+    where fewer than expected_blocks are pinned. A ReleaseTicket with the nonce gives these slots back, too.
+    """
     def __init__(
         self,
         *,
@@ -112,10 +117,11 @@ class OpenTicketRequest(_message.Message):
         nonce: _builtins.int = ...,
         priority: _builtins.int = ...,
         expected_blocks: _builtins.int = ...,
+        adopt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -127,18 +133,24 @@ class OpenTicketReply(_message.Message):
 
     TICKET_ID_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    ADOPTED_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.int
     pinned_blocks: _builtins.int
     """Leading block_hashes that the ticket pins now."""
+    @_builtins.property
+    def adopted(self) -> Global___AdoptTicketReply:
+        """With OpenTicketRequest.adopt."""
+
     def __init__(
         self,
         *,
         ticket_id: _builtins.int = ...,
         pinned_blocks: _builtins.int = ...,
+        adopted: Global___AdoptTicketReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned_blocks", b"pinned_blocks", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopted", b"adopted", "pinned_blocks", b"pinned_blocks", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -220,9 +232,9 @@ class AdoptTicketReply(_message.Message):
 
     CHAIN_SLOTS_FIELD_NUMBER: _builtins.int
     LEASED_SLOTS_FIELD_NUMBER: _builtins.int
-    TAIL_HASH_FIELD_NUMBER: _builtins.int
-    tail_hash: _builtins.bytes
-    """Hash of the chain's tail, empty where the chain is empty."""
+    LAST_HASH_FIELD_NUMBER: _builtins.int
+    last_hash: _builtins.bytes
+    """Hash of the chain's last block, empty where the chain is empty."""
     @_builtins.property
     def chain_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots of the pinned chain, in order."""
@@ -236,11 +248,11 @@ class AdoptTicketReply(_message.Message):
         *,
         chain_slots: _abc.Iterable[_builtins.int] | None = ...,
         leased_slots: _abc.Iterable[_builtins.int] | None = ...,
-        tail_hash: _builtins.bytes = ...,
+        last_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "leased_slots", b"leased_slots", "tail_hash", b"tail_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "last_hash", b"last_hash", "leased_slots", b"leased_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,9 +294,9 @@ class AwaitChainReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CHAIN_SLOTS_FIELD_NUMBER: _builtins.int
-    TAIL_HASH_FIELD_NUMBER: _builtins.int
-    tail_hash: _builtins.bytes
-    """Hash of the chain's tail, empty where the chain is empty."""
+    LAST_HASH_FIELD_NUMBER: _builtins.int
+    last_hash: _builtins.bytes
+    """Hash of the chain's last block, empty where the chain is empty."""
     @_builtins.property
     def chain_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots of the pinned chain, in order."""
@@ -293,11 +305,11 @@ class AwaitChainReply(_message.Message):
         self,
         *,
         chain_slots: _abc.Iterable[_builtins.int] | None = ...,
-        tail_hash: _builtins.bytes = ...,
+        last_hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "tail_hash", b"tail_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "last_hash", b"last_hash"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -393,6 +405,7 @@ class PrefetchRequest(_message.Message):
     SOURCE_NODE_IDS_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
     MAX_BYTES_FIELD_NUMBER: _builtins.int
+    AHEAD_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """The caller holds the ticket under this epoch."""
     ticket_id: _builtins.int
@@ -401,6 +414,10 @@ class PrefetchRequest(_message.Message):
     timeout_ms: _builtins.int
     """Longest time and most bytes of this call; 0: the node's own bounds, which are never exceeded."""
     max_bytes: _builtins.int
+    ahead: _builtins.bool
+    """The blocks are read ahead of their need: only free slots are used, at most half of those that there are, so no block
+    is evicted for them at once. Only a few such calls work at a time; a further one brings nothing.
+    """
     @_builtins.property
     def source_node_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Nodes that probably have these blocks, best first; this node's own lower tiers are always asked before."""
@@ -414,10 +431,11 @@ class PrefetchRequest(_message.Message):
         source_node_ids: _abc.Iterable[_builtins.str] | None = ...,
         timeout_ms: _builtins.int = ...,
         max_bytes: _builtins.int = ...,
+        ahead: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "max_bytes", b"max_bytes", "source_node_ids", b"source_node_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ahead", b"ahead", "block_hashes", b"block_hashes", "epoch", b"epoch", "max_bytes", b"max_bytes", "source_node_ids", b"source_node_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -507,7 +525,7 @@ class FindBlocksReply(_message.Message):
 Global___FindBlocksReply: _TypeAlias = FindBlocksReply  # noqa: Y015
 
 @_typing.final
-class RetainChainRequest(_message.Message):
+class PinPrefixRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -528,7 +546,7 @@ class RetainChainRequest(_message.Message):
     """Hashes of the chain from its first block, 32 bytes each."""
     ttl_s: _builtins.int
     most_blocks: _builtins.int
-    """Most blocks that the tenant may have retained at this node. 0: as the node's own flags say."""
+    """Most blocks that the tenant may have prefix-pinned at this node. 0: as the node's own flags say."""
     tokens: _builtins.int
     """For people who list it: tokens of the prompt, and the model."""
     model: _builtins.str
@@ -553,10 +571,10 @@ class RetainChainRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RetainChainRequest: _TypeAlias = RetainChainRequest  # noqa: Y015
+Global___PinPrefixRequest: _TypeAlias = PinPrefixRequest  # noqa: Y015
 
 @_typing.final
-class Retention(_message.Message):
+class PrefixPin(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -595,10 +613,10 @@ class Retention(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Retention: _TypeAlias = Retention  # noqa: Y015
+Global___PrefixPin: _TypeAlias = PrefixPin  # noqa: Y015
 
 @_typing.final
-class DropRetentionRequest(_message.Message):
+class UnpinPrefixRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -620,10 +638,10 @@ class DropRetentionRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DropRetentionRequest: _TypeAlias = DropRetentionRequest  # noqa: Y015
+Global___UnpinPrefixRequest: _TypeAlias = UnpinPrefixRequest  # noqa: Y015
 
 @_typing.final
-class DropRetentionReply(_message.Message):
+class UnpinPrefixReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     FOUND_FIELD_NUMBER: _builtins.int
@@ -639,10 +657,10 @@ class DropRetentionReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DropRetentionReply: _TypeAlias = DropRetentionReply  # noqa: Y015
+Global___UnpinPrefixReply: _TypeAlias = UnpinPrefixReply  # noqa: Y015
 
 @_typing.final
-class ListRetentionsRequest(_message.Message):
+class ListPrefixPinsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     EPOCH_FIELD_NUMBER: _builtins.int
@@ -661,27 +679,27 @@ class ListRetentionsRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListRetentionsRequest: _TypeAlias = ListRetentionsRequest  # noqa: Y015
+Global___ListPrefixPinsRequest: _TypeAlias = ListPrefixPinsRequest  # noqa: Y015
 
 @_typing.final
-class ListRetentionsReply(_message.Message):
+class ListPrefixPinsReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    RETENTIONS_FIELD_NUMBER: _builtins.int
+    PREFIX_PINS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def retentions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Retention]: ...
+    def prefix_pins(self) -> _containers.RepeatedCompositeFieldContainer[Global___PrefixPin]: ...
     def __init__(
         self,
         *,
-        retentions: _abc.Iterable[Global___Retention] | None = ...,
+        prefix_pins: _abc.Iterable[Global___PrefixPin] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["retentions", b"retentions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefix_pins", b"prefix_pins"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListRetentionsReply: _TypeAlias = ListRetentionsReply  # noqa: Y015
+Global___ListPrefixPinsReply: _TypeAlias = ListPrefixPinsReply  # noqa: Y015
 
 @_typing.final
 class ReattachRequest(_message.Message):
@@ -724,7 +742,7 @@ Global___ReattachReply: _TypeAlias = ReattachReply  # noqa: Y015
 
 @_typing.final
 class CommitRun(_message.Message):
-    """A run of blocks of one ticket, each the child of the one before; the first is the child of the ticket's tail."""
+    """A run of blocks of one ticket, each the child of the one before; the first is the child of the last block of the ticket's chain."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1086,7 +1104,7 @@ class BlockChanges(_message.Message):
         KIND_SNAPSHOT_PART: BlockChanges._Kind.ValueType  # 1
         """Blocks that the pool has, parents before their children. What a follower knew before is void."""
         KIND_SNAPSHOT_END: BlockChanges._Kind.ValueType  # 2
-        """The last part. The snapshot is the pool behind the change of the message's number."""
+        """The last part. The snapshot is the pool after the change of the message's number."""
 
     class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
     KIND_CHANGES: BlockChanges.Kind.ValueType  # 0
@@ -1094,7 +1112,7 @@ class BlockChanges(_message.Message):
     KIND_SNAPSHOT_PART: BlockChanges.Kind.ValueType  # 1
     """Blocks that the pool has, parents before their children. What a follower knew before is void."""
     KIND_SNAPSHOT_END: BlockChanges.Kind.ValueType  # 2
-    """The last part. The snapshot is the pool behind the change of the message's number."""
+    """The last part. The snapshot is the pool after the change of the message's number."""
 
     KIND_FIELD_NUMBER: _builtins.int
     LOG_EPOCH_FIELD_NUMBER: _builtins.int
@@ -1108,7 +1126,7 @@ class BlockChanges(_message.Message):
     """Differs after every restart of the node."""
     number: _builtins.int
     blocks: _builtins.int
-    """With changes and at a snapshot's end: the number of blocks in the pool behind that change, and their digest, which
+    """With changes and at a snapshot's end: the number of blocks in the pool after that change, and their digest, which
     is the XOR of the first 8 bytes (big-endian) of all their hashes.
     """
     digest: _builtins.int
@@ -1186,11 +1204,11 @@ class NodeStatus(_message.Message):
     LATE_BLOCKS_FIELD_NUMBER: _builtins.int
     OBJECT_BLOCKS_FIELD_NUMBER: _builtins.int
     OBJECT_PAUSED_FIELD_NUMBER: _builtins.int
-    TAKEN_OVER_BLOCKS_FIELD_NUMBER: _builtins.int
-    KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
-    RETENTIONS_FIELD_NUMBER: _builtins.int
-    RETAINED_BLOCKS_FIELD_NUMBER: _builtins.int
-    RETENTION_HITS_FIELD_NUMBER: _builtins.int
+    RECOVERED_BLOCKS_FIELD_NUMBER: _builtins.int
+    SURVIVING_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_PINS_FIELD_NUMBER: _builtins.int
+    PREFIX_PIN_BLOCKS_FIELD_NUMBER: _builtins.int
+    PREFIX_PIN_HITS_FIELD_NUMBER: _builtins.int
     BUCKET_BLOCKS_FIELD_NUMBER: _builtins.int
     node_id: _builtins.str
     boot_epoch: _builtins.int
@@ -1235,17 +1253,17 @@ class NodeStatus(_message.Message):
     object_blocks: _builtins.int
     """Blocks that this node knows to be in its bucket, and whether the bucket's service is paused, because it failed."""
     object_paused: _builtins.bool
-    taken_over_blocks: _builtins.int
-    """Blocks of this node's earlier life, with a pool that outlived it: those that were taken over, and those, among the
+    recovered_blocks: _builtins.int
+    """Blocks of this node's earlier life, with a pool that outlived it: those that were recovered, and those, among the
     leased ones, that are yet to be looked at.
     """
-    kept_blocks: _builtins.int
-    retentions: _builtins.int
-    """Retentions (users' pins), the blocks of their chains, and tickets that found the whole chain of one in the pool when
+    surviving_blocks: _builtins.int
+    prefix_pins: _builtins.int
+    """Prefix pins (users' pins), the blocks of their chains, and tickets that found the whole chain of one in the pool when
     they were admitted.
     """
-    retained_blocks: _builtins.int
-    retention_hits: _builtins.int
+    prefix_pin_blocks: _builtins.int
+    prefix_pin_hits: _builtins.int
     bucket_blocks: _builtins.int
     """Blocks that came from a bucket since the node started."""
     @_builtins.property
@@ -1285,16 +1303,16 @@ class NodeStatus(_message.Message):
         late_blocks: _builtins.int = ...,
         object_blocks: _builtins.int = ...,
         object_paused: _builtins.bool = ...,
-        taken_over_blocks: _builtins.int = ...,
-        kept_blocks: _builtins.int = ...,
-        retentions: _builtins.int = ...,
-        retained_blocks: _builtins.int = ...,
-        retention_hits: _builtins.int = ...,
+        recovered_blocks: _builtins.int = ...,
+        surviving_blocks: _builtins.int = ...,
+        prefix_pins: _builtins.int = ...,
+        prefix_pin_blocks: _builtins.int = ...,
+        prefix_pin_hits: _builtins.int = ...,
         bucket_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "bucket_blocks", b"bucket_blocks", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kept_blocks", b"kept_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "retained_blocks", b"retained_blocks", "retention_hits", b"retention_hits", "retentions", b"retentions", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "taken_over_blocks", b"taken_over_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_bytes", b"block_bytes", "boot_epoch", b"boot_epoch", "bucket_blocks", b"bucket_blocks", "committed_blocks", b"committed_blocks", "committed_blocks_ever", b"committed_blocks_ever", "corrupt_blocks", b"corrupt_blocks", "disk_blocks", b"disk_blocks", "disk_paused", b"disk_paused", "evicted_blocks", b"evicted_blocks", "fenced_components", b"fenced_components", "fetched_blocks", b"fetched_blocks", "free_blocks", b"free_blocks", "holders", b"holders", "host_blocks", b"host_blocks", "kv_device", b"kv_device", "kv_transport", b"kv_transport", "late_blocks", b"late_blocks", "leased_blocks", b"leased_blocks", "node_id", b"node_id", "object_blocks", b"object_blocks", "object_paused", b"object_paused", "pinned_blocks", b"pinned_blocks", "prefix_pin_blocks", b"prefix_pin_blocks", "prefix_pin_hits", b"prefix_pin_hits", "prefix_pins", b"prefix_pins", "quarantined_blocks", b"quarantined_blocks", "recovered_blocks", b"recovered_blocks", "reserved_blocks", b"reserved_blocks", "restored_blocks", b"restored_blocks", "served_blocks", b"served_blocks", "short_fetches", b"short_fetches", "spilled_blocks", b"spilled_blocks", "surviving_blocks", b"surviving_blocks", "tickets", b"tickets", "total_blocks", b"total_blocks", "waiting_tickets", b"waiting_tickets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

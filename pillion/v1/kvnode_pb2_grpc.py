@@ -5,7 +5,7 @@ import warnings
 
 from pillion.v1 import kvnode_pb2 as pillion_dot_v1_dot_kvnode__pb2
 
-GRPC_GENERATED_VERSION = '1.78.0'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -85,20 +85,20 @@ class KVNodeStub(object):
                 request_serializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.FromString,
                 _registered_method=True)
-        self.RetainChain = channel.unary_unary(
-                '/pillion.v1.KVNode/RetainChain',
-                request_serializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.SerializeToString,
-                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.Retention.FromString,
+        self.PinPrefix = channel.unary_unary(
+                '/pillion.v1.KVNode/PinPrefix',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.PinPrefixRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.PrefixPin.FromString,
                 _registered_method=True)
-        self.DropRetention = channel.unary_unary(
-                '/pillion.v1.KVNode/DropRetention',
-                request_serializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionRequest.SerializeToString,
-                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionReply.FromString,
+        self.UnpinPrefix = channel.unary_unary(
+                '/pillion.v1.KVNode/UnpinPrefix',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.UnpinPrefixRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.UnpinPrefixReply.FromString,
                 _registered_method=True)
-        self.ListRetentions = channel.unary_unary(
-                '/pillion.v1.KVNode/ListRetentions',
-                request_serializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsRequest.SerializeToString,
-                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsReply.FromString,
+        self.ListPrefixPins = channel.unary_unary(
+                '/pillion.v1.KVNode/ListPrefixPins',
+                request_serializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsReply.FromString,
                 _registered_method=True)
         self.ReadAdapter = channel.unary_stream(
                 '/pillion.v1.KVNode/ReadAdapter',
@@ -229,24 +229,24 @@ class KVNodeServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RetainChain(self, request, context):
-        """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
-        the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+    def PinPrefix(self, request, context):
+        """Pins a chain for a tenant: its blocks are evicted after all that are not prefix-pinned, until the time is over. What
+        the pool lacks of the chain is pinned when it comes. A name that the tenant has used already gets the new chain.
         RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def DropRetention(self, request, context):
-        """Ends a retention. Idempotent.
+    def UnpinPrefix(self, request, context):
+        """Ends a prefix pin. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def ListRetentions(self, request, context):
-        """A tenant's retentions at this node, the oldest first.
+    def ListPrefixPins(self, request, context):
+        """A tenant's prefix pins at this node, the oldest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -296,7 +296,7 @@ class KVNodeServicer(object):
     def FollowBlocks(self, request, context):
         """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
         it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
-        a number, and what came behind it. The first message comes at once.
+        a number, and what came after it. The first message comes at once.
         RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -370,20 +370,20 @@ def add_KVNodeServicer_to_server(servicer, server):
                     request_deserializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_kvnode__pb2.FindBlocksReply.SerializeToString,
             ),
-            'RetainChain': grpc.unary_unary_rpc_method_handler(
-                    servicer.RetainChain,
-                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.FromString,
-                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.Retention.SerializeToString,
+            'PinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinPrefix,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.PinPrefixRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.PrefixPin.SerializeToString,
             ),
-            'DropRetention': grpc.unary_unary_rpc_method_handler(
-                    servicer.DropRetention,
-                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionRequest.FromString,
-                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.DropRetentionReply.SerializeToString,
+            'UnpinPrefix': grpc.unary_unary_rpc_method_handler(
+                    servicer.UnpinPrefix,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.UnpinPrefixRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.UnpinPrefixReply.SerializeToString,
             ),
-            'ListRetentions': grpc.unary_unary_rpc_method_handler(
-                    servicer.ListRetentions,
-                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsRequest.FromString,
-                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.ListRetentionsReply.SerializeToString,
+            'ListPrefixPins': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListPrefixPins,
+                    request_deserializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsReply.SerializeToString,
             ),
             'ReadAdapter': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadAdapter,
@@ -708,7 +708,7 @@ class KVNode(object):
             _registered_method=True)
 
     @staticmethod
-    def RetainChain(request,
+    def PinPrefix(request,
             target,
             options=(),
             channel_credentials=None,
@@ -721,9 +721,9 @@ class KVNode(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pillion.v1.KVNode/RetainChain',
-            pillion_dot_v1_dot_kvnode__pb2.RetainChainRequest.SerializeToString,
-            pillion_dot_v1_dot_kvnode__pb2.Retention.FromString,
+            '/pillion.v1.KVNode/PinPrefix',
+            pillion_dot_v1_dot_kvnode__pb2.PinPrefixRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.PrefixPin.FromString,
             options,
             channel_credentials,
             insecure,
@@ -735,7 +735,7 @@ class KVNode(object):
             _registered_method=True)
 
     @staticmethod
-    def DropRetention(request,
+    def UnpinPrefix(request,
             target,
             options=(),
             channel_credentials=None,
@@ -748,9 +748,9 @@ class KVNode(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pillion.v1.KVNode/DropRetention',
-            pillion_dot_v1_dot_kvnode__pb2.DropRetentionRequest.SerializeToString,
-            pillion_dot_v1_dot_kvnode__pb2.DropRetentionReply.FromString,
+            '/pillion.v1.KVNode/UnpinPrefix',
+            pillion_dot_v1_dot_kvnode__pb2.UnpinPrefixRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.UnpinPrefixReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -762,7 +762,7 @@ class KVNode(object):
             _registered_method=True)
 
     @staticmethod
-    def ListRetentions(request,
+    def ListPrefixPins(request,
             target,
             options=(),
             channel_credentials=None,
@@ -775,9 +775,9 @@ class KVNode(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/pillion.v1.KVNode/ListRetentions',
-            pillion_dot_v1_dot_kvnode__pb2.ListRetentionsRequest.SerializeToString,
-            pillion_dot_v1_dot_kvnode__pb2.ListRetentionsReply.FromString,
+            '/pillion.v1.KVNode/ListPrefixPins',
+            pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsRequest.SerializeToString,
+            pillion_dot_v1_dot_kvnode__pb2.ListPrefixPinsReply.FromString,
             options,
             channel_credentials,
             insecure,

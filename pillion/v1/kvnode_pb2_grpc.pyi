@@ -8,7 +8,7 @@ file descriptor there and maps it; the end of that socket proves the worker's de
 
 A client that holds something at a node is a *holder*, named by the epoch that the node gave it: a worker gets its
 epoch when it attaches, a gateway with OpenSession. A ticket is one request's claim: the chain of blocks that it pins
-by the chain's tail, and the slots reserved for the rest of its prompt. A ticket lives while any holder holds it.
+by the chain's last block, and the slots reserved for the rest of its prompt. A ticket lives while any holder holds it.
 """
 
 from collections import abc as _abc
@@ -80,15 +80,15 @@ class KVNodeStub:
     """Counts the blocks of a chain that this node's lower tiers probably have from a given one on. A tier that others
     write to as well (a bucket) is asked how far the chain goes there; what it does not answer in time does not count.
     """
-    RetainChain: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.Retention]
-    """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
-    the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+    PinPrefix: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.PinPrefixRequest, _kvnode_pb2.PrefixPin]
+    """Pins a chain for a tenant: its blocks are evicted after all that are not prefix-pinned, until the time is over. What
+    the pool lacks of the chain is pinned when it comes. A name that the tenant has used already gets the new chain.
     RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
     """
-    DropRetention: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.DropRetentionRequest, _kvnode_pb2.DropRetentionReply]
-    """Ends a retention. Idempotent."""
-    ListRetentions: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ListRetentionsRequest, _kvnode_pb2.ListRetentionsReply]
-    """A tenant's retentions at this node, the oldest first."""
+    UnpinPrefix: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.UnpinPrefixRequest, _kvnode_pb2.UnpinPrefixReply]
+    """Ends a prefix pin. Idempotent."""
+    ListPrefixPins: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ListPrefixPinsRequest, _kvnode_pb2.ListPrefixPinsReply]
+    """A tenant's prefix pins at this node, the oldest first."""
     ReadAdapter: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -111,7 +111,7 @@ class KVNodeStub:
     FollowBlocks: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.FollowBlocksRequest, _kvnode_pb2.BlockChanges]
     """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
     it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
-    a number, and what came behind it. The first message comes at once.
+    a number, and what came after it. The first message comes at once.
     RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
     """
     GetNodeStatus: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]
@@ -163,15 +163,15 @@ class KVNodeAsyncStub(KVNodeStub):
     """Counts the blocks of a chain that this node's lower tiers probably have from a given one on. A tier that others
     write to as well (a bucket) is asked how far the chain goes there; what it does not answer in time does not count.
     """
-    RetainChain: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.Retention]  # type: ignore[assignment]
-    """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
-    the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+    PinPrefix: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.PinPrefixRequest, _kvnode_pb2.PrefixPin]  # type: ignore[assignment]
+    """Pins a chain for a tenant: its blocks are evicted after all that are not prefix-pinned, until the time is over. What
+    the pool lacks of the chain is pinned when it comes. A name that the tenant has used already gets the new chain.
     RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
     """
-    DropRetention: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.DropRetentionRequest, _kvnode_pb2.DropRetentionReply]  # type: ignore[assignment]
-    """Ends a retention. Idempotent."""
-    ListRetentions: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ListRetentionsRequest, _kvnode_pb2.ListRetentionsReply]  # type: ignore[assignment]
-    """A tenant's retentions at this node, the oldest first."""
+    UnpinPrefix: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.UnpinPrefixRequest, _kvnode_pb2.UnpinPrefixReply]  # type: ignore[assignment]
+    """Ends a prefix pin. Idempotent."""
+    ListPrefixPins: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ListPrefixPinsRequest, _kvnode_pb2.ListPrefixPinsReply]  # type: ignore[assignment]
+    """A tenant's prefix pins at this node, the oldest first."""
     ReadAdapter: _aio.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]  # type: ignore[assignment]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
     that has them. Nobody but the reader verifies them: their digest is what it asked for.
@@ -194,7 +194,7 @@ class KVNodeAsyncStub(KVNodeStub):
     FollowBlocks: _aio.UnaryStreamMultiCallable[_kvnode_pb2.FollowBlocksRequest, _kvnode_pb2.BlockChanges]  # type: ignore[assignment]
     """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
     it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
-    a number, and what came behind it. The first message comes at once.
+    a number, and what came after it. The first message comes at once.
     RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
     """
     GetNodeStatus: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.GetNodeStatusRequest, _kvnode_pb2.NodeStatus]  # type: ignore[assignment]
@@ -305,31 +305,31 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
-    def RetainChain(
+    def PinPrefix(
         self,
-        request: _kvnode_pb2.RetainChainRequest,
+        request: _kvnode_pb2.PinPrefixRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_kvnode_pb2.Retention, _abc.Awaitable[_kvnode_pb2.Retention]]:
-        """Retains a chain for a tenant: its blocks are evicted after all that are not retained, until the time is over. What
-        the pool lacks of the chain is retained when it comes. A name that the tenant has used already gets the new chain.
+    ) -> _typing.Union[_kvnode_pb2.PrefixPin, _abc.Awaitable[_kvnode_pb2.PrefixPin]]:
+        """Pins a chain for a tenant: its blocks are evicted after all that are not prefix-pinned, until the time is over. What
+        the pool lacks of the chain is pinned when it comes. A name that the tenant has used already gets the new chain.
         RESOURCE_EXHAUSTED: a quota of the tenant, or of the node, is met; nothing has changed.
         """
 
     @_abc_1.abstractmethod
-    def DropRetention(
+    def UnpinPrefix(
         self,
-        request: _kvnode_pb2.DropRetentionRequest,
+        request: _kvnode_pb2.UnpinPrefixRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_kvnode_pb2.DropRetentionReply, _abc.Awaitable[_kvnode_pb2.DropRetentionReply]]:
-        """Ends a retention. Idempotent."""
+    ) -> _typing.Union[_kvnode_pb2.UnpinPrefixReply, _abc.Awaitable[_kvnode_pb2.UnpinPrefixReply]]:
+        """Ends a prefix pin. Idempotent."""
 
     @_abc_1.abstractmethod
-    def ListRetentions(
+    def ListPrefixPins(
         self,
-        request: _kvnode_pb2.ListRetentionsRequest,
+        request: _kvnode_pb2.ListPrefixPinsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_kvnode_pb2.ListRetentionsReply, _abc.Awaitable[_kvnode_pb2.ListRetentionsReply]]:
-        """A tenant's retentions at this node, the oldest first."""
+    ) -> _typing.Union[_kvnode_pb2.ListPrefixPinsReply, _abc.Awaitable[_kvnode_pb2.ListPrefixPinsReply]]:
+        """A tenant's prefix pins at this node, the oldest first."""
 
     @_abc_1.abstractmethod
     def ReadAdapter(
@@ -388,7 +388,7 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_kvnode_pb2.BlockChanges], _abc.AsyncIterator[_kvnode_pb2.BlockChanges]]:
         """Streams the blocks that the pool stores and removes, for routers outside of the cluster. A follower that says where
         it stands gets what it missed; where the node has forgotten that, or lives anew, it gets a snapshot, which stands for
-        a number, and what came behind it. The first message comes at once.
+        a number, and what came after it. The first message comes at once.
         RESOURCE_EXHAUSTED: too many follow already, or this follower was too slow; it may follow again from where it stands.
         """
 

@@ -20,7 +20,7 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class RunSpanRequest(_message.Message):
+class RunPrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -82,7 +82,7 @@ class RunSpanRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RunSpanRequest: _TypeAlias = RunSpanRequest  # noqa: Y015
+Global___RunPrefillRequest: _TypeAlias = RunPrefillRequest  # noqa: Y015
 
 @_typing.final
 class ChunkAck(_message.Message):
@@ -98,13 +98,13 @@ class ChunkAck(_message.Message):
     end_tokens: _builtins.int
     """Every token before this position is committed now."""
     queue_ms: _builtins.float
-    """Time from the span's arrival (or the chunk before) to the chunk's first step."""
+    """Time from the prefill range's arrival (or the chunk before) to the chunk's first step."""
     compute_ms: _builtins.float
     """Time of the chunk's steps."""
     @_builtins.property
     def queued(self) -> _common_pb2.Queued:
         """Set in a message that acknowledges nothing, which is sent again and again while a chunk is not done, and, with
-        position 0, when the span's first step begins. Its end_tokens are those of the last acknowledgement.
+        position 0, when the prefill range's first step begins. Its end_tokens are those of the last acknowledgement.
         """
 
     def __init__(

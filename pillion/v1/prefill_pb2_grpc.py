@@ -5,7 +5,7 @@ import warnings
 
 from pillion.v1 import prefill_pb2 as pillion_dot_v1_dot_prefill__pb2
 
-GRPC_GENERATED_VERSION = '1.78.0'
+GRPC_GENERATED_VERSION = '1.76.0'
 GRPC_VERSION = grpc.__version__
 _version_not_supported = False
 
@@ -35,9 +35,9 @@ class PrefillStub(object):
         Args:
             channel: A grpc.Channel.
         """
-        self.RunSpan = channel.unary_stream(
-                '/pillion.v1.Prefill/RunSpan',
-                request_serializer=pillion_dot_v1_dot_prefill__pb2.RunSpanRequest.SerializeToString,
+        self.RunPrefill = channel.unary_stream(
+                '/pillion.v1.Prefill/RunPrefill',
+                request_serializer=pillion_dot_v1_dot_prefill__pb2.RunPrefillRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_prefill__pb2.ChunkAck.FromString,
                 _registered_method=True)
 
@@ -46,8 +46,8 @@ class PrefillServicer(object):
     """A prefill worker turns tokens into committed KV blocks and does nothing else: no sampling, no client.
     """
 
-    def RunSpan(self, request, context):
-        """Runs one span, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
+    def RunPrefill(self, request, context):
+        """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
         Cancelling the call stops the work at the next step; chunks already acknowledged stand.
 
         NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.
@@ -60,9 +60,9 @@ class PrefillServicer(object):
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'RunSpan': grpc.unary_stream_rpc_method_handler(
-                    servicer.RunSpan,
-                    request_deserializer=pillion_dot_v1_dot_prefill__pb2.RunSpanRequest.FromString,
+            'RunPrefill': grpc.unary_stream_rpc_method_handler(
+                    servicer.RunPrefill,
+                    request_deserializer=pillion_dot_v1_dot_prefill__pb2.RunPrefillRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_prefill__pb2.ChunkAck.SerializeToString,
             ),
     }
@@ -78,7 +78,7 @@ class Prefill(object):
     """
 
     @staticmethod
-    def RunSpan(request,
+    def RunPrefill(request,
             target,
             options=(),
             channel_credentials=None,
@@ -91,8 +91,8 @@ class Prefill(object):
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/pillion.v1.Prefill/RunSpan',
-            pillion_dot_v1_dot_prefill__pb2.RunSpanRequest.SerializeToString,
+            '/pillion.v1.Prefill/RunPrefill',
+            pillion_dot_v1_dot_prefill__pb2.RunPrefillRequest.SerializeToString,
             pillion_dot_v1_dot_prefill__pb2.ChunkAck.FromString,
             options,
             channel_credentials,

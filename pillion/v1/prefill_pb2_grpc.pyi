@@ -33,8 +33,8 @@ class PrefillStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
-    RunSpan: _grpc.UnaryStreamMultiCallable[_prefill_pb2.RunSpanRequest, _prefill_pb2.ChunkAck]
-    """Runs one span, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
+    RunPrefill: _grpc.UnaryStreamMultiCallable[_prefill_pb2.RunPrefillRequest, _prefill_pb2.ChunkAck]
+    """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
     Cancelling the call stops the work at the next step; chunks already acknowledged stand.
 
     NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.
@@ -46,8 +46,8 @@ class PrefillAsyncStub(PrefillStub):
     """A prefill worker turns tokens into committed KV blocks and does nothing else: no sampling, no client."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    RunSpan: _aio.UnaryStreamMultiCallable[_prefill_pb2.RunSpanRequest, _prefill_pb2.ChunkAck]  # type: ignore[assignment]
-    """Runs one span, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
+    RunPrefill: _aio.UnaryStreamMultiCallable[_prefill_pb2.RunPrefillRequest, _prefill_pb2.ChunkAck]  # type: ignore[assignment]
+    """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
     Cancelling the call stops the work at the next step; chunks already acknowledged stand.
 
     NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.
@@ -58,12 +58,12 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
     """A prefill worker turns tokens into committed KV blocks and does nothing else: no sampling, no client."""
 
     @_abc_1.abstractmethod
-    def RunSpan(
+    def RunPrefill(
         self,
-        request: _prefill_pb2.RunSpanRequest,
+        request: _prefill_pb2.RunPrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.ChunkAck], _abc.AsyncIterator[_prefill_pb2.ChunkAck]]:
-        """Runs one span, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
+        """Runs one prefill range, chunk by chunk, and acknowledges every chunk once its blocks are committed under the ticket.
         Cancelling the call stops the work at the next step; chunks already acknowledged stand.
 
         NOT_FOUND           the ticket is unknown to the KV node (expired, or the node restarted): plan again.

@@ -1,4 +1,5 @@
-"""The messages of a KV node's attach socket: lines of JSON, because no gRPC message travels beside a file descriptor.
+"""Defines the messages of a KV node's attach socket: lines of JSON, because no gRPC message travels beside a file
+descriptor.
 
 Keys that are not known here are ignored, so that a neighbouring version may add some. Every reader raises
 InvalidRequest for a line that is not the message it expects, and Conflict for a foreign protocol.
@@ -14,15 +15,17 @@ from msgspec import Meta
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.errors import InvalidRequest
-from pillion.wire.common import check_line
+from pillion.wire.json_lines import message_of
 
 MAX_LINE_BYTES = 4096
-# A worker's last message when it lets go of the pool and lives on.
+# A worker sends this as its last message when it lets go of the pool and lives on.
 DETACHED = b"detached\n"
-# A worker's message, with a descriptor of each of its other processes (pidfd), before they map a GPU's memory.
+# A worker sends this with a descriptor (pidfd) of each of its other processes, before these map a GPU's memory.
 PROCESSES = b"processes\n"
-# Most processes that a worker may name.
+# A worker may name at most this many processes.
 MAX_PROCESSES = 128
+# A pool has at most this many shards, each with a descriptor.
+MAX_SHARDS = 16
 
 _REGION_KEY = re.compile(r"[0-9a-f]{64}")
 RegionState = Annotated[str, Meta(pattern=r"^(fill|ready|)\Z")]
@@ -31,15 +34,15 @@ MappedBytes = Annotated[int, Meta(ge=0)]
 
 
 class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
-    """A worker's first line.
+    """Is the first line that a worker writes to the attach socket.
 
     Attributes:
-        namespace: base of the worker's block hashes (hexadecimal): model, dtype, layout, block size, sharding.
+        namespace: the base of the worker's block hashes (hexadecimal): model, dtype, layout, block size, sharding.
         kv_rows, kv_heads: a block is so many rows, two for each layer, of a piece for each KV head.
         block_tokens: tokens of a block, 0 where the worker does not say it.
         takes_place: whether it locks its place of a pool that outlives its node, before it uses the pool.
-        pool_id, place: of a worker that comes back: the pool that it has mapped, and the place that it has locked. Its
-            last step has ended, and it uses nothing of that pool before the node has answered.
+        pool_id, place: the pool that a worker which comes back has mapped, and the place that it has locked. Its last
+            step has ended, and it uses nothing of that pool before the node has answered.
         processes: how many processes of the worker will use the pool.
     """
 
@@ -59,7 +62,7 @@ class AttachHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttachedShard(msgspec.Struct, frozen=True, kw_only=True):
-    """One shard of a pool that is divided over GPUs.
+    """Describes one shard of a pool that is divided over GPUs.
 
     Attributes:
         device_uuid: its GPU.
@@ -74,15 +77,17 @@ class AttachedShard(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal.
+    """Is the node's answer, sent together with the pool's file descriptor; ``error`` alone is a refusal.
 
     Attributes:
         memory_kind: "host" or "cuda".
-        device_uuid, device_index: the GPU of "cuda" memory, and how the node counts it; of a divided pool, the first.
+        device_uuid, device_index: the GPU of "cuda" memory, and the node's number of it; for a divided pool, those of
+            the first GPU.
         mapped_bytes: size of the memory behind the descriptor, which a GPU can only map whole.
-        shards: where the pool is divided, its shards, for each of which a descriptor comes; else none.
-        pool_id: names a pool that outlives its node, whose user locks the place ``epoch`` of it, on GPUs that of a file
-            whose descriptor comes behind those of the memory; "" for another one.
+        shards: the shards of a divided pool, each of which comes with a descriptor; empty for any other pool.
+        pool_id: the name of a pool that outlives its node; "" for any other pool. A worker locks the place ``epoch`` of
+            the pool's file. On GPUs it is the place of a further file, whose descriptor comes after those of the
+            memory.
     """
 
     node_id: str = ""
@@ -101,11 +106,12 @@ class AttachReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionHello(msgspec.Struct, frozen=True, kw_only=True):
-    """A first line instead of AttachHello: a process wants memory that it shares with all who name the same key.
+    """Is the first line of a process that wants memory which it shares with all that name the same key; it replaces
+    AttachHello.
 
     Attributes:
         region_key: 64 hexadecimal digits, the hash of what is in the region.
-        device_uuid: the GPU on which the process computes, and wants the region; "": none, or any.
+        device_uuid: the GPU on which the process computes and wants the region; "" means no GPU, or any.
     """
 
     component_id: str
@@ -117,11 +123,11 @@ class RegionHello(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
-    """The node's answer to RegionHello, sent with the memory's descriptor once the region is granted.
+    """Is the node's answer to RegionHello, sent with the memory's descriptor once the region is granted.
 
     Attributes:
         state: "fill": the receiver fills the region and then sends RegionFilled; "ready": it may read.
-        memory_kind, device_uuid, mapped_bytes: see AttachReply.
+        memory_kind, device_uuid, mapped_bytes: as in AttachReply.
     """
 
     node_id: str = ""
@@ -135,18 +141,12 @@ class RegionReply(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RegionFilled(msgspec.Struct, frozen=True, kw_only=True):
-    """The filler's line: every byte of the region is written, and others may have it."""
+    """Tells that every byte of the region is written, and that other processes may use it."""
 
     filled_bytes: int
 
 
-AttachMessage = AttachHello | AttachReply | RegionHello | RegionReply | RegionFilled
 _Message = TypeVar("_Message")
-
-
-def line_to_bytes(message: AttachMessage) -> bytes:
-    """Encodes one message as one line of JSON."""
-    return msgspec.json.encode(message) + b"\n"
 
 
 def hello_from_line(line: bytes) -> AttachHello | RegionHello:
@@ -172,13 +172,9 @@ def region_reply_from_line(line: bytes) -> RegionReply:
 
 
 def region_filled_from_line(line: bytes) -> RegionFilled:
-    """Reads a filler's line."""
+    """Reads the line of a process that has filled a region."""
     return _decode(line, RegionFilled)
 
 
 def _decode(line: bytes, kind: type[_Message]) -> _Message:
-    try:
-        check_line(msgspec.json.decode(line))
-        return msgspec.json.decode(line, type=kind)
-    except ValueError as error:
-        raise InvalidRequest(f"the attach protocol speaks one line of JSON; this one is wrong: {error}") from None
+    return message_of(line, kind, "the attach protocol")

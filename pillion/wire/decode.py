@@ -1,4 +1,4 @@
-"""The deltas of the decode service's steps, as gateways read them (protos/pillion/v1/decode.proto)."""
+"""Reads the deltas of the decode service's steps, as gateways get them (protos/pillion/v1/decode.proto)."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pillion.wire.public import finish_from_pb, logprob_from_pb
 
 
 class DecodeDelta(NamedTuple):
-    """Tokens of one stream since its last delta; the last one has a finish reason or an error.
+    """Holds the tokens of one stream since its last delta; the last delta has a finish reason or an error.
 
-    One is made for every token of the whole cluster, and a tuple is made in a quarter of the time that a frozen
+    A delta is made for every token of the whole cluster, and a tuple is made in a quarter of the time that a frozen
     dataclass takes.
     """
 
@@ -23,10 +23,12 @@ class DecodeDelta(NamedTuple):
     error: DecodeError | None = None
     timings: DecodeTimings | None = None
     logprobs: tuple[TokenLogprob, ...] = ()
-    # Set in a sign of life of a stream that waits: its place in line.
+    # In a sign of life of a stream that waits, this is its place in line.
     queued: int | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
-    # How many streams a connection had that broke; 0 where the worker itself sent the error.
+    # In the message that says that the worker has adopted the ticket, this is the length of its pinned chain.
+    pinned_blocks: int | None = None
+    # This counts the streams of a connection that broke; it is 0 where the worker itself sent the error.
     broken: int = 0
 
 
@@ -39,8 +41,9 @@ def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
         or delta.prompt_logprobs
         or delta.HasField("timings")
         or delta.HasField("error")
+        or delta.HasField("pinned_blocks")
         or not (token_ids := tuple(delta.token_ids))
-        # Nearly all of them; what is not there is not looked at twice.
+        # Nearly all deltas have token ids alone, so their other fields are not looked at twice.
         else DecodeDelta(delta.key, token_ids)
         for delta in message.deltas
     ]
@@ -56,4 +59,5 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
         logprobs=tuple(map(logprob_from_pb, message.logprobs)),
         queued=message.queued.position if message.HasField("queued") else None,
         prompt_logprobs=tuple(map(logprob_from_pb, message.prompt_logprobs)),
+        pinned_blocks=message.pinned_blocks if message.HasField("pinned_blocks") else None,
     )

@@ -4,11 +4,15 @@
 
 Trailers also carry ``grpc-retry-pushback-ms`` (gRFC A6) with UNAVAILABLE: a gateway that has looked for a worker itself
 says -1, so that clients' automatic retries do not multiply its own.
+
+gRPC's clients refuse trailers of more than 8 KiB, at random up to 16, and then report another error. So texts that
+repeat what a client sent are cut.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -33,20 +37,23 @@ log = logging.getLogger("pillion.wire.errors")
 
 DETAILS = "grpc-status-details-bin"
 PUSHBACK = "grpc-retry-pushback-ms"
+# The trailers hold a message twice, once as gRPC spells it, and the violations once.
+MAX_MESSAGE_BYTES = 2048
+MAX_VIOLATIONS_BYTES = 3072
 
 
 def to_status(error: PillionError) -> Any:
-    """The rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for bounds."""
+    """Makes the rich status of ``error``: BadRequest for violations, RetryInfo for a wait, QuotaFailure for bounds."""
     details = []
     if isinstance(error, InvalidRequest) and error.violations:
-        details.append(_packed(error_details_pb2.BadRequest(field_violations=map(asdict, error.violations))))
+        details.append(_packed(error_details_pb2.BadRequest(field_violations=_first_violations(error))))
     if isinstance(error, Overloaded | Unavailable) and error.retry_after_ms:
         delay = duration_pb2.Duration()
         delay.FromMilliseconds(error.retry_after_ms)
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     if isinstance(error, Overloaded) and error.quotas:
         details.append(_packed(error_details_pb2.QuotaFailure(violations=map(asdict, error.quotas))))
-    status = rpc_status.to_status(status_pb2.Status(code=error.code, message=error.message, details=details))
+    status = rpc_status.to_status(status_pb2.Status(code=error.code, message=_cut(error.message), details=details))
     if isinstance(error, Unavailable):
         pushback = (PUSHBACK, str(error.retry_after_ms or -1))
         status = status._replace(trailing_metadata=(*status.trailing_metadata, pushback))
@@ -54,13 +61,13 @@ def to_status(error: PillionError) -> Any:
 
 
 def said_by_server(error: grpc.RpcError) -> bool:
-    """Whether a server of Pillion ended the call with this error, and not gRPC itself, because a connection was lost or
-    a server was shut down."""
+    """Returns whether a server of Pillion ended the call with this error, and not gRPC itself because a connection was
+    lost or a server was shut down."""
     return _status_of(error) is not None
 
 
 def from_rpc_error(error: grpc.RpcError) -> PillionError:
-    """The exception that a failed call stands for, details included. ``error`` is a call's, so it has a code."""
+    """Makes the exception that a failed call stands for, details included. ``error`` is a call's, so it has a code."""
     code, message = error.code(), error.details() or ""
     cls = BY_CODE.get(code.value[0], Internal)
     status = _status_of(error)
@@ -77,13 +84,36 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
 
 
 def as_pillion_error(error: Exception, method: str) -> PillionError:
-    """The error that the caller of ``method`` gets for what its handler raised. A defect is logged, not shown."""
+    """Returns the error that the caller of ``method`` gets for an exception of its handler. A defect is logged, not
+    shown."""
     if isinstance(error, PillionError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
         return from_rpc_error(error)
     log.exception("%s failed", method, exc_info=error)
     return Internal("internal error; the server's log says more")
+
+
+def _cut(text: str) -> str:
+    """Returns as much of a text as takes MAX_MESSAGE_BYTES in gRPC's spelling, which writes %XX for each byte of a
+    character outside of ASCII."""
+    left_bytes = MAX_MESSAGE_BYTES
+    for place, character in enumerate(text):
+        left_bytes -= 1 if " " <= character <= "~" and character != "%" else 3 * len(character.encode())
+        if left_bytes < 0:
+            return text[:place] + "..."
+    return text
+
+
+def _first_violations(error: InvalidRequest) -> Iterator[dict[str, str]]:
+    """Yields the first violations, at least one, that take MAX_VIOLATIONS_BYTES."""
+    left_bytes = MAX_VIOLATIONS_BYTES
+    for number, violation in enumerate(error.violations):
+        found = {name: _cut(text) for name, text in asdict(violation).items()}
+        left_bytes -= sum(len(text.encode()) for text in found.values())
+        if number and left_bytes < 0:
+            return
+        yield found
 
 
 def _packed(message: Any) -> any_pb2.Any:
@@ -93,7 +123,7 @@ def _packed(message: Any) -> any_pb2.Any:
 
 
 def _status_of(error: grpc.RpcError) -> Any:
-    """The google.rpc.Status in the trailers; None where there is none or it is broken."""
+    """Returns the google.rpc.Status in the trailers; None where there is none or it is broken."""
     try:
         if isinstance(error, grpc.aio.AioRpcError):
             for key, value in error.trailing_metadata() or ():
@@ -106,7 +136,7 @@ def _status_of(error: grpc.RpcError) -> Any:
 
 
 def _detail(status: Any, kind: Any) -> Any:
-    """The status's detail of a kind of message, empty where it has none."""
+    """Returns a status's detail of a kind of message, which is empty where the status has none."""
     message = kind()
     for detail in status.details if status is not None else ():
         if detail.Is(kind.DESCRIPTOR) and detail.Unpack(message):

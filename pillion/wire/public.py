@@ -1,4 +1,4 @@
-"""Converters of the public service (protos/pillion/v1/gateway.proto)."""
+"""Converts the messages of the public service (protos/pillion/v1/gateway.proto)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 from google.protobuf.message import Message
 
-from pillion.sampling_ranges import RANGES
 from pillion.types import (
+    SAMPLING_OPTIONS,
     AnswerSoFar,
     ChatMessage,
     ChatOptions,
@@ -42,7 +42,7 @@ _FINISH_TO_PB = {
 _FINISH_FROM_PB = {number: reason for reason, number in _FINISH_TO_PB.items()}
 _SHAPE = "structured_outputs"
 _OPTIONAL = tuple(field.name for field in fields(SamplingParams) if field.default is None and field.name != _SHAPE)
-# The fields of a request that dataclass and message hold alike.
+# Dataclass and message have these fields of a request in the same form.
 _PLAIN = {field.name for field in fields(GenerateRequest)} - {
     "token_ids",
     "messages",
@@ -54,14 +54,16 @@ _PLAIN = {field.name for field in fields(GenerateRequest)} - {
 
 
 def finish_to_pb(reason: FinishReason | None) -> common_pb2.FinishReason.ValueType:
-    """The enum value of a finish reason; None, while the stream goes on, is UNSPECIFIED."""
+    """Returns the enum value of a finish reason; None, while the stream goes on, is UNSPECIFIED."""
     return common_pb2.FINISH_REASON_UNSPECIFIED if reason is None else _FINISH_TO_PB[reason]
 
 
 def finish_from_pb(number: int) -> FinishReason | None:
-    """The finish reason of an enum value. None stands for UNSPECIFIED, and for an unknown reason of a newer peer: the
-    stream's end still ends the answer."""
-    return _FINISH_FROM_PB.get(number)  # type: ignore[call-overload,no-any-return]
+    """Returns the finish reason of an enum value, None for UNSPECIFIED. An unknown reason of a newer peer ends an
+    answer, too, so it is STOP, which the libraries of all clients know."""
+    if number == common_pb2.FINISH_REASON_UNSPECIFIED:
+        return None
+    return _FINISH_FROM_PB.get(number, FinishReason.STOP)  # type: ignore[call-overload,no-any-return]
 
 
 def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
@@ -73,35 +75,39 @@ def sampling_from_pb(message: common_pb2.SamplingParams) -> SamplingParams:
         stop_token_ids=tuple(message.stop_token_ids),
         ignore_eos=message.ignore_eos,
         logit_bias=dict(message.logit_bias),
-        structured_outputs=_shape_from_pb(message.structured_outputs),
+        structured_outputs=_structured_from_pb(message.structured_outputs),
     )
 
 
 def sampling_to_pb(params: SamplingParams) -> common_pb2.SamplingParams:
     """Writes sampling parameters. Raises ValueError where a number does not fit its field."""
     plain = {field.name: getattr(params, field.name) for field in fields(params) if field.name != _SHAPE}
-    shape = None if params.structured_outputs is None else _shape_to_pb(params.structured_outputs)
-    return common_pb2.SamplingParams(**plain, structured_outputs=shape)
+    structured = None if params.structured_outputs is None else _structured_to_pb(params.structured_outputs)
+    return common_pb2.SamplingParams(**plain, structured_outputs=structured)
 
 
-def _shape_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutputs | None:
-    """Reads the shape of an answer; None where none is set."""
-    name = message.WhichOneof("shape")
+def _structured_from_pb(message: common_pb2.StructuredOutputs) -> StructuredOutputs | None:
+    """Reads the structure of an answer; None where none is set."""
+    name = message.WhichOneof("structure")
     if name is None:
         return None
-    shape: dict[str, Any] = {name: getattr(message, name)}
-    return StructuredOutputs(choice=tuple(message.choice.texts)) if name == "choice" else StructuredOutputs(**shape)
+    structured: dict[str, Any] = {name: getattr(message, name)}
+    return (
+        StructuredOutputs(choice=tuple(message.choice.texts)) if name == "choice" else StructuredOutputs(**structured)
+    )
 
 
-def _shape_to_pb(shape: StructuredOutputs) -> common_pb2.StructuredOutputs:
-    """Writes the shape of an answer. Raises ValueError unless exactly one is set."""
+def _structured_to_pb(structured: StructuredOutputs) -> common_pb2.StructuredOutputs:
+    """Writes the structure of an answer. Raises ValueError unless exactly one is set."""
     given = {
-        field.name: value for field in fields(shape) if (value := getattr(shape, field.name)) not in (None, False, ())
+        field.name: value
+        for field in fields(structured)
+        if (value := getattr(structured, field.name)) not in (None, False, ())
     }
     if len(given) != 1:
-        raise ValueError(f"exactly one shape of an answer can be asked for, not {', '.join(given) or 'none'}")
-    if shape.choice:
-        return common_pb2.StructuredOutputs(choice=common_pb2.Choices(texts=shape.choice))
+        raise ValueError(f"exactly one structure of an answer can be asked for, not {', '.join(given) or 'none'}")
+    if structured.choice:
+        return common_pb2.StructuredOutputs(choice=common_pb2.Choices(texts=structured.choice))
     return common_pb2.StructuredOutputs(**given)
 
 
@@ -159,7 +165,7 @@ def _chat_from_pb(message: gateway_pb2.ChatOptions) -> ChatOptions:
 
 def _message_from_pb(message: gateway_pb2.ChatMessage) -> ChatMessage:
     if not (message.tool_calls or message.tool_call_id or message.name or message.reasoning):
-        # Nearly every message.
+        # Nearly every message has these two fields alone.
         return ChatMessage(message.role, message.content)
     calls = tuple(ToolCall(one.id, one.name, one.arguments) for one in message.tool_calls)
     return ChatMessage(**_named(ChatMessage, message) | {"tool_calls": calls})
@@ -171,7 +177,13 @@ def _tools_from_pb(message: gateway_pb2.ToolOptions) -> ToolOptions:
         for tool in message.tools
     )
     parallel = message.parallel_tool_calls if message.HasField("parallel_tool_calls") else None
-    return ToolOptions(tools=tuple(tools), choice=message.choice, name=message.name, parallel_tool_calls=parallel)
+    return ToolOptions(
+        tools=tuple(tools),
+        choice=message.choice,
+        name=message.name,
+        parallel_tool_calls=parallel,
+        allowed=tuple(message.allowed),
+    )
 
 
 def _resume_from_pb(message: gateway_pb2.Resume) -> Resume:
@@ -188,12 +200,12 @@ def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
 
 
 def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:
-    """Reads where a stream comes from."""
+    """Reads the origin of a broken stream, by which it can be resumed."""
     return StreamOrigin(message.seed, message.digest, message.cached_tokens)
 
 
 def origin_to_pb(origin: StreamOrigin) -> gateway_pb2.StreamOrigin:
-    """Writes where a stream comes from."""
+    """Writes the origin of a broken stream, by which it can be resumed."""
     return gateway_pb2.StreamOrigin(**asdict(origin))
 
 
@@ -228,7 +240,7 @@ class DeltaWriter:
         self._plain = gateway_pb2.GenerateResponse(request_id=request_id)
 
     def to_pb(self, delta: Delta) -> gateway_pb2.GenerateResponse:
-        """The message of :func:`delta_to_pb`, valid until the next call."""
+        """Returns the message that :func:`delta_to_pb` makes, valid until the next call."""
         rare = delta.finish_reason or delta.usage or delta.timings or delta.logprobs or delta.reasoning
         if rare or delta.tool_calls or delta.stop_string or delta.prompt_logprobs:
             return delta_to_pb(delta)
@@ -267,9 +279,10 @@ def model_to_pb(info: ModelInfo) -> gateway_pb2.Model:
 def model_from_pb(message: gateway_pb2.Model) -> ModelInfo:
     """Reads one entry of ListModels."""
     sampling = sampling_from_pb(message.sampling)
-    # The wire has 32 bits of a number; the shortest decimal number with these bits is the one that was meant.
+    # The message has 32 bits of a number; the shortest decimal number with the same bits is the one that its sender
+    # meant.
     given: dict[str, Any] = {
-        name: float(f"{value:.7g}") for name in RANGES if isinstance(value := getattr(sampling, name), float)
+        name: float(f"{value:.7g}") for name in SAMPLING_OPTIONS if isinstance(value := getattr(sampling, name), float)
     }
     return ModelInfo(**_named(ModelInfo, message) | {"sampling": replace(sampling, **given)})
 
@@ -285,7 +298,7 @@ def pin_from_pb(message: gateway_pb2.PinnedPrefix) -> PinnedPrefix:
 
 
 def warmed_to_pb(warmed: WarmedPrefix) -> gateway_pb2.WarmPrefixResponse:
-    """Writes what warming took."""
+    """Writes the result of warming a prompt."""
     pin = None if warmed.pin is None else pin_to_pb(warmed.pin)
     return gateway_pb2.WarmPrefixResponse(
         computed_tokens=warmed.computed_tokens, found_tokens=warmed.found_tokens, pin=pin
@@ -293,7 +306,7 @@ def warmed_to_pb(warmed: WarmedPrefix) -> gateway_pb2.WarmPrefixResponse:
 
 
 def warmed_from_pb(message: gateway_pb2.WarmPrefixResponse) -> WarmedPrefix:
-    """Reads what warming took."""
+    """Reads the result of warming a prompt."""
     pin = pin_from_pb(message.pin) if message.HasField("pin") else None
     return WarmedPrefix(message.computed_tokens, message.found_tokens, pin)
 
@@ -309,6 +322,7 @@ def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
         ComponentStatus(
             **_named(ComponentStatus, one)
             | {"fenced_components": tuple(one.fenced_components), "adapters": tuple(one.adapters)}
+            | {"figures": dict(one.figures)}
         )
         for one in message.components
     )
@@ -316,5 +330,5 @@ def status_from_pb(message: gateway_pb2.GetStatusResponse) -> ClusterStatus:
 
 
 def _named(cls: type, message: Message) -> dict[str, Any]:
-    """The fields of ``message`` that have the names of the dataclass's fields."""
+    """Returns the fields of ``message`` that have the names of the dataclass's fields."""
     return {field.name: getattr(message, field.name) for field in fields(cls)}

@@ -1,68 +1,95 @@
-"""The record of a component in the registry: its heartbeat writes it as JSON, gateways and KV nodes read it."""
+"""Defines the record of a component in the registry: its heartbeat writes it as JSON, gateways and KV nodes read it."""
 
 from __future__ import annotations
 
 import json
-from typing import Annotated, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, Any, TypeVar, get_args, get_type_hints
 
 import msgspec
 
 from pillion._version import PROTOCOL
-from pillion.types import ComponentStatus
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Labels, Metric, Reading
+from pillion.types import WORKERS, ComponentStatus
 
 Number = TypeVar("Number", int, float)
 
-# The role of a component that does not run: its supervisor says so.
+# This is the role of a component that does not run; its supervisor writes the record.
 DOWN = "down"
-# Numbers in ``step_cost_s``.
+# ``step_cost_s`` has this many numbers.
 STEP_COSTS = 5
-# No component counts more of anything.
+# No component counts more of anything than this number.
 MAX_COUNT = 2**63 - 1
-# What the typed decoder takes; where it refuses one, the fields are looked at one by one.
+# The typed decoder takes these numbers; where it refuses one, the fields are looked at one by one.
 Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_COUNT)]
 Amount = Annotated[float, msgspec.Meta(ge=0.0, le=float(MAX_COUNT))]
-# Fields that hold at a worker's heartbeat only.
-LOAD = (
-    "running_requests",
-    "waiting_requests",
-    "waiting_tokens",
-    "queued_tokens",
-    "decoding_requests",
-    "context_tokens",
-    "adapter_waits",
-)
+_LASTING = msgspec.Meta(extra={"lasting": True})
 
 
-class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One component of the cluster.
+def _shown(metric: Metric, *labels: str) -> msgspec.Meta:
+    return msgspec.Meta(extra={"cell": (metric, labels)})
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Holds the load of a worker, as its scheduler measures it. Each figure is declared here and nowhere else.
+
+    A further one is one line: the worker's record in the registry has it, and so the planner's snapshot; the worker's
+    metrics show it, as ``pillion.load`` where its line names no metric; the public status has it among its figures.
+    Unless its line says that it is lasting, it holds at the worker's heartbeat only.
 
     Attributes:
-        role: "prefill", "decode", "kvnode" or "gateway"; "down" for one that does not run, because it dies again and
-            again and waits for its next start.
+        running_requests, waiting_requests, waiting_tokens: load, for the planner. A request waits as long as
+            it has no running slot.
+        queued_tokens: all prompt tokens that a worker has yet to compute, those of begun prompts included.
+        decoding_requests, context_tokens: streams that generate, and the KV tokens that a step reads for them.
+        step_cost_s: cost of a step in seconds on the worker's own cores, fitted to real steps: of a step as such, and
+            of each token, sequence, KV token read and query-key pair of it. Empty as long as nothing is known.
+        largest_step_tokens: tokens of the largest step that ``step_cost_s`` was fitted to.
+        adapters, adapter_waits: digests of the adapters that are ready, and sequences that wait for theirs.
+    """
+
+    running_requests: Annotated[Count, _shown(names.SEQUENCES, "running")] = 0
+    waiting_requests: Annotated[Count, _shown(names.SEQUENCES, "waiting")] = 0
+    waiting_tokens: Count = 0
+    queued_tokens: Annotated[Count, _shown(names.QUEUED_TOKENS)] = 0
+    decoding_requests: Annotated[Count, _shown(names.SEQUENCES, "decoding")] = 0
+    context_tokens: Count = 0
+    step_cost_s: Annotated[tuple[Amount, ...], _LASTING] = ()
+    largest_step_tokens: Annotated[Count, _LASTING] = 0
+    adapters: Annotated[tuple[str, ...], _LASTING, _shown(names.ADAPTERS)] = ()
+    adapter_waits: Annotated[Count, _shown(names.ADAPTER_WAITS)] = 0
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields the figures as metrics; for a list of names the figure is their number."""
+        for name, (metric, labels) in _CELLS.items():
+            value = getattr(self, name)
+            yield metric, labels, len(value) if isinstance(value, tuple) else value
+
+
+class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True):
+    """Describes one component of the cluster: its load (:class:`WorkerLoad`), and what follows.
+
+    Attributes:
+        role: "prefill", "decode", "kvnode" or "gateway"; "down" for a component that does not run, because it dies
+            again and again and waits for its next start.
         trouble: why it is down, for people.
         address: where its gRPC service is reached.
         model, fingerprint, namespace: what a worker serves; ``namespace`` is the base digest in hexadecimal, over which
             a request's root hash is made (I2).
         node_id: the KV node whose pool it maps (its own for a node).
         boot_epoch: a node's boot number; index entries of another boot are void.
-        running_requests, waiting_requests, waiting_tokens: load, for the planner. A request waits as long as
-            it has no running slot.
-        queued_tokens: all prompt tokens that a worker has yet to compute, those of begun prompts included.
-        decoding_requests, context_tokens: streams that generate, and the KV tokens that a step reads for them.
         free_seqs: sequences that a worker could run beside those that it runs.
         max_step_tokens, target_itl_ms: a worker's token budget of a step, and the latency it aims at (0: none).
         target_itl_steps: that latency as a number of plain steps, of the decodes alone (0: none).
-        step_cost_s: cost of a step in seconds on the worker's own cores, fitted to real steps: of a step as such, and
-            of each token, sequence, KV token read and query-key pair of it. Empty as long as nothing is known.
-        largest_step_tokens: tokens of the largest step that ``step_cost_s`` was fitted to.
-        core_board: names, on its node, the board on which a worker lends and borrows cores; "" where it has none.
-        core_share: the share of that board's cores that the worker owns.
-        block_bytes: bytes of a worker's KV block.
+        core_lending_table: names, on its node, the lending table by which a worker lends and borrows cores; "" where it
+            has none.
+        core_share: the share of that lending table's cores that the worker owns.
+        block_bytes: number of bytes of a worker's KV block.
         kernels: what a worker computes with.
         start_s: how long a worker took to load its model and to warm up when it started; 0: not known.
         tensor_parallel_size: the processes over which a worker splits its model.
         max_loras, max_lora_rank: adapters that a worker keeps ready at once, and their largest rank; 0: it runs none.
-        adapters: digests of those that are ready now. adapter_waits: sequences that wait for theirs.
         steps, steps_ms: a worker's steps since its process started, and the time that they took.
         step_*_tokens: what filled the token budgets of these steps.
         *_blocks: a node's slots by state; ``pinned_blocks`` are committed ones, ``disk_blocks`` are in its disk tier.
@@ -76,7 +103,7 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     component_id: str
     role: str
     address: str
-    # From a factory, so that it is written always: a reader's default is its own.
+    # The value comes from a factory, so that it is always written: a reader's default is the reader's own protocol.
     protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL)
     model: str = ""
     fingerprint: str = ""
@@ -86,19 +113,11 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     vocab_size: Count = 0
     node_id: str = ""
     boot_epoch: Count = 0
-    running_requests: Count = 0
-    waiting_requests: Count = 0
-    waiting_tokens: Count = 0
-    queued_tokens: Count = 0
-    decoding_requests: Count = 0
-    context_tokens: Count = 0
     free_seqs: Count = 0
     max_step_tokens: Count = 0
     target_itl_ms: Amount = 0.0
     target_itl_steps: Amount = 0.0
-    step_cost_s: tuple[Amount, ...] = ()
-    largest_step_tokens: Count = 0
-    core_board: str = ""
+    core_lending_table: str = ""
     core_share: Amount = 0.0
     block_bytes: Count = 0
     total_blocks: Count = 0
@@ -117,8 +136,6 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     tensor_parallel_size: Count = 1
     max_loras: Count = 0
     max_lora_rank: Count = 0
-    adapters: tuple[str, ...] = ()
-    adapter_waits: Count = 0
     steps: Count = 0
     steps_ms: Amount = 0.0
     step_decode_tokens: Count = 0
@@ -133,13 +150,13 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     heartbeat_age_ms: Count = 0
 
     def to_json(self) -> str:
-        """Encodes the record as compact JSON without fields that have their defaults, the others in their order here,
-        in which they are read fastest."""
+        """Encodes the record as compact JSON, without fields that have their defaults. The others come in the order of
+        this class, in which they are read fastest."""
         return msgspec.json.encode(self).decode()
 
     @classmethod
     def from_json(cls, text: str | bytes) -> ComponentRecord:
-        """Reads a record. Raises ValueError for what is no record.
+        """Reads a record. Raises ValueError for a text that is no record.
 
         Fields of a newer version are dropped. Absurd numbers become the field's default: what is left must not mislead
         a planner.
@@ -166,19 +183,36 @@ class ComponentRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return msgspec.convert(fields, cls)
 
     def outdated(self) -> ComponentRecord:
-        """What still holds of a record long after its heartbeat, where the component lives: not its load, and not whom
-        it had fenced. A gateway's load stays, as the best guess of its share."""
+        """Returns the parts of a record that are still true long after its heartbeat, where the component lives: not
+        its load, and not the workers that it had fenced. A gateway's load stays, as the best guess of its share."""
         if self.role == "gateway":
             return self
         slots = self.running_requests + self.free_seqs
-        idle = dict.fromkeys(LOAD, 0)
-        return msgspec.structs.replace(self, **idle, free_seqs=slots, fenced_components=())
+        return msgspec.structs.replace(self, **_IDLE, free_seqs=slots, fenced_components=())
 
     def status(self) -> ComponentStatus:
         """Returns the public part of the record."""
-        return ComponentStatus(**{name: getattr(self, name) for name in ComponentStatus.__dataclass_fields__})
+        named = {name: getattr(self, name) for name in ComponentStatus.__dataclass_fields__ if name != "figures"}
+        figures = {name: float(getattr(self, name)) for name in _FIGURES} if self.role in WORKERS else {}
+        return ComponentStatus(**named, figures=figures)
 
 
+_MARKS: dict[str, dict[str, Any]] = {
+    name: {key: value for mark in get_args(hint) for key, value in (getattr(mark, "extra", None) or {}).items()}
+    for name, hint in get_type_hints(WorkerLoad, include_extras=True).items()
+}
+_NUMBERS = [field.name for field in msgspec.structs.fields(WorkerLoad) if isinstance(field.default, int | float)]
+# For each figure that is a metric, this names the metric and its labels.
+_CELLS: dict[str, tuple[Metric, Labels]] = {name: (names.LOAD, (name,)) for name in _NUMBERS} | {
+    name: marks["cell"] for name, marks in _MARKS.items() if "cell" in marks
+}
+# A record whose heartbeat is too old tells nothing of the load any more: its figures then have these values. Lasting
+# figures, which the load does not change, keep what the heartbeat said.
+_IDLE = {
+    field.name: field.default for field in msgspec.structs.fields(WorkerLoad) if not _MARKS[field.name].get("lasting")
+}
+# These figures have no field of their own in the public status, which lists them by name.
+_FIGURES = [name for name in _NUMBERS if name not in ComponentStatus.__dataclass_fields__]
 _DECODER = msgspec.json.Decoder(ComponentRecord)
 _DEFAULT_NUMBERS: dict[str, int | float] = {
     field.name: field.default
@@ -188,7 +222,7 @@ _DEFAULT_NUMBERS: dict[str, int | float] = {
 
 
 def _step_cost(raw: object) -> tuple[float, ...]:
-    """Returns no costs at all unless ``raw`` has all of them and none is absurd."""
+    """Returns the costs of a step, or none at all unless ``raw`` has all of them and none is absurd."""
     if not isinstance(raw, list) or len(raw) != STEP_COSTS:
         return ()
     cost = tuple(_number(weight, -1.0) for weight in raw)
@@ -196,7 +230,8 @@ def _step_cost(raw: object) -> tuple[float, ...]:
 
 
 def _number(raw: object, default: Number) -> Number:
-    """Converts ``raw`` to the type of ``default``; returns that for no number, or a negative, infinite or huge one."""
+    """Converts ``raw`` to the type of ``default``; returns ``default`` for what is no number, and for a negative,
+    infinite or huge one."""
     if isinstance(raw, bool) or not isinstance(raw, int | float) or not 0 <= raw <= MAX_COUNT:
         return default
     return type(default)(raw)

@@ -1,4 +1,4 @@
-"""A fleet of up to thousands of workers in simulated time: which requests would see what. Open world.py first.
+"""Simulates a fleet of up to thousands of workers: which requests would see what. Open world.py first.
 
     command.py        `pillion simulate`: options to studies, tables and files
     studies.py        what a change of a flag costs, and how many workers it takes

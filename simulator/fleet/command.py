@@ -1,4 +1,4 @@
-"""What `pillion simulate` does with its options: the study that they ask for, as tables, JSON and pictures."""
+"""Runs `pillion simulate`: runs the study that its options ask for, and prints it as tables, JSON and pictures."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ from pillion.simulator.fleet.world import FleetConfig
 
 TABLE_WIDTH = 80
 FLEETS_OF_A_TABLE = 2
-# Numbers of processes have bounds of their own here: a simulated fleet starts none.
+# The flags for numbers of processes have other bounds here than in production, because a simulated fleet starts no
+# processes.
 COUNTS = ("prefill_workers", "decode_workers", "gateway_workers")
 
 
 class Study(NamedTuple):
-    """What is asked: a fleet and its load, objectives, the values of flags as text and parsed, and all options."""
+    """Holds the options of a study: a fleet and its load, objectives, the values of flags as text and parsed, and all
+    others."""
 
     config: FleetConfig
     requests: list[Request]
@@ -42,7 +44,7 @@ class Study(NamedTuple):
 
 
 def run_simulate(values: dict[str, Any]) -> int:
-    """Runs the study; returns the exit status. Raises ConfigError."""
+    """Runs the study that the options ask for; returns the exit status. Raises ConfigError."""
     objectives = GoodBounds(values["ttft_ms"] / 1000, values["itl_ms"] / 1000, values["attainment"])
     changes = parse_changes(values["flags"])
     if values["capacity"] and not (objectives.ttft_s or objectives.itl_s):
@@ -56,7 +58,7 @@ def run_simulate(values: dict[str, Any]) -> int:
 
 
 def parse_changes(texts: tuple[str, ...]) -> dict[str, list[tuple[str, Any]]]:
-    """The values of each flag, as text and parsed. Raises ConfigError for what is no flag or none of its values."""
+    """Returns the values of each flag, as text and parsed. Raises ConfigError for an unknown flag or a bad value."""
     found: dict[str, list[tuple[str, Any]]] = {}
     known = {field.name: field.metadata for field in fields(ServeFlags)}
     for text in texts:
@@ -89,7 +91,7 @@ def _parsed(name: str, about: Mapping[str, Any], text: str) -> Any:
 
 
 def load_of(values: dict[str, Any]) -> list[Request]:
-    """The trace's requests. Raises ConfigError for a file that is no trace."""
+    """Returns the trace's requests. Raises ConfigError for a file that is no trace."""
     try:
         trace = read_trace(values["trace"])
     except (OSError, ValueError) as error:
@@ -98,7 +100,8 @@ def load_of(values: dict[str, Any]) -> list[Request]:
 
 
 def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]]) -> FleetConfig:
-    """The fleet, with the flags that have one value. Raises ConfigError, also for flags that cannot work together."""
+    """Returns the fleet, with the flags that have one value. Raises ConfigError, also for flags that cannot work
+    together."""
     decode, prefill = values["step_cost"], values["prefill_step_cost"]
     if values["redis_url"]:
         measured = measured_costs(values["redis_url"])
@@ -170,7 +173,7 @@ def run_capacity(study: Study) -> int:
 
 
 def write_json(path: Path, result: dict[str, Any]) -> None:
-    """Writes a result. Raises ConfigError where it cannot."""
+    """Writes the result of a study as JSON. Raises ConfigError where it cannot."""
     try:
         path.write_text(json.dumps(result, indent=2) + "\n")
     except OSError as error:
@@ -178,7 +181,7 @@ def write_json(path: Path, result: dict[str, Any]) -> None:
 
 
 def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
-    """A column for each fleet of a comparison, in tables of a few fleets that fit into 80 columns."""
+    """Yields a column for each fleet of a comparison, in tables of a few fleets that fit into 80 columns."""
     shares = [variant.figures for variant in found]
     figures = {
         "TTFT p50 / p99, ms": [f"{one.ttft_p50_ms:.0f} / {one.ttft_p99_ms:.0f}" for one in shares],
@@ -202,7 +205,7 @@ def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
 
 
 def capacity_table(points: tuple[CapacityPoint, ...], title: str) -> Table:
-    """A row for each number of workers that was tried."""
+    """Returns a row for each number of workers that was tried."""
     table = Table(title=title)
     headings = ("prefill\nworkers", "decode\nworkers", "TTFT ms\np50 / p99", "ITL ms\np50 / p99", "met all\nobjectives")
     for heading in (*headings, "enough"):

@@ -1,4 +1,5 @@
-"""What the clients of a simulated load saw, in numbers: percentiles, goodput, the same requests in two fleets. Sans-IO.
+"""Computes figures of what the clients of a simulated load saw: percentiles, goodput, the same requests in two fleets.
+Sans-IO.
 
 A request is good if its first token came within ``ttft_s`` and the 99th percentile of its own gaps between tokens is
 within ``itl_s``.
@@ -14,15 +15,15 @@ import numpy.typing as npt
 
 from pillion.simulator.fleet.traffic import ClientRecord
 
-# A request counts as faster or slower in another fleet from this share of its time to the first token on.
+# A request counts as faster or slower in another fleet if its time to the first token differs by at least this share.
 NOTICED_SHARE = 0.05
-# Points of a distribution's curve.
+# The curve of a distribution has at most this many points.
 CURVE_POINTS = 400
 
 
 @dataclass(frozen=True, slots=True)
 class GoodBounds:
-    """Bounds in seconds; 0: none. ``attainment``: the share of requests that has to be good."""
+    """Holds bounds in seconds, of which 0 means none, and ``attainment``, the share of requests that has to be good."""
 
     ttft_s: float = 0.0
     itl_s: float = 0.0
@@ -31,7 +32,7 @@ class GoodBounds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetFigures:
-    """The figures of one load; times in ms.
+    """Holds the figures of one load, with times in ms.
 
     Attributes:
         failed: requests that were refused, or not answered in time.
@@ -58,7 +59,7 @@ class FleetFigures:
 def figures_of(
     records: Sequence[ClientRecord], objectives: GoodBounds, first: Sequence[ClientRecord] = ()
 ) -> FleetFigures:
-    """The figures of one load. ``first``: the same requests in the first fleet of a comparison."""
+    """Returns the figures of one load. ``first`` are the same requests in the first fleet of a comparison."""
     ttft_s = np.array([record.ttft_s for record in records])
     gaps_s = all_gaps_s(records)
     tokens = max(1, sum(record.request.prompt_tokens for record in records))
@@ -82,7 +83,7 @@ def figures_of(
 
 
 def is_good(record: ClientRecord, objectives: GoodBounds) -> bool:
-    """Whether a request was answered within the objectives."""
+    """Returns whether a request was answered within the objectives."""
     if record.failed or (objectives.ttft_s and record.ttft_s > objectives.ttft_s):
         return False
     if not objectives.itl_s or not len(record.gaps_s):
@@ -91,13 +92,14 @@ def is_good(record: ClientRecord, objectives: GoodBounds) -> bool:
 
 
 def all_gaps_s(records: Sequence[ClientRecord]) -> npt.NDArray[np.float64]:
-    """float64 [gaps], the seconds between tokens of all requests."""
+    """Returns the seconds between tokens of all requests, float64 [gaps]."""
     found = [np.asarray(record.gaps_s, dtype=np.float64) for record in records]
     return np.concatenate(found) if found else np.zeros(0)
 
 
 def curve_ms(seconds: npt.NDArray[np.float64]) -> tuple[list[float], list[float]]:
-    """Milliseconds, and the share of the values that are no longer, for a picture: CURVE_POINTS of each at most."""
+    """Returns times in ms, and for each the share of the values that are no longer, as a picture's curve of at most
+    CURVE_POINTS."""
     if not len(seconds):
         return [], []
     shares = np.linspace(0.0, 1.0, min(CURVE_POINTS, len(seconds) + 1))

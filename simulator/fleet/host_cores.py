@@ -1,34 +1,37 @@
-"""The cores that simulated workers compute on: their own, or those of one host, which they lend each other (I9)."""
+"""Shares out the cores that simulated workers compute on: their own, or those of one host, which they lend each other
+(I9).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pillion.core_board import LINGER_NS
+from pillion.core_lending_table import LINGER_NS
 from pillion.simulator.fleet.clock import Clock
 
-# What another core adds to the speed of one, where a step has several.
+# Each core beyond the first one of a step adds this much to its speed, where one core alone has the speed 1.
 NEXT_CORE_SPEED = 0.9
 
-# Called at a step's end with the seconds that it would have taken longer on its worker's own cores.
+# A function of this type is called at a step's end, with the seconds that the step would have taken longer on its
+# worker's own cores.
 StepEnd = Callable[[float], None]
 
 
 class OwnCores:
-    """Workers that lend each other nothing: a step takes what it costs."""
+    """Gives each worker cores of its own: none are lent, and a step takes what it costs."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
 
     def run(self, number: int, seconds: float, done: StepEnd) -> None:
-        """Run a step of worker ``number`` that takes ``seconds`` on its own cores."""
+        """Runs a step of worker ``number`` that takes ``seconds`` on its own cores."""
         self._clock.after(seconds, lambda: done(0.0))
 
 
 @dataclass(slots=True)
 class SharedStep:
-    """A step under way: the work that is left, in seconds on one core, and the borrowed time of cores."""
+    """Represents a step under way: the work that is left, in seconds on one core, and the borrowed time of cores."""
 
     left_s: float
     done: StepEnd
@@ -36,9 +39,10 @@ class SharedStep:
 
 
 class SharedCores:
-    """A host whose ``workers`` own ``cores_each`` cores each, and compute on those of workers that have nothing to do.
+    """Represents a host whose ``workers`` own ``cores_each`` cores each, and compute on those of workers that have
+    nothing to do.
 
-    As on the real board, an owner keeps its cores for a moment behind a step.
+    As on the real lending table, an owner keeps its cores for a moment after a step.
     """
 
     def __init__(self, clock: Clock, workers: int, cores_each: int) -> None:
@@ -51,14 +55,14 @@ class SharedCores:
         self._version = 0
 
     def run(self, number: int, seconds: float, done: StepEnd) -> None:
-        """Run a step of worker ``number`` that takes ``seconds`` on its own cores."""
+        """Runs a step of worker ``number`` that takes ``seconds`` on its own cores."""
         self._advance()
         self._kept.pop(number, None)
         self._running[number] = SharedStep(seconds * _speed(self._each), done)
         self._expect()
 
     def _lent(self) -> float:
-        """Cores that each running step has borrowed."""
+        """Returns how many cores each running step has borrowed."""
         busy = len(self._running.keys() | self._kept.keys())
         return (self._workers - busy) * self._each / max(1, len(self._running))
 
@@ -70,7 +74,7 @@ class SharedCores:
         self._at_s = self._clock.now
 
     def _expect(self) -> None:
-        """Await the next change: the end of a step, or of an owner's hold on its cores."""
+        """Schedules the next change: a step ends, or an owner that has nothing to do begins to lend its cores."""
         self._version += 1
         version, speed = self._version, _speed(self._each + self._lent())
         ends = [step.left_s / speed for step in self._running.values()]

@@ -1,4 +1,6 @@
-"""What the workers of a running cluster have measured, read from its registry: the machine that a fleet is made of."""
+"""Reads from a running cluster's registry the step costs that its workers have measured, for a simulated fleet of such
+machines.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ REGISTRY_TIMEOUT_MS = 5000
 
 @dataclass(frozen=True, slots=True)
 class MeasuredCosts:
-    """The cost of steps of either kind of worker (StepCost.weights_s), empty where no such worker has served, and bytes
-    of a KV block."""
+    """Holds the cost of steps of either kind of worker (StepCost.weights_s), empty where no such worker has served, and
+    the bytes of a KV block."""
 
     prefill_cost_s: tuple[float, ...]
     decode_cost_s: tuple[float, ...]
@@ -26,16 +28,16 @@ class MeasuredCosts:
 
 
 def costs_of(records: Sequence[ComponentRecord]) -> MeasuredCosts:
-    """The costs that workers report: of several of a kind, those that a gateway takes for the middle one's. A kind that
-    has not served takes the other's."""
+    """Returns the costs that workers report: where several workers of a kind serve, those of the median worker, as a
+    gateway chooses it. A kind that has not served takes the other's."""
     prefill, decode = (middle_model([one for one in records if one.role == role]) for role in ("prefill", "decode"))
     block_bytes = max((one.block_bytes for one in records), default=0)
     return MeasuredCosts(tuple(prefill or decode or ()), tuple(decode or prefill or ()), block_bytes)
 
 
 def measured_costs(redis_url: str) -> MeasuredCosts:
-    """The costs that the workers of a cluster report. Raises ConfigError where there are none, and for a bad URL;
-    Unavailable where Redis does not answer."""
+    """Returns the costs that the workers of a cluster report. Raises ConfigError where no worker reports costs, and for
+    a bad URL; Unavailable where Redis does not answer."""
 
     async def read() -> list[ComponentRecord]:
         registry = Registry(redis_url, REGISTRY_TIMEOUT_MS)

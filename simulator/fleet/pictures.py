@@ -1,4 +1,6 @@
-"""Pictures of a fleet's studies, by matplotlib (`pip install 'pillion[bench]'`): PNG, SVG or PDF by the file's name."""
+"""Draws pictures of a fleet's studies, by matplotlib (`pip install 'pillion[bench]'`): PNG, SVG or PDF by the file's
+name.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,13 @@ from pillion.loadgen.plots import BLUE, GREEN, GREY, LEAST_MS, ORANGE, new_figur
 from pillion.simulator.fleet.figures import GoodBounds, all_gaps_s, curve_ms
 from pillion.simulator.fleet.studies import Capacity, FleetVariant
 
-# Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell the lines apart once more.
+# These are Okabe and Ito's colours, which colour-blind readers can tell apart; dashes tell the lines apart once more.
 COLOURS = (BLUE, ORANGE, GREEN, "#cc79a7", "#e69f00", "#56b4e9", "#000000")
 DASHES = ("-", "--", "-.", ":")
 
 
 def plot_comparison(path: Path, variants: Sequence[FleetVariant], objectives: GoodBounds, title: str) -> None:
-    """Distributions of the time to the first token and of the gaps between tokens, a line for each fleet. Raises
+    """Plots distributions of the time to the first token and of the gaps between tokens, a line for each fleet. Raises
     OSError."""
     figure = new_figure(10, 4.2)
     figure.suptitle(title, fontsize=10)
@@ -39,8 +41,8 @@ def plot_comparison(path: Path, variants: Sequence[FleetVariant], objectives: Go
 
 
 def plot_capacity(path: Path, found: Capacity, objectives: GoodBounds, title: str) -> None:
-    """The share of good requests over the number of workers: a mark for each fleet that was tried, by the share of its
-    prefill workers. Raises OSError."""
+    """Plots the share of good requests over the number of workers, with a mark for each fleet that was tried, by the
+    share of its prefill workers. Raises OSError."""
     figure = new_figure(7, 4.2)
     axes = figure.add_subplot()
     points = found.tried

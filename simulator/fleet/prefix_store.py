@@ -1,5 +1,5 @@
-"""Which blocks each simulated KV node has, and the index over all of them, in blocks of 512 tokens as traces number
-them (I9).
+"""Tracks which blocks each simulated KV node has, and the index over all of them, in blocks of 512 tokens as traces
+number them (I9).
 
     open --(waits for memory, the first first)--> pinned and reserved --commit--> shared blocks, pinned --close--> LRU
 
@@ -7,6 +7,10 @@ Pools are counted in the KV blocks of the cluster, of which a trace's block is a
 are 3 million entries at most, and only those that a trace fills take memory. What a request will write is reserved when
 its ticket is opened, its answer included: preemption is not simulated. A pool evicts what nobody has pinned, the least
 recently used first, the end of a chain before its beginning.
+
+The production ledger (:mod:`pillion.kvstore.ledger`) counts slots and hashes, which a fleet does not ask about, and
+would halve its speed: 3,000 conversations of 9,400 tokens on the average, on 32 workers, take 11 to 12.5 s of a core,
+of which 0.9 s are spent here; the ledger takes 10.2 s for the same tickets (2026-11-23, on a loaded machine).
 """
 
 from __future__ import annotations
@@ -20,25 +24,26 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 
 
 class PrefixIndex:
-    """The nodes that have each block. It is exact: what it says of a moment ago is what a node had then."""
+    """Says which nodes have a block. The index is exact: asked for a moment in the past, it says what each node had
+    then."""
 
     def __init__(self) -> None:
         self._holders: dict[int, set[str]] = {}
 
     def add(self, block: int, node_id: str) -> None:
-        """A node has a block."""
+        """Notes that a node has a block."""
         self._holders.setdefault(block, set()).add(node_id)
 
     def remove(self, block: int, node_id: str) -> None:
-        """A node has a block no more."""
+        """Notes that a node has a block no more."""
         holders = self._holders[block]
         holders.discard(node_id)
         if not holders:
             del self._holders[block]
 
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:
-        """Blocks of the chain that nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most, those with the
-        most."""
+        """Returns how many leading blocks of the chain nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most,
+        those with the most."""
         holders, low, high = self._holders, 0, len(blocks)
         while low < high:
             middle = (low + high + 1) // 2
@@ -53,7 +58,7 @@ class PrefixIndex:
             if len(there) == known:
                 continue
             known = len(there)
-            # In an order of its own: a set's would change from run to run.
+            # The ids are sorted, because a set's order would change from run to run.
             for node_id in sorted(there):
                 if node_id not in found:
                     found[node_id] = depth
@@ -64,9 +69,10 @@ class PrefixIndex:
 
 @dataclass(slots=True, eq=False)
 class SimTicket:
-    """A request's hold on a node: its prompt's first ``pinned`` blocks of ``blocks``, and memory for the rest.
+    """Represents a request's ticket at a node: it pins the first ``pinned`` blocks of the prompt's ``blocks``, and
+    reserves memory for the rest.
 
-    ``total`` KV blocks are its own or pinned in all; ``own`` of them are not shared yet.
+    The ticket has ``total`` KV blocks in all, pinned or reserved; ``own`` of them are reserved and not shared yet.
     """
 
     blocks: tuple[int, ...]
@@ -79,34 +85,36 @@ class SimTicket:
 
 
 class NodeStore:
-    """The pool of one node: ``capacity`` KV blocks of ``block_size`` tokens; 0: as many as come."""
+    """Represents the pool of one node. It has ``capacity`` KV blocks of ``block_size`` tokens, or as many as come if
+    that is 0."""
 
     def __init__(self, node_id: str, index: PrefixIndex, capacity: int, block_size: int) -> None:
         self.node_id = node_id
         self._index = index
         self._capacity = capacity
         self._each = TRACE_BLOCK_TOKENS // block_size
-        # Blocks that nobody has pinned, the least recently used first; and how many tickets pin each of the others.
+        # The first one has the blocks that no ticket pins, the least recently used first; the second one says of each
+        # other block how many tickets pin it.
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._pins: dict[int, int] = {}
         self._own = 0
-        # The node has left, and what it held is nobody's any more.
+        # After the node has left, closing its tickets changes nothing any more.
         self._gone = False
         self._waiting: deque[SimTicket] = deque()
         self.evicted = 0
 
     @property
     def used(self) -> int:
-        """KV blocks that are shared or reserved."""
+        """Returns how many KV blocks are shared or reserved."""
         return (len(self._idle) + len(self._pins)) * self._each + self._own
 
     @property
     def waiting(self) -> int:
-        """Tickets that wait for memory."""
+        """Returns the number of tickets that wait for memory."""
         return len(self._waiting)
 
     def prefix(self, blocks: Sequence[int]) -> int:
-        """How many leading blocks of a chain are here."""
+        """Returns how many leading blocks of a chain the node has."""
         count = 0
         for block in blocks:
             if block not in self._idle and block not in self._pins:
@@ -115,14 +123,16 @@ class NodeStore:
         return count
 
     def open(self, ticket: SimTicket) -> None:
-        """Pins what is here of a ticket's blocks and reserves the rest; ``granted`` is called, at once or when there is
-        memory. A ticket that the empty pool could not hold is granted all the same: the caller checks sizes."""
+        """Pins those of a ticket's blocks that the node has and reserves the rest; ``granted`` is called, at once or
+        when there is memory. A ticket that the empty pool could not hold is granted all the same: the caller checks
+        sizes."""
         ticket.waiting = True
         self._waiting.append(ticket)
         self._grant()
 
     def close(self, ticket: SimTicket) -> None:
-        """Lets a ticket go; its shared blocks stay until they are evicted. A second time is none."""
+        """Closes a ticket and frees its memory; its shared blocks stay until they are evicted. Closing it a second time
+        does nothing."""
         if not ticket.open:
             return
         ticket.open = False
@@ -137,8 +147,8 @@ class NodeStore:
         self._grant()
 
     def commit(self, ticket: SimTicket, count: int) -> None:
-        """The first ``count`` blocks of the ticket's chain are computed, or were fetched: they are shared from now on,
-        and pinned by it. A node that has left shares nothing any more."""
+        """Shares the first ``count`` blocks of the ticket's chain, which are computed or were fetched; the ticket pins
+        them. A node that has left shares nothing any more."""
         if self._gone:
             return
         for block in ticket.blocks[ticket.pinned : count]:
@@ -148,7 +158,7 @@ class NodeStore:
             ticket.pinned += 1
 
     def leave(self) -> None:
-        """The node is gone with all it had, what tickets hold included."""
+        """Empties the node, which is gone with everything that it had, tickets included."""
         self._gone = True
         for block in (*self._idle, *self._pins):
             self._index.remove(block, self.node_id)

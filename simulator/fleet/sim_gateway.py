@@ -1,8 +1,10 @@
-"""A gateway in simulated time: production admission, planning and load counts over what it knows of the fleet.
+"""Simulates a gateway: production admission, planning and load counts over what it knows of the fleet.
 
     arrive -> bounds -> turn -> [look-up -> candidates -> what others have under way -> plan -> calls] -> end
 
-What it knows is what the registry had at its last look, and what the other gateways have told (FleetSite.sharing).
+What it knows is what the registry had at its last look, and what the other gateways have told (FleetSite.sharing). Its
+snapshot has no adapters and no blocks in buckets, because a fleet has none, and no mates that lend cores beside the
+workers planned with: one host has fewer workers than are left out of a plan.
 """
 
 from __future__ import annotations
@@ -16,16 +18,13 @@ from pillion.gateway.admission.admission import Admission
 from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.admission.turns import AdmissionPermit, ModelTurns, shared_slots
 from pillion.gateway.links.cluster import VIEW_POLL_S
-from pillion.gateway.links.load_exchange import REPORT_S, OwnLoad
-from pillion.gateway.planning.candidates import choose_by_hits, choose_workers
-from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
-from pillion.gateway.planning.plan_auto import StickyChoices
-from pillion.gateway.planning.plan_cost import Demand, FetchPace
-from pillion.gateway.planning.planner import RequestPlan, make_plan
+from pillion.gateway.links.load_exchange import REPORT_S, AssignedLoad, OwnLoad
+from pillion.gateway.planning.cluster_view import ClusterSnapshot, choose_by_hits, choose_workers, parse_policy
+from pillion.gateway.planning.planner import RequestPlan
+from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev
-from pillion.gateway.request.assigned_load import AssignedLoad
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
-from pillion.priority import rank
+from pillion.priority import queue_order
 from pillion.simulator.fleet.fleet_request import FleetRequest
 from pillion.simulator.fleet.sim_worker import SimWorker, WorkerJob
 from pillion.simulator.fleet.site import FleetSite
@@ -33,14 +32,14 @@ from pillion.simulator.fleet.traffic import ClientRecord, Request
 from pillion.wire.registry import ComponentRecord
 
 MODEL = "m"
-# A request without a first token counts as one that waited so long for it.
+# A request without a first token counts as one that waited this long for it.
 PATIENCE_S = 120.0
 Loads = tuple[Mapping[str, int], Mapping[str, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatewaySettings:
-    """The flags of a gateway, by the names that :mod:`pillion.config` gives them."""
+    """Holds the flags of a gateway, by the names that :mod:`pillion.config` gives them."""
 
     split_policy: str
     chunk_size: int
@@ -52,13 +51,13 @@ class GatewaySettings:
 
 
 class SimGateway:
-    """One of ``gateways`` gateways, the one of that ``number``. Attributes are for reading: ``open``,
-    requests that it has taken on; ``records``, those that are over; ``plan_s``, the real seconds of each plan.
-    ``on_end`` is told of each end."""
+    """Represents gateway ``number`` of ``gateways``. Attributes are for reading: ``open`` has the requests that it has
+    taken on, ``records`` those that are over, ``plan_s`` the real seconds of each plan. ``on_end`` is called at each
+    end."""
 
     def __init__(self, site: FleetSite, settings: GatewaySettings, number: int, gateways: int) -> None:
         self.site = site
-        self.fetch_pace = FetchPace()
+        self.routes = RoutePlanner()
         self.load = OwnLoad()
         self.open: dict[FleetRequest, AdmissionPermit] = {}
         self.records: list[ClientRecord] = []
@@ -69,8 +68,6 @@ class SimGateway:
         self._settings = settings
         self._policy = parse_policy(settings.split_policy)
         self.site_gateways = gateways
-        self._leanings = StickyChoices()
-        self._demand = Demand()
         self._arrivals = number
         self._admission = Admission(settings.max_inflight_requests, settings.max_inflight_tokens)
         self._turns = ModelTurns(self._slots)
@@ -81,10 +78,8 @@ class SimGateway:
         if site.sharing:
             self.load.on_change = self._note
 
-    # Admission.
-
     def arrive(self, request: Request) -> None:
-        """Take a request on, or refuse it."""
+        """Takes a request on, or refuses it."""
         now = self.clock.now
         try:
             permit = self._admission.enter(OPEN)
@@ -99,7 +94,7 @@ class SimGateway:
             return
         flow = FleetRequest(self, request, now, self._settings.max_attempts, AssignedLoad(self.load))
         self.open[flow] = permit
-        waiting = self._turns.wait(permit, rank(0, now), now, None)
+        waiting = self._turns.wait(permit, queue_order(0, now), now, None)
         self._waiting[waiting.number] = flow
         self._grant()
         if waiting.number in self._waiting:
@@ -112,7 +107,7 @@ class SimGateway:
         self._turns.left(permit, self.clock.now)
 
     def ended(self, flow: FleetRequest) -> None:
-        """The request is over."""
+        """Records a request that is over."""
         self._admission.leave(self.open.pop(flow), len(flow.machine.emitted))
         self.records.append(flow.record(PATIENCE_S))
         self.site.running[self.number] = self._admission.requests
@@ -138,16 +133,14 @@ class SimGateway:
             self._slots_of = seen_s, shared_slots([worker.record for worker in workers], others)
         return self._slots_of[1]
 
-    # What it knows.
-
     @property
     def seen_s(self) -> float:
-        """When this gateway last looked at the registry."""
+        """Returns when this gateway last looked at the registry."""
         phase_s = VIEW_POLL_S * self.number / self.site_gateways
         return max(0.0, (self.clock.now - phase_s) // VIEW_POLL_S * VIEW_POLL_S + phase_s)
 
     def components(self, prompt_tokens: int, hits: Mapping[str, int], spread: int) -> list[ComponentRecord]:
-        """Return the nodes and workers that a request is planned with, as of this gateway's last look."""
+        """Returns the nodes and workers that a request is planned with, as of this gateway's last look."""
         site, seen_s = self.site, self.seen_s
         roster = site.roster(seen_s)
 
@@ -162,7 +155,7 @@ class SimGateway:
         return [*nodes, *(site.workers[one.component_id].seen(seen_s) for one in (*decodes, *prefills))]
 
     def loads(self, components: Sequence[ComponentRecord]) -> Loads:
-        """Return what is known to be under way on some components: streams or tokens, and prompt tokens to be
+        """Returns what is known to be under way on some components: streams or tokens, and prompt tokens to be
         computed."""
         amounts, tokens = self.load.by_component, self.load.tokens
         if not self.site.sharing:
@@ -175,7 +168,7 @@ class SimGateway:
         )
 
     def _note(self, component_id: str, grew: bool) -> None:
-        """As LoadExchange does: what is sent is told at once, what is done within REPORT_S."""
+        """Notes work under way as LoadExchange does: what is sent is told at once, what is done within REPORT_S."""
         self._changed.add(component_id)
         if grew:
             self.clock.after(self.site.call_s / 2, self._tell)
@@ -193,10 +186,8 @@ class SimGateway:
         self._changed.clear()
 
     def takes(self, flow: FleetRequest, worker: SimWorker, job: WorkerJob) -> bool:
-        """Whether a worker takes the span or stream of a request that has come to it."""
+        """Returns whether a worker takes the prefill range or stream of a request that has come to it."""
         return True
-
-    # Plans.
 
     def plan(self, flow: FleetRequest, action: ev.LookUp, then: Callable[[RequestPlan | PillionError], None]) -> None:
         """Plan an attempt: first the index is asked, then the other gateways' work is read."""
@@ -238,31 +229,19 @@ class SimGateway:
         components: Sequence[ComponentRecord],
         loads: Loads,
     ) -> RequestPlan:
-        now, size, tokens = self.clock.now, self.site.block_size, len(action.token_ids)
-        every, shared = self._demand.per_s(now)
-        unknown = tokens - size * max(hits.values(), default=0)
-        decided = make_plan(
-            ClusterSnapshot(
-                model=MODEL,
-                prompt_tokens=tokens,
-                hits=hits,
-                components=components,
-                policy=self._policy,
-                block_size=size,
-                chunk_tokens=self._settings.chunk_size,
-                answered_tokens=tokens - flow.request.prompt_tokens,
-                sent_load=loads[0],
-                sent_tokens=loads[1],
-                fetch_block_s=self.fetch_pace.block_s(self.clock.now),
-                demand_per_s=(self.site_gateways * every, self.site_gateways * shared),
-                demand_tokens=self._demand.mean_tokens,
-                sticky_choice=self._leanings.of(MODEL, unknown),
-                avoid=action.avoid,
-                spread=spread,
-            )
+        tokens = len(action.token_ids)
+        seen = ClusterSnapshot(
+            model=MODEL,
+            prompt_tokens=tokens,
+            hits=hits,
+            components=components,
+            policy=self._policy,
+            block_size=self.site.block_size,
+            chunk_tokens=self._settings.chunk_size,
+            answered_tokens=tokens - flow.request.prompt_tokens,
+            sent_load=loads[0],
+            sent_tokens=loads[1],
+            avoid=action.avoid,
+            spread=spread,
         )
-        if action.attempt == 1:
-            self._demand.note(now, bool(decided.chunks), decided.prompt_tokens - decided.cached_tokens)
-        if decided.dial is not None and decided.cached_blocks < decided.limit_blocks:
-            self._leanings.note(MODEL, unknown, bool(decided.chunks))
-        return decided
+        return self.routes.plan(seen, self.clock.now, gateways=self.site_gateways, first=action.attempt == 1)

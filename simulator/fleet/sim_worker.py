@@ -1,6 +1,6 @@
-"""A worker in simulated time: the production scheduler, over steps that cost as much as a model says (I9).
+"""Simulates a worker: the production scheduler, over steps that cost as much as a model says (I9).
 
-    add -> [schedule -> step of so many seconds -> commit] ... -> chunks of spans, tokens of streams
+    add -> [schedule -> step of so many seconds -> commit] ... -> chunks of prefill ranges, tokens of streams
 
 A run of steps in which all streams only decode is one event where nothing can tell the difference (``macro_steps``):
 the costs of its steps are drawn as always, and when it ends, or something comes in between, the scheduler commits what
@@ -16,7 +16,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import msgspec
@@ -28,25 +28,37 @@ from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending, SequenceSpec
 from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.scheduling.step_cost import SCALES, Float64, StepCost, features
-from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SchedulerLoad, SequencePiece, StepPlan, Update
+from pillion.engine.scheduling.step_feature import StepFeature
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
 from pillion.types import SamplingParams
-from pillion.wire.registry import ComponentRecord
+from pillion.wire.registry import ComponentRecord, WorkerLoad
 
 ROOT = b"\7" * HASH_BYTES
 GREEDY = SamplingParams(temperature=0.0, top_p=1.0, top_k=0, seed=0)
-# Longer texts than any model's.
+# Every text of a simulated model has fewer tokens than this.
 MAX_TOKENS = 1 << 30
 TOKEN = 1
-# Most steps of one run, and the least noise that a step's time is multiplied with.
+# At most MAX_RUN_STEPS steps are simulated as one event, and noise shortens no step's time to less than LEAST_NOISE
+# times its cost.
 MAX_RUN_STEPS = 4096
 LEAST_NOISE = 0.5
 
 
+class _Known(StepFeature):
+    """Represents the tokens of a run of steps, all of which are known beforehand."""
+
+    use = "forced"
+    certain = True
+
+
+_KNOWN = _Known()
+
+
 class KnownCost(StepCost):
-    """A cost model that is right from the beginning and learns nothing."""
+    """Stands for a cost model that is right from the beginning and learns nothing."""
 
     def __init__(self, cost_s: Sequence[float]) -> None:
         super().__init__()
@@ -54,12 +66,12 @@ class KnownCost(StepCost):
         self.steps = 1
 
     def observe(self, found: Float64, seconds: float, borrowed_s: float = 0.0) -> None:
-        """Notes nothing."""
+        """Ignores a step, because its cost is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSettings:
-    """What a worker is like.
+    """Describes a worker's costs, flags and noise.
 
     Attributes:
         cost_s: seconds of a step, token, sequence, KV token read and query-key pair (StepCost.weights_s).
@@ -82,20 +94,20 @@ class WorkerSettings:
     macro_steps: bool = False
 
 
-# Called with the times of a stream's next tokens, and the gaps before all of them but the first.
+# This function is called with the times of a stream's next tokens, and the gaps before all of them but the first.
 TokensTold = Callable[[Sequence[float], "array[float]"], None]
 NO_GAPS: array[float] = array("d")
 
 
 @dataclass(slots=True, eq=False)
 class WorkerJob:
-    """A span or a stream on a worker.
+    """Represents a prefill range or a stream on a worker.
 
     Attributes:
         tokens: those of its text; ``computed_blocks`` blocks of it have their KV.
-        answer_tokens: tokens to generate; 0: a span, whose chunks end at ``chunk_ends``.
+        answer_tokens: tokens to generate; 0: a prefill range, whose chunks end at ``chunk_ends``.
         on_committed: told how many tokens of its text are at the node, as a stream's prompt is computed.
-        on_chunk, on_tokens, on_end: told of a span's chunks, a stream's tokens, and the end of either.
+        on_chunk, on_tokens, on_end: told of a prefill range's chunks, a stream's tokens, and the end of either.
         on_lost: told that the worker stops before the job's end.
     """
 
@@ -112,33 +124,35 @@ class WorkerJob:
 
 
 class StepNoise(NamedTuple):
-    """What is drawn for a step: what its cost is multiplied with, and what it takes beside it."""
+    """Holds what is drawn for a step: the factor by which its cost is multiplied, and the time that it takes beside
+    it."""
 
     factor: float
     beside_s: float
 
     def seconds(self, cost_s: float) -> tuple[float, float]:
-        """The step's time on its cores, and that behind it, on none."""
+        """Returns the seconds that the step takes on its cores, and those that it takes after that without a core."""
         on_cores_s = cost_s * self.factor + min(0.0, self.beside_s)
         return max(cost_s * LEAST_NOISE, on_cores_s), max(0.0, self.beside_s)
 
 
 @dataclass(slots=True)
 class StepRun:
-    """Steps under way that only decode: when each ends, and the noise of each. ``plan`` is the first one's."""
+    """Represents steps under way that only decode: when each ends, and the noise of each. ``plan`` is that of the first
+    one."""
 
     plan: StepPlan
     ends_s: list[float]
     noises: list[StepNoise]
 
     def ended(self, now: float) -> int:
-        """How many of them have ended."""
+        """Returns how many of the steps have ended."""
         return bisect_right(self.ends_s, now)
 
 
 class SimWorker:
-    """A worker around a real scheduler. ``record`` is that of its last heartbeat; they are ``phase_s`` behind whole
-    periods. One that is idle sends none until it has work: nobody could tell the difference."""
+    """Simulates a worker around a real scheduler. ``record`` is that of its last heartbeat; heartbeats come ``phase_s``
+    after whole periods. An idle worker sends none until it has work: nobody could tell the difference."""
 
     def __init__(
         self,
@@ -156,7 +170,7 @@ class SimWorker:
         self._phase_s = phase_s
         self._weights: list[float] = (np.array(settings.cost_s) * SCALES).tolist()
         self._draw = random.Random(number)
-        # Noise that was drawn for steps which then were others.
+        # This noise was drawn for steps of a joined run that was cut short; the next steps use it.
         self._noises: deque[StepNoise] = deque()
         self._scheduler = Scheduler(
             block_size=settings.block_size,
@@ -172,9 +186,10 @@ class SimWorker:
         self._jobs: dict[int, WorkerJob] = {}
         self._busy = False
         self._run: StepRun | None = None
-        # Counts up when the event that was expected for a run is not to happen any more.
+        # This number is raised when the event at a run's expected end is no longer to happen, so that the event then
+        # does nothing.
         self._version = 0
-        self._load = SchedulerLoad(step_cost_s=self._scheduler.budget.cost.weights_s())
+        self._load = WorkerLoad(step_cost_s=self._scheduler.budget.cost.weights_s())
         self._beating = False
         self.steps = 0
         self.draining = False
@@ -183,17 +198,15 @@ class SimWorker:
         )
         self.beat_s = self._clock.now
 
-    # Heartbeats.
-
     def beat(self) -> None:
-        """Publish the worker's record, and again after each heartbeat's period while there is work."""
+        """Publishes the worker's record, and again after each heartbeat's period while there is work."""
         self.earlier, self.record, self.beat_s = self.record, self.fresh_record(), self._clock.now
         self._beating = bool(self._jobs) or self._busy
         if self._beating:
             self._clock.after(self._settings.heartbeat_s, self.beat)
 
     def seen(self, at_s: float) -> ComponentRecord:
-        """The record as the registry had it at a time that is not long ago, with its age in ms."""
+        """Returns the worker's record as the registry had it at a recent time, with its age in ms."""
         period_s = self._settings.heartbeat_s
         record, beat_s = (self.record, self.beat_s) if self.beat_s <= at_s else (self.earlier, self.beat_s - period_s)
         if at_s > beat_s:
@@ -201,19 +214,19 @@ class SimWorker:
         return msgspec.structs.replace(record, heartbeat_age_ms=max(0, int((self._clock.now - beat_s) * 1000)))
 
     def fresh_record(self) -> ComponentRecord:
-        """Return the record as a heartbeat would send it now."""
+        """Returns the worker's record as a heartbeat would send it now."""
         load = self._load_now()
         return msgspec.structs.replace(
             self.record,
-            **asdict(load),
+            **msgspec.structs.asdict(load),
             free_seqs=max(0, self._settings.max_num_seqs - load.running_requests - load.waiting_requests),
         )
 
-    def _load_now(self) -> SchedulerLoad:
+    def _load_now(self) -> WorkerLoad:
         if self._run is None:
             return self._load
         grown = self._run.ended(self._clock.now) * len(self._run.plan.pieces)
-        return replace(self._load, context_tokens=self._load.context_tokens + grown)
+        return msgspec.structs.replace(self._load, context_tokens=self._load.context_tokens + grown)
 
     def _begin_beating(self) -> None:
         if not self._beating:
@@ -221,33 +234,31 @@ class SimWorker:
             passed = (self._clock.now - self._phase_s) // period_s
             self._clock.at(max(self._clock.now, self._phase_s + (passed + 1) * period_s), self.beat)
 
-    # Work.
-
     @property
     def jobs(self) -> int:
-        """Spans and streams here."""
+        """Returns the number of prefill ranges and streams on this worker."""
         return len(self._jobs)
 
     def add(self, job: WorkerJob) -> None:
-        """Add a span or a stream, whose ticket it now holds. A worker that drains loses it at once."""
+        """Adds a prefill range or a stream, whose ticket it now holds. A worker that drains loses it at once."""
         if self.draining:
             job.on_lost()
             return
         self._catch_up()
         job.seq_id, size = next(self._ids), self._settings.block_size
-        span = not job.answer_tokens
-        total = job.tokens // size if span else job.tokens // size + 1
-        if self._settings.macro_steps and not span:
-            # And one beyond, so that the stock of slots never looks short.
+        prefill_range = not job.answer_tokens
+        total = job.tokens // size if prefill_range else job.tokens // size + 1
+        if self._settings.macro_steps and not prefill_range:
+            # One slot more than needed is given, so that the scheduler's stock of slots never looks short.
             total = (job.tokens + job.answer_tokens) // size + 2
         spec = SequenceSpec(
             seq_id=job.seq_id,
             token_ids=np.full(job.tokens, TOKEN, dtype=np.int32),
             parent_hash=ROOT,
             prompt_tokens=job.tokens,
-            sampling=None if span else GREEDY,
+            sampling=None if prefill_range else GREEDY,
             max_tokens=job.answer_tokens,
-            max_model_len=0 if span else MAX_TOKENS,
+            max_model_len=0 if prefill_range else MAX_TOKENS,
             chunk_ends=job.chunk_ends,
         )
         holding = Holding(job.seq_id, self._take(job.computed_blocks), self._take(total - job.computed_blocks))
@@ -258,18 +269,18 @@ class SimWorker:
         self._step()
 
     def cancel(self, job: WorkerJob) -> None:
-        """Nobody wants a job any more."""
+        """Cancels a job that nobody wants any more."""
         if self._jobs.pop(job.seq_id, None) is not None:
             self._catch_up()
             self._scheduler.cancel(job.seq_id, self._clock.now)
             self._step()
 
     def drain(self) -> None:
-        """Take no more jobs."""
+        """Makes the worker refuse all jobs from now on."""
         self.draining = True
 
     def stop(self) -> None:
-        """The worker ends now: its jobs are lost, behind the tokens that were generated until now."""
+        """Stops the worker: its jobs are lost, after the tokens that were generated until now."""
         self.drain()
         self._catch_up()
         for job in list(self._jobs.values()):
@@ -277,14 +288,13 @@ class SimWorker:
             job.on_lost()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError where the scheduler's own accounts do not add up, or jobs are left that it has not."""
+        """Raises AssertionError where the scheduler's own accounts do not add up, or the worker has jobs that
+        it lacks."""
         self._scheduler.check_integrity()
         assert self._jobs.keys() <= self._scheduler.sequences.keys(), "a job is left that the scheduler does not have"
 
     def _take(self, count: int) -> tuple[int, ...]:
         return tuple(itertools.islice(self._slots, count))
-
-    # Steps.
 
     def _step(self) -> None:
         if self._busy:
@@ -298,13 +308,13 @@ class SimWorker:
     def _begin(self, plan: StepPlan) -> None:
         count, found = self._plain_steps(plan), features(plan.pieces).tolist()
         if count < 2:
-            seconds, behind_s = self._noise().seconds(self._cost_s(found))
-            self._cores.run(self._number, seconds, lambda borrowed: self._landed(plan, borrowed, behind_s))
+            seconds, after_s = self._noise().seconds(self._cost_s(found))
+            self._cores.run(self._number, seconds, lambda borrowed: self._landed(plan, borrowed, after_s))
             return
         now, streams = self._clock.now, len(plan.pieces)
         run = StepRun(plan, [], [])
-        # Each step reads one token more for each stream, and pairs it with one more: SCALES are powers of two, so this
-        # is what features() would find.
+        # Each step reads one token more for each stream, and pairs it with one more: SCALES are powers of two, so the
+        # result equals that of features().
         more_reads, more_pairs = streams / SCALES[3].item(), streams / SCALES[4].item()
         for _ in range(count):
             noise = self._noise()
@@ -330,7 +340,8 @@ class SimWorker:
         return StepNoise(self._draw.gauss(1.0, self._settings.noise), beside_s)
 
     def _plain_steps(self, plan: StepPlan) -> int:
-        """How many steps from this one on only decode, and end no stream; 0 where that is not to be used."""
+        """Returns how many steps from this one on only decode, and end no stream. It is 0 where steps may not be
+        joined."""
         if not self._settings.macro_steps:
             return 0
         queues = self._scheduler.queues
@@ -351,7 +362,7 @@ class SimWorker:
             self._step()
 
     def _catch_up(self) -> None:
-        """Commit the steps of a run that have ended; the one under way becomes a step of its own."""
+        """Commits the steps of a run that have ended; the one under way becomes a step of its own."""
         run = self._run
         if run is None:
             return
@@ -371,13 +382,13 @@ class SimWorker:
         self._clock.at(run.ends_s[count], lambda: self._done(plan, 0.0))
 
     def _commit_run(self, run: StepRun, count: int) -> None:
-        """Commit the first ``count`` steps of the run under way, as one whose tokens were known."""
+        """Commits the first ``count`` steps of the run under way, as one whose tokens were known."""
         self._run, self._version, self._busy = None, self._version + 1, False
         ends_s = run.ends_s[:count]
         if count > 1:
             ids = np.full(count - 1, TOKEN, dtype=np.int32)
             for piece in run.plan.pieces:
-                piece.sequence.draft(ids, forced=True)
+                piece.sequence.propose(ids, _KNOWN)
         pieces = tuple(SequencePiece(piece.sequence, piece.start, count, 1) for piece in run.plan.pieces)
         plan = replace(run.plan, pieces=pieces)
         gaps = array("d", [after - before for before, after in itertools.pairwise(ends_s)])
@@ -385,8 +396,8 @@ class SimWorker:
         outcome = self._scheduler.commit(plan, Sampled((TOKEN,) * len(pieces)), ends_s[-1])
         self._hear(outcome, ends_s, gaps)
 
-    def _landed(self, plan: StepPlan, borrowed_s: float, behind_s: float) -> None:
-        self._clock.after(behind_s, lambda: self._done(plan, borrowed_s))
+    def _landed(self, plan: StepPlan, borrowed_s: float, after_s: float) -> None:
+        self._clock.after(after_s, lambda: self._done(plan, borrowed_s))
 
     def _done(self, plan: StepPlan, borrowed_s: float) -> None:
         self._busy = False
@@ -395,12 +406,10 @@ class SimWorker:
         self._hear(self._scheduler.commit(plan, sampled, self._clock.now))
         self._step()
 
-    # What a step brings.
-
     def _hear(self, outcome: Outcome, times: Sequence[float] = (), gaps: array[float] = NO_GAPS) -> None:
         if outcome.empty:
             return
-        self._load = outcome.load
+        self._load = WorkerLoad(**outcome.load)
         for update in outcome.updates:
             self._tell(update, times or (self._clock.now,), gaps)
         for chunk in outcome.chunks:
@@ -432,10 +441,11 @@ class SimWorker:
         for chunk in order.chunks:
             self._tell_chunk(chunk)
         stream, job = self._scheduler.sequences.get(order.seq_id), self._jobs.get(order.seq_id)
-        if stream is not None and job is not None and not stream.is_span:
+        if stream is not None and job is not None and not stream.is_prefill:
             job.on_committed(stream.num_committed * self._settings.block_size)
             if self._settings.macro_steps and stream.decoding and not stream.in_commit and stream.may_commit:
-                # What follows is of the answer, and nobody else's: the fleet's stores (prefix_store) have the prompt.
+                # Blocks after the prompt are not shared, because the simulated nodes (prefix_store) count the blocks of
+                # prompts only.
                 stream.refuse_commit()
         self._step()
 

@@ -1,4 +1,6 @@
-"""What all gateways of a simulated fleet reach: the workers and nodes that live, and the index over the nodes (I9)."""
+"""Holds the parts of a simulated fleet that all gateways share: the workers and nodes that live, and the index over the
+nodes (I9).
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pillion.wire.registry import ComponentRecord
 
 @dataclass(frozen=True, slots=True)
 class Roster:
-    """The workers that the registry lists, since ``changed_s``: by role, and by node."""
+    """Lists the workers that the registry has listed since ``changed_s``: by role, and by node."""
 
     changed_s: float
     of_role: dict[str, list[ComponentRecord]]
@@ -23,7 +25,8 @@ class Roster:
 
 
 class TalkOfGateways:
-    """What gateways tell each other by Redis: what each has under way on each component (SharedLoads)."""
+    """Represents the exchange of gateways by Redis: the load that each has under way on each component
+    (SharedLoads)."""
 
     def __init__(self) -> None:
         self._told: dict[tuple[int, str], UnderWay] = {}
@@ -31,26 +34,26 @@ class TalkOfGateways:
         self._tokens: Counter[str] = Counter()
 
     def tell(self, gateway: int, component_id: str, own: OwnLoad) -> None:
-        """A gateway tells what it has under way on a component."""
+        """Notes the load that a gateway says that it has under way on a component."""
         before, now = self._told.get((gateway, component_id), UnderWay(0, 0)), own.of(component_id)
         self._amounts[component_id] += now.amount - before.amount
         self._tokens[component_id] += now.tokens - before.tokens
         self._told[gateway, component_id] = now
 
     def others(self, gateway: int, component_id: str) -> UnderWay:
-        """What the other gateways have told of a component."""
+        """Returns the load that the other gateways have said that they have under way on a component."""
         mine = self._told.get((gateway, component_id), UnderWay(0, 0))
         return UnderWay(self._amounts[component_id] - mine.amount, self._tokens[component_id] - mine.tokens)
 
 
 @dataclass(slots=True, kw_only=True)
 class FleetSite:
-    """The part of a fleet that gateways share. Only the world (:mod:`pillion.simulator.fleet.world`) changes it.
+    """Holds the part of a fleet that gateways share. Only the world (:mod:`pillion.simulator.fleet.world`) changes it.
 
     Attributes:
         block_size: tokens of a KV block.
         call_s: seconds of a call between two components.
-        block_s: seconds that a block takes from one node to another, behind a call.
+        block_s: seconds that a block takes from one node to another, after a call.
         sharing: whether gateways tell each other what they have under way.
         rosters: of now and of a moment ago, the oldest first; a gateway sees that of its last look at the registry.
         running: requests in each gateway.
@@ -70,11 +73,11 @@ class FleetSite:
     running: dict[int, int] = field(default_factory=dict)
 
     def roster(self, seen_s: float) -> Roster:
-        """The workers that the registry listed at a time."""
+        """Returns the workers that the registry listed at the time ``seen_s``."""
         return next((one for one in reversed(self.rosters) if one.changed_s <= seen_s), self.rosters[0])
 
     def list_workers(self, records: list[ComponentRecord], keep_s: float) -> None:
-        """The registry lists these workers from now on; what it listed longer ago than ``keep_s`` is forgotten."""
+        """Makes the registry list these workers from now on, and forgets what it listed longer ago than ``keep_s``."""
         of_role: dict[str, list[ComponentRecord]] = {"prefill": [], "decode": []}
         on_node: dict[str, list[ComponentRecord]] = {}
         for record in records:

@@ -1,4 +1,5 @@
-"""Questions to a recorded trace: what would a change of a flag have cost, and how many workers would it have taken?
+"""Simulates fleets on a recorded trace, to see what a change of a flag would have cost, and how many workers were
+needed.
 
     compare    the same requests in several fleets, which differ in flags
     capacity   the least number of workers of each kind that meet objectives
@@ -15,29 +16,29 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.config import ServeFlags
+from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
-from pillion.gateway.planning.plan_cost import StepModel
 from pillion.simulator.fleet.figures import FleetFigures, GoodBounds, figures_of
 from pillion.simulator.fleet.traffic import ClientRecord, Request
 from pillion.simulator.fleet.world import FleetConfig, simulate
 
 SIMULATED_FLAGS = (
-    *("prefill_workers", "decode_workers", "gateway_workers", "block_size", "kv_pool_bytes", "max_model_len"),
+    *("prefill_workers", "decode_workers", "gateway_workers", "block_size", "kv_pool_bytes", "max_model_len", "device"),
     *("max_num_batched_tokens", "max_num_batched_prefill_tokens", "max_num_seqs", "target_itl_ms", "split_policy"),
     *("chunk_size", "max_inflight_requests", "max_inflight_tokens", "max_running_requests", "max_attempts"),
     *("enable_prefix_caching", "heartbeat_ms", "drain_timeout_s"),
 )
 MAX_FLEET_WORKERS = 10_000
 MAX_FLEET_GATEWAYS = 64
-# Most fleets of one comparison.
+# A comparison has at most this many fleets.
 MAX_COMPARED_FLEETS = 64
-# Shares of the workers that prefill, of which the best one is looked for.
+# These shares of all workers are tried as prefill workers; the best one is taken.
 PREFILL_SHARES = (0.0, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, slots=True)
 class FleetVariant:
-    """One fleet of a comparison: the flags that set it apart, in words, and what its clients saw."""
+    """Holds one fleet of a comparison: the flags that set it apart, in words, and what its clients saw."""
 
     name: str
     records: Sequence[ClientRecord]
@@ -46,7 +47,7 @@ class FleetVariant:
 
 @dataclass(frozen=True, slots=True)
 class CapacityPoint:
-    """So many workers, and what share of the requests was good with them."""
+    """Holds a number of workers of either kind, and what share of the requests was good with them."""
 
     prefills: int
     decodes: int
@@ -55,21 +56,22 @@ class CapacityPoint:
 
     @property
     def workers(self) -> int:
-        """All of them."""
+        """Returns the number of workers of both kinds."""
         return self.prefills + self.decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The fewest workers that are enough, None where MAX_FLEET_WORKERS are not; and all that were tried."""
+    """Holds the fewest workers that are enough, or None where MAX_FLEET_WORKERS are not, and all numbers that were
+    tried."""
 
     best: CapacityPoint | None
     tried: tuple[CapacityPoint, ...]
 
 
 def with_flags(config: FleetConfig, values: Mapping[str, Any]) -> FleetConfig:
-    """The fleet with other values of some flags. Raises ConfigError for flags that change nothing here, and for numbers
-    of workers that are too large."""
+    """Returns the fleet with other values of some flags. Raises ConfigError for flags that change nothing here, and for
+    numbers of workers that are too large."""
     for name in values:
         if name not in SIMULATED_FLAGS:
             names = ", ".join("--" + one.replace("_", "-") for one in SIMULATED_FLAGS)
@@ -96,7 +98,8 @@ def compare(
 ) -> list[FleetVariant]:
     """Simulates the requests with each combination of flags; ``changes`` has the values of each, as text and parsed.
 
-    The first combination is what the others are compared with. ``told`` gets each as it is done. Raises ConfigError.
+    The others are compared with the first combination. ``told`` is called with the result of each fleet as soon as it
+    was simulated. Raises ConfigError.
     """
     names = list(changes)
     chosen = list(itertools.product(*(changes[name] for name in names)))
@@ -118,7 +121,8 @@ def compare(
 
 
 def fitting(requests: Sequence[Request], max_model_len: int) -> Sequence[Request]:
-    """Requests that need no more than so many tokens; 0: all. Raises ConfigError where none is left."""
+    """Returns requests that need no more than this many tokens, or all if it is 0. Raises ConfigError where none is
+    left."""
     if not max_model_len:
         return requests
     kept = [one for one in requests if one.prompt_tokens + one.answer_tokens <= max_model_len]
@@ -134,7 +138,7 @@ def capacity(
     told: Callable[[CapacityPoint], None] = lambda point: None,
     shares: Sequence[float] = PREFILL_SHARES,
 ) -> Capacity:
-    """The fewest workers with which ``objectives.attainment`` of the requests is good.
+    """Returns the fewest workers with which ``objectives.attainment`` of the requests is good.
 
     For each share of prefill workers the number is doubled until it is enough, and then bisected, as if more were never
     worse; around the best, one worker less of either kind is tried. ``told`` gets each point as it is known.
@@ -174,7 +178,7 @@ def _one_less(prefills: int, decodes: int) -> Iterator[tuple[int, int]]:
 
 
 def _least_workers(share: float, least: int, most: int, enough: Callable[[int, int], bool]) -> tuple[int, int] | None:
-    """The least number of workers, of which a share prefills, that is enough and not above ``most``."""
+    """Returns the least number of workers, of which a share prefills, that is enough and not above ``most``."""
 
     def split(workers: int) -> tuple[int, int]:
         prefills = min(workers - 1, max(1, round(workers * share))) if share else 0
@@ -199,8 +203,9 @@ def _least_workers(share: float, least: int, most: int, enough: Callable[[int, i
 
 
 def _workers_at_least(config: FleetConfig, requests: Sequence[Request]) -> int:
-    """Half of the workers that would be busy all the time with the prompts alone, hits left out."""
+    """Returns a number of workers to begin the search with: half as many as the prompts would keep busy all the time if
+    no prefix were ever found."""
     model = StepModel._make(config.decode_cost_s)
-    size = config.flags.max_num_batched_prefill_tokens
-    seconds = sum(model.span_s(0, request.prompt_tokens, size) for request in requests)
+    size = config.settled().flags.max_num_batched_prefill_tokens
+    seconds = sum(model.range_s(0, request.prompt_tokens, size) for request in requests)
     return max(1, math.ceil(seconds / max(1.0, requests[-1].at_s) / 2)) if requests else 1

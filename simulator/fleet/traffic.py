@@ -1,4 +1,4 @@
-"""The requests of a simulation, and how their clients saw them. Sans-IO."""
+"""Defines the requests of a simulation, and how their clients saw them. Sans-IO."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pillion.loadgen.traces import TRACE_BLOCK_TOKENS, TraceRequest
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One arrival, ``at_s`` seconds after the begin. ``blocks``: numbers of its prompt's whole blocks of
-    TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike. Without them, no prompt
-    begins like another one."""
+    """Describes one arrival, ``at_s`` seconds after the begin. ``blocks`` are the numbers of its prompt's whole blocks
+    of TRACE_BLOCK_TOKENS tokens; two prompts whose first n numbers are the same begin alike. Where ``blocks`` are
+    empty, no prompt begins like another one."""
 
     number: int
     at_s: float
@@ -26,10 +26,11 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class ClientRecord:
-    """A request as its client saw it: seconds from arrival to the first token, and between tokens.
+    """Holds what a request's client saw: the seconds from arrival to the first token, and between tokens.
 
-    ``reason`` is the planner's, or the error where the request ``failed``. ``cached_tokens`` of its prompt were found,
-    ``prefilled_tokens`` computed by prefill workers; ``replays``: how often it began again on another worker.
+    ``reason`` is that of the planner, or the error where the request ``failed``. ``cached_tokens`` of its prompt were
+    found, ``prefilled_tokens`` computed by prefill workers; ``replays`` says how often it began again on another
+    worker.
     """
 
     request: Request
@@ -42,7 +43,7 @@ class ClientRecord:
     replays: int = 0
 
     def bench_record(self) -> Record:
-        """This request as `pillion bench` would have recorded it."""
+        """Returns this request as `pillion bench` would have recorded it."""
         request, first_s = self.request, self.request.at_s + self.ttft_s
         times = () if self.failed else tuple(itertools.accumulate(self.gaps_s, initial=first_s))
         return Record(
@@ -64,8 +65,8 @@ class ClientRecord:
 
 
 def requests_of(trace: Sequence[TraceRequest], *, speed: float = 1.0, max_model_len: int = 0) -> list[Request]:
-    """The requests of a trace, ``speed`` times as fast as they were recorded, from time 0 on. Those that need more than
-    ``max_model_len`` tokens are left out; 0: none is. Raises ConfigError where none is left."""
+    """Returns the requests of a trace, ``speed`` times as fast as they were recorded, from time 0 on. Those that need
+    more than ``max_model_len`` tokens are left out, unless that is 0. Raises ConfigError where none is left."""
     kept = [row for row in trace if not 0 < max_model_len < row.input_length + row.output_length]
     if not kept:
         raise ConfigError("the trace has no request that fits")
@@ -77,5 +78,5 @@ def requests_of(trace: Sequence[TraceRequest], *, speed: float = 1.0, max_model_
 
 
 def shared_tokens(blocks: int) -> int:
-    """Tokens of so many whole blocks of a trace."""
+    """Returns the number of tokens of so many whole blocks of a trace."""
     return blocks * TRACE_BLOCK_TOKENS

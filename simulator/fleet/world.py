@@ -1,6 +1,7 @@
-"""A fleet in simulated time: the production gateways' decisions and schedulers, over steps that cost what a model says.
+"""Simulates a fleet: the production gateways' decisions and schedulers, over steps that cost what a model says.
 
-    requests --> gateways --plan over last heartbeats--> [span on a prefill worker] --> stream on a decode worker
+    requests --> gateways --plan over last heartbeats--> [prefill range on a prefill worker] --> stream on a decode
+    worker
                                                             '--- blocks at KV nodes, found by later prompts ---'
 
 A fleet's size may change while it runs: :meth:`FleetWorld.start_worker`, :meth:`FleetWorld.drain_worker`. A worker
@@ -12,13 +13,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from pillion.config import AUTO, ServeFlags, parse_split_policy
-from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
+from pillion.engine.backends.devices import cpu_budgets
+from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS, suitable_tokens
+from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.planning.plan_cost import DEFAULT_BYTES_PER_S
+from pillion.kvstore.memory.memory import CUDA
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
@@ -29,22 +33,24 @@ from pillion.simulator.fleet.site import FleetSite
 from pillion.simulator.fleet.traffic import ClientRecord, Request
 from pillion.wire.registry import ComponentRecord
 
-# The time of a call between two components, there and back, and the relative standard deviation of a step's time.
+# A call between two components takes this long, there and back; a step's time has the relative standard deviation
+# below.
 CALL_S = 0.002
 NOISE = 0.03
-# Without known costs, every worker answers these prompts before the load, and so learns the cost of its steps.
+# Where workers have to learn the cost of their steps, every worker answers prompts of these lengths before the load
+# begins.
 WARM_UP_TOKENS = (64, 700, 64, 1500, 32, 600)
 WARM_UP_ANSWER_TOKENS = 16
 WARM_UP_S = 60.0
 PREFILL, DECODE = "prefill", "decode"
-MAX_SPANS = 256
-# The step of a simulation that waits for an end it does not know.
+MAX_PREFILLS = 256
+# A simulation that waits for an unknown end simulates this many seconds at a time.
 WAIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetConfig:
-    """A fleet at its start, and what its machines are like.
+    """Describes a fleet at its start, and what its machines are like.
 
     Attributes:
         flags: of all components; of the numbers of workers and gateways, those at the start. Only SIMULATED_FLAGS
@@ -78,8 +84,18 @@ class FleetConfig:
 
     @property
     def prefills(self) -> int:
-        """Prefill workers at the start."""
+        """Returns the number of prefill workers at the start."""
         return max(0, self.flags.prefill_workers)
+
+    def settled(self) -> FleetConfig:
+        """Returns the fleet with a number for each budget that no flag sets: those of a CPU, or, with --device cuda,
+        those that suit what steps cost."""
+        budgets = cpu_budgets(self.flags)
+        for name in budgets if self.flags.device == CUDA else ():
+            prefill = name == "max_num_batched_prefill_tokens"
+            cost, target = (self.prefill_cost_s, AUTO) if prefill else (self.decode_cost_s, self.flags.target_itl_ms)
+            budgets[name] = max(budgets[name], suitable_tokens(StepModel._make(cost), target))
+        return replace(self, flags=replace(self.flags, **budgets))
 
     def check(self) -> None:
         """Raises ConfigError for what cannot be simulated."""
@@ -103,7 +119,8 @@ def lab_fleet(
     shared_cores: int = 0,
     sharing: bool = False,
 ) -> FleetConfig:
-    """A few workers at one KV node, which learn the cost of their steps: what the benchmarks of planning compare."""
+    """Returns a few workers at one KV node, which learn the cost of their steps: what the benchmarks of planning
+    compare."""
     flags = ServeFlags(
         prefill_workers=prefills,
         decode_workers=decodes,
@@ -122,20 +139,21 @@ def lab_fleet(
     )
 
 
-# Makes one of several gateways: from the site, the flags, its number and how many there are.
+# This function makes one of several gateways: from the site, the flags, its number and how many gateways there are.
 MakeGateway = Callable[[FleetSite, GatewaySettings, int, int], SimGateway]
 
 
 class FleetWorld:
-    """A fleet that runs. Attributes are for reading: ``clock``, ``site``, ``gateways``, ``config``.
+    """Runs a fleet. Attributes are for reading: ``clock``, ``site``, ``gateways``, ``config``.
 
-    Call from one thread; everything follows from the config and the requests. ``make`` makes other gateways than usual.
+    One thread makes all calls; everything follows from the config and the requests. ``make`` makes other gateways than
+    usual.
     """
 
     def __init__(self, config: FleetConfig, make: MakeGateway = SimGateway) -> None:
         config.check()
+        self.config = config = config.settled()
         flags = config.flags
-        self.config = config
         self.clock = Clock()
         count = flags.gateway_workers
         self.site = FleetSite(
@@ -153,11 +171,11 @@ class FleetWorld:
             self._cores = SharedCores(self.clock, total, config.shared_cores)
         self._numbers = itertools.count()
         self._spread_over = max(1, total)
-        # The records of the workers that the registry lists.
+        # These are the records of the workers that the registry lists.
         self._listed: dict[str, ComponentRecord] = {}
         self._next_node = itertools.count()
         kinds = [*[PREFILL] * config.prefills, *[DECODE] * flags.decode_workers]
-        # Decode workers first, so that nodes are there; the numbers are those of the kinds in order.
+        # Decode workers come first, so that their nodes exist; workers of each kind are numbered in order.
         made = {number: self._make(role, number) for number, role in enumerate(kinds) if role == DECODE}
         made |= {number: self._make(role, number) for number, role in enumerate(kinds) if role == PREFILL}
         self._numbers = itertools.count(len(kinds))
@@ -165,11 +183,9 @@ class FleetWorld:
             self._announce(made[number], list_now=False)
         self._list()
 
-    # The fleet's size.
-
     def start_worker(self, role: str, after_s: float = 0.0) -> str:
-        """Start one more worker of a role, PREFILL or DECODE; it serves ``after_s`` seconds from now. Returns its name.
-        A prefill worker goes to the node with the fewest of them."""
+        """Starts one more worker of a role, PREFILL or DECODE; it serves ``after_s`` seconds from now. Returns its
+        name. A prefill worker goes to the node with the fewest of them."""
         number = next(self._numbers)
         name = f"{role}-{number}"
 
@@ -180,9 +196,9 @@ class FleetWorld:
         return name
 
     def drain_worker(self, name: str, within_s: float | None = None) -> None:
-        """Stop a worker: it is listed no more and takes nothing new, and what it has may finish ``within_s`` seconds,
-        by default --drain-timeout-s; then gateways take the rest elsewhere. Unknown names, and workers that are not
-        ready yet, raise KeyError."""
+        """Stops a worker: the registry lists it no more, it takes nothing new, and its running work may finish
+        ``within_s`` seconds, by default --drain-timeout-s; then gateways take the rest elsewhere. Unknown names, and
+        workers that are not ready yet, raise KeyError."""
         worker = self.site.workers[name]
         del self._listed[name]
         self._list()
@@ -198,13 +214,11 @@ class FleetWorld:
         look()
 
     def workers(self, role: str) -> list[SimWorker]:
-        """The workers of a role that the registry lists, in the order of their starts."""
+        """Returns the workers of a role that the registry lists, in the order of their starts."""
         return [self.site.workers[name] for name, record in self._listed.items() if record.role == role]
 
-    # Running.
-
     def send(self, requests: Sequence[Request], begin_s: float = 0.0) -> None:
-        """Let requests arrive, ``begin_s`` seconds behind their times; gateways get them in turn."""
+        """Lets requests arrive, ``begin_s`` seconds after their times; gateways get them in turn."""
         arrivals = iter(requests)
 
         def send_next(request: Request) -> None:
@@ -219,7 +233,7 @@ class FleetWorld:
         expect()
 
     def warm_up(self) -> float:
-        """Let every worker learn the cost of its steps, where it does not know it; returns when the load may begin."""
+        """Lets every worker learn the cost of its steps, where it does not know it; returns when the load may begin."""
         if self.config.known_costs:
             return 0.0
         prompts = WARM_UP_TOKENS * len(self._listed)
@@ -229,11 +243,11 @@ class FleetWorld:
         return WARM_UP_S
 
     def open_requests(self) -> int:
-        """Requests that gateways have taken on and that have not ended."""
+        """Returns how many requests gateways have taken on that have not ended."""
         return sum(self.site.running.values())
 
     def records(self) -> list[ClientRecord]:
-        """What clients have seen, in the order of the requests' numbers; the warm-up is left out."""
+        """Returns what clients have seen, in the order of the requests' numbers; the warm-up is left out."""
         found = [record for gateway in self.gateways for record in gateway.records]
         found += [flow.record(PATIENCE_S) for gateway in self.gateways for flow in gateway.open]
         kept = (record for record in found if record.request.number >= 0)
@@ -245,8 +259,6 @@ class FleetWorld:
             worker.check_integrity()
         for store in self.site.stores.values():
             store.check_integrity()
-
-    # Inside.
 
     def _make(self, role: str, number: int) -> SimWorker:
         flags, config = self.config.flags, self.config
@@ -264,13 +276,13 @@ class FleetWorld:
             max_step_tokens=flags.max_num_batched_prefill_tokens if prefill else flags.max_num_batched_tokens,
             target_itl_ms=target_ms,
             target_itl_steps=AUTO_TARGET_STEPS if auto and not prefill else 0.0,
-            core_board="board" if config.shared_cores else "",
+            core_lending_table="table" if config.shared_cores else "",
             core_share=1 / self._spread_over if config.shared_cores else 0.0,
         )
         settings = WorkerSettings(
             cost_s=config.prefill_cost_s if prefill else config.decode_cost_s,
             block_size=flags.block_size,
-            max_num_seqs=min(MAX_SPANS, record.max_step_tokens) if prefill else flags.max_num_seqs,
+            max_num_seqs=min(MAX_PREFILLS, record.max_step_tokens) if prefill else flags.max_num_seqs,
             noise=config.noise,
             heartbeat_s=flags.heartbeat_ms / 1000,
             call_s=config.call_s,
@@ -284,7 +296,7 @@ class FleetWorld:
         return worker
 
     def _node_of(self, role: str) -> str:
-        """The KV node of a new worker of a role."""
+        """Returns the KV node of a new worker of a role."""
         stores = self.site.stores
         if self.config.one_node and stores:
             return next(iter(stores))
@@ -309,7 +321,7 @@ class FleetWorld:
         self.site.list_workers(list(self._listed.values()), 2 * VIEW_POLL_S)
 
     def _stop(self, worker: SimWorker) -> None:
-        """The worker's process ends, and its node's with the last worker there."""
+        """Ends the worker's process, and its node's with the last worker there."""
         name, node_id = worker.record.component_id, worker.record.node_id
         worker.stop()
         del self.site.workers[name]
@@ -321,9 +333,9 @@ class FleetWorld:
 def simulate(
     config: FleetConfig, requests: Sequence[Request], make: MakeGateway = SimGateway
 ) -> tuple[list[ClientRecord], FleetWorld]:
-    """Simulate a load; return the clients' records, and the world as it was left.
+    """Simulates a load; returns the clients' records, and the world as it was left.
 
-    The simulation ends when every request has, or PATIENCE_S behind the last arrival.
+    The simulation ends when every request has, or PATIENCE_S after the last arrival.
     """
     world = FleetWorld(config, make)
     begin_s = world.warm_up()
@@ -338,7 +350,7 @@ def simulate(
 def simulate_closed(
     config: FleetConfig, requests: Sequence[Request], concurrency: int
 ) -> tuple[list[ClientRecord], float]:
-    """Simulate a closed loop, ``concurrency`` requests at any time, whatever their arrivals; return the clients'
+    """Simulates a closed loop, ``concurrency`` requests at any time, whatever their arrivals; returns the clients'
     records, and the seconds until the last answer's end.
 
     Raises RuntimeError where no answer ends for PATIENCE_S: a request was lost.

@@ -1,4 +1,4 @@
-"""The CUDA driver of tests: the machine's own where it has a GPU, else fake_cuda.c beside this file.
+"""Provides the CUDA driver of tests: the machine's own where it has a GPU, else fake_cuda.c beside this file.
 
 The fake is compiled with the header that Triton brings, so its prototypes are NVIDIA's; tests that need it are skipped
 where there is no C compiler. Other processes find it like a real driver, by the loader's path.
@@ -19,9 +19,9 @@ import tempfile
 import pytest
 
 from pillion.errors import ConfigError
-from pillion.kvstore.memory import cuda_driver
-from pillion.kvstore.memory.cuda_driver import CudaDriver, CudaStream
-from pillion.kvstore.memory.cuda_segment import DeviceMapping
+from pillion.kvstore.gpu import cuda_driver
+from pillion.kvstore.gpu.cuda_driver import CudaDriver, CudaStream
+from pillion.kvstore.gpu.cuda_segment import DeviceMapping
 
 SOURCE = pathlib.Path(__file__).with_name("fake_cuda.c")
 
@@ -83,7 +83,7 @@ def fail_next_copy() -> None:
 
 
 class DeviceBytes:
-    """A mapping's bytes as a kernel would see them; each access copies them."""
+    """Gives access to a mapping's bytes as a kernel would see them; each access copies them."""
 
     def __init__(self, mapping: DeviceMapping) -> None:
         self._mapping = mapping

@@ -1,4 +1,5 @@
-"""Faults at named points of running components, drawn by a test: a process that passes a point is killed or stopped.
+"""Causes faults at named points of running components, drawn by a test: a process that passes a point is killed or
+stopped.
 
     points.py         the named points: seams that the product has anyway, and the moment before or after each
     board.py          a mapped file: the test arms a fault in it, processes count their passings there

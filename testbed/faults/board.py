@@ -1,4 +1,4 @@
-"""The board: a mapped file in which a test arms faults, and in which the processes of a cluster count their passings.
+"""Maps the board: a file in which a test arms faults, and in which the processes of a cluster count their passings.
 
 empty --arm--> armed, passings to go --the last one--> empty, and fired: by whom, when
 """
@@ -16,30 +16,30 @@ from dataclasses import dataclass
 
 from testbed.faults.points import FaultPoint
 
-# Names the board's file to a process. Its name does not begin as those of the product's settings do.
+# This variable names the board's file to a process. Its name must not begin as those of the product's settings do.
 BOARD_VARIABLE = "TESTBED_FAULT_BOARD"
-# Faults that can be armed at once.
+# This many faults can be armed at once.
 SLOTS = 2
-# 64-bit words of a slot.
+# These are the 64-bit words of a slot.
 _POINT, _LEFT, _SIGNAL, _VICTIM, _FIRED_PID, _FIRED_NS, _HELD_MS, _WORDS = range(8)
-# Behind the slots each point has a word with the number of its passings.
+# After the slots there is a word for each point, with the number of its passings.
 MAX_POINTS = 255
 _COUNTS = SLOTS * _WORDS
 
 
 @dataclass(frozen=True, slots=True)
 class FiredFault:
-    """A fault that has happened: the process that passed the point, and when, by the monotonic clock."""
+    """Describes a fault that has happened: the process that passed the point, and when, by the monotonic clock."""
 
     pid: int
     at_s: float
 
 
 class FaultBoard:
-    """One board, mapped by the test and by each process of its cluster."""
+    """Represents one board, mapped by the test and by each process of its cluster."""
 
     def __init__(self, path: pathlib.Path) -> None:
-        """Maps the file, and makes it where it is not there."""
+        """Maps the board's file, and makes it where it does not exist."""
         self._path = path
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -50,7 +50,7 @@ class FaultBoard:
         finally:
             os.close(descriptor)
 
-    # The test's side.
+    # The methods from here on are those that the test calls.
 
     def arm(
         self,
@@ -61,9 +61,9 @@ class FaultBoard:
         victim: int = 0,
         held_s: float = 0.0,
     ) -> None:
-        """Has the ``passing``-th passing of a point, from now on and over all processes of its role, send a signal to
-        the process that passes, or to ``victim``. Without a signal, the thread that passes is held for ``held_s``: what
-        happens there takes so long, and the process goes on."""
+        """Arms a fault: the ``passing``-th passing of a point, from now on and over all processes of its role, sends a
+        signal to the process that passes, or to ``victim``. Without a signal, the thread that passes is held for
+        ``held_s``, and then the process goes on."""
         base = slot * _WORDS
         values = {_LEFT: passing, _SIGNAL: number or 0, _VICTIM: victim, _FIRED_PID: 0, _FIRED_NS: 0}
         values[_HELD_MS] = round(held_s * 1000)
@@ -72,31 +72,31 @@ class FaultBoard:
         self._words[base + _POINT] = point.number
 
     def fired(self, slot: int) -> FiredFault | None:
-        """What became of the fault that was armed last; None as long as it has not happened."""
+        """Returns the fault that was armed last, once it has happened; None before that."""
         base = slot * _WORDS
         pid = self._words[base + _FIRED_PID]
         return FiredFault(pid, self._words[base + _FIRED_NS] / 1e9) if pid else None
 
     def disarm(self) -> None:
-        """No fault happens from now on; what has happened is still known."""
+        """Disarms all faults: none happens from now on. The faults that have happened are still known."""
         for slot in range(SLOTS):
             self._words[slot * _WORDS + _POINT] = 0
 
     def passings(self, point: FaultPoint) -> int:
-        """About how often the processes of its role have passed a point since the board was cleared: two that pass it
-        in the same moment may count as one."""
+        """Returns about how often the processes of its role have passed a point since the board was cleared: two that
+        pass it in the same moment may count as one."""
         return self._words[_COUNTS + point.number]
 
     def clear(self) -> None:
-        """No fault is armed, none has happened, and no passing is counted."""
+        """Clears the board: no fault is armed, none has happened, and no passing is counted."""
         self.disarm()
         for word in range(len(self._words)):
             self._words[word] = 0
 
-    # The processes' side.
+    # The methods from here on are those that the cluster's processes call.
 
     def passes(self, number: int) -> None:
-        """This process passes a point. It costs a few accesses to memory where the point is not armed."""
+        """Notes that this process passes a point. It costs a few accesses to memory where the point is not armed."""
         words = self._words
         words[_COUNTS + number] += 1
         for base in range(0, _COUNTS, _WORDS):
@@ -105,7 +105,7 @@ class FaultBoard:
 
     def _count(self, base: int, number: int) -> None:
         words = self._words
-        # A description of its own for each lock, so that the threads of a process keep each other out, too.
+        # Each lock gets a descriptor of its own, so that the threads of a process keep each other out, too.
         with self._path.open("rb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if words[base + _POINT] != number:
@@ -126,7 +126,7 @@ class FaultBoard:
 
 
 def hook_environment(board: pathlib.Path) -> dict[str, str]:
-    """The environment with which a cluster has the hooks, beside what it has anyway."""
+    """Returns the variables with which a cluster has the hooks, beside those that it has anyway."""
     hooks = pathlib.Path(__file__).parent
     paths = (str(hooks), str(hooks.parent.parent), os.environ.get("PYTHONPATH", ""))
     return {BOARD_VARIABLE: str(board), "PYTHONPATH": os.pathsep.join(filter(None, paths))}

@@ -1,8 +1,8 @@
 """Wraps the seams of a component's process: when a module with a seam has been imported, its points are passed.
 
-The role is the word behind ``-m pillion`` on the command line. The fork server, of which components are forks, has the
-seams of all roles, and each fork passes the points of its own. A seam stays what it was to everybody who calls it: a
-function, a coroutine function or an asynchronous generator function of the same name.
+The role is the word after ``-m pillion`` on the command line. The fork server, of which components are forks, has the
+seams of all roles, and each fork passes the points of its own. A seam stays the same for its callers: a function, a
+coroutine function or an asynchronous generator function of the same name.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from testbed.faults.board import FaultBoard
 from testbed.faults.points import POINTS
 
 Pass = Callable[[], None]
-# The role of the fork server's own program, whose forks have any one.
+# This is the role of the fork server's own program, whose forks may have any role.
 EVERY_ROLE = "every role"
-_FORK_SERVER = "pillion.supervisor.fork_server_main"
+_FORK_SERVER = "pillion.supervisor.standbys.fork_server_main"
 
 
 def role_of(words: Sequence[str]) -> str:
-    """The role of a component by its command line; EVERY_ROLE for the fork server, empty for any other program."""
+    """Returns the role of a component by its command line; EVERY_ROLE for the fork server, "" for any other program."""
     for place, word in enumerate(words[:-1]):
         if pathlib.Path(word).name == "pillion" and words[place - 1] == "-m":
             return words[place + 1]
@@ -39,8 +39,8 @@ def role_of(words: Sequence[str]) -> str:
 
 
 def install(board: FaultBoard, role: str) -> None:
-    """Has this process pass the points of ``role`` from now on, as soon as their modules are imported; with
-    ``EVERY_ROLE`` its forks those of the roles that they get."""
+    """Makes this process pass the points of ``role`` from now on, as soon as their modules are imported; with
+    ``EVERY_ROLE`` its forks pass those of the roles that they get."""
     numbers: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for point in POINTS:
         if role in (point.role, EVERY_ROLE):
@@ -61,7 +61,7 @@ def _pass(board: FaultBoard, by_role: dict[str, int]) -> None:
 
 @functools.cache
 def _role_now(pid: int) -> str:
-    """The role of this process, whose number is ``pid``."""
+    """Returns the role of this process, whose id is ``pid``."""
     return role_of(sys.orig_argv)
 
 
@@ -73,7 +73,7 @@ class _SeamFinder(importlib.abc.MetaPathFinder):
         self._finding: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Python's protocol."""
+        """Finds a module, as Python's protocol of finders asks for."""
         if name not in self._seams or name in self._finding:
             return None
         self._finding.add(name)
@@ -92,12 +92,12 @@ class _SeamLoader(importlib.abc.Loader):
         self._seams = seams
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        """Python's protocol."""
+        """Makes no module of its own, as Python's protocol of loaders allows."""
         made: ModuleType | None = self._inner.create_module(spec)
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Python's protocol."""
+        """Runs a module and wraps its seams, as Python's protocol of loaders asks for."""
         self._inner.exec_module(module)
         for name, passes in self._seams.items():
             owner, _, last = name.rpartition(".")
@@ -106,7 +106,7 @@ class _SeamLoader(importlib.abc.Loader):
 
 
 def wrapped(seam: Callable[..., Any], before: Pass, after: Pass) -> Callable[..., Any]:
-    """The seam with its two points. A seam that raises does not pass the second one."""
+    """Wraps a seam with its two points. A seam that raises does not pass the second one."""
     if inspect.isasyncgenfunction(seam):
 
         @functools.wraps(seam)

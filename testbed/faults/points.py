@@ -1,6 +1,6 @@
-"""The named points at which a fault can strike: before and after each send, commit and acknowledgement of a component.
+"""Names the points at which a fault can strike: before and after each send, commit and acknowledgement of a component.
 
-A seam is a function or method of the product. Of an asynchronous generator the points are before and after each message
+A seam is a function or method of the product. The points of an asynchronous generator are before and after each message
 that it yields; "after" is passed when the reader comes for the next one.
 """
 
@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# How often a point is passed: while components start; in some requests only; a few times by six requests, or by each of
-# them; a few times a second; at every step.
+# These say how often a point is passed: while components start; in some requests only; a few times by six requests, or
+# by each of them; a few times a second; at every step.
 AT_START, SELDOM, FEW = "at start", "seldom", "a few times"
 PER_REQUEST, PER_HEARTBEAT, ALWAYS = "per request", "per heartbeat", "always"
-# Passings among which a test draws, by how often a point is passed.
+# For each of these frequencies, a test draws the passing at which a fault strikes among this many.
 MOST_PASSINGS = {AT_START: 1, SELDOM: 1, FEW: 3, PER_REQUEST: 6, PER_HEARTBEAT: 5, ALWAYS: 100}
 
 _CLIENT = "pillion.kvstore.client.node_client:NodeClient"
@@ -20,19 +20,19 @@ _POOL = "pillion.kvstore.node.pool:Pool"
 _LINK = "pillion.gateway.links.decode_link:DecodeLink"
 _SESSION = "pillion.decode_service.session:DecodeSession"
 _EPOCH = "pillion.engine.worker.worker_epoch:WorkerEpoch"
-_KEEPER = "pillion.kvstore.memory.keeper_process:KeeperServer"
+_KEEPER = "pillion.kvstore.pool_survival.keeper_process:KeeperServer"
 _WORKERS, _GATEWAY, _NODE = ("prefill", "decode"), ("gateway",), ("kvnode",)
-# Nodes on several hosts have no keeper there.
+# A cluster of nodes on several hosts runs without a keeper, so the keeper's points are never passed there.
 _WITH_KEEPER = ("small", "wide")
 
-# Shapes of clusters (tests/faults/places.py) whose requests pass a point, where not all of them do.
+# Only requests to clusters of these shapes (tests/faults/places.py) pass the point, where not all of them do.
 _ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
     ("gateway", "a fetch"): ("nodes",),
     ("kvnode", "a fetch"): ("nodes",),
     ("keeper", "a hand-over"): _WITH_KEEPER,
-    ("keeper", "a keeping"): _WITH_KEEPER,
+    ("keeper", "a keep request"): _WITH_KEEPER,
 }
-# Roles, what happens at the seam, the seam, and how often.
+# Each row has the roles, what happens at the seam, the seam's name, and how often its points are passed.
 _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (_GATEWAY, "a look-up", "pillion.kvstore.index.index:Index.longest_prefix", PER_REQUEST),
     (_GATEWAY, "a look at the registry", "pillion.kvstore.index.registry:Registry.components", PER_HEARTBEAT),
@@ -40,7 +40,7 @@ _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (_GATEWAY, "a ticket", f"{_CLIENT}.open_ticket", PER_REQUEST),
     (_GATEWAY, "a fetch", f"{_CLIENT}.prefetch", SELDOM),
     (_GATEWAY, "a release", f"{_CLIENT}.release", FEW),
-    (_GATEWAY, "an acknowledged chunk", "pillion.gateway.links.prefill_link:PrefillLink.run_span", PER_REQUEST),
+    (_GATEWAY, "an acknowledged chunk", "pillion.gateway.links.prefill_link:PrefillLink.run_prefill", PER_REQUEST),
     (_GATEWAY, "a submit", f"{_LINK}.submit", PER_REQUEST),
     (_GATEWAY, "a cancel", f"{_LINK}.cancel", SELDOM),
     (_GATEWAY, "a delta", f"{_LINK}._dispatch", ALWAYS),
@@ -52,8 +52,9 @@ _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (_WORKERS, "a release", f"{_CLIENT}.release", FEW),
     (("prefill",), "a launch", f"{_EPOCH}._launch", PER_REQUEST),
     (("decode",), "a launch", f"{_EPOCH}._launch", ALWAYS),
-    (("prefill",), "an acknowledgement", "pillion.prefill_service.span:SpanRun.acks", PER_REQUEST),
+    (("prefill",), "an acknowledgement", "pillion.prefill_service.prefill_run:PrefillRun.acks", PER_REQUEST),
     (("decode",), "a submit", f"{_SESSION}.submit", PER_REQUEST),
+    (("decode",), "a ticket", f"{_CLIENT}.open_ticket", PER_REQUEST),
     (("decode",), "a batch of deltas", f"{_SESSION}.deltas", ALWAYS),
     (("decode",), "a cancel", f"{_SESSION}.cancel", SELDOM),
     (("decode",), "a hand-off", f"{_CLIENT}.await_chain", SELDOM),
@@ -73,13 +74,14 @@ _SEAMS: tuple[tuple[tuple[str, ...], str, str, str], ...] = (
     (_NODE, "a heartbeat", f"{_POOL}.heartbeat", PER_HEARTBEAT),
     (_NODE, "an announcement", "pillion.kvstore.index.redis_writer:IndexWriter.announce", PER_REQUEST),
     (("keeper",), "a hand-over", f"{_KEEPER}._give", AT_START),
-    (("keeper",), "a keeping", f"{_KEEPER}._keep", AT_START),
+    (("keeper",), "a keep request", f"{_KEEPER}._keep", AT_START),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class FaultPoint:
-    """A point of components of ``role``. ``seam`` is "module:name" or "module:Class.method"; ``number`` is above 0."""
+    """Describes a fault point in components of ``role``. ``seam`` is "module:name" or "module:Class.method"; ``number``
+    is above 0."""
 
     number: int
     role: str
@@ -90,11 +92,11 @@ class FaultPoint:
 
     @property
     def name(self) -> str:
-        """What people and ledgers call it, such as "decode, before a commit"."""
+        """Gives the name that people and ledgers use, such as "decode, before a commit"."""
         return f"{self.role}, {self.moment} {self.what}"
 
     def passed_in(self, shape: str) -> bool:
-        """Whether requests to a cluster of this shape come to the point."""
+        """Returns whether requests to a cluster of this shape come to the point."""
         return shape in _ONLY_IN.get((self.role, self.what), (shape,))
 
 

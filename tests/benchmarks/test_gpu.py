@@ -66,28 +66,25 @@ def bare(tmp_path: pathlib.Path) -> dict[str, str]:
     return environment
 
 
-def run(bare: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
+def run(bare: dict[str, str], *words: str, timeout_s: int = 300) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", *words, "--smoke"]
-    return subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=300, check=False)
+    return subprocess.run(command, cwd=ROOT, env=bare, capture_output=True, text=True, timeout=timeout_s, check=False)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "sections", [("attention", "small", "products"), ("step", "prefill", "line", "ranks"), ("mps", "e2e")]
-)
-def test_every_section_runs_where_only_torch_and_triton_are(sections, bare, tmp_path):
-    done = run(bare, "benchmarks.gpu", *sections, "--out", str(tmp_path))
+@pytest.mark.timeout(1000)
+def test_every_section_runs_where_only_torch_and_triton_are(bare, tmp_path):
+    done = run(bare, "benchmarks.gpu", "--out", str(tmp_path), timeout_s=900)
     assert done.returncode == 0, done.stdout + done.stderr
     path = next(tmp_path.glob("gpu-cpu-*.json"))
     result = json.loads(path.read_text())
-    assert set(result["sections"]) == set(sections)
+    assert set(result["sections"]) == set(SECTIONS)
     for name, section in result["sections"].items():
         assert not section["error"]
         assert section["rows"], name
         assert all(row["value"] is None or row["value"] > 0 for row in section["rows"])
         assert path.with_suffix(".md").read_text().count(section["rows"][0]["name"])
-    if "e2e" in sections:
-        assert "not measured: needs click, google.rpc" in result["sections"]["e2e"]["rows"][0]["note"]
+    assert "not measured: needs click, google.rpc" in result["sections"]["e2e"]["rows"][0]["note"]
 
 
 @pytest.mark.long
@@ -104,9 +101,11 @@ def test_end_to_end_is_measured_where_the_servers_can_run(tmp_path):
     assert row["more"]["requests"] == 1
 
 
-def test_the_sections_are_all_smoked():
-    marks = test_every_section_runs_where_only_torch_and_triton_are.pytestmark
-    assert {name for sections in marks[0].args[1] for name in sections} == set(SECTIONS)
+def test_every_section_can_be_imported_where_only_torch_and_triton_are(bare):
+    """This is the short suite's part of the test above: a section that cannot begin there is seen at once."""
+    code = "".join(f"import benchmarks.gpu.{section}\n" for section in SECTIONS)
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=bare, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.long

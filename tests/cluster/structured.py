@@ -21,11 +21,10 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-import grpc
 import jsonschema
 import numpy as np
 import torch
@@ -35,8 +34,9 @@ from pillion import Client
 from pillion.errors import PillionError
 from pillion.gateway.formats.model_formats import choose_formats
 from pillion.gateway.grammars.answer_grammar import join
-from pillion.gateway.grammars.shapes import shape_piece
+from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.gateway.grammars.tool_pieces import answer_pieces
+from pillion.gateway.http_api.custom_tools import ToolGrammar, custom_tool
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.types import (
     ChatMessage,
@@ -49,21 +49,25 @@ from pillion.types import (
     Tool,
     ToolOptions,
 )
-from pillion.v1 import gateway_pb2_grpc
-from pillion.wire.public import delta_from_pb, request_to_pb
 from testbed.cluster import ServedCluster, served, words_of
 from testbed.conditions import WITHIN_S, result_of, wait_for
 from testbed.ports import free_port
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
 from tests.support.drafts import guessing
+from tests.support.patches import PATCH, PATCHED
 
 POLICIES = ("disaggregated", "colocated", "fraction:0.5")
 ANSWERS = (1, 4)
 GUESSES = (True, False)
 PREFIXES = ("miss", "hit")
-KILLED = {"decode worker killed": "decode", "KV node killed": "kvnode"}
-TROUBLES = ("none", *KILLED, "preempted")
+# What is killed amid all answers. A prefill worker has its part of a prompt behind it by then, so one dies at its first
+# launch for these prompts instead.
+KILLED = {"decode worker killed": "decode", "KV node killed": "kvnode", "gateway killed": "gateway"}
+PREFILL_KILLED = "prefill worker killed"
+TROUBLES = ("none", *KILLED, PREFILL_KILLED, "preempted")
+# The prompts of these cases come to a prefill worker for certain.
+_PREFILLED = (PREFILL_KILLED, POLICIES[0], "miss")
 
 # 448 slots of 16 tokens hold what a case needs; the texts that crowd it out are longer together.
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--chunk-size", "64", "--kv-pool-bytes", str(448 * 8192))
@@ -75,8 +79,8 @@ CROWD, CROWD_TOKENS = 14, 900
 # whether the crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases.
 BATCHES_BETWEEN_LOOKS, CROWDED_SHARE = 8, 0.75
 RESULT_WITHIN_S = 300.0
-# A supervisor gives up where a component dies too often.
-KILLS_PER_CLUSTER = 2
+# A supervisor gives up where a component dies too often. These are of as many kinds as there are.
+KILLS_PER_CLUSTER = 4
 CASES_AT_ONCE = 8
 LOGPROB_TOLERANCE = 2e-3
 
@@ -96,12 +100,23 @@ PATTERN = r"([a-z]{7}-[0-9]{3}, ){25}[A-F]{8}\."
 _JSON = StructuredOutputs(json=json.dumps(SCHEMA))
 _ARGUMENTS = {"type": "object", "properties": {"places": SCHEMA}, "required": ["places"], "additionalProperties": False}
 _TOOL = Tool(name="report", parameters=json.dumps(_ARGUMENTS), strict=True)
-_REQUIRED = ToolOptions(tools=(_TOOL,), choice="required", parallel_tool_calls=False)
+_LINES = r"""([a-z]{6}"\\-[0-9]{3}\n){12}[A-F]{8}\."""
+
+
+def _required(tool: Tool) -> ToolOptions:
+    return ToolOptions(tools=(tool,), choice="required", parallel_tool_calls=False)
+
+
+def _custom(name: str, syntax: Literal["lark", "regex"], definition: str) -> ToolOptions:
+    return _required(custom_tool(name, "", ToolGrammar(syntax, definition)))
+
 
 # The model's tokens are bytes but for these two, and the chat's own.
 THINK, END_THINK, VOCABULARY = "<think>", "</think>", 260
 # Without it the random model would think for some 260 tokens; reported log probabilities do not change by it.
 END_THINK_BIAS = {VOCABULARY - 1: 3.0}
+# Without these its patches would end their lines, and themselves, after some thousand tokens.
+PATCH_BIAS = {2 + ord(character) - ord("!"): bias for character, bias in (("\\", 3.0), ("n", 3.0), ("*", 2.0))}
 TEXT = "Which places are there at the harbour, and what is known of each? Say it in the form that is asked for."
 TEMPLATE = (
     "{# <tool_call> #}{% if tools %}({{ tools | length }} tools){% endif %}{% for message in messages %}"
@@ -117,6 +132,12 @@ class Shape:
     outputs: StructuredOutputs | None = None
     tools: ToolOptions = field(default_factory=ToolOptions)
     thinks: bool = False
+    bias: Mapping[int, float] = field(default_factory=dict)
+    # What a custom tool's input matches, by an expression that was not made of its grammar.
+    matches: str = ""
+    # With these the random model writes some hundred tokens, and has room for more where its arithmetic differs.
+    seed: int = 11
+    max_tokens: int = MAX_TOKENS
 
     @property
     def prompt(self) -> str:
@@ -127,9 +148,14 @@ class Shape:
 
     def request(self, salt: str, **changes: Any) -> GenerateRequest:
         """The request; ``changes`` are sampling parameters."""
-        asked: dict[str, Any] = {"seed": 11, "temperature": 1.0, "max_tokens": MAX_TOKENS, "logprobs": 0, **changes}
-        if self.thinks:
-            asked["logit_bias"] = END_THINK_BIAS
+        asked: dict[str, Any] = {
+            "seed": self.seed,
+            "max_tokens": self.max_tokens,
+            "temperature": 1.0,
+            "logprobs": 0,
+            **changes,
+        }
+        asked["logit_bias"] = self.bias
         return GenerateRequest(
             messages=(ChatMessage("user", TEXT),),
             chat=ChatOptions(chat_template_kwargs=json.dumps({"enable_thinking": self.thinks})),
@@ -143,8 +169,12 @@ class Shape:
 SHAPES = {
     "JSON schema": Shape(_JSON),
     "regex": Shape(StructuredOutputs(regex=PATTERN)),
-    "tools required": Shape(tools=_REQUIRED),
-    "reasoning": Shape(_JSON, thinks=True),
+    "tools required": Shape(tools=_required(_TOOL)),
+    "reasoning": Shape(_JSON, thinks=True, bias=END_THINK_BIAS),
+    "patches by Lark": Shape(
+        tools=_custom("apply_patch", "lark", PATCH), bias=PATCH_BIAS, matches=PATCHED, seed=2, max_tokens=1500
+    ),
+    "lines by regex": Shape(tools=_custom("lines", "regex", _LINES), matches=_LINES),
 }
 
 
@@ -217,6 +247,10 @@ def first_defect(shape: str, answers: Answers, count: int) -> str:
             return f"{len(answers.logprobs[index])} log probabilities of {len(answers.tokens[index])} tokens"
         if SHAPES[shape].thinks != bool(answers.reasoning[index]):
             return f"answer {index} has the reasoning {answers.reasoning[index][:80]!r}"
+        if expression := SHAPES[shape].matches:
+            if not re.fullmatch(expression, json.loads(text)["input"]):
+                return f"answer {index} does not match: {text[:80]!r}"
+            continue
         if shape == "regex":
             if not re.fullmatch(PATTERN, text):
                 return f"answer {index} does not match: {text[:80]!r}"
@@ -254,7 +288,7 @@ class MaskedOracle:
 
     @torch.inference_mode()
     def logprobs(self, shape: str, answer: Sequence[int]) -> list[float]:
-        """One for each token of ``answer``, behind the shape's prompt."""
+        """One for each token of ``answer``, after the shape's prompt."""
         from llguidance import LLMatcher
 
         prompt = self._codec.encode(SHAPES[shape].prompt).ids
@@ -269,8 +303,8 @@ class MaskedOracle:
 
     def _grammar(self, shape: Shape) -> str:
         formats = choose_formats(TEMPLATE, self._codec, "hermes", "deepseek_r1")
-        form = formats.answer_form(shape.request(""), shape.prompt)
-        piece = None if shape.outputs is None else shape_piece(shape.outputs)
+        form = formats.output_format(shape.request(""), shape.prompt)
+        piece = None if shape.outputs is None else structured_piece(shape.outputs)
         return join(answer_pieces(form, formats, shape.tools, piece)).text
 
     def difference(self, shape: str, answers: Answers) -> str:
@@ -284,17 +318,19 @@ class MaskedOracle:
 
 
 class StructuredCluster:
-    """A running cluster with a gateway for each split policy."""
+    """A running cluster with a gateway for each split policy, and a client of each; the supervisor has the first one's
+    gateway, and ``gateways`` are the others by their policies."""
 
-    def __init__(self, running: ServedCluster, stubs: dict[str, Any]) -> None:
+    def __init__(self, running: ServedCluster, clients: dict[str, Client], gateways: dict[str, GatewayProcess]) -> None:
         self.running = running
-        self._stubs = stubs
+        self._clients = clients
+        self._gateways = gateways
 
     def ask(self, case: StructuredCase, salt: str, answers: Answers, **changes: Any) -> Answers:
         """Run a case's request; ``answers`` grows meanwhile."""
         request = SHAPES[case.shape].request(salt, **{"n": case.answers, **changes})
-        for message in self._stubs[case.policy].Generate(request_to_pb(request)):
-            answers.add(delta_from_pb(message))
+        for delta in self._clients[case.policy]._stream(request, None, None).deltas():
+            answers.add(delta)
         return answers
 
     def run_all(self, cases: Sequence[StructuredCase]) -> list[Answers]:
@@ -305,7 +341,8 @@ class StructuredCluster:
         for case, salt in zip(cases, salts, strict=True):
             if case.prefix == "hit":
                 self.ask(case, salt, Answers(), n=1, max_tokens=1)
-        disturbed = {"none": contextlib.nullcontext, "preempted": self._crowd}.get(trouble, self._armed)
+        others = {"none": contextlib.nullcontext, "preempted": self._crowd, PREFILL_KILLED: self._prefill_armed}
+        disturbed = others.get(trouble, self._armed)
         with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool, disturbed():
             asked = [pool.submit(self.ask, *each) for each in zip(cases, salts, found, strict=True)]
             if trouble in KILLED:
@@ -314,18 +351,40 @@ class StructuredCluster:
                     return all(one.begun(case.answers) for one, case in zip(found, cases, strict=True))
 
                 with self.running.holding_all("answers in their middle", all_begun, BATCHES_BETWEEN_LOOKS) as held:
-                    held.kill() if KILLED[trouble] == "decode" else self.running.kill(KILLED[trouble])
+                    held.kill() if KILLED[trouble] == "decode" else self._kill(KILLED[trouble])
             elif trouble == "preempted":
-                # They get memory while the crowd stands still, and must give it up when that goes on.
-                with self.running.holding():
-                    tickets = CROWD + len(cases)
-                    wait_for("all tickets", lambda: self.running.node_status().tickets >= tickets)
+                # They get memory while the crowd stands still, and must give it up when that goes on. Where the decode
+                # worker opens a ticket itself, it goes on for a few batches until it has.
+                tickets = CROWD + len(cases)
+
+                def all_opened() -> bool:
+                    return self.running.node_status().tickets >= tickets
+
+                with self.running.holding_all("all tickets", all_opened, BATCHES_BETWEEN_LOOKS):
+                    pass
+            elif any((case.trouble, case.policy, case.prefix) == _PREFILLED for case in cases):
+                self.running.struck()
             return [one.result(RESULT_WITHIN_S) for one in asked]
+
+    def _kill(self, role: str) -> None:
+        self.running.kill(role)
+        if role == "gateway":
+            # Nobody else starts these again, at the addresses that clients know.
+            for gateway in self._gateways.values():
+                gateway.end(signal.SIGKILL)
+                gateway.start()
 
     @contextlib.contextmanager
     def _armed(self) -> Iterator[None]:
         self.running.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
         yield
+
+    @contextlib.contextmanager
+    def _prefill_armed(self) -> Iterator[None]:
+        self.running.arm(1, signal.SIGKILL, point="prefill, before a launch")
+        yield
+        # Prompts of which all whole blocks are there, or that no prefill worker computes, have not come to the point.
+        self.running.board.clear()
 
     @contextlib.contextmanager
     def _crowd(self) -> Iterator[None]:
@@ -338,11 +397,10 @@ class StructuredCluster:
             sampling = SamplingParams(temperature=0.0, max_tokens=CROWD_TOKENS, ignore_eos=True)
             request = GenerateRequest(token_ids=ids, sampling=sampling, cache_salt=f"crowd {number}")
             while not over.is_set():
-                stream = self._stubs[POLICIES[0]].Generate(request_to_pb(request))
-                for _ in stream:
-                    if over.is_set():
-                        stream.cancel()
-                        break
+                with contextlib.closing(self._clients[POLICIES[0]]._stream(request, None, None).deltas()) as stream:
+                    for _ in stream:
+                        if over.is_set():
+                            break
 
         def crowded() -> bool:
             status = self.running.node_status()
@@ -378,12 +436,15 @@ def structured_cluster(folder: pathlib.Path, model: pathlib.Path, guesses: bool)
     flags = (*FLAGS, "--speculative-config", str(guessing(4))) if guesses else FLAGS
     flags += ("--tool-call-parser", "hermes", "--reasoning-parser", "deepseek_r1")
     with served(folder, str(model), *flags, faults=True) as running, contextlib.ExitStack() as stack:
-        targets = [running.target, *(stack.enter_context(another_gateway(running, each)) for each in POLICIES[1:])]
+        gateways = {policy: GatewayProcess(running, policy) for policy in POLICIES[1:]}
+        for gateway in gateways.values():
+            stack.callback(gateway.end)
+            gateway.start()
+        targets = [running.target, *(gateway.target for gateway in gateways.values())]
         for target in targets:
             wait_for("all gateways to serve", lambda target=target: knows_workers(target))
-        channels = [stack.enter_context(grpc.insecure_channel(target)) for target in targets]
-        stubs = map(gateway_pb2_grpc.GatewayStub, channels)
-        yield StructuredCluster(running, dict(zip(POLICIES, stubs, strict=True)))
+        clients = [stack.enter_context(Client(one, resume_timeout_s=RESULT_WITHIN_S)) for one in targets]
+        yield StructuredCluster(running, dict(zip(POLICIES, clients, strict=True)), gateways)
 
 
 def knows_workers(target: str) -> bool:
@@ -406,23 +467,30 @@ def save_thinking_model(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-@contextlib.contextmanager
-def another_gateway(running: ServedCluster, policy: str) -> Iterator[str]:
-    """Run one more gateway process with another split policy before a cluster's workers; yield its gRPC address."""
-    first = running.component("gateway")
-    assert first is not None
-    port = free_port()
-    own = (f"--split-policy={policy}", f"--grpc-port={port}", "--http-port=0", f"--component-id=gateway-{port}")
-    # A forked component has its environment from its supervisor, and not from the system.
-    redis_url = f"unix://{next(running.folder.rglob('redis.sock'))}"
-    environ = {**os.environ, "PILLION_REDIS_URL": redis_url, PARENT_PID_VARIABLE: str(os.getpid())}
-    with running.log.open("ab") as log:
-        process = subprocess.Popen([*words_of(first), *own], env=environ, stdout=log, stderr=log)
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(WITHIN_S)
+class GatewayProcess:
+    """One more gateway process, with another split policy, before a cluster's workers."""
+
+    def __init__(self, running: ServedCluster, policy: str) -> None:
+        first, port = running.component("gateway"), free_port()
+        assert first is not None
+        own = (f"--split-policy={policy}", f"--grpc-port={port}", "--http-port=0", f"--component-id=gateway-{port}")
+        self._words, self._log = [*words_of(first), *own], running.log
+        # A forked component has its environment from its supervisor, and not from the system.
+        redis_url = f"unix://{next(running.folder.rglob('redis.sock'))}"
+        self._environ = {**os.environ, "PILLION_REDIS_URL": redis_url, PARENT_PID_VARIABLE: str(os.getpid())}
+        self._process: subprocess.Popen[bytes] | None = None
+        self.target = f"127.0.0.1:{port}"
+
+    def start(self) -> None:
+        """Starts the process."""
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(self._words, env=self._environ, stdout=log, stderr=log)
+
+    def end(self, number: signal.Signals = signal.SIGTERM) -> None:
+        """Sends a signal to the process, and waits for its end."""
+        if self._process is not None:
+            self._process.send_signal(number)
+            self._process.wait(WITHIN_S)
 
 
 def sessions(cases: Sequence[StructuredCase]) -> Iterator[tuple[bool, list[list[StructuredCase]]]]:

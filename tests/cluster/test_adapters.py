@@ -1,7 +1,7 @@
 """Adapters in a cluster of real processes: every answer is that of transformers with peft, whatever dies or is swapped.
 
-All tests share one cluster: two decode workers and a prefill worker with places for two adapters, of which four are
-served. Greedy tokens are compared, in float32.
+All tests share one cluster: two decode workers and a prefill worker with slots for two adapters, of which four are
+served. Two of them have virtual tokens, which fill no whole blocks. Greedy tokens are compared, in float32.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -27,10 +28,10 @@ from pillion import Client
 from pillion.adapter_folders import ADAPTERS
 from pillion.errors import NotFound, PillionError
 from pillion.types import StructuredOutputs
-from testbed.cluster import ServedCluster, served
+from testbed.cluster import AMID_STEPS, ServedCluster, served
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.tiny_model import byte_prompt, save_model
-from tests.support.adapters import adapted_model, make_adapter
+from tests.support.adapters import adapted_model, make_adapter, make_virtual
 from tests.support.drafts import guessing
 from tests.support.oracle import Oracle, first_difference
 from tests.support.own_cache import model_cache
@@ -38,6 +39,7 @@ from tests.support.own_cache import model_cache
 pytestmark = pytest.mark.cluster
 
 NAMES = ("red", "green", "blue")
+VIRTUAL = {"green": ("prefix", 21), "blue": ("p-tuning", 5)}
 EPSILON = 1e-3
 GREEDY = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
 FLAGS = (
@@ -56,7 +58,10 @@ def folder() -> Iterator[pathlib.Path]:
         patch.setenv("PILLION_CACHE", model_cache(folder / "cache"))
         save_model(folder / "tiny")
         for seed, adapter in enumerate((*NAMES, "x", "y", "z")):
-            make_adapter(folder / "tiny", folder / "adapters" / adapter, seed=seed, r=4 + seed % 2, lora_alpha=8)
+            if adapter in VIRTUAL:
+                make_virtual(folder / "tiny", folder / "adapters" / adapter, *VIRTUAL[adapter])
+            else:
+                make_adapter(folder / "tiny", folder / "adapters" / adapter, seed=seed, r=4 + seed % 2, lora_alpha=8)
         yield folder
 
 
@@ -107,19 +112,23 @@ def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster
     settled(cluster)
 
 
-def test_forks_and_prefix_hits_have_the_adapter(cluster: ServedCluster, expected: Tokens) -> None:
+def test_siblings_and_prefix_hits_have_the_adapter(cluster: ServedCluster, expected: Tokens) -> None:
     """Guesses, too: the decode workers make some in every test here."""
     ids = byte_prompt(63, 90)
     with Client(cluster.target) as client:
-        for cached in (0, 80):
-            for model in ("red", "green", ""):
+        for cached in (False, True):
+            for model in (*NAMES, ""):
                 found: dict[int, list[int]] = {0: [], 1: [], 2: []}
                 for delta in client.generate(ids, model=model, temperature=0.0, max_tokens=12, ignore_eos=True, n=3):
                     found[delta.index] += delta.token_ids
                 assert delta.usage is not None
-                assert delta.usage.cached_tokens == cached, "blocks of another adapter"
-                for tokens in found.values():
-                    assert first_difference(expected(model, ids, 12), tokens, EPSILON) == "", model
+                # All whole blocks before the prompt's last token, and of them what the client sent.
+                tokens = VIRTUAL.get(model, ("", 0))[1]
+                found_tokens = (90 + tokens - 1) // 16 * 16 - tokens if cached else 0
+                assert delta.usage.cached_tokens == found_tokens, "blocks of another adapter"
+                assert delta.usage.prompt_tokens == 90
+                for answered in found.values():
+                    assert first_difference(expected(model, ids, 12), answered, EPSILON) == "", model
             settled(cluster)
 
 
@@ -140,7 +149,7 @@ def test_an_answer_of_a_shape_may_have_an_adapter(cluster: ServedCluster) -> Non
     settled(cluster)
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill"])
+@pytest.mark.parametrize("role", ["decode", "prefill", "kvnode"])
 def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, role: str) -> None:
     tasks = [(model, byte_prompt(40 + seed, 200)) for seed, model in enumerate(("red", "green", "blue", ""))]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
@@ -155,19 +164,22 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
             return [token for delta in deltas for token in delta.token_ids], deltas[-1].timings.replays
 
         if role == "prefill":
-            # So the spans that it gets are not done when it dies.
+            # So the prefill ranges that it gets are not done when it dies.
             cluster.kill(role, signal.SIGSTOP)
         else:
-            # A batch has four tokens of a stream at most, of 100.
-            cluster.arm(10, signal.SIGSTOP)
+            # A step gives a stream four tokens at most, of 100.
+            cluster.arm(10, signal.SIGSTOP, point=AMID_STEPS)
         reading = [pool.submit(read, task) for task in tasks]
+        held = None
         if role == "prefill":
-            wait_for("all spans", lambda: cluster.node_status().tickets >= len(tasks))
+            wait_for("all prefill ranges", lambda: cluster.node_status().tickets >= len(tasks))
         else:
-            cluster.struck()
+            held = psutil.Process(cluster.struck())
         # All of them, so that every stream is met, wherever it runs.
         for victim in cluster.components(role):
             victim.kill()
+        if held is not None and role != "decode":
+            held.resume()
         found = [future.result() for future in reading]
     for (model, ids), (tokens, _) in zip(tasks, found, strict=True):
         assert first_difference(expected(model, ids, 100), tokens, EPSILON) == "", model
@@ -246,8 +258,8 @@ def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, e
     ids = byte_prompt(9, 30)
     with Client(cluster.target) as client:
         client.load_adapter("passing", "x")
-        cluster.arm(10, signal.SIGSTOP)
-        stream = client.generate(ids, model="passing", temperature=0.0, max_tokens=150, ignore_eos=True)
+        cluster.arm(5, signal.SIGSTOP)
+        stream = client.generate(ids, model="passing", temperature=0.0, max_tokens=300, ignore_eos=True)
         got = list(next(stream).token_ids)
         with cluster.holding():
             client.unload_adapter("passing")
@@ -255,7 +267,7 @@ def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, e
                 answer(client, "passing", ids, 2)
         for delta in stream:
             got += delta.token_ids
-    assert first_difference(expected("x", ids, 150), got, EPSILON) == ""
+    assert first_difference(expected("x", ids, 300), got, EPSILON) == ""
     settled(cluster)
 
 

@@ -36,8 +36,8 @@ PATIENT, HASTY = ("--fence-kill-after-s", "600"), ("--fence-kill-after-s", "4")
 RANKED = (*PATIENT, "--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1")
 WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
 # Where a worker is held, counted in what it does from then on: amid any answer and any prompt that is longer.
-HELD_AT_BATCH, HELD_AT_LAUNCH = 20, 10
-ANSWER_TOKENS = 100
+HELD_AT_BATCH, HELD_AT_LAUNCH = 5, 10
+ANSWER_TOKENS = 200
 # Too short for a prefill worker, and one that it has many steps for.
 SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 50, 1000
 

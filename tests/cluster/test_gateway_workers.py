@@ -44,11 +44,13 @@ KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("free", "bound", "late"
 TENANTS = "[tenant.free]\noperator = true\n[tenant.bound]\nrequests_per_minute = 12\n[tenant.late]\n"
 TENANTS += "[tenant.once]\nrequests_per_minute = 1\n"
 FLAGS = ("--dtype", "float32", "--max-model-len", "4096", "--kv-pool-bytes", "64MiB", "--gateway-workers", "2")
-FLAGS += ("--drain-timeout-s", "300")
+FLAGS += ("--drain-timeout-s", "300", "--max-batch-requests", "16")
 HTTP_PORT = free_port()
 STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 300
-# Every other line of a batch has an answer that takes so many steps that it is held amid of it.
-LINES, STEPS, HELD_AT_BATCH = 60, {0: 40, 1: 250}, 100
+# A batch has so many lines, of which so many run at once; answers to every other one take many steps. A line begins
+# where another one is done, so at this submit eight are.
+LINES, LINES_AT_ONCE, STEPS = 60, 16, {0: 40, 1: 250}
+HELD_AT_SUBMIT = LINES_AT_ONCE + 8
 # How often the decode worker goes on for a while, at most, until all of its streams have begun.
 BATCHES_BETWEEN_LOOKS = 5
 # The message of an answer, counted from 0, with which it counts as begun where the SDK is to resume it.
@@ -328,7 +330,7 @@ def told_loads(cluster: ServedCluster) -> list[bytes]:
 
 
 def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster) -> None:
-    """The SDK resumes them behind their last tokens: answers, log probabilities and usage are those of an undisturbed
+    """The SDK resumes them after their last tokens: answers, log probabilities and usage are those of an undisturbed
     run, also of several answers to a prompt."""
     texts, port = [f"Once {n}" for n in range(STREAMS)], int(cluster.target.rpartition(":")[2])
 
@@ -393,25 +395,27 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
     url = f"http://127.0.0.1:{HTTP_PORT}/v1"
     with openai.OpenAI(base_url=url, api_key=KEYS["free"], max_retries=10, timeout=WITHIN_S) as client:
         file = client.files.create(file=("in.jsonl", content), purpose="batch")
-        cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
+        cluster.arm(HELD_AT_SUBMIT, signal.SIGSTOP, point="decode, before a submit")
         batch = client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         folder = BatchFolder(batches, max_bytes=1, file_bytes=1, keep_s=1)
 
         def done() -> int:
             return folder.batch("free", batch.id).completed
 
+        before = 0
         for left in (1, 0):
-            before = done()
             with cluster.holding():
                 wait_for("some lines to be done", lambda before=before: done() > before)
                 killed = gateways(cluster).values()
                 for process in killed:
                     process.send_signal(signal.SIGKILL)
                 wait_for("their ends", lambda killed=killed: not any(map(alive, killed)))
-                assert done() < LINES
+                # No gateway lives that could finish a line.
+                before = done()
+                assert before < LINES
                 folder.check_integrity()
                 if left:
-                    cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
+                    cluster.arm(HELD_AT_SUBMIT, signal.SIGSTOP, point="decode, before a submit")
         wait_for("the batch to end", lambda: folder.batch("free", batch.id).over, STOP_TIMEOUT_S)
         wait_for("both gateways to return", lambda: both_listen(cluster))
         batch = client.batches.retrieve(batch.id)

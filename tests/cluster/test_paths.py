@@ -87,7 +87,7 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
     async with components_on(
         folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}
     ) as components:
-        # All run at once with two answers each, so that prompt tails, decodes, forks and drafts share steps.
+        # All run at once with two answers each, so that prompt tails, decodes, siblings and drafts share steps.
         streams = [ask(components.client, prompt, temperature=0.0, n=2) for prompt in PROMPTS]
         for prompt, deltas in zip(PROMPTS, await asyncio.gather(*streams), strict=True):
             expected = oracle.greedy(prompt, 24)

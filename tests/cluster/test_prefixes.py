@@ -127,7 +127,7 @@ async def test_tenants_have_their_own_pins_and_quotas(components: Components, gu
 
 async def test_a_request_that_needs_the_memory_of_pins_gets_it(components: Components) -> None:
     client, pool = components.client, components.kvnode.pool
-    quota = pool.ledger.retentions.max_owner_blocks
+    quota = pool.ledger.prefix_pins.max_owner_blocks
     pinned = [await client.warm_prefix([number, *PROMPT], pin=True) for number in range(2, 2 + quota // WHOLE)]
     assert len(pinned) > 1
     with pytest.raises(Overloaded):
@@ -165,6 +165,24 @@ async def test_http(components: Components) -> None:
     assert json.loads((await call(address, path)).body)["data"] == []
     with pytest.raises(InvalidRequest):
         await components.client.warm_prefix(PROMPT, pin=True, ttl_s=-1)
+    await components.proven()
+
+
+async def test_tools_of_a_warmed_conversation_are_told_as_its_requests_tell_them(components: Components) -> None:
+    address, path = components.gateway.http_address, "/v1/cache/prefixes"
+    tools = [{"type": "function", "function": {"name": "shelf"}}]
+    asked = {"messages": [{"role": "user", "content": "Where?"}], "tools": tools}
+    warmed = json.loads((await call(address, path, {**asked, "pin": False})).body)
+    tokens = warmed["computed_tokens"] + warmed["found_tokens"]
+    answer = (await call(address, "/v1/chat/completions", {"model": "tiny", "max_tokens": 1, **asked})).json
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == tokens // BLOCK * BLOCK
+    for prompt in ({"prompt": SYSTEM}, {"tokens": PROMPT}):
+        for more in ({"tools": tools}, {"chat_template_kwargs": {"x": 1}}):
+            refused = await call(address, path, {**prompt, **more})
+            assert (refused.status, refused.error["param"]) == (400, next(iter(more)))
+    for more in ({"tools": tools}, {"chat_template_kwargs": {"x": 1}}):
+        with pytest.raises(InvalidRequest, match=next(iter(more))):
+            await components.client.warm_prefix(PROMPT, **more)
     await components.proven()
 
 
@@ -222,14 +240,14 @@ async def test_cache_control_pins_what_stands_before_it(components: Components) 
 
 
 async def test_a_cache_control_beyond_the_quota_is_no_error(components: Components) -> None:
-    retentions = components.kvnode.pool.ledger.retentions
-    refused = retentions.refused_ever
-    quota = retentions.max_owner_blocks
+    prefix_pins = components.kvnode.pool.ledger.prefix_pins
+    refused = prefix_pins.refused_ever
+    quota = prefix_pins.max_owner_blocks
     url = f"http://{components.gateway.http_address}"
     pins = [await components.client.warm_prefix([n, *PROMPT], pin=True) for n in range(2, 2 + quota // WHOLE)]
     async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=200) as client:
         usage = await ask(client, system=[marked("Something else. " * 16)])
-    assert retentions.refused_ever == refused + 1
+    assert prefix_pins.refused_ever == refused + 1
     assert usage.cache_creation_input_tokens == 0
     for warmed in pins:
         assert warmed.pin is not None

@@ -25,14 +25,14 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from pillion import Client, Delta
 from pillion.config import ModelFlags
-from pillion.core_board import CoreBoard
+from pillion.core_lending_table import CoreLendingTable
 from pillion.cores import usable_cores
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import InvalidRequest, NotFound, PillionError
 from pillion.supervisor.component_process import STOP_GRACE_S
 from pillion.types import TokenLogprob
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import AMID_ANSWERS, STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
+from testbed.cluster import AMID_STEPS, STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
 from testbed.conditions import WITHIN_S, result_of, wait_for
 from testbed.faults.points import BY_NAME
 from testbed.tiny_model import byte_prompt, save_model
@@ -41,8 +41,10 @@ from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 pytestmark = pytest.mark.cluster
 
 # Which batch of deltas is held, of both workers together: each stream has 200 tokens, and at most one in each of them.
-HELD_AT, HELD_AT_BATCH, MOVED_TOKENS = BY_NAME[AMID_ANSWERS], 40, 200
-FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
+HELD_AT, HELD_AT_STEP, MOVED_TOKENS = BY_NAME[AMID_STEPS], 40, 200
+# Each step of a prefill worker computes one chunk.
+STEPS = ("--chunk-size", "64", "--max-num-batched-prefill-tokens", "64")
+FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", *STEPS)
 
 
 @pytest.fixture(scope="module")
@@ -132,9 +134,9 @@ def test_no_core_idles_while_either_worker_has_work(cluster: ServedCluster) -> N
     assert worker is not None
     if usable_cores() < 2:
         pytest.skip("there is one core, and nothing to lend")
-    path = next((word.partition("=")[2] for word in words_of(worker) if word.startswith("--core-board=")), "")
+    path = next((word.partition("=")[2] for word in words_of(worker) if word.startswith("--core-lending-table=")), "")
     assert path, "workers of one host share a board of cores"
-    board, lent, over = CoreBoard.open(path), set(), threading.Event()
+    board, lent, over = CoreLendingTable.open(path), set(), threading.Event()
 
     def watch() -> None:
         while not over.is_set():
@@ -283,17 +285,18 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
 
         wait_for("the node to return", back)
         wait_for(
-            "its workers and all blocks to be back", lambda: cluster.serving() and not cluster.node_status().kept_blocks
+            "its workers and all blocks to be back",
+            lambda: cluster.serving() and not cluster.node_status().surviving_blocks,
         )
-        assert cluster.node_status().taken_over_blocks >= 0.95 * before.committed_blocks > 0
+        assert cluster.node_status().recovered_blocks >= 0.95 * before.committed_blocks > 0
 
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(8) as threads:
         expected = list(threads.map(lambda ids: answer(client, ids, most, "before"), prompts))
         wait_for("all slots back", cluster.idle)
         workers = {process.pid for role in ("decode", "prefill") for process in cluster.components(role)}
         before = cluster.node_status()
-        # A stream has 300 tokens, and at most one in each batch.
-        cluster.arm(100, signal.SIGKILL, victim="kvnode")
+        # A stream has 300 tokens, and at most one of each step.
+        cluster.arm(100, signal.SIGKILL, point=AMID_STEPS, victim="kvnode")
         streams = [threads.submit(read, client, ids) for ids in prompts]
         cluster.struck()
         returned(before)
@@ -344,7 +347,7 @@ def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(mo
             expected, replays = read(client, "before")
             assert replays == 0
             for role in ("decode", "kvnode"):
-                running.arm(20, signal.SIGKILL, victim=role)
+                running.arm(20, signal.SIGKILL, point=AMID_STEPS, victim=role)
                 found, replays = read(client, f"after {role}")
                 running.struck()
                 assert found == expected
@@ -383,8 +386,8 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
         return tokens, [one for delta in deltas for one in delta.prompt_logprobs]
 
     wanted_tokens, wanted = gathered(list(client.generate(ids, **asked)))
-    # The prompt takes 13 steps, whose scores come in a batch each.
-    running.arm(3, signal.SIGKILL)
+    # The prompt takes 13 steps.
+    running.arm(3, signal.SIGKILL, point=AMID_STEPS)
     deltas = list(client.generate(ids, **asked))
     running.struck()
     tokens, scores = gathered(deltas)
@@ -439,7 +442,7 @@ def check_streams_move(
         return tuple(got), last.timings.replays > 0
 
     wait_for("all workers", whole)
-    cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
+    cluster.arm(HELD_AT_STEP, signal.SIGSTOP, point=AMID_STEPS)
     streams = [pool.submit(moved, ids, number.name) for ids in prompts]
     held = cluster.struck()
     ended = [held]
@@ -461,9 +464,9 @@ def stop_without_time(cluster: ServedCluster, held: int) -> None:
     """Tells a worker that is held to stop, and holds it again amid the same streams until the time that it gives them
     is over."""
     (other,) = (process for process in cluster.components("decode") if process.pid != held)
-    # So that all batches are those of the first one.
+    # So that all steps are those of the first one.
     other.suspend()
-    cluster.board.arm(1, HELD_AT, HELD_AT_BATCH, signal.SIGSTOP)
+    cluster.board.arm(1, HELD_AT, HELD_AT_STEP, signal.SIGSTOP)
     os.kill(held, signal.SIGTERM)
     os.kill(held, signal.SIGCONT)
     again = wait_for("the worker to be held again", lambda: cluster.board.fired(1))

@@ -26,20 +26,14 @@ from pillion.engine.ranks import rank_processes
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_server import model_entry
-from pillion.gateway.links.cluster import Cluster
-from pillion.gateway.planning.cluster_snapshot import parse_policy
-from pillion.gateway.request.job import GatewayOptions
-from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
-from pillion.offline.offline_cluster import EmptyIndex
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import Delta, GenerateRequest, SamplingParams
-from pillion.wire.registry import ComponentRecord
 from testbed.cluster import PATIENT_MS
-from testbed.conditions import until
 from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
+from tests.support.shown_workers import ShownWorkers, at_rest
 
 pytestmark = [pytest.mark.long, pytest.mark.cluster, needs_kernels]
 
@@ -51,21 +45,6 @@ PROMPT = tuple(2 + (position * 104729) % 256 for position in range(85))
 # The worker of which a rank is stopped in the end.
 HANGS = "decode-2"
 WHOLE_BLOCKS = len(PROMPT) // BLOCK * BLOCK
-
-
-class ShownWorkers:
-    """The registry of a gateway that shall see some workers only: those whose names are in ``shown``."""
-
-    refusal = ""
-
-    def __init__(self, node: KVNode, workers: dict[str, WorkerServer], shown: set[str]) -> None:
-        self.node, self.workers, self.shown = node, workers, shown
-
-    async def components(self) -> list[ComponentRecord]:
-        return [self.node.record(0), *(self.workers[name].worker.describe() for name in self.shown)]
-
-    async def aclose(self) -> None:
-        pass
 
 
 @dataclass
@@ -81,21 +60,7 @@ class RankedCluster:
     async def gateway(self, *names: str) -> AsyncIterator[tuple[Gateway, ShownWorkers]]:
         """A gateway that sees these workers, and its registry."""
         registry = ShownWorkers(self.node, self.workers, set(names))
-        view = Cluster("gateway", registry, EmptyIndex(), 60.0)
-        options = GatewayOptions(
-            policy=parse_policy("disaggregated"),
-            chunk_tokens=2 * BLOCK,
-            max_attempts=8,
-            max_inflight_requests=4,
-            max_inflight_tokens=4096,
-            prefix_caching=True,
-        )
-        gateway = Gateway({self.name: self.entry}, view, options)
-        async with contextlib.AsyncExitStack() as stack:
-            stack.push_async_callback(view.aclose)
-            stack.push_async_callback(gateway.aclose)
-            await view.start()
-            await until("the gateway to be ready", lambda: not gateway.not_ready())
+        async with registry.gateway(self.name, self.entry, 2 * BLOCK) as gateway:
             yield gateway, registry
 
 
@@ -179,19 +144,6 @@ async def move(registry: ShownWorkers, hanging: WorkerServer) -> None:
     assert "rank" in await hanging.wait_failed()
     registry.shown = {"decode-4"}
     await hanging.stop(0.0)
-
-
-async def at_rest(node: KVNode) -> None:
-    """Returns when no request holds anything; what is leased is the stock of workers that live."""
-    client = NodeClient(node.address, "test")
-
-    async def nothing_held() -> bool:
-        await client.check_integrity()
-        books = await client.status()
-        return not (books.pinned_blocks or books.tickets or books.reserved_blocks or books.quarantined_blocks)
-
-    await until("the return of every slot and ticket", nothing_held)
-    await client.aclose()
 
 
 async def test_every_size_feeds_every_size(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 import tempfile
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 import pytest_asyncio
@@ -108,8 +110,26 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         assert KEYS["acme"] not in await page.evaluate(kept)
 
 
+@asynccontextmanager
+async def steps_going_on(address: str) -> AsyncIterator[None]:
+    """Keeps the workers busy, because a page shows only the steps since its last picture."""
+
+    async def ask() -> None:
+        body = {"model": "tiny", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 200}
+        while True:
+            await call(address, "/v1/chat/completions", body, headers={"Authorization": f"Bearer {KEYS['acme']}"})
+
+    asking = asyncio.create_task(ask())
+    try:
+        yield
+    finally:
+        asking.cancel()
+        await asyncio.wait([asking])
+
+
 async def test_operators_see_the_cluster(browser: Browser, components: Components) -> None:
-    async with seen_page(browser, components.gateway.http_address) as seen:
+    address = components.gateway.http_address
+    async with seen_page(browser, address) as seen, steps_going_on(address):
         page = seen.page
         await seen.connect(KEYS["ops"])
         await seen.set(max_tokens="200", temperature="0")
@@ -173,7 +193,9 @@ async def test_a_worker_whose_record_expires_stays(browser: Browser, components:
         assert await card.count() == 0
 
 
-@pytest.mark.parametrize("options", [NARROW, {"color_scheme": "dark", "reduced_motion": "reduce"}])
+@pytest.mark.parametrize(
+    "options", [NARROW, pytest.param({"color_scheme": "dark", "reduced_motion": "reduce"}, marks=pytest.mark.long)]
+)
 async def test_narrow_and_dark(browser: Browser, components: Components, options: dict[str, object]) -> None:
     """320 pixels are also what 400 % zoom leaves of 1,280 (WCAG 1.4.10)."""
     async with seen_page(browser, components.gateway.http_address, **options) as seen:

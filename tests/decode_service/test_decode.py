@@ -10,7 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.errors import Internal
@@ -70,7 +70,7 @@ async def test_the_worker_says_when_it_holds_the_ticket() -> None:
         await workers.quiet()
 
 
-async def test_a_defect_behind_an_adopted_ticket_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_defect_after_an_adopted_ticket_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     prompt = list(range(21))
 
     def fail(*args: object, **more: object) -> None:
@@ -80,7 +80,7 @@ async def test_a_defect_behind_an_adopted_ticket_lets_go_of_it(monkeypatch: pyte
         for role in ("decode", "prefill"):
             ticket = await workers.ticket(prompt, hits=False)
             with monkeypatch.context() as patch:
-                patch.setattr(WorkerEpoch, "make", fail)
+                patch.setattr(WorkerEpoch, "add", fail)
                 if role == "decode":
                     answer = await connection.submit(submit_of(1, ticket, prompt, 6))
                     await answer.ended()
@@ -88,7 +88,7 @@ async def test_a_defect_behind_an_adopted_ticket_lets_go_of_it(monkeypatch: pyte
                     assert answer.last.error.code == Internal.code
                 else:
                     with pytest.raises(grpc.aio.AioRpcError):
-                        async for _ in workers.prefill_stub.RunSpan(workers.span(ticket, prompt, [20])):
+                        async for _ in workers.prefill_stub.RunPrefill(workers.prefill_range(ticket, prompt, [20])):
                             pass
             await workers.release(ticket)
             await workers.quiet()
@@ -144,7 +144,7 @@ async def test_a_pool_too_small_for_all_preempts_and_says_the_same() -> None:
 @pytest.mark.parametrize("backend", [FakeBackend, AheadBackend])
 @pytest.mark.parametrize("guesses", [0, 4])
 async def test_logits_that_are_no_numbers_fail_their_stream_alone(backend: type[FakeBackend], guesses: int) -> None:
-    """Also where the token that nobody could choose is in flight already, or behind a guess that was right."""
+    """Also where the token that nobody could choose is in flight already, or after a guess that was right."""
     flags = {"speculative_config": guessing(guesses)}
     async with running_workers(backend=backend, decode=flags) as workers, connected(workers) as connection:
         tokens = [random.Random(position).randrange(97) for position in range(900)]

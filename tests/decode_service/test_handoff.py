@@ -22,7 +22,7 @@ NOT_FOUND, EXHAUSTED, DEADLINE = 5, 8, 4
 async def awaiting(
     workers: Workers, connection: Connection, key: int = 1, **other: object
 ) -> tuple[Answer, OpenTicketReply]:
-    """A stream that waits at the node for a span that nobody has begun, or whose wait is over already."""
+    """A stream that waits at the node for a prefill range that nobody has begun, or whose wait is over already."""
     waits = workers.kvnode.pool.chain_waits
     ticket = await workers.ticket(TOKENS)
     answer = await connection.submit(submit_of(key, ticket, TOKENS, 9, awaited_blocks=AWAITED, **other))
@@ -31,9 +31,13 @@ async def awaiting(
     return answer, ticket
 
 
-async def run_span(workers: Workers, ticket: OpenTicketReply) -> None:
-    span = workers.span(ticket, TOKENS, (16, 16, 8))
-    acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S) if not one.HasField("queued")]
+async def run_prefill(workers: Workers, ticket: OpenTicketReply) -> None:
+    prefill_range = workers.prefill_range(ticket, TOKENS, (16, 16, 8))
+    acks = [
+        one
+        async for one in workers.prefill_stub.RunPrefill(prefill_range, timeout=WITHIN_S)
+        if not one.HasField("queued")
+    ]
     assert acks[-1].end_tokens == AWAITED * 4
 
 
@@ -48,9 +52,9 @@ async def test_the_nodes_word_is_the_hand_off() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         answer, ticket = await awaiting(workers, connection)
         assert connection.batches == 0
-        # The worker holds the ticket, so the gateway may let go of it before a span has begun.
+        # The worker holds the ticket, so the gateway may let go of it before a prefill range has begun.
         await workers.release(ticket)
-        await run_span(workers, ticket)
+        await run_prefill(workers, ticket)
         assert await end_of(answer) == 0
         assert answer.token_ids == greedy(TOKENS, 9)
         assert answer.last is not None
@@ -62,7 +66,7 @@ async def test_the_nodes_word_is_the_hand_off() -> None:
 async def test_a_chain_that_is_there_already_is_not_waited_for() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket = await workers.ticket(TOKENS)
-        await run_span(workers, ticket)
+        await run_prefill(workers, ticket)
         answer = await connection.submit(submit_of(1, ticket, TOKENS, 9, awaited_blocks=AWAITED))
         assert await end_of(answer) == 0
         assert answer.token_ids == greedy(TOKENS, 9)
@@ -79,7 +83,7 @@ async def test_a_stream_that_nobody_wants_stops_waiting(how: str) -> None:
         await (connection.close() if how == "close" else connection.cancel(1))
         await until("the wait to end", lambda: workers.kvnode.pool.chain_waits == 0)
         # Whoever still holds the ticket may go on with it, its promised slots included.
-        await run_span(workers, ticket)
+        await run_prefill(workers, ticket)
         await workers.release(ticket)
         await workers.quiet()
 
@@ -115,7 +119,7 @@ async def test_a_stream_takes_its_place_when_its_chain_is_there() -> None:
         workers.decode_backend.gate.clear()
         second = await connection.submit(submit_of(2, other, short, 9))
         await until("the second stream to begin", lambda: connection.batches)
-        await run_span(workers, ticket)
+        await run_prefill(workers, ticket)
         assert await end_of(first) == EXHAUSTED
         workers.decode_backend.gate.set()
         assert await end_of(second) == 0

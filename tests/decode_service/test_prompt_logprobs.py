@@ -13,7 +13,7 @@ import torch
 from pillion.engine.scheduling import scheduler as scheduling
 from pillion.sampling_ranges import MAX_PROMPT_LOGPROBS
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
-from pillion.v1.decode_pb2 import Fork
+from pillion.v1.decode_pb2 import Sibling
 from tests.support.ahead_backend import AheadBackend
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy, kv_of, logits_of
 from tests.support.workers import Answer, Connection, Workers, connected, running_workers, submit_of
@@ -100,7 +100,7 @@ async def test_an_attempt_scores_what_the_gateway_lacks() -> None:
 
 async def test_a_prompt_alone_is_scored_without_a_token() -> None:
     async with running_workers() as workers, connected(workers) as connection:
-        answer = await score(workers, connection, 1, max_tokens=0, forks=(Fork(key=5, seed=1),))
+        answer = await score(workers, connection, 1, max_tokens=0, siblings=(Sibling(key=5, seed=1),))
         check(answer.prompt_logprobs, expected(PROMPT))
         assert answer.last is not None
         assert (answer.token_ids, answer.last.finish_reason) == ([], FinishReason.LENGTH)
@@ -110,12 +110,12 @@ async def test_a_prompt_alone_is_scored_without_a_token() -> None:
         await workers.quiet()
 
 
-async def test_forks_share_the_scores_of_their_prompt() -> None:
+async def test_siblings_share_the_scores_of_their_prompt() -> None:
     free = SamplingParams(temperature=1.0, top_p=1.0, top_k=0, seed=11, prompt_logprobs=3, logprobs=1)
     async with running_workers() as workers, connected(workers) as connection:
         others = [connection.answers.setdefault(key, Answer()) for key in (5, 6)]
-        forks = (Fork(key=5, seed=12), Fork(key=6, seed=13))
-        answer = await score(workers, connection, 1, sampling=free, forks=forks)
+        siblings = (Sibling(key=5, seed=12), Sibling(key=6, seed=13))
+        answer = await score(workers, connection, 1, sampling=free, siblings=siblings)
         await asyncio.gather(*(other.ended() for other in others))
         check(answer.prompt_logprobs, expected(PROMPT))
         assert [other.prompt_logprobs for other in others] == [[], []]

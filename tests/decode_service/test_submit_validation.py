@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
 def fields_of(**options: Any) -> list[str]:
     try:
         submit = Submit(**GOOD, sampling=sampling_to_pb(replace(RESOLVED, **options)))
-        check_submit(submit, vocab_size=97, max_model_len=64)
+        check_submit(submit, 4, 97, 64)
     except InvalidRequest as error:
         return [violation.field for violation in error.violations]
     return []

@@ -139,6 +139,14 @@ def test_prefill_and_decode_workers_may_differ_in_ranks() -> None:
         assert found == sizes
 
 
+def test_prefill_workers_alone_have_stages() -> None:
+    services = read_services({"PREFILL_PIPELINE_PARALLEL_SIZE": "2"})
+    found = {name: one.environment.get("PILLION_PIPELINE_PARALLEL_SIZE") for name, one in services.items()}
+    assert {name: size for name, size in found.items() if size} == {
+        name: "2" for name in services if name.startswith("prefill")
+    }
+
+
 def test_adapters_reach_the_parts_that_need_them() -> None:
     told = {"ENABLE_LORA": "true", "MAX_LORAS": "4", "LORA_MODULES": "sql=/adapters/sql", "ADAPTERS": "/srv/adapters"}
     services = read_services(told)
@@ -242,7 +250,7 @@ async def drain_under_a_stream(run: ComposeRun) -> None:
 
 
 async def outlive_the_node(run: ComposeRun) -> None:
-    """The node is killed and started again: its pool is taken over from the keeper, and no worker ends."""
+    """The node is killed and started again: its pool is recovered from the keeper, and no worker ends."""
     prompt = "An old story " * 20
     async with AsyncClient(f"{run.of('gateway')[0].address}:50051") as client:
 

@@ -15,18 +15,18 @@ import yaml
 import docs.make
 from deploy.grafana import make
 from pillion import errors
-from pillion.engine.scheduling.step_plan import SchedulerLoad
 from pillion.engine.worker import step_meter
 from pillion.gateway.admission.quotas import QUOTAS
 from pillion.gateway.request import request_telemetry
 from pillion.gateway.scaling.arrival_history import Rates
-from pillion.gateway.scaling.forecaster import KINDS, ModelForecast
+from pillion.gateway.scaling.forecaster import KINDS, ModelForecast, forecast_readings
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
 from pillion.observability.metrics_prometheus import ALIASES, prometheus_name, sample_names
 from pillion.types import FinishReason
 from pillion.v1.kvnode_pb2 import NodeStatus
+from pillion.wire.registry import WorkerLoad
 from tests.support.compose import ROOT
 from tests.support.promql import QueryError, Sample, labels_of
 
@@ -43,12 +43,12 @@ def known_values() -> dict[tuple[str, str], set[str]]:
     """Return all values of a metric's label, by the names of both, where the code lists them."""
     meters = Meters()
     step_meter.StepMeter(meters)
-    meters.watch(lambda: step_meter.load_readings(SchedulerLoad(), 1))
+    meters.watch(lambda: step_meter.load_readings(WorkerLoad(), 1))
     meters.watch(lambda: metric_readings(NodeStatus()))
     meters.watch(lambda: request_telemetry.readings(0, 0, True, True))
     rates, kinds_now = Rates(0.0, 0.0, 0.0), dict.fromkeys(KINDS, 1)
     forecast = ModelForecast(rates=rates, load=kinds_now, wanted=kinds_now, horizon_s=0.0)
-    meters.watch(lambda: request_telemetry.forecast_readings({"m": forecast}))
+    meters.watch(lambda: forecast_readings({"m": forecast}))
     found: dict[tuple[str, str], set[str]] = {}
     for metric, cells in meters.collect().items():
         for labels in cells:

@@ -202,6 +202,14 @@ def test_kinds_of_pods_may_differ_in_ranks() -> None:
         assert told == {"prepare": size, "keeper": None, "kvnode": None, f"{kind[1:]}-0": size}
 
 
+def test_prefill_workers_alone_have_stages() -> None:
+    rendered = render({"pools": {"both": {"prefill": 1, "decode": 1, "pipelineParallelSize": 2}}})
+    pod = pod_of(of_kind(rendered, "Deployment", "-both"))
+    name = "PILLION_PIPELINE_PARALLEL_SIZE"
+    told = {one["name"]: environment(one)[name] for one in containers(pod) if name in environment(one)}
+    assert told == {"prefill-0": "2"}
+
+
 def test_all_containers_are_told_the_same_of_few_bits() -> None:
     told = {"quantization": "int4", "quantizationGroupSize": 128, "kvCacheDtype": "int8"}
     wanted = {

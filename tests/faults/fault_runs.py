@@ -76,7 +76,7 @@ class DrawnFault:
 
 @dataclass(frozen=True, slots=True)
 class ChainedKill:
-    """A further fault of a chain: SIGKILL to a process of ``victim``, so long behind the first fault."""
+    """A further fault of a chain: SIGKILL to a process of ``victim``, so long after the first fault."""
 
     victim: str
     after_s: float
@@ -115,7 +115,7 @@ class FaultPlan:
 
 @dataclass(slots=True)
 class FaultRecord:
-    """What came of a run. ``fired`` says which faults happened, those of the chain behind the others."""
+    """What came of a run. ``fired`` says which faults happened, those of the chain after the others."""
 
     plan: FaultPlan
     fired: list[bool] = field(default_factory=list)
@@ -259,8 +259,8 @@ class FaultRunner:
     def _strike(
         self, chain: Sequence[ChainedKill], struck: list[bool], killed: threading.Event, over: threading.Event
     ) -> None:
-        """Kills what the chain names, behind its first fault, and when the requests are over, too; notes in ``struck``
-        what has been killed, and sets ``killed`` behind the first one."""
+        """Kills what the chain names, after its first fault, and when the requests are over, too; notes in ``struck``
+        what has been killed, and sets ``killed`` after the first one."""
         while chain and (fired := self.place.board.fired(0)) is None:
             if over.wait(0.02):
                 return

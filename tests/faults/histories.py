@@ -30,7 +30,7 @@ class AnswerHistory:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
-    behind_the_end: int = 0
+    after_the_end: int = 0
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class RequestHistory:
         """One more message."""
         answer = self.answers.setdefault(delta.index, AnswerHistory())
         if answer.reasons and (delta.token_ids or delta.text or delta.finish_reason):
-            answer.behind_the_end += 1
+            answer.after_the_end += 1
         answer.token_ids += delta.token_ids
         answer.text += delta.text
         answer.logprobs += delta.logprobs
@@ -92,8 +92,8 @@ def complaints(expected: RequestHistory, got: RequestHistory) -> list[str]:
 
 
 def _answer(expected: AnswerHistory, got: AnswerHistory) -> Iterator[str]:
-    if len(got.reasons) != 1 or got.behind_the_end:
-        yield f"it ended {len(got.reasons)} times, and {got.behind_the_end} messages came behind its end"
+    if len(got.reasons) != 1 or got.after_the_end:
+        yield f"it ended {len(got.reasons)} times, and {got.after_the_end} messages came after its end"
     if got.token_ids != expected.token_ids:
         pairs = zip(expected.token_ids, got.token_ids, strict=False)
         place = next((place for place, (one, other) in enumerate(pairs) if one != other), None)

@@ -27,7 +27,7 @@ HELD = (
 )
 # What a component does for requests.
 BUSY = ("running_requests", "waiting_requests", "waiting_tokens", "queued_tokens")
-# How much more a process may have open or in private memory than behind the run after which it had the least.
+# How much more a process may have open or in private memory than after the run after which it had the least.
 MORE_FILES = 32
 MORE_MEMORY_BYTES = 128 * 2**20
 _OF_REGISTRY = (keys.COMPONENTS, keys.EXPIRY, keys.NUMBERS, keys.NODES)
@@ -118,7 +118,7 @@ def _of_index(client: redis.Redis, nodes: dict[str, NodeStatus]) -> Iterator[str
 
 
 class ProcessGrowth:
-    """Files and private memory of processes, compared with the least that each had behind an earlier run."""
+    """Files and private memory of processes, compared with the least that each had after an earlier run."""
 
     def __init__(self) -> None:
         self._least: dict[int, tuple[int, int]] = {}

@@ -66,7 +66,7 @@ QUESTIONS: dict[str, Ask] = {
 
 def write_models(folder: pathlib.Path) -> tuple[str, ...]:
     """Write the model and its adapter into ``folder``; return the flags of a cluster that serves both."""
-    from pillion.engine.models.model_config import load_config
+    from pillion.engine.models.config_parser import load_config
     from tests.support.adapters import write_adapter
 
     model = save_model(folder / "tiny")

@@ -70,7 +70,7 @@ async def test_a_drain_loses_no_stream() -> None:
 
 
 async def test_a_drain_refuses_nobody_while_another_gateway_serves_the_port() -> None:
-    """Clients of both kinds send one request behind the other over the connections that they have, and each has one
+    """Clients of both kinds send one request after the other over the connections that they have, and each has one
     under way when the gateway that they are connected to is told to stop."""
     async with running_fake_cluster("The answer.", share_ports=True) as fakes:
         fakes.decode.pace_s = 0.002

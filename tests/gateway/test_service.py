@@ -16,6 +16,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, SamplingParams, Unavailable
+from pillion._version import VERSION
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
 from testbed.conditions import WITHIN_S, until
@@ -51,19 +52,19 @@ async def test_an_answer_streams_through_all_parts() -> None:
         assert (timings.cached_tokens, timings.prefilled_tokens, timings.tail_tokens) == (8, 20, 2)
         assert (timings.prefill_chunks, timings.tail_steps, timings.replays) == (3, 1, 0)
         assert (timings.prefill_worker, timings.decode_worker) == ("prefill-0", "decode-0")
-        assert timings.plan_reason == "disaggregated"
+        assert timings.plan_reason.startswith("disaggregated: prefill-0 computes 20; decode-0 ")
         assert 0 < timings.time_to_first_token_ms <= timings.total_ms
 
         root = request_root(bytes.fromhex(NAMESPACE))
         hashes = chain_hashes(root, prompt[:28], BLOCK)
-        (opened,), (span,), (submit,) = fakes.node.opened, fakes.prefill.spans, fakes.decode.submits
+        (opened,), (computed,), (submit,) = fakes.node.opened, fakes.prefill.prefill_ranges, fakes.decode.submits
         assert (opened.block_hashes, opened.total_blocks, opened.resume) == (hashes, 8, False)
-        assert (span.start_tokens, span.parent_hash) == (8, hashes[32:64])
-        assert (tuple(span.token_ids), tuple(span.chunk_tokens)) == (prompt[8:28], (8, 8, 4))
+        assert (computed.start_tokens, computed.parent_hash) == (8, hashes[32:64])
+        assert (tuple(computed.token_ids), tuple(computed.chunk_tokens)) == (prompt[8:28], (8, 8, 4))
         assert (tuple(submit.token_ids), submit.prompt_tokens, submit.root_hash) == (prompt, 30, root)
         assert (tuple(submit.stop_token_ids), submit.max_tokens, submit.timeout_ms) == ((EOS,), 226, 0)
         assert (submit.sampling.temperature, submit.sampling.seed, submit.sampling.top_k) == (0.0, 5, 0)
-        assert span.ticket_id == submit.ticket_id
+        assert computed.ticket_id == submit.ticket_id
         await fakes.settled()
         status = await fakes.client.status()
         assert (status.active_requests, status.prompt_tokens, status.cached_tokens) == (0, 30, 8)
@@ -85,7 +86,7 @@ async def test_priority_reaches_every_part() -> None:
         await read(fakes.client.generate(PROMPT, priority=-7))
         await read(fakes.client.chat([{"role": "user", "content": "x"}], priority=9))
         assert [submit.priority for submit in fakes.decode.submits] == [-7, 9]
-        assert [span.priority for span in fakes.prefill.spans] == [-7, 9]
+        assert [one.priority for one in fakes.prefill.prefill_ranges] == [-7, 9]
         assert [opened.priority for opened in fakes.node.opened] == [-7, 9]
         await fakes.settled()
 
@@ -115,10 +116,10 @@ async def test_without_prefix_caching_nothing_is_shared_but_an_attempt_finds_the
         await fakes.settled()
 
 
-async def test_without_chunked_prefill_a_span_is_one_chunk() -> None:
+async def test_without_chunked_prefill_a_prefill_range_is_one_chunk() -> None:
     async with running_fake_cluster(enable_chunked_prefill=False) as fakes:
         await read(fakes.client.generate("x" * 251))
-        assert [tuple(span.chunk_tokens) for span in fakes.prefill.spans] == [(248,)]
+        assert [tuple(one.chunk_tokens) for one in fakes.prefill.prefill_ranges] == [(248,)]
         await fakes.settled()
 
 
@@ -175,7 +176,9 @@ async def test_a_node_whose_pool_is_too_small_gets_no_stream_that_fits_another(
 async def test_split_policies(policy: str, split: int) -> None:
     async with running_fake_cluster(split_policy=policy) as fakes:
         assert text_of(await read(fakes.client.generate(PROMPT))) == "The answer."
-        assert [span.start_tokens + len(span.token_ids) for span in fakes.prefill.spans] == ([split] if split else [])
+        assert [one.start_tokens + len(one.token_ids) for one in fakes.prefill.prefill_ranges] == (
+            [split] if split else []
+        )
 
 
 async def test_chat_is_rendered_by_the_models_own_template() -> None:
@@ -190,7 +193,7 @@ async def test_stop_strings_end_text_and_work(per_delta: int) -> None:
     async with running_fake_cluster("one two three four") as fakes:
         fakes.decode.per_delta = per_delta
         # The worker has more to say than the stop needs, and stands there until it is told that nobody wants it.
-        fakes.decode.hold_behind = 12
+        fakes.decode.hold_after = 12
         deltas = await read(fakes.client.generate(PROMPT, stop=[" th", "zz"]))
         assert text_of(deltas) == "one two"
         assert [delta.stop_string for delta in deltas] == [""] * (len(deltas) - 1) + [" th"]
@@ -276,7 +279,7 @@ async def test_what_is_missing_is_named(roles: str, missing: str) -> None:
 async def test_no_prefill_worker_falls_back_to_the_decode_worker() -> None:
     async with running_fake_cluster(roles="kvnode decode") as fakes:
         deltas = await read(fakes.client.generate(PROMPT))
-        assert deltas[-1].timings.plan_reason == "co-located: no prefill worker"
+        assert deltas[-1].timings.plan_reason.startswith("disaggregated: co-located, no prefill worker")
 
 
 async def test_the_blocking_client() -> None:
@@ -294,7 +297,7 @@ async def test_the_blocking_client() -> None:
                     client.generate(PROMPT, sampling=SamplingParams(), top_k=3)
                 return text, [model.name for model in client.models()], client.status().version
 
-        assert await asyncio.to_thread(use) == ("The answer.", ["toy", "models/toy"], "0.1.0")
+        assert await asyncio.to_thread(use) == ("The answer.", ["toy", "models/toy"], VERSION)
         await fakes.settled()
 
 
@@ -310,7 +313,7 @@ async def test_http_pages() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
         assert await asyncio.to_thread(get, address, "/health") == (200, {"status": "ok"})
-        assert await asyncio.to_thread(get, address, "/version") == (200, {"version": "0.1.0"})
+        assert await asyncio.to_thread(get, address, "/version") == (200, {"version": VERSION})
         _, models = await asyncio.to_thread(get, address, "/v1/models")
         assert [(m["id"], m["object"], m["max_model_len"], m["weights"]) for m in models["data"]] == [
             (name, "model", 256, "gptq, 8 bits") for name in ("toy", "models/toy")

@@ -133,6 +133,37 @@ async def test_a_stream_of_several_answers(fakes: FakeCluster) -> None:
     await fakes.settled()
 
 
+async def test_calls_of_custom_tools_bring_their_input(fakes: FakeCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = 'a "b"\n\\ 🙂'
+    made_of = f'<tool_call>\n{{"name": "patch", "arguments": {{"input": {json.dumps(text)}}}}}\n</tool_call>'
+    monkeypatch.setattr(fakes.decode, "script", script_of(f"{THOUGHT}{made_of}\n{CALL % ARGUMENTS}"))
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": "start: /[^x]+/"}}
+    custom = {"type": "custom", "custom": {"name": "patch", "format": grammar}}
+    asked = ASKED | {"tools": [*TOOLS, custom], "n": 2}
+    whole = (await call(fakes.gateway.http_address, "/v1/chat/completions", asked)).json
+    for choice in whole["choices"]:
+        made, function = choice["message"]["tool_calls"]
+        assert (made["type"], made["custom"]) == ("custom", {"name": "patch", "input": text})
+        assert (function["type"], function["function"]) == ("function", {"name": "weather", "arguments": ARGUMENTS})
+    streamed = (await call(fakes.gateway.http_address, "/v1/chat/completions", asked | {"stream": True})).events
+    inputs = ["", ""]
+    for choice in (choice for event in streamed for choice in event["choices"]):
+        for part in choice["delta"].get("tool_calls", ()):
+            assert (part["index"] == 0) is ("custom" in part)
+            inputs[choice["index"]] += part.get("custom", {}).get("input", "")
+    assert inputs == [text] * 2
+    await fakes.settled()
+
+
+@pytest.mark.parametrize("definition", ["start: a", "start: <think>", "%ignore / /"])
+async def test_a_grammar_that_no_call_can_be_held_to_is_refused_by_name(fakes: FakeCluster, definition: str) -> None:
+    grammar = {"type": "grammar", "grammar": {"syntax": "lark", "definition": definition}}
+    custom = {"type": "custom", "custom": {"name": "patch", "format": grammar}}
+    refused = await call(fakes.gateway.http_address, "/v1/chat/completions", ASKED | {"tools": [*TOOLS, custom]})
+    assert (refused.status, refused.error["param"]) == (400, "tools[2].custom.format")
+    await fakes.settled()
+
+
 async def test_the_clients_own_stream_gathers_calls(fakes: FakeCluster) -> None:
     async with client_of(fakes) as client, client.chat.completions.stream(**ASKED) as stream:
         whole = await stream.get_final_completion()
@@ -226,6 +257,14 @@ async def test_what_is_wrong_is_named(fakes: FakeCluster, wrong: dict[str, Any],
     reply = await call(fakes.gateway.http_address, "/v1/chat/completions", {**ASKED, **wrong})
     assert (reply.status, reply.error["param"]) == (400, param)
     assert words in reply.error["message"]
+
+
+async def test_calls_before_a_stop_string_are_a_reason_that_clients_know() -> None:
+    async with running_fake_cluster(f"{CALL % ARGUMENTS}\nDone. More.", template=TEMPLATE) as fakes:
+        body = {**ASKED, "stop": "Done"}
+        (choice,) = (await call(fakes.gateway.http_address, "/v1/chat/completions", body)).json["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", "Done")
+    assert len(choice["message"]["tool_calls"]) == 1
 
 
 async def test_over_grpc(fakes: FakeCluster) -> None:

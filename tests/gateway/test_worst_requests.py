@@ -13,12 +13,13 @@ import grpc
 import msgspec
 import pytest
 
-from pillion.gateway.formats import client_json
-from pillion.gateway.http_api import anthropic_requests, responses_requests
-from pillion.gateway.http_api.anthropic_requests import messages_request
+from pillion.gateway.anthropic import anthropic_requests
+from pillion.gateway.anthropic.anthropic_requests import messages_request
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.model_calls import AskedCall
-from pillion.gateway.http_api.responses_requests import responses_request
+from pillion.gateway.request import client_json
+from pillion.gateway.responses import responses_requests
+from pillion.gateway.responses.responses_requests import responses_request
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, TokenizerPool
 from pillion.net.rpc import open_channel
 from pillion.types import ChatMessage
@@ -64,7 +65,7 @@ def parts(size_bytes: int) -> bytes:
 
 TEXT = json.dumps("x, y" * (CONTEXT // 4 - 1)).encode()
 ONE = b"1"
-# Calls are objects behind a mark, and tools are counted.
+# Calls are objects after a mark, and tools are counted.
 TEMPLATE = (
     "{# <tool_call> #}{{ tools | length if tools }}"
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"

@@ -177,3 +177,19 @@ def test_a_batch_beyond_the_limits_is_refused():
     planner = planner_of(batch, 2, 4, Tiling(4, KEYS, 2), Tiling(16, KEYS, 2), (0,), max_seqs=2)
     with pytest.raises(Internal):
         planner.plan(batch)
+
+
+@pytest.mark.parametrize("parts", [[(0, 65_536)], [(60_000, 32_000), *[(500, 1)] * 64, *[(0, 1000)] * 33, (0, 472)]])
+def test_the_largest_step_has_a_plan(parts):
+    """Steps of 65,536 tokens, of Llama 3 8B's heads and an H100's programs, stay within what is reserved for them."""
+    batch = batch_of(parts)
+    assert batch.query_starts[-1] == 65_536
+    decode, chunk = Tiling(rows=16, keys=64, programs=264), Tiling(rows=128, keys=64, programs=132)
+    planner = planner_of(batch, 8, 4, decode, chunk, (0,), max_context_blocks=131_072 // BLOCK_SIZE)
+    record = planner.plan(batch).record
+    tokens = 0
+    for is_chunk in (False, True):
+        items = np.concatenate(items_of(record, planner, 0, is_chunk)).astype(np.int64)
+        begun = items[(items[:, BEGIN] == 0) & (items[:, HEAD] == 0)]
+        tokens += begun[:, ROWS].sum() // 4
+    assert tokens == 65_536

@@ -5,6 +5,7 @@ from __future__ import annotations
 from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend  # isort: skip  (before the kernels)
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,13 +13,22 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pillion.config import DecodeFlags, ModelFlags, PrefillFlags
+from pillion.engine.backends.backend import warm_up_batches
+from pillion.engine.backends.gpu.gpu_backend import SCRATCH_SLOTS
 from pillion.engine.backends.gpu.gpu_graphs import MAX_GRAPH_TOKENS, StepGraphs, sizes_for
-from pillion.engine.backends.gpu.gpu_loading import limits_of
+from pillion.engine.backends.gpu.gpu_loading import check_operations, limits_of
+from pillion.engine.backends.gpu.gpu_model import GpuModel
+from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.config_parser import load_config, parse_config
+from pillion.engine.models.families import FAMILIES as FAMILY_ROWS
+from pillion.engine.models.families import ModelFamily
+from pillion.engine.models.llama_layer import llama_layer
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import MASK_LATE, RowEdit, SamplingRows
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError, Internal
+from pillion.types import SamplingParams
 from testbed.tiny_model import save_model
 from tests.support.drafts import guessing
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
@@ -40,7 +50,19 @@ def close(got, wanted):
 # In the interpreter a step takes a second: one family for each thing that the forward pass can do, all but one long.
 INTERPRETED = (
     "mixtral",
-    *(pytest.param(family, marks=pytest.mark.long) for family in ("qwen3-qk-norm", "gemma2", "olmo2")),
+    *(
+        pytest.param(family, marks=pytest.mark.long)
+        for family in (
+            "qwen3-qk-norm",
+            "gemma2",
+            "olmo2",
+            "stablelm-parallel",
+            "starcoder2",
+            "nemotron",
+            "olmo",
+            "glm4",
+        )
+    ),
 )
 
 
@@ -68,25 +90,17 @@ def test_families(family, tmp_path):
 
 @pytest.fixture(scope="module")
 def prepared(own_cache, tmp_path_factory):
-    # One layer: what these tests are about comes before and behind the layers, whose sums are the families'.
+    # One layer: what these tests are about comes before and after the layers, whose sums are the families'.
     folder = save_model(tmp_path_factory.mktemp("model") / "model", num_hidden_layers=1)
     return prepare(ModelFlags(model=str(folder), dtype="float32"))
 
 
-def rows_of(positions, **overrides):
+def rows_of(positions, *, logprobs=-1, edits=(), masks=None, **params):
     count = len(positions)
-    drawn = {"temperature": 0.8, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "logprobs": -1, **overrides}
-    return SamplingRows(
-        temperature=np.full(count, drawn["temperature"], np.float32),
-        top_k=np.full(count, drawn["top_k"], np.int64),
-        top_p=np.full(count, drawn["top_p"], np.float32),
-        min_p=np.full(count, drawn["min_p"], np.float32),
-        seeds=np.arange(count).astype(np.uint64) + np.uint64(2**40),
-        positions=np.array(positions, np.int64),
-        logprobs=np.full(count, drawn["logprobs"], np.int64),
-        edits=overrides.get("edits", ()),
-        masks=overrides.get("masks"),
-    )
+    given = [SamplingParams(**{"temperature": 0.8, **params})] * count
+    seeds = [2**40 + number for number in range(count)]
+    reports = np.full(count, logprobs, np.int64)
+    return SamplingRows.of(given, seeds, positions, logprobs=reports, edits=edits, masks=masks)
 
 
 @pytest.mark.parametrize(
@@ -151,6 +165,30 @@ def test_the_workspace_holds_the_logits_of_scored_prompts(prepared):
     assert (limits.max_samples, limits.max_scored) == (24, scored_rows(prepared.vocab_size))
     assert limits_of(replace(flags, max_num_batched_tokens=30), prepared).max_scored == 6
     assert limits_of(PrefillFlags(model="m"), prepared).max_scored == 0
+
+
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3-moe"])
+def test_the_buffers_of_a_large_step_are_those_that_are_told(family, tmp_path):
+    """All that a model keeps for steps of 65,536 tokens, but its weights and rotary tables."""
+    _, flags = make_model(tmp_path / "model", FAMILIES[family])
+    prepared, tokens = prepare(flags), 65_536
+    backend = gpu_backend(prepared)
+    small, config = backend._model, load_config(prepared.folder)
+    model = GpuModel(small.weights, prepared.max_model_len, tokens, 256, max_samples=MAX_SEQS)
+    kept = {
+        name: value.untyped_storage()
+        for name, value in vars(model).items()
+        if isinstance(value, torch.Tensor) and name != "weights"
+    }
+    taken = sum({storage.data_ptr(): storage.nbytes() for storage in kept.values()}.values())
+    told = step_bytes(config, prepared.dtype, tokens, MAX_SEQS)
+    assert told / 4 < taken <= told
+
+
+def test_the_step_that_compiles_needs_few_slots():
+    for batch in warm_up_batches(65_536, 16, SCRATCH_SLOTS):
+        assert batch.block_tables.max() < SCRATCH_SLOTS
+    assert next(warm_up_batches(65_536, 16)).block_tables.max() == 4095
 
 
 def test_a_step_embeds_tokens_that_only_the_device_knows(prepared):
@@ -218,9 +256,9 @@ def test_copies_come_before_the_step(prepared):
     (one,) = driver.sequences.add()
     prompt = tokens_of(18, 4)
     driver.step((one, prompt))
-    fork, sources, targets = driver.sequences.fork(one)
+    sibling, sources, targets = driver.sequences.sibling(one)
     assert len(sources) == 1
-    batch = driver.sequences.step([(fork, [5])])
+    batch = driver.sequences.step([(sibling, [5])])
     copied = driver.backend.launch(batch, tuple(zip(sources, targets, strict=True)), rows_of([19])).wait()
     (fresh,) = driver.sequences.add()
     again = driver.backend.launch(driver.sequences.step([(fresh, [*prompt, 5])]), (), rows_of([19])).wait()
@@ -287,3 +325,14 @@ def test_ranks_keep_the_same_graphs(monkeypatch, answers, kept):
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
     graphs.capture(lines.append)
     assert list(graphs._graphs) == list(graphs.shapes())[:kept]
+
+
+def test_a_layer_without_a_kernel_is_refused(monkeypatch):
+    """A family with attention sinks."""
+    row = ModelFamily({}, layer=partial(llama_layer, sinks=True))
+    monkeypatch.setitem(FAMILY_ROWS, "with_sinks", row)
+    shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
+    config = {**shape, "vocab_size": 258, "max_position_embeddings": 64}
+    check_operations(parse_config({**config, "model_type": "llama"}))
+    with pytest.raises(ConfigError, match="with_sinks: the GPU kernels have no attention sinks; use --device cpu"):
+        check_operations(parse_config({**config, "model_type": "with_sinks"}))

@@ -18,7 +18,7 @@ import pytest
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 BUILD_TIMEOUT_S = 600
 
-# Builds kernels as `python -m pillion.kernels.gpu.build` does, behind one whose limits no kernel can keep.
+# Builds kernels as `python -m pillion.kernels.gpu.build` does, after one whose limits no kernel can keep.
 _TOO_TIGHT = """
 import sys
 from dataclasses import replace

@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from pillion import Client
 from pillion.config import DecodeFlags, KVNodeFlags, ModelFlags
 from pillion.decode_service.decode_server import start_decode
-from pillion.engine.backends import devices
+from pillion.engine.backends.gpu import gpu_devices as devices
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.kvstore.client.node_client import NodeClient, NodeSession
+from pillion.kvstore.gpu import cuda_driver
 from pillion.kvstore.hashing import chain_hashes
-from pillion.kvstore.memory import cuda_driver
 from pillion.kvstore.node.kv_node import start_kvnode
 from pillion.net.rpc import open_channel
 from pillion.v1 import decode_pb2_grpc

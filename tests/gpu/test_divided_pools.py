@@ -16,12 +16,13 @@ from transformers import AutoModelForCausalLM
 
 from pillion.engine.backends.gpu.pool_parts import parts_of
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.model_config import ModelConfig, load_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
-from pillion.kvstore.memory.shards import shares_of
+from pillion.kvstore.memory.head_shares import shares_of
 from tests.gpu.test_backend import close
-from tests.gpu.test_ranks import forked_answers
+from tests.gpu.test_ranks import sibling_answers
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import NATIVE
 
@@ -45,7 +46,7 @@ def in_one_piece(pool: FakeDividedPool, layout) -> torch.Tensor:
 @pytest.mark.parametrize("family", FAMILIES if NATIVE else INTERPRETED)
 def test_families(team, family, tmp_path):
     """Two ranks, each with a shard: a chunk, and a decode beside a chunk. Then one process reads what both have
-    written, and writes on; and the ranks go on behind it."""
+    written, and writes on; and the ranks go on after it."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text, other = tokens_of(37, 2), tokens_of(9, 3)
@@ -68,7 +69,7 @@ def test_families(team, family, tmp_path):
 
 @pytest.mark.parametrize("fp8", [False, True])
 def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, fp8):
-    """Bit by bit in the first layer; behind that, attention was summed up in another order."""
+    """Bit by bit in the first layer; after that, attention was summed up in another order."""
     text = tokens_of(34, 5)
 
     def run(shards: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,13 +96,13 @@ def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, 
             )
 
 
-def test_forks_copy_what_lies_in_every_shard(team, prepared):
-    wanted = forked_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
+def test_siblings_copy_what_lies_in_every_shard(team, prepared):
+    wanted = sibling_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
     both = team.backend(prepared)
-    assert forked_answers(GpuDriver(prepared, num_slots=16, backend=both, shards=2)) == wanted
+    assert sibling_answers(GpuDriver(prepared, num_slots=16, backend=both, shards=2)) == wanted
     both.close()
     alone = gpu_backend(prepared)
-    assert forked_answers(GpuDriver(prepared, num_slots=16, backend=alone, shards=2)) == wanted
+    assert sibling_answers(GpuDriver(prepared, num_slots=16, backend=alone, shards=2)) == wanted
 
 
 def test_shards_that_are_too_small_are_refused(prepared):
@@ -116,7 +117,7 @@ def sizes(config: ModelConfig) -> list[int]:
     found = []
     for size in range(1, 9):
         with contextlib.suppress(ConfigError):
-            RankSplit.of(config, 0, size)
+            RankShard.of(config, 0, size)
             found.append(size)
     return found
 
@@ -128,14 +129,14 @@ def test_each_head_is_read_once_and_written_wherever_it_is(prepared, heads, data
     config = replace(load_config(prepared.folder), **shape)
     size, count = data.draw(st.sampled_from(sizes(config))), data.draw(st.sampled_from(sizes(config)))
     shares = shares_of(kv_heads, count)
-    splits = [RankSplit.of(config, rank, size) for rank in range(size)]
-    every = [parts_of(config, split, shares) for split in splits]
-    for split, parts in zip(splits, every, strict=True):
+    shards = [RankShard.of(config, rank, size) for rank in range(size)]
+    every = [parts_of(config, shard, shares) for shard in shards]
+    for shard, parts in zip(shards, every, strict=True):
         read = [head for part in parts if part.attended for head in part.heads]
-        assert read == list(split.kv_heads)
+        assert read == list(shard.kv_heads)
         for part in parts:
             assert part.shard_heads == shares[part.shard]
-            assert set(part.heads) == set(part.shard_heads) & set(split.kv_heads)
+            assert set(part.heads) == set(part.shard_heads) & set(shard.kv_heads)
     written = {(part.shard, head) for parts in every for part in parts for head in part.heads}
     assert written == {(shard, head) for shard, share in enumerate(shares) for head in share}
     for shard in range(count):

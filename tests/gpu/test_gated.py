@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.engine.models.layers import ACTIVATIONS as DECODERS
 from pillion.engine.models.layers import GATED
 from pillion.errors import Internal
 from pillion.kernels.gpu import gpu_reference as reference
@@ -62,7 +63,21 @@ def test_the_activation_is_rounded_before_it_multiplies(activation):
 def test_the_reference_is_what_the_decoder_does(activation, dtype):
     torch.manual_seed(2)
     gate_up = torch.randn(3, 48).to(dtype)
-    assert torch.equal(reference.gated(gate_up, activation), GATED[activation](gate_up))
+    if activation in GATED:
+        assert torch.equal(reference.gated(gate_up, activation), GATED[activation](gate_up))
+    assert torch.equal(reference.activated(gate_up, activation), DECODERS[activation](gate_up))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_an_mlp_without_a_gate(activation, dtype):
+    torch.manual_seed(3)
+    up = (torch.randn(3, 1030) * 3).to(dtype).to(DEVICE)
+    out = Guarded((3, 1030), dtype)
+    gated(up, out.inside, activation)
+    expected = reference.activated(up, activation)
+    torch.testing.assert_close(out.inside, expected, **rounded(dtype, 8 if dtype == torch.float32 else 2))
+    assert out.margins_are_whole()
 
 
 @pytest.mark.skipif(not NATIVE, reason="the interpreter takes too long")
@@ -75,7 +90,7 @@ def test_a_long_prefill_is_within_the_grid():
 
 def test_misshapen_tensors_are_refused():
     gate_up = torch.zeros(2, 8, device=DEVICE)
-    for out in (torch.zeros(2, 8), torch.zeros(3, 4), torch.zeros(2, 4).half(), torch.zeros(4, 2).T):
+    for out in (torch.zeros(2, 7), torch.zeros(3, 4), torch.zeros(2, 4).half(), torch.zeros(4, 2).T):
         with pytest.raises(Internal):
             gated(gate_up, out.to(DEVICE), "silu")
     with pytest.raises(Internal):

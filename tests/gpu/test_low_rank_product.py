@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.batch import adapted_runs
+from pillion.engine.adapters.adapter_rows import adapted_runs
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
-from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerPlace, RunRecord, add_low_rank, padded_rank
+from pillion.kernels.gpu.products.low_rank_product import RUN_ROWS, LayerSlot, RunRecord, add_low_rank, padded_rank
 from testbed.tiny_model import save_model
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu_model import GpuDriver, gpu_backend
@@ -24,27 +24,27 @@ from tests.support.torch_model import BackendDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
-# Places: one behind the begin of the buffer, of two adapters.
-AT, PLACES = 32, 2
+# Slots: one after the begin of the buffer, of two adapters.
+AT, SLOTS = 32, 2
 LAYERS = {
-    "qkv": LayerPlace(AT, AT + 3 * 16 * 48, 48, 96, (64, 80, 96), 16),
-    "gate_up": LayerPlace(AT, AT + 2 * 32 * 200, 200, 320, (160, 320), 32),
-    "down": LayerPlace(AT, AT + 16 * 80, 80, 70, (70,), 16),
+    "qkv": LayerSlot(AT, AT + 3 * 16 * 48, 48, 96, (64, 80, 96), 16),
+    "gate_up": LayerSlot(AT, AT + 2 * 32 * 200, 200, 320, (160, 320), 32),
+    "down": LayerSlot(AT, AT + 16 * 80, 80, 70, (70,), 16),
 }
 
 
-def random_places(layer: LayerPlace, dtype: torch.dtype) -> torch.Tensor:
-    values = torch.randn(PLACES, AT + layer.values + 16, generator=torch.Generator().manual_seed(1))
+def random_slots(layer: LayerSlot, dtype: torch.dtype) -> torch.Tensor:
+    values = torch.randn(SLOTS, AT + layer.values + 16, generator=torch.Generator().manual_seed(1))
     values[:, layer.a_at : layer.b_at] /= layer.inputs**0.5
     values[:, layer.b_at : AT + layer.values] /= layer.rank**0.5
     return values.to(dtype)
 
 
-def expected(x: torch.Tensor, out: torch.Tensor, places: torch.Tensor, layer: LayerPlace, row: int, place: int):
+def expected(x: torch.Tensor, out: torch.Tensor, slots: torch.Tensor, layer: LayerSlot, row: int, slot: int):
     """One row of the result, in float64 but for the rounding of the shrunk values."""
     begin, found = 0, out[row].double()
-    a = places[place, layer.a_at : layer.b_at].view(len(layer.ends), layer.rank, -1).double()
-    b = places[place, layer.b_at : layer.b_at + layer.outputs * layer.rank].view(layer.outputs, -1).double()
+    a = slots[slot, layer.a_at : layer.b_at].view(len(layer.ends), layer.rank, -1).double()
+    b = slots[slot, layer.b_at : layer.b_at + layer.outputs * layer.rank].view(layer.outputs, -1).double()
     for number, end in enumerate(layer.ends):
         shrunk = (a[number] @ x[row].double()).to(x.dtype).double()
         found[begin:end] += b[begin:end] @ shrunk
@@ -52,63 +52,63 @@ def expected(x: torch.Tensor, out: torch.Tensor, places: torch.Tensor, layer: La
     return found
 
 
-def run(x, out, places, layer, row_places, padding=0):
-    """Adds to a copy of ``out`` on the device; ``padding``: runs of no rows behind the others."""
-    rows, runs = adapted_runs(np.array(row_places, np.int32), RUN_ROWS)
+def run(x, out, slots, layer, row_slots, padding=0):
+    """Adds to a copy of ``out`` on the device; ``padding``: runs of no rows after the others."""
+    rows, runs = adapted_runs(np.array(row_slots, np.int32), RUN_ROWS)
     padded = np.concatenate((runs, np.full((padding, 3), -1, np.int32)))
     record = RunRecord(torch.from_numpy(padded).to(DEVICE), torch.from_numpy(rows).to(DEVICE))
     found = out.clone().to(DEVICE)
     shrunk = torch.full((len(x), 3 * 64), torch.nan, dtype=x.dtype, device=DEVICE)
-    add_low_rank(x.to(DEVICE), places.to(DEVICE), layer, record, shrunk, found)
+    add_low_rank(x.to(DEVICE), slots.to(DEVICE), layer, record, shrunk, found)
     return found.cpu()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_rows_of_many_adapters(name, dtype):
-    layer, row_places = LAYERS[name], [1, -1, 0, 1, -1] + [1] * 17 + [0]
+    layer, row_slots = LAYERS[name], [1, -1, 0, 1, -1] + [1] * 17 + [0]
     generator = torch.Generator().manual_seed(2)
     x, out = (
-        torch.randn(len(row_places), width, generator=generator).to(dtype) for width in (layer.inputs, layer.outputs)
+        torch.randn(len(row_slots), width, generator=generator).to(dtype) for width in (layer.inputs, layer.outputs)
     )
-    places = random_places(layer, dtype)
-    found = run(x, out, places, layer, row_places, padding=2)
-    for row, place in enumerate(row_places):
-        if place < 0:
+    slots = random_slots(layer, dtype)
+    found = run(x, out, slots, layer, row_slots, padding=2)
+    for row, slot in enumerate(row_slots):
+        if slot < 0:
             assert torch.equal(found[row], out[row])
         else:
-            wanted = expected(x, out, places, layer, row, place)
+            wanted = expected(x, out, slots, layer, row, slot)
             torch.testing.assert_close(found[row].double(), wanted, **rounded(dtype, 8))
     # A row alone has the bits that it has among others.
-    assert torch.equal(run(x[3:4], out[3:4], places, layer, [1])[0], found[3])
+    assert torch.equal(run(x[3:4], out[3:4], slots, layer, [1])[0], found[3])
 
 
 def test_wrong_calls_are_refused():
     layer = LAYERS["down"]
-    x, out, places = torch.zeros(2, 80), torch.zeros(2, 70), random_places(layer, torch.float32)
+    x, out, slots = torch.zeros(2, 80), torch.zeros(2, 70), random_slots(layer, torch.float32)
     for wrong in (replace(layer, inputs=81), replace(layer, outputs=69, ends=(69,)), replace(layer, rank=24)):
         with pytest.raises(Internal):
-            run(x, out, places, wrong, [0, 1])
+            run(x, out, slots, wrong, [0, 1])
     assert [padded_rank(rank) for rank in (1, 16, 17, 64)] == [16, 16, 32, 64]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("family", ["llama-gqa-tied", "mixtral"])
 def test_mixed_steps_are_those_of_torch(family, tmp_path):
-    """Places may change between steps that were launched and steps that are launched later."""
+    """Slots may change between steps that were launched and steps that are launched later."""
     _, flags = make_model(tmp_path / "model", FAMILIES[family])
     prepared, text = prepare(flags), tokens_of(20, 3)
     backend = gpu_backend(prepared)
     assert backend.max_adapters == 0
     with pytest.raises(Internal, match="before bind_adapters"):
-        backend.pack_adapter(None)
+        backend.take_adapter("", [], np.zeros(0, np.uint8))
     backend.bind_adapters(len(RANKS), 16)
     driver = GpuDriver(prepared, backend=backend)
     place_adapters(backend, prepared)
     found, wanted = (mixed_steps(each, text) for each in (driver, with_adapters(BackendDriver(prepared))))
     tolerance = 1e-3 if NATIVE else 1e-4
     torch.testing.assert_close(found.cpu(), wanted, atol=tolerance, rtol=tolerance)
-    with pytest.raises(Internal, match="adapter places"):
+    with pytest.raises(Internal, match="adapter slots"):
         driver.step((driver.sequences.add(adapter=3)[0], text[:13]))
 
 

@@ -35,16 +35,16 @@ def tolerance(dtype: torch.dtype, roundings: int) -> dict[str, float]:
     rows=st.integers(1, 9),
     columns=st.sampled_from(COLUMNS),
     before=st.sampled_from([0, 16, 3]),
-    behind=st.sampled_from([0, 16, 3]),
+    after=st.sampled_from([0, 16, 3]),
     dtype=st.sampled_from(DTYPES),
     wide=st.booleans(),
     in_place=st.booleans(),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(60))
-def test_rows_of_a_wider_buffer_are_normed(rows, columns, before, behind, dtype, wide, in_place, seed):
+def test_rows_of_a_wider_buffer_are_normed(rows, columns, before, after, dtype, wide, in_place, seed):
     torch.manual_seed(seed)
-    buffer = (3 * torch.randn(rows, before + columns + behind)).to(dtype).to(DEVICE)
+    buffer = (3 * torch.randn(rows, before + columns + after)).to(dtype).to(DEVICE)
     was = buffer.clone()
     part = slice(before, before + columns)
     weight = made_weight(columns, dtype, wide)
@@ -56,6 +56,24 @@ def test_rows_of_a_wider_buffer_are_normed(rows, columns, before, behind, dtype,
     if in_place:
         was[:, part] = buffer[:, part]
     assert torch.equal(buffer, was)
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("columns", [1, 48, 130])
+def test_layer_norms(columns, dtype, has_bias):
+    torch.manual_seed(4)
+    values = (3 * torch.randn(5, columns) + 2).to(dtype).to(DEVICE)
+    weight, bias = torch.randn(2, columns, device=DEVICE)
+    found, shift = torch.randn(5, columns, device=DEVICE).to(dtype), bias if has_bias else None
+    out = Guarded((5, columns), dtype)
+    rms_norm(values, weight, out.inside, EPS, True, centered=True, bias=shift)
+    expected = torch.nn.functional.layer_norm(values.float(), (columns,), weight, shift, EPS).to(dtype)
+    torch.testing.assert_close(out.inside, expected, **tolerance(dtype, 3))
+    add_rms_norm(values, found, out.inside, weight=weight, eps=EPS, wide=True, centered=True, bias=shift)
+    expected = torch.nn.functional.layer_norm(values.float(), (columns,), weight, shift, EPS).to(dtype)
+    torch.testing.assert_close(out.inside, expected, **tolerance(dtype, 3))
+    assert out.margins_are_whole()
 
 
 @given(

@@ -12,8 +12,8 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.gpu.gpu_weights import WeightMemory, load_gpu_weights
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.checkpoints.weights import load_weights
-from pillion.engine.models.model_config import load_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_shard import whole_model
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from testbed.tiny_model import save_model
 from tests.gpu.test_backend import TOLERANCE
@@ -41,7 +41,7 @@ MODELS = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 3, "num_hidden_layers": 1, "intermediate_size": 96},
 }
 PACKED = {
-    "llama": {"qkv": "int4", "o": "uint4", "mlp.gate_up": "int8", "mlp.down": "uint4"},
+    "llama": {"qkv": "int4", "o": "uint4", "gate_up": "int8", "down": "uint4"},
     "mixtral": {"qkv": "int4", "o": "uint4", "experts.gate_up": "int4", "experts.down": "int8"},
 }
 
@@ -56,8 +56,8 @@ def made(request, tmp_path, monkeypatch):
 
 def load(folder, memory, dtype="float32"):
     config = load_config(folder)
-    split = RankSplit.of(config, 0, 1)
-    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, split=split, memory=memory)
+    shard = whole_model(config)
+    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, shard=shard, memory=memory)
 
 
 def test_matrices_in_few_bits_are_not_widened(made):
@@ -71,7 +71,7 @@ def test_matrices_in_few_bits_are_not_widened(made):
     # The table of the tied embedding is plain.
     assert weights["embedding"].dtype == torch.bfloat16
     assert isinstance(weights.matrix("embedding"), torch.Tensor)
-    biases = load_weights(folder, load_config(folder), torch.bfloat16).layers[0].qkv.bias
+    biases = load_weights(folder, load_config(folder), torch.bfloat16).layers[0]["qkv"].bias
     assert biases is None or torch.equal(weights["layers.0.qkv.bias"].cpu(), biases)
 
 
@@ -135,7 +135,7 @@ def test_formats_of_checkpoints(name, tmp_path, monkeypatch):
     with torch.inference_mode():
         wanted = model(torch.tensor([text])).logits[0].float()
     driver = GpuDriver(prepare(ModelFlags(model=str(folder), dtype="float32")))
-    matrix = driver.backend._model.weights.matrix("layers.0.mlp.down")
+    matrix = driver.backend._model.weights.matrix("layers.0.down")
     assert isinstance(matrix, PackedMatrix)
     assert matrix.kind.coding == coding
     assert (matrix.order is not None) == (name == "gptq in an order")

@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import Internal
@@ -60,10 +60,12 @@ def check_against_torch(matrix, count, dtype, *, biased=False, wide=False):
     multiplier(matrix, dtype)(rows.to(DEVICE), None if bias is None else bias.to(DEVICE), out.inside)
     weights = matrix.dequantize(torch.float32).to(dtype).double()
     wanted = rows.double() @ weights.T
+    sizes = rows.double().abs() @ weights.abs().T
     if bias is not None:
         wanted += bias.double()
+        sizes += bias.double().abs()
     # Sums may cancel, so errors are measured by the size of what was summed.
-    size = (rows.double().abs() @ weights.abs().T).amax().clamp(min=1e-9)
+    size = sizes.amax().clamp(min=1e-9)
     slack = rounded(dtype, 2) if NATIVE or dtype != torch.float32 else rounded(dtype, 8)
     torch.testing.assert_close(out.inside.cpu().double() / size, wanted / size, rtol=0, atol=slack["atol"])
     assert out.margins_are_whole()
@@ -96,6 +98,7 @@ def test_every_coding_and_group(coding, group):
     flags=st.lists(st.booleans(), min_size=4, max_size=4),
     seed=st.integers(0, 99),
 )
+@example("fp8_e4m3", (1, 1), 16, 1, torch.float16, [False, False, True, False], 0)  # Little but the bias is summed.
 @settings(max_examples=examples(25))
 def test_any_shape(coding, shape, group, count, dtype, flags, seed):
     offsets, ordered, biased, wide = flags

@@ -12,18 +12,18 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from pillion.engine.backends.gpu import rank_group
 from pillion.engine.backends.gpu.device_memory import event_on
-from pillion.engine.backends.gpu.rank_group import GpuRankGroup
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.gpu_ranks import rank_group
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
 from testbed.conditions import WITHIN_S, wait_for
 
 JOIN_S = 120.0
 
 
-def split_of(rank: int, size: int) -> RankSplit:
-    return RankSplit(rank, size, range(1), range(rank, rank + 1))
+def shard_of(rank: int, size: int) -> RankShard:
+    return RankShard(range(1), rank, size, range(rank, rank + 1))
 
 
 @pytest.fixture
@@ -37,13 +37,13 @@ def test_a_meeting_ends_when_a_rank_has_ended(meeting, monkeypatch):
     """Rank 0 waits for a rank that never comes; it hears of its end, or gives up after a while."""
     looks, let_go = iter([False, False]), threading.Event()
     with monkeypatch.context() as patch:
-        patch.setattr(rank_group, "_gloo", lambda store, split: let_go.wait(WITHIN_S))
+        patch.setattr(rank_group, "_gloo", lambda store, shard: let_go.wait(WITHIN_S))
         with pytest.raises(ConfigError, match="rank 0 of 2 did not find the others: another rank has ended"):
-            GpuRankGroup.join(split_of(0, 2), meeting, DEVICE, own_device=False, aborted=lambda: next(looks, True))
+            GpuRankGroup.join(shard_of(0, 2), meeting, DEVICE, own_device=False, aborted=lambda: next(looks, True))
     let_go.set()
     monkeypatch.setattr(rank_group, "MEETING_TIMEOUT_S", 1.0)
     with pytest.raises(ConfigError, match="rank 0 of 2 did not find the others"):
-        GpuRankGroup.join(split_of(0, 2), meeting, DEVICE, own_device=False)
+        GpuRankGroup.join(shard_of(0, 2), meeting, DEVICE, own_device=False)
     wait_for(
         "the threads that met nobody", lambda: "pillion-rank-group" not in {each.name for each in threading.enumerate()}
     )
@@ -54,7 +54,7 @@ def by_nccl(rank: int, size: int, path: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     meeting = os.open(path, os.O_RDWR)
-    group = GpuRankGroup.join(split_of(rank, size), meeting, device, own_device=True)
+    group = GpuRankGroup.join(shard_of(rank, size), meeting, device, own_device=True)
     assert group.capturable
     values = torch.full((5,), float(rank + 1), device=device)
     group.sum(values)

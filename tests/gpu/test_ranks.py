@@ -75,11 +75,11 @@ def test_workers_of_other_sizes_read_the_same_blocks(team, prepared, fp8):
     both.close()
 
 
-def forked_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
-    """The tokens of a sequence, and of its fork whose last block is copied, in steps that run ahead."""
+def sibling_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
+    """The tokens of a sequence, and of its sibling whose last block is copied, in steps that run ahead."""
     (a,) = driver.sequences.add()
     steps = [driver.backend.launch(driver.sequences.step([(a, tokens_of(9, 0))]), (), rows_of([9]))]
-    b, sources, targets = driver.sequences.fork(a)
+    b, sources, targets = driver.sequences.sibling(a)
     copies = tuple(zip(sources, targets, strict=True))
     batch = driver.sequences.step([(b, [7]), (a, [-1])])
     steps.append(driver.backend.launch(batch, copies, rows_of([10, 10])))
@@ -91,10 +91,10 @@ def forked_answers(driver: GpuDriver) -> list[tuple[int, ...]]:
 
 
 def test_steps_run_ahead_on_tokens_that_only_rank_0_has_chosen(team, prepared):
-    """A sequence, and its fork whose blocks rank 0 copies, choose the tokens that they choose in one process."""
+    """A sequence, and its sibling whose blocks rank 0 copies, choose the tokens that they choose in one process."""
     both = team.backend(prepared)
-    wanted = forked_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
-    assert forked_answers(GpuDriver(prepared, num_slots=16, backend=both)) == wanted
+    wanted = sibling_answers(GpuDriver(prepared, num_slots=16, backend=gpu_backend(prepared)))
+    assert sibling_answers(GpuDriver(prepared, num_slots=16, backend=both)) == wanted
     both.close()
 
 
@@ -120,7 +120,7 @@ def test_weights_in_few_bits(team, name, tmp_path):
         wanted = model(torch.tensor([text])).logits[0].float()
     prepared = prepare(ModelFlags(model=str(folder), dtype="float32"))
     driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared))
-    down = driver.backend.own._model.weights.matrix("layers.0.mlp.down")
+    down = driver.backend.own._model.weights.matrix("layers.0.down")
     assert isinstance(down, PackedMatrix)
     assert down.kind.inputs == 128
     close(driver.step((driver.sequences.add()[0], text), sample=range(20)), wanted)
@@ -129,7 +129,7 @@ def test_weights_in_few_bits(team, name, tmp_path):
 
 @pytest.mark.parametrize(("lose", "why"), [(signal.SIGSTOP, "no answer from the others"), (signal.SIGKILL, "")])
 def test_a_rank_that_hangs_or_dies_ends_the_others_waits(prepared, lose, why):
-    """Rank 0's step raises BackendLost, behind the limit or at once; so does the next one, and the backend closes."""
+    """Rank 0's step raises BackendLost, after the limit or at once; so does the next one, and the backend closes."""
     team = RankTeam(2)
     try:
         driver = GpuDriver(prepared, num_slots=8, backend=team.backend(prepared))

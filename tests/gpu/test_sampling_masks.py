@@ -1,4 +1,4 @@
-"""Grammar masks on the device against plain torch, bit by bit, and the sampler behind them against the CPU's."""
+"""Grammar masks on the device against plain torch, bit by bit, and the sampler after them against the CPU's."""
 
 from __future__ import annotations
 

@@ -15,8 +15,8 @@ from pillion.engine.backends.gpu.gpu_weights import (
     weights_key,
 )
 from pillion.engine.checkpoints.weights import load_weights
-from pillion.engine.models.model_config import load_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from testbed.tiny_model import save_model
 from tests.support.gpu import DEVICE
 from tests.support.gpu_model import own_memory
@@ -41,11 +41,11 @@ def folder(request, tmp_path):
 
 
 def whole(config):
-    return RankSplit.of(config, 0, 1)
+    return whole_model(config)
 
 
 def load(folder, config, memory, dtype="float32"):
-    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, split=whole(config), memory=memory)
+    return load_gpu_weights(folder, config, fingerprint="f" * 64, dtype=dtype, shard=whole(config), memory=memory)
 
 
 def test_tensors_are_those_of_the_loader(folder):
@@ -56,14 +56,14 @@ def test_tensors_are_those_of_the_loader(folder):
     assert torch.equal(weights["final_norm"].cpu(), oracle.final_norm.weight)
     for index, layer in enumerate(oracle.layers):
         for name in ("attention_norm", "mlp_norm", "attention_post_norm", "qk_norm", "q_norm"):
-            norm, found = getattr(layer, name), weights.get(f"layers.{index}.{name}")
+            norm, found = layer.get(name), weights.get(f"layers.{index}.{name}")
             assert (norm is None) == (found is None), name
             assert norm is None or torch.equal(found.cpu(), norm.weight), name
-        assert torch.equal(weights[f"layers.{index}.qkv.weight"].cpu(), layer.qkv.weight)
+        assert torch.equal(weights[f"layers.{index}.qkv.weight"].cpu(), layer["qkv"].weight)
         if config.moe is None:
-            assert torch.equal(weights[f"layers.{index}.mlp.down.weight"].cpu(), layer.mlp.down.weight)
+            assert torch.equal(weights[f"layers.{index}.down.weight"].cpu(), layer["down"].weight)
         else:
-            down = torch.stack([expert.down.weight for expert in layer.mlp.experts])
+            down = torch.stack([expert.weight for expert in layer["experts.down"]])
             assert torch.equal(weights[f"layers.{index}.experts.down"].cpu(), down)
     assert (weights.head.data_ptr() == weights["embedding"].data_ptr()) == config.tie_word_embeddings
 
@@ -96,13 +96,13 @@ def test_a_second_worker_reads_nothing_and_has_the_same(folder):
 
 def test_other_weights_have_another_key(folder):
     config = load_config(folder)
-    split = whole(config)
-    plan = plan_folder(folder, config, torch.bfloat16, split)
-    other = plan_folder(folder, config, torch.float32, split)
-    keys = {weights_key("a" * 64, "bfloat16", plan, split), weights_key("b" * 64, "bfloat16", plan, split)}
-    keys |= {weights_key("a" * 64, "bfloat16", other, split)}
+    shard = whole(config)
+    plan = plan_folder(folder, config, torch.bfloat16, shard)
+    other = plan_folder(folder, config, torch.float32, shard)
+    keys = {weights_key("a" * 64, "bfloat16", plan, shard), weights_key("b" * 64, "bfloat16", plan, shard)}
+    keys |= {weights_key("a" * 64, "bfloat16", other, shard)}
     # Ranks whose shares are of one size have other weights in them.
-    keys |= {weights_key("a" * 64, "bfloat16", plan, RankSplit.of(config, rank, 2)) for rank in range(2)}
+    keys |= {weights_key("a" * 64, "bfloat16", plan, ModelShard(range(1), rank, 2)) for rank in range(2)}
     assert len(keys) == 5
 
 
@@ -115,7 +115,7 @@ def test_dummy_weights_need_no_checkpoint(tmp_path):
         config,
         fingerprint="0" * 64,
         dtype="bfloat16",
-        split=whole(config),
+        shard=whole(config),
         memory=own_memory(DEVICE),
         dummy=True,
     )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import tempfile
 from collections.abc import Iterator
 
 import pytest
 
-from pillion.kvstore.memory import kept_pool
-from pillion.kvstore.transfer import peers
 from testbed.conditions import WITHIN_S
 from testbed.redis import RedisServer, running_redis
 
@@ -17,8 +16,10 @@ from testbed.redis import RedisServer, running_redis
 def patient_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes wait for each other and for workers on a machine that stands still for seconds, but where a test says
     otherwise."""
-    monkeypatch.setattr(kept_pool, "PATIENCE_S", WITHIN_S)
-    monkeypatch.setattr(peers, "STREAM_STALL_S", WITHIN_S / 2)
+    for place in ("pool_survival.surviving_pool.PATIENCE_S", "exchange.peers.STREAM_STALL_S"):
+        # A room that is gone has no bound.
+        with contextlib.suppress(ImportError):
+            monkeypatch.setattr(f"pillion.kvstore.{place}", WITHIN_S / 2)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given
@@ -25,6 +26,7 @@ from pillion.errors import (
     QuotaViolation,
     Unavailable,
 )
+from pillion.kvstore.pool_survival.keeper_messages import keeper_hello_from_line
 from pillion.types import (
     AnswerSoFar,
     ChatMessage,
@@ -48,7 +50,6 @@ from pillion.v1 import common_pb2, decode_pb2, gateway_pb2
 from pillion.wire.attach import attach_reply_from_line, hello_from_line, region_reply_from_line
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
-from pillion.wire.keeper import keeper_hello_from_line
 from pillion.wire.public import (
     DeltaWriter,
     delta_from_pb,
@@ -161,6 +162,7 @@ DECODE_DELTAS = st.builds(
     timings=st.none() | TIMINGS,
     logprobs=LOGPROBS,
     queued=st.none() | U32,
+    pinned_blocks=st.none() | U32,
     prompt_logprobs=LOGPROBS,
     # A delta with tokens says by them that the stream goes on, and by timings that a prompt was computed.
 ).map(lambda delta: delta._replace(queued=None) if delta.token_ids else delta)
@@ -214,6 +216,7 @@ def test_batches(deltas: list[DecodeDelta]) -> None:
                 logprobs=map(logprob_to_pb, delta.logprobs),
                 prompt_logprobs=map(logprob_to_pb, delta.prompt_logprobs),
                 queued=None if delta.queued is None else common_pb2.Queued(position=delta.queued),
+                pinned_blocks=delta.pinned_blocks,
             )
             for delta in deltas
         ]
@@ -267,7 +270,8 @@ def test_fields_of_a_newer_version_are_kept() -> None:
     newer = b"\x9a\x3e\x03new"  # field 995, which nobody knows yet
     message = gateway_pb2.GenerateRequest.FromString(gateway_pb2.GenerateRequest(text="x").SerializeToString() + newer)
     assert message.SerializeToString().endswith(newer)
-    assert delta_from_pb(gateway_pb2.GenerateResponse(text="x", finish_reason=99)).finish_reason is None  # type: ignore[arg-type]
+    end = delta_from_pb(gateway_pb2.GenerateResponse(text="x", finish_reason=99))  # type: ignore[arg-type]
+    assert end.finish_reason is FinishReason.STOP
 
 
 @pytest.mark.parametrize("cls", sorted(BY_CODE.values(), key=lambda cls: cls.code))
@@ -291,6 +295,18 @@ def test_errors_survive_the_wire(cls: type[PillionError]) -> None:
     assert getattr(back, "violations", violations) == violations
     assert getattr(back, "retry_after_ms", 1500) == 1500
     assert getattr(back, "quotas", quotas) == quotas
+
+
+def test_what_a_client_sent_does_not_make_trailers_too_large() -> None:
+    """gRPC's clients refuse more than 8 KiB; a character of two bytes takes six of a message."""
+    from pillion.net.rpc import to_status
+
+    error = InvalidRequest.of(*(FieldViolation(f"tools.allowed[{n}]", "ä%" * 2000) for n in range(32)))
+    status = to_status(error)
+    spelled = quote(status.details, safe=" ")
+    trailers = sum(len(key) + len(value) + 32 for key, value in status.trailing_metadata)
+    assert len(spelled) + trailers < 8000
+    assert "tools.allowed[0]: ä%ä%" in status.details
 
 
 def test_an_unknown_code_is_internal() -> None:

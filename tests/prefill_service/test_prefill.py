@@ -11,34 +11,35 @@ import grpc
 import pytest
 import torch
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.config import MAX_STEP_TOKENS
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker import worker_epoch
 from pillion.types import FinishReason
 from pillion.v1 import prefill_pb2
-from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_backend import greedy
 from tests.support.workers import Workers, connected, prompt, running_workers, submit_of
 
 
-def call_of(workers: Workers, span: RunSpanRequest) -> Any:
-    return workers.prefill_stub.RunSpan(span, timeout=WITHIN_S)
+def call_of(workers: Workers, prefill_range: RunPrefillRequest) -> Any:
+    return workers.prefill_stub.RunPrefill(prefill_range, timeout=WITHIN_S)
 
 
-async def acks_of(workers: Workers, span: RunSpanRequest) -> list[ChunkAck]:
-    return [message async for message in call_of(workers, span) if not message.HasField("queued")]
+async def acks_of(workers: Workers, prefill_range: RunPrefillRequest) -> list[ChunkAck]:
+    return [message async for message in call_of(workers, prefill_range) if not message.HasField("queued")]
 
 
 async def next_ack(call: Any) -> ChunkAck:
-    """The next acknowledgement; a message that the span has begun comes before the first one."""
+    """The next acknowledgement; a message that the prefill range has begun comes before the first one."""
     while (message := await call.read()).HasField("queued"):
         assert message.queued.position == 0
     return message
 
 
-async def code_of(workers: Workers, span: RunSpanRequest) -> grpc.StatusCode:
+async def code_of(workers: Workers, prefill_range: RunPrefillRequest) -> grpc.StatusCode:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await acks_of(workers, span)
+        await acks_of(workers, prefill_range)
     return caught.value.code()
 
 
@@ -46,7 +47,7 @@ async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         tokens = prompt(1, 50)
         ticket = await workers.ticket(tokens)
-        acks = await acks_of(workers, workers.span(ticket, tokens, (16, 16, 8)))
+        acks = await acks_of(workers, workers.prefill_range(ticket, tokens, (16, 16, 8)))
         assert [(ack.chunk_index, ack.end_tokens) for ack in acks] == [(0, 16), (1, 32), (2, 40)]
         assert all(ack.queue_ms >= 0 and ack.compute_ms >= 0 for ack in acks)
         answer = await connection.submit(submit_of(1, ticket, tokens, 9))
@@ -56,6 +57,32 @@ async def test_chunks_are_acknowledged_and_the_decode_worker_goes_on() -> None:
         assert answer.last.finish_reason is FinishReason.LENGTH
         assert answer.last.timings is not None
         assert answer.last.timings.tail_tokens == 10
+        await workers.release(ticket)
+        await workers.quiet()
+
+
+async def test_steps_of_65536_tokens() -> None:
+    """Both roles compute a long prompt in one step each: what the messages between gateway, workers and node carry at
+    once is 16,384 blocks."""
+    whole = {"max_model_len": 200_000}
+    async with (
+        running_workers(
+            slots=40_000,
+            prefill=whole | {"max_num_batched_prefill_tokens": MAX_STEP_TOKENS},
+            decode=whole | {"max_num_batched_tokens": MAX_STEP_TOKENS},
+        ) as workers,
+        connected(workers) as connection,
+    ):
+        tokens = prompt(1, 2 * MAX_STEP_TOKENS)
+        ticket = await workers.ticket(tokens)
+        chunks = (512,) * (MAX_STEP_TOKENS // 512)
+        acks = await acks_of(workers, workers.prefill_range(ticket, tokens, chunks))
+        assert [ack.chunk_index for ack in acks] == list(range(len(chunks)))
+        answer = await connection.submit(submit_of(1, ticket, tokens, 2))
+        await answer.ended()
+        assert answer.token_ids == greedy(tokens, 2)
+        assert workers.prefill_backend.steps == [MAX_STEP_TOKENS]
+        assert workers.decode_backend.steps == [MAX_STEP_TOKENS, 1]
         await workers.release(ticket)
         await workers.quiet()
 
@@ -72,7 +99,7 @@ async def test_a_text_within_the_models_original_length_has_rotary_rows_of_its_o
             backend.before_step = seen.append
         tokens = prompt(1, 50)
         ticket = await workers.ticket(tokens)
-        await acks_of(workers, workers.span(ticket, tokens, (16, 16), text_tokens=text_tokens))
+        await acks_of(workers, workers.prefill_range(ticket, tokens, (16, 16), text_tokens=text_tokens))
         answer = await connection.submit(submit_of(1, ticket, tokens, text_tokens - 50 if text_tokens else 100))
         await answer.ended()
         assert sum(batch.num_tokens for batch in seen) >= 50
@@ -81,13 +108,13 @@ async def test_a_text_within_the_models_original_length_has_rotary_rows_of_its_o
         await workers.quiet()
 
 
-async def test_spans_are_packed_into_the_budget() -> None:
+async def test_prefill_ranges_are_packed_into_the_budget() -> None:
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 24}) as workers:
         workers.prefill_backend.gate.clear()
         tickets = [await workers.ticket(prompt(seed, 41)) for seed in range(6)]
-        spans = [workers.span(t, prompt(seed, 41), (16, 24)) for seed, t in enumerate(tickets)]
-        running = [asyncio.create_task(acks_of(workers, span)) for span in spans]
-        await until("all spans", lambda: len(workers.prefill.worker.epoch.listeners) == len(spans))
+        prefill_ranges = [workers.prefill_range(t, prompt(seed, 41), (16, 24)) for seed, t in enumerate(tickets)]
+        running = [asyncio.create_task(acks_of(workers, prefill_range)) for prefill_range in prefill_ranges]
+        await until("all prefill ranges", lambda: len(workers.prefill.worker.epoch.listeners) == len(prefill_ranges))
         workers.prefill_backend.gate.set()
         for acks in await asyncio.gather(*running):
             assert [ack.end_tokens for ack in acks] == [16, 40]
@@ -102,15 +129,15 @@ async def test_an_acknowledgement_waits_for_no_further_step(monkeypatch: pytest.
         forward = backend.forward
 
         def one_step(batch: StepBatch) -> torch.Tensor:
-            """The gate falls behind the first step, so the second one hangs."""
+            """The gate falls after the first step, so the second one hangs."""
             logits = forward(batch)
             backend.gate.clear()
             return logits
 
         monkeypatch.setattr(backend, "forward", one_step)
         tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
-        spans = [workers.span(t, prompt(seed, 17), (16,)) for seed, t in enumerate(tickets)]
-        running = [asyncio.create_task(acks_of(workers, span)) for span in spans]
+        prefill_ranges = [workers.prefill_range(t, prompt(seed, 17), (16,)) for seed, t in enumerate(tickets)]
+        running = [asyncio.create_task(acks_of(workers, prefill_range)) for prefill_range in prefill_ranges]
         done, waiting = await asyncio.wait(running, timeout=WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
         assert len(done) == 1
         assert [ack.end_tokens for ack in done.pop().result()] == [16]
@@ -125,14 +152,14 @@ async def test_what_another_attempt_committed_is_acknowledged_at_once() -> None:
     async with running_workers() as workers:
         tokens = prompt(1, 41)
         ticket = await workers.ticket(tokens)
-        span = workers.span(ticket, tokens, (16, 24))
-        call = call_of(workers, span)
+        prefill_range = workers.prefill_range(ticket, tokens, (16, 24))
+        call = call_of(workers, prefill_range)
         await next_ack(call)
         call.cancel()
         workers.prefill_backend.steps.clear()
-        assert [ack.chunk_index for ack in await acks_of(workers, span)] == [0, 1]
+        assert [ack.chunk_index for ack in await acks_of(workers, prefill_range)] == [0, 1]
         assert 16 not in workers.prefill_backend.steps
-        assert [ack.compute_ms for ack in await acks_of(workers, span)] == [0.0, 0.0]
+        assert [ack.compute_ms for ack in await acks_of(workers, prefill_range)] == [0.0, 0.0]
         await workers.release(ticket)
         await workers.quiet()
 
@@ -142,7 +169,7 @@ async def test_cancel_frees_within_one_step(after_acks: int) -> None:
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 8}) as workers:
         tokens = prompt(1, 201)
         ticket = await workers.ticket(tokens)
-        call = call_of(workers, workers.span(ticket, tokens, (40,) * 5))
+        call = call_of(workers, workers.prefill_range(ticket, tokens, (40,) * 5))
         for _ in range(after_acks):
             await next_ack(call)
         call.cancel()
@@ -151,8 +178,8 @@ async def test_cancel_frees_within_one_step(after_acks: int) -> None:
         assert not workers.prefill.worker.epoch.listeners
         workers.prefill_backend.steps.clear()
         other = await workers.ticket(prompt(2, 17))
-        await acks_of(workers, workers.span(other, prompt(2, 17), (16,)))
-        assert workers.prefill_backend.steps == [8, 8], "the cancelled span computes on"
+        await acks_of(workers, workers.prefill_range(other, prompt(2, 17), (16,)))
+        assert workers.prefill_backend.steps == [8, 8], "the cancelled prefill range computes on"
         await workers.release(other)
         await workers.quiet()
 
@@ -170,16 +197,16 @@ BAD: dict[str, dict[str, Any]] = {
 }
 
 
-async def test_bad_spans_are_refused() -> None:
+async def test_bad_prefill_ranges_are_refused() -> None:
     async with running_workers() as workers:
         tokens = prompt(1, 41)
         ticket = await workers.ticket(tokens)
         for name, other in BAD.items():
-            code = await code_of(workers, workers.span(ticket, tokens, (16,), **other))
+            code = await code_of(workers, workers.prefill_range(ticket, tokens, (16,), **other))
             assert code is grpc.StatusCode.INVALID_ARGUMENT, name
-        assert len(await acks_of(workers, workers.span(ticket, tokens, (16, 24)))) == 2
+        assert len(await acks_of(workers, workers.prefill_range(ticket, tokens, (16, 24)))) == 2
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async for _ in workers.prefill_stub.RunSpan(prefill_pb2.RunSpanRequest()):
+            async for _ in workers.prefill_stub.RunPrefill(prefill_pb2.RunPrefillRequest()):
                 pass
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
         await workers.release(ticket)
@@ -191,30 +218,33 @@ async def test_tickets_that_do_not_fit() -> None:
         tokens = prompt(1, 41)
         ticket = await workers.ticket(tokens)
         for other in ({"ticket_id": 4711}, {"start_tokens": 16}):
-            assert await code_of(workers, workers.span(ticket, tokens, (16,), **other)) is grpc.StatusCode.NOT_FOUND
-        await acks_of(workers, workers.span(ticket, tokens, (16,)))
-        wrong = workers.span(ticket, prompt(2, 41), (16, 16))
+            assert (
+                await code_of(workers, workers.prefill_range(ticket, tokens, (16,), **other))
+                is grpc.StatusCode.NOT_FOUND
+            )
+        await acks_of(workers, workers.prefill_range(ticket, tokens, (16,)))
+        wrong = workers.prefill_range(ticket, prompt(2, 41), (16, 16))
         assert await code_of(workers, wrong) is grpc.StatusCode.NOT_FOUND
         await workers.release(ticket)
         await workers.quiet()
 
 
-async def test_too_many_spans() -> None:
-    async with running_workers(prefill={"max_waiting_spans": 1}) as workers:
+async def test_too_many_prefill_ranges() -> None:
+    async with running_workers(prefill={"max_waiting_prefills": 1}) as workers:
         workers.prefill_backend.gate.clear()
         tickets = [await workers.ticket(prompt(seed, 17)) for seed in range(2)]
-        spans = [workers.span(ticket, prompt(seed, 17), (16,)) for seed, ticket in enumerate(tickets)]
-        first = asyncio.create_task(acks_of(workers, spans[0]))
-        await until("the first span", lambda: workers.prefill.worker.epoch.listeners)
-        assert await code_of(workers, spans[1]) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        prefill_ranges = [workers.prefill_range(ticket, prompt(seed, 17), (16,)) for seed, ticket in enumerate(tickets)]
+        first = asyncio.create_task(acks_of(workers, prefill_ranges[0]))
+        await until("the first prefill range", lambda: workers.prefill.worker.epoch.listeners)
+        assert await code_of(workers, prefill_ranges[1]) is grpc.StatusCode.RESOURCE_EXHAUSTED
         workers.prefill_backend.gate.set()
         assert len(await first) == 1
-        assert len(await acks_of(workers, spans[1])) == 1
+        assert len(await acks_of(workers, prefill_ranges[1])) == 1
         await workers.release(*tickets)
         await workers.quiet()
 
 
-async def test_a_failing_step_fails_its_spans_and_the_loop_lives_on() -> None:
+async def test_a_failing_step_fails_its_prefill_ranges_and_the_loop_lives_on() -> None:
     def fail(batch: StepBatch) -> None:
         workers.prefill_backend.before_step = lambda batch: None
         raise RuntimeError("the arithmetic broke")
@@ -223,31 +253,31 @@ async def test_a_failing_step_fails_its_spans_and_the_loop_lives_on() -> None:
         tokens = prompt(1, 41)
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.before_step = fail
-        span = workers.span(ticket, tokens, (16, 24))
-        assert await code_of(workers, span) is grpc.StatusCode.INTERNAL
-        assert len(await acks_of(workers, span)) == 2
+        prefill_range = workers.prefill_range(ticket, tokens, (16, 24))
+        assert await code_of(workers, prefill_range) is grpc.StatusCode.INTERNAL
+        assert len(await acks_of(workers, prefill_range)) == 2
         await workers.release(ticket)
         await workers.quiet()
 
 
-async def test_two_spans_of_one_prompt_commit_the_same_blocks() -> None:
+async def test_two_prefill_ranges_of_one_prompt_commit_the_same_blocks() -> None:
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 32}) as workers:
         tokens = prompt(1, 41)
         tickets = [await workers.ticket(tokens) for _ in range(3)]
-        spans = [workers.span(ticket, tokens, (8,) * 5) for ticket in tickets]
-        for acks in await asyncio.gather(*(acks_of(workers, span) for span in spans)):
+        prefill_ranges = [workers.prefill_range(ticket, tokens, (8,) * 5) for ticket in tickets]
+        for acks in await asyncio.gather(*(acks_of(workers, prefill_range) for prefill_range in prefill_ranges)):
             assert [ack.end_tokens for ack in acks] == [8, 16, 24, 32, 40]
         assert (await workers.node.status()).committed_blocks == 10
         await workers.release(*tickets)
         await workers.quiet()
 
 
-async def test_a_span_that_begins_says_so_before_its_step_has_ended() -> None:
+async def test_a_prefill_range_that_begins_says_so_before_its_step_has_ended() -> None:
     async with running_workers() as workers:
         tokens = prompt(1, 50)
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
-        call = call_of(workers, workers.span(ticket, tokens, (16, 24)))
+        call = call_of(workers, workers.prefill_range(ticket, tokens, (16, 24)))
         first = await call.read()
         assert first.HasField("queued")
         assert first.queued.position == 0
@@ -257,30 +287,38 @@ async def test_a_span_that_begins_says_so_before_its_step_has_ended() -> None:
         await workers.quiet()
 
 
-async def test_a_span_in_line_says_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_prefill_range_in_line_says_so_while_steps_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 100)
-    told = threading.Event()
+    told, begun = threading.Event(), asyncio.Event()
 
-    async def read(span: RunSpanRequest) -> list[ChunkAck]:
-        messages = []
-        async for message in call_of(workers, span):
+    async def read(prefill_range: RunPrefillRequest) -> list[ChunkAck]:
+        messages, is_long = [], len(prefill_range.token_ids) == 800
+        if not is_long:
+            # Where the short one came first, the long one would have to wait in line.
+            await begun.wait()
+        async for message in call_of(workers, prefill_range):
             messages.append(message)
-            # The first one says that the span has begun.
-            if message.HasField("queued") and len(span.token_ids) == 800 and len(messages) > 1:
+            # The first one says that the prefill range has begun.
+            begun.set()
+            if message.HasField("queued") and is_long and len(messages) > 1:
                 told.set()
         return messages
 
     async with running_workers(prefill={"max_num_batched_prefill_tokens": 4}) as workers:
         backend, long, short = workers.prefill_backend, prompt(1, 801), prompt(2, 9)
-        # Steps are short beside the time for an answer, and take long altogether until the long span has had one.
+        # Steps are short beside the time for an answer, and take long altogether until the long prefill range has had
+        # one.
         monkeypatch.setattr(backend, "before_step", lambda batch: told.wait(0.05))
         tickets = [await workers.ticket(tokens) for tokens in (long, short)]
-        spans = [workers.span(tickets[0], long, (800,)), workers.span(tickets[1], short, (4, 4))]
-        found = await asyncio.gather(*(read(span) for span in spans))
-        for span, messages in zip(spans, found, strict=True):
+        prefill_ranges = [
+            workers.prefill_range(tickets[0], long, (800,)),
+            workers.prefill_range(tickets[1], short, (4, 4)),
+        ]
+        found = await asyncio.gather(*(read(prefill_range) for prefill_range in prefill_ranges))
+        for prefill_range, messages in zip(prefill_ranges, found, strict=True):
             acks = [one for one in messages if not one.HasField("queued")]
-            assert [ack.chunk_index for ack in acks] == list(range(len(span.chunk_tokens)))
-            assert acks[-1].end_tokens == span.start_tokens + len(span.token_ids)
+            assert [ack.chunk_index for ack in acks] == list(range(len(prefill_range.chunk_tokens)))
+            assert acks[-1].end_tokens == prefill_range.start_tokens + len(prefill_range.token_ids)
         signs = [one for one in found[0] if one.HasField("queued")]
         assert {(one.end_tokens, one.queued.position) for one in signs} == {(0, 0)}
         await workers.release(*tickets)

@@ -1,6 +1,6 @@
 """The model of Redis against a real one: the same scripts and arguments, then the same answers and the same data.
 
-Both are shown one clock. The real server's scripts stand behind a few lines that answer TIME with the simulated time,
+Both are shown one clock. The real server's scripts stand after a few lines that answer TIME with the simulated time,
 and write down what PEXPIRE would do, because a real key cannot expire at a simulated time.
 """
 
@@ -193,7 +193,7 @@ scripts = st.one_of(
     st.builds(lambda ms: _registry("components", ms), st.sampled_from([0, BEGIN_US // 1000, BEGIN_US // 1000 + 400])),
     st.just(_registry("nodes")),
     st.builds(
-        lambda ttl, record: ("script", "retentions", [keys.retentions_of("n")], ttl, record),
+        lambda ttl, record: ("script", "prefix_pins", [keys.prefix_pins_of("n")], ttl, record),
         st.sampled_from([0, 500]),
         st.sampled_from([b"", b"r"]),
     ),

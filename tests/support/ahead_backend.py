@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.kvstore.ledger.ledger import Ledger
@@ -65,9 +65,9 @@ class Launched:
 
 class AheadBackend(FakeBackend):
     """``resolved``: tokens that only the device knew. ``most_under_way``: steps at once. ``late_choices``: steps whose
-    choices were begun behind their launch."""
+    choices were begun after their launch."""
 
-    runs_ahead = True
+    max_steps_under_way = 2
 
     def __init__(self, block_size: int, seed: int = 0) -> None:
         super().__init__(block_size)

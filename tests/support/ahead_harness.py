@@ -13,10 +13,10 @@ from random import Random
 
 import numpy as np
 
-from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.batching import build_batch
+from pillion.engine.backends.backend import StepBatch
+from pillion.engine.backends.batching import build_step_batch
+from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.sampling.sampling_rows import Sampled
-from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.v1.kvnode_pb2 import CommitRunResult
@@ -82,8 +82,8 @@ class SimulatedDevice:
         return set().union(*(step.slots for step in self._in_flight))
 
     def places(self) -> set[int]:
-        """Return the adapters' places that in-flight steps read."""
-        return {place for step in self._in_flight if step.batch.adapters is not None for place in step.batch.adapters}
+        """Return the adapters' slots that in-flight steps read."""
+        return {slot for step in self._in_flight if step.batch.adapters is not None for slot in step.batch.adapters}
 
     def _catch_up(self, steps: int) -> None:
         for step in list(self._in_flight)[:steps]:
@@ -98,7 +98,8 @@ class SimulatedDevice:
 
 
 class AheadHarness(SchedulerHarness):
-    """A scheduler harness that launches one step ahead, as the step loop does for a backend that runs ahead.
+    """A scheduler harness that launches one step ahead, as the step loop does for a backend that runs ahead, or more
+    where ``max_under_way`` steps may be under way.
 
     ``refuse_commits``: so many orders are refused. ``breaks``: the next "launch" or "landing" fails.
     """
@@ -113,6 +114,7 @@ class AheadHarness(SchedulerHarness):
         punctual: float = 1.0,
         max_loras: int = 0,
         drafter: Drafter | None = None,
+        max_under_way: int = 2,
     ) -> None:
         super().__init__(
             slots=slots,
@@ -124,6 +126,7 @@ class AheadHarness(SchedulerHarness):
         )
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()
+        self.max_under_way = max_under_way
         self.rival = self.ledger.attach("rival", "decode")
         self.refuse_commits = 0
         self.breaks = ""
@@ -144,13 +147,16 @@ class AheadHarness(SchedulerHarness):
         assert not (coming and outcome.preemptions), "somebody gave way though memory was on its way to the node"
         if not outcome.empty:
             self.receive(outcome)
-        stays = bool(plan.pieces) and self._launch(plan)
-        while len(self.out) > stays:
+        stays = (self.max_under_way - 1) * self._launch(plan) if plan.pieces else len(self.out) - 1
+        if plan.awaits_tokens:
+            stays = min(stays, 1)
+        while len(self.out) > max(stays, 0):
             self.land()
+        stays = stays if plan.pieces else 0
         if stays and plan.awaits_tokens:
             self.late_choices += 1
             self.device.choose(plan, self.placed)
-        if stays and not self.scheduler.may_run_ahead:
+        while stays and self.out and not self.scheduler.may_run_ahead:
             self.land()
         self._check_in_flight()
         self.scheduler.check_integrity()
@@ -165,7 +171,7 @@ class AheadHarness(SchedulerHarness):
         else:
             taken = self.device.places() & {place for place, _ in plan.placements}
             assert not taken, f"places {taken} were given away under a step that reads them"
-            batch = build_batch(plan, BLOCK)
+            batch = build_step_batch(plan, BLOCK)
             self.place(plan, batch)
             self.device.launch(plan, batch, self.placed)
         self.out.append((plan, broken))
@@ -215,8 +221,8 @@ class AheadHarness(SchedulerHarness):
         return super().busy() or bool(self.out)
 
     def check_answers(self) -> None:
-        """Those that a broken step ended, or a refused span, are right as far as they came. Answers that had not begun
-        went with the one whose prompt they share."""
+        """Those that a broken step ended, or a refused prefill range, are right as far as they came. Answers that had
+        not begun went with the one whose prompt they share."""
         whole = {}
         for seq_id, record in self.records.items():
             if record.end is None and record.parent and not record.token_ids:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlan
@@ -82,7 +82,7 @@ class AttentionCase:
     def of(
         cls, shape: AttentionShape, parts: Sequence[Part], *, stale: float = torch.nan, window: int = 0
     ) -> AttentionCase:
-        """Memory that nothing was written to holds ``stale``, but for V behind a sequence's end in its last block.
+        """Memory that nothing was written to holds ``stale``, but for V after a sequence's end in its last block.
 
         With a ``window``, so do blocks that no row of this step sees.
         """
@@ -113,7 +113,14 @@ class AttentionCase:
         return cls(shape, batch, held.to(dtype), packed(pool, shape))
 
     def run(
-        self, runner: KernelRunner, plan: CpuAttentionPlan, *, window: int = 0, softcap: float = 0.0, threads: int = 3
+        self,
+        runner: KernelRunner,
+        plan: CpuAttentionPlan,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        sinks: torch.Tensor | None = None,
+        threads: int = 3,
     ) -> torch.Tensor:
         """attended [T, heads * head_dim] by the kernels."""
         shape = self.shape
@@ -128,6 +135,7 @@ class AttentionCase:
             "partial_stride": stride(partials),
             "kv_heads": KV_HEADS,
             "window": window,
+            "sinks": sinks,
         }
         layer = {
             "queries": self.queries,
@@ -144,16 +152,16 @@ class AttentionCase:
         step.count("num_items", len(plan.items))
         step.point("merges", np.ascontiguousarray(plan.merges))
         step.count("num_merges", len(plan.merges))
-        runner.run(Attention(shape, softcap > 0, window > 0), {**shared, **layer}, step, threads)
+        runner.run(Attention(shape, softcap > 0, window > 0, sinks is not None), {**shared, **layer}, step, threads)
         if len(plan.merges):
-            runner.run(AttentionMerge(shape, window > 0), shared, step, threads)
+            runner.run(AttentionMerge(shape, window > 0, sinks is not None), shared, step, threads)
         return out[:, :width]
 
-    def reference(self, *, window: int = 0, softcap: float = 0.0) -> torch.Tensor:
+    def reference(self, *, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
         """The attended rows by torch, in float32."""
         rows = self.queries[:, : self.batch.num_tokens].float()
         shape = self.shape
         return reference_attention(
             rows, self.pool, LAYER, self.batch, scale=shape.head_dim**-0.5, window=window, softcap=softcap,
-            codes=shape.codes, block_size=shape.block_size,
+            sinks=sinks, codes=shape.codes, block_size=shape.block_size,
         )  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 
 
 class Sequences:
@@ -22,15 +22,15 @@ class Sequences:
 
     def add(self, count: int = 1, rope_shift: int = 0, adapter: int = -1) -> list[int]:
         """Adds empty sequences and returns their numbers. ``rope_shift``: their first row of the rotary tables;
-        ``adapter``: the place of their adapter."""
+        ``adapter``: the slot of their adapter."""
         self._tables += [[] for _ in range(count)]
         self._shifts += [rope_shift] * count
         self._adapters += [adapter] * count
         self._lengths += [0] * count
         return list(range(len(self._tables) - count, len(self._tables)))
 
-    def fork(self, number: int) -> tuple[int, list[int], list[int]]:
-        """Forks a sequence with shared full blocks; returns its number, and sources and targets of copies."""
+    def sibling(self, number: int) -> tuple[int, list[int], list[int]]:
+        """Adds a sibling of a sequence, with its full blocks; returns its number, and sources and targets of copies."""
         table = list(self._tables[number])
         sources = table[self._lengths[number] // self._block_size :]
         targets = [int(self._free.pop()) for _ in sources]

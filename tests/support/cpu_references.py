@@ -84,7 +84,7 @@ def reference_rotate(
 def reference_write(
     pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """The pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 behind the ends
+    """The pool in the layout of :mod:`pillion.kernels.cpu.attention.kv_layout` after the step; V is 0 after the ends
     of blocks that the step has begun.
     """
     plain = unpack_pool(pool)
@@ -97,7 +97,7 @@ def reference_write(
 def reference_write_codes(
     pool: torch.Tensor, layer: int, batch: RaggedBatch, keys: torch.Tensor, values: torch.Tensor, kind: str, size: int
 ) -> torch.Tensor:
-    """As :func:`reference_write` for a pool in 8 bits with blocks of ``size`` tokens; scales of V are 0 behind ends."""
+    """As :func:`reference_write` for a pool in 8 bits with blocks of ``size`` tokens; scales of V are 0 after ends."""
     codes, scales = unpack_codes(pool, size, kind)
     as_bytes = codes.view(torch.uint8)
     (key_codes, key_scales), (value_codes, value_scales) = (quantize_rows(part, kind) for part in (keys, values))
@@ -109,7 +109,7 @@ def reference_write_codes(
 
 
 def _begun(batch: RaggedBatch, block_size: int) -> Iterator[tuple[int, slice]]:
-    """The blocks that this step has begun and not filled, and the rows behind their ends."""
+    """The blocks that this step has begun and not filled, and the rows after their ends."""
     for seq, end in enumerate(batch.context_lens.tolist()):
         first = end - int(batch.query_starts[seq + 1] - batch.query_starts[seq])
         block, rest = divmod(end, block_size)
@@ -149,10 +149,19 @@ def reference_gather_inputs(x: torch.Tensor, order: torch.Tensor) -> torch.Tenso
     return x[:, order.long()]
 
 
-def reference_route(logits: torch.Tensor, chosen: int, normalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def reference_route(
+    logits: torch.Tensor,
+    chosen: int,
+    normalize: bool,
+    sigmoid: bool = False,
+    bias: torch.Tensor | None = None,
+    scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32."""
-    scores, experts = torch.softmax(logits, -1).topk(chosen, -1)
-    return scores / scores.sum(-1, keepdim=True) if normalize else scores, experts.int()
+    every = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
+    experts = (every if bias is None else every + bias).topk(chosen, -1).indices
+    scores = every.gather(-1, experts)
+    return (scores / scores.sum(-1, keepdim=True) if normalize else scores) * scale, experts.int()
 
 
 def reference_group(experts: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -187,6 +196,7 @@ def reference_attention(
     scale: float,
     window: int = 0,
     softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
     codes: str = "",
     block_size: int = 0,
 ) -> torch.Tensor:
@@ -194,4 +204,6 @@ def reference_attention(
     ``codes`` and ``block_size`` are those of a pool in 8 bits."""
     rows = queries.transpose(0, 1).flatten(1, 2)
     pool = dequantized(packed_pool, block_size, codes) if codes else unpack_pool(packed_pool)
-    return paged_attention(rows, pool, layer, batch, scale=scale, window=window, softcap=softcap).flatten(1)
+    return paged_attention(rows, pool, layer, batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(
+        1
+    )

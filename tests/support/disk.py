@@ -9,8 +9,8 @@ from pathlib import Path
 
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.memory.memory import block_checksum
-from pillion.kvstore.tiers.disk import DiskTier, open_disk_tier
-from pillion.kvstore.tiers.disk_files import HEADER_BYTES, PAGE_BYTES, DiskFolder
+from pillion.kvstore.tiers.disk_tier.disk import DiskTier, open_disk_tier
+from pillion.kvstore.tiers.disk_tier.disk_files import HEADER_BYTES, PAGE_BYTES, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName
 
 BLOCK_BYTES = 2 * PAGE_BYTES - HEADER_BYTES

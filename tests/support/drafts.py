@@ -6,8 +6,14 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
+from pillion.engine.drafts.draft_control import DraftControl
+from pillion.engine.drafts.draft_feature import with_drafter
+from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.step_cost import StepCost
+from pillion.engine.scheduling.step_plan import SequencePiece
 from pillion.speculative_config import SpeculativeConfig
 from tests.support.scheduler_harness import GREEDY
 
@@ -29,3 +35,14 @@ def text_to_guess_for(tokens: Seq[int], block_size: int, max_model_len: int) -> 
         max_model_len=max_model_len,
     )
     return Sequence(spec, Holding(1, (), (0,)), block_size, 0.0)
+
+
+def speculate(
+    drafter: Drafter, control: DraftControl, cost: StepCost, decodes: Seq[SequencePiece], left: int
+) -> list[SequencePiece]:
+    """Return the decodes, lengthened by guesses of ``left`` tokens together."""
+    feature = with_drafter(drafter, control)
+    scheduler = Scheduler(block_size=4, max_num_batched_tokens=256, max_num_seqs=64, features=[lambda: feature])
+    scheduler.budget.cost = cost
+    feature.propose(decodes, left, left, 0.0)
+    return [piece.lengthened() for piece in decodes]

@@ -35,7 +35,7 @@ class EagleReference:
 
     @torch.inference_mode()
     def guesses(self, text: Sequence[int], count: int, begin: int = 0) -> list[int]:
-        """The likeliest ``count`` tokens behind ``text``, by the states from position ``begin`` on."""
+        """The likeliest ``count`` tokens after ``text``, by the states from position ``begin`` on."""
         states = self._times(self.states(text)[begin:-1], "fc")
         tokens = list(text[begin + 1 :])
         found: list[int] = []

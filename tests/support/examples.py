@@ -1,8 +1,8 @@
 """How many examples hypothesis draws for a property.
 
 ``make test`` draws half of a property's number, the same ones in each run, so that its result depends on the code
-alone. ``make test-long`` draws ``TEST_EXAMPLES`` times the number, new ones in each run; hypothesis prints how to draw
-a failed example again.
+alone. ``make test-long`` draws ``TEST_EXAMPLES`` times the number, the same ones in each run as well. ``make search``
+sets ``TEST_NEW_EXAMPLES`` and draws new ones; hypothesis prints how to draw a failed example again.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 
 FACTOR = int(os.environ.get("TEST_EXAMPLES", "0"))
 LONG = FACTOR > 0
+NEW = bool(os.environ.get("TEST_NEW_EXAMPLES"))
 
 
 def examples(count: int) -> int:

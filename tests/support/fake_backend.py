@@ -17,10 +17,10 @@ import numpy.typing as npt
 import torch
 
 from pillion.config import WorkerFlags
-from pillion.engine.adapters.adapter_forms import Bytes, PlainForm, plain_layers
+from pillion.engine.adapters.adapter_forms import Bytes, PlainForm, plain_bits
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import DevicePool, KVLayout, PackedAdapter
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.adapters.plain_adapters import PlainAdapters
+from pillion.engine.backends.backend import KVLayout, PackedAdapter, PoolPlace, StepBatch
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import PreparedModel
@@ -93,15 +93,34 @@ def copy_blocks(pool: Int64, sources: Sequence[int], targets: Sequence[int]) -> 
     pool[list(targets)] = pool[list(sources)]
 
 
+class FakeAdapters(PlainAdapters):
+    """Adapters that are nothing but their digests."""
+
+    def __init__(self, backend: FakeBackend, max_adapters: int, max_rank: int) -> None:
+        super().__init__(max_adapters, max_rank, {})
+        self._backend = backend
+
+    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        self._backend.packers.append(packer_of(plain_bits(about, data)))
+        return super().take(digest, about, data)
+
+    def pack(self, weights: AdapterWeights) -> PackedAdapter:
+        assert self._backend.packing.wait(WITHIN_S), "nobody has let the packing go on"
+        self._backend.packed.append(weights.digest)
+        return ShiftAdapter(shift_of(weights.digest))
+
+
 class FakeBackend(HostBackend):
     """A HostBackend over the KV of :func:`kv_of`.
 
     ``before_step`` may be replaced to fail or to look at a batch. ``gate`` blocks steps while it is cleared, and
     ``waiting`` is set while a step waits there; it clears itself before the step that has so many before it as
-    ``hold_behind`` says. ``bound`` counts the pools. Behind the token ``broken`` no logit is a number. ``packing``
+    ``hold_after`` says. ``bound`` counts the pools. After the token ``broken`` no logit is a number. ``packing``
     blocks the loading of adapters while it is cleared; ``packed`` are their digests, and ``packers`` the process and
     the niceness that each was packed with.
     """
+
+    adapters: FakeAdapters | None = None
 
     def __init__(self, block_size: int, version: str = "fake") -> None:
         super().__init__(KVLayout(version, 1, 1, 1, block_size, "float32"), VOCAB_SIZE)
@@ -109,7 +128,7 @@ class FakeBackend(HostBackend):
         self.gate = threading.Event()
         self.gate.set()
         self.waiting = threading.Event()
-        self.hold_behind: int | None = None
+        self.hold_after: int | None = None
         self.steps: list[int] = []
         self.bound = 0
         self.broken = -1
@@ -120,21 +139,15 @@ class FakeBackend(HostBackend):
         # The KV of the last step's rows, which are their states, too.
         self._last_kv = np.empty(0, np.int64)
 
-    def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
-        assert self.packing.wait(WITHIN_S), "nobody has let the packing go on"
-        self.packed.append(weights.digest)
-        return ShiftAdapter(shift_of(weights.digest))
+    def _make_adapters(self, max_adapters: int, max_rank: int) -> FakeAdapters:
+        return FakeAdapters(self, max_adapters, max_rank)
 
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        self.packers.append(packer_of(plain_layers(about, data)))
-        return super().take_adapter(digest, about, data)
-
-    def bind_pool(self, memory: memoryview | DevicePool, num_slots: int) -> None:
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         self.bound += 1
         super().bind_pool(memory, num_slots)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        if len(self.steps) == self.hold_behind:
+        if len(self.steps) == self.hold_after:
             self.gate.clear()
         if not self.gate.wait(0):
             self.waiting.set()
@@ -147,7 +160,7 @@ class FakeBackend(HostBackend):
         if batch.adapters is not None:
             owners = np.repeat(batch.adapters, np.diff(batch.query_starts))
             for row, place in enumerate(owners[batch.sample_rows].tolist()):
-                adapter = self._adapters[place] if place >= 0 else None
+                adapter = self.adapters.placed[place] if self.adapters is not None and place >= 0 else None
                 logits[row] = np.roll(logits[row], adapter.shift if isinstance(adapter, ShiftAdapter) else 0)
         logits[batch.token_ids[batch.sample_rows] == self.broken] = np.nan
         return torch.from_numpy(logits)

@@ -1,6 +1,6 @@
 """Peers of the gateway, scripted: a KV node, a prefill and a decode worker that compute nothing, over real gRPC.
 
-The decode worker's answer is a script of token ids by position behind the prompt, so that a replay can be judged.
+The decode worker's answer is a script of token ids by position after the prompt, so that a replay can be judged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import grpc
 from pillion import AsyncClient
 from pillion.config import GatewayFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.errors import Conflict, NotFound, PillionError
+from pillion.errors import Conflict, NotFound, Overloaded, PillionError
 from pillion.gateway.gateway_server import GatewayServer, start_gateway
 from pillion.gateway.tokens.chat_template import ChatTemplate
 from pillion.kvstore.index.index import PrefixHit
@@ -32,7 +32,7 @@ from pillion.types import FinishReason, TokenLogprob
 from pillion.v1 import decode_pb2_grpc, kvnode_pb2, kvnode_pb2_grpc, prefill_pb2_grpc
 from pillion.v1.common_pb2 import Queued
 from pillion.v1.decode_pb2 import DecodeBatch, DecodeDelta, DecodeError, DecodeTimings, Submit
-from pillion.v1.prefill_pb2 import ChunkAck, RunSpanRequest
+from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.common import check_hello, hello_to_pb
 from pillion.wire.public import finish_to_pb, logprob_to_pb
 from pillion.wire.registry import ComponentRecord
@@ -96,6 +96,16 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
     async def OpenTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
         self.metadata.append(context.invocation_metadata())
         self.opened.append(request)
+        await self.granted()
+        ticket = next(self._tickets)
+        if request.nonce not in self.forgotten:
+            self.held[ticket] = request.epoch
+            self._by_nonce[request.nonce] = ticket
+        blocks = min(self.pinned, len(request.block_hashes) // 32)
+        return kvnode_pb2.OpenTicketReply(ticket_id=ticket, pinned_blocks=blocks)
+
+    async def granted(self) -> None:
+        """Returns when there is memory. Raises what the test wants."""
         self.waiting += 1
         try:
             await self.gate.wait()
@@ -103,12 +113,6 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
             self.waiting -= 1
         if self.failures:
             raise self.failures.pop(0)
-        ticket = next(self._tickets)
-        if request.nonce not in self.forgotten:
-            self.held[ticket] = request.epoch
-            self._by_nonce[request.nonce] = ticket
-        blocks = min(self.pinned, len(request.block_hashes) // 32)
-        return kvnode_pb2.OpenTicketReply(ticket_id=ticket, pinned_blocks=blocks)
 
     async def ReleaseTicket(self, request: Any, context: Any) -> Any:  # noqa: N802
         for ticket in request.ticket_ids:
@@ -142,28 +146,28 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
 
 
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
-    """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per span.
+    """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per prefill range.
 
-    ``hang_at``: the chunk that is never computed. ``kills``: at so many more spans the connection breaks in the first
-    step.
+    ``hang_at``: the chunk that is never computed. ``kills``: at so many more prefill ranges the connection breaks in
+    the first step.
     """
 
     def __init__(self) -> None:
         self.kills = 0
         self.hang_at: int | None = None
-        self.spans: list[RunSpanRequest] = []
+        self.prefill_ranges: list[RunPrefillRequest] = []
         self.failures: list[tuple[int, PillionError]] = []
         self.gate = asyncio.Event()
         self.gate.set()
         self.running = 0
         self.tells_queued = False
         self.metadata: list[Any] = []
-        # By ticket: set when its span is through.
+        # By ticket: set when its prefill range is through.
         self.through: defaultdict[int, asyncio.Event] = defaultdict(asyncio.Event)
 
-    async def RunSpan(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def RunPrefill(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         check_hello(request.hello)
-        self.spans.append(request)
+        self.prefill_ranges.append(request)
         self.metadata.append(context.invocation_metadata())
         fail_at, error = self.failures.pop(0) if self.failures else (-1, Conflict(""))
         if self.kills:
@@ -189,12 +193,12 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
 
 
 class FakeDecode(decode_pb2_grpc.DecodeServicer):
-    """Streams ``script`` behind the prompt, ``per_delta`` tokens at a time, then ends with EOS or max_tokens.
+    """Streams ``script`` after the prompt, ``per_delta`` tokens at a time, then ends with EOS or max_tokens.
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
-    until the connection breaks, once, or where it ``stays_broken`` before each token behind them. ``refusals``: errors
+    until the connection breaks, once, or where it ``stays_broken`` before each token after them. ``refusals``: errors
     for the next submits, whose message is ``refusal``. ``gate``: closed, no stream moves; a stream closes it that has
-    said ``hold_behind`` tokens, so that nothing but the test ends it. ``silent``: keys of streams that say nothing any
+    said ``hold_after`` tokens, so that nothing but the test ends it. ``silent``: keys of streams that say nothing any
     more. ``pace_s``: seconds that a step of a stream takes. ``is_killed_by``: whether the connection breaks in the
     first step of a submit.
     """
@@ -208,7 +212,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25)
         self.pace_s = 0.001
         self.is_killed_by: Callable[[Submit], bool] = lambda submit: False
-        # Whether a stream that the gate holds says every 50 ms that it waits; spans likewise.
+        # Whether a stream that the gate holds says every 50 ms that it waits; prefill ranges likewise.
         self.tells_queued = False
         self.submits: list[Submit] = []
         self.cancelled: list[int] = []
@@ -221,14 +225,16 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.refusals: list[tuple[int, bool]] = []
         self.refusal = "refused by the script"
         self.silent: set[int] = set()
-        self.hold_behind: int | None = None
+        self.hold_after: int | None = None
         self.gate = asyncio.Event()
         self.gate.set()
         self.streams: set[asyncio.Task[None]] = set()
         # The most streams that were there at once.
         self.most_streams = 0
-        # Whose spans it waits for where a submit comes before its span is through.
+        # The prefill worker whose ranges it waits for, where a submit comes before its range is computed.
         self.prefill = FakePrefill()
+        # The node at which it opens tickets.
+        self.node = FakeKVNode()
 
     def logprob(self, submit: Submit, at: int, token_id: int) -> TokenLogprob:
         """Return the log probability of the answer's token at position ``at``: falling with it, exact in 32 bits.
@@ -258,14 +264,14 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             if command.HasField("submit"):
                 submit = command.submit
                 self.submits.append(submit)
-                # Set with the first token; a fork of a submit that is refused never moves.
+                # Set with the first token; a sibling of a submit that is refused never moves.
                 computed = asyncio.Event()
                 works = {submit.key: self._lead(submit, computed, out)}
-                for fork in submit.forks:
+                for sibling in submit.siblings:
                     own = Submit()
                     own.CopyFrom(submit)
-                    own.key, own.sampling.seed = fork.key, fork.seed
-                    works[fork.key] = self._follow(own, computed, out)
+                    own.key, own.sampling.seed = sibling.key, sibling.seed
+                    works[sibling.key] = self._follow(own, computed, out)
                 for key, work in works.items():
                     assert key not in streams, "a key is used once"
                     task = streams[key] = asyncio.create_task(work)
@@ -285,12 +291,24 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             return
         if submit.awaited_blocks:
             await self.prefill.through[submit.ticket_id].wait()
+        pinned = min(self.node.pinned, len(submit.block_hashes) // 32)
+        if not submit.ticket_id:
+            try:
+                await self.node.granted()
+                if pinned < submit.expected_blocks:
+                    raise NotFound("less is here")
+            except PillionError as error:
+                refused = DecodeError(code=error.code, message=error.message)
+                refused.retryable = not isinstance(error, Overloaded)
+                refused.retry_after_ms = 0 if refused.retryable else error.retry_after_ms
+                out.put_nowait(DecodeDelta(key=submit.key, error=refused))
+                return
         if self.is_killed_by(submit):
             out.put_nowait(DecodeDelta(key=submit.key, queued=Queued()))
             out.put_nowait(None)
             return
-        # The worker holds the ticket: a delta that is empty but for the key.
-        out.put_nowait(DecodeDelta(key=submit.key))
+        # The worker holds the ticket.
+        out.put_nowait(DecodeDelta(key=submit.key, pinned_blocks=pinned))
         while self.tells_queued and not self.gate.is_set():
             out.put_nowait(DecodeDelta(key=submit.key, queued=Queued(position=3)))
             await asyncio.sleep(0.05)
@@ -301,7 +319,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         await self._stream(submit, out)
 
     async def _score(self, submit: Submit, out: asyncio.Queue[Any]) -> bool:
-        """Score the prompt, ``scores_per_delta`` tokens at a time. False: the connection breaks behind the first."""
+        """Score the prompt, ``scores_per_delta`` tokens at a time. False: the connection breaks after the first."""
         tokens = submit.token_ids[: submit.prompt_tokens]
         for at in range(submit.scored_tokens + 1, len(tokens), self.scores_per_delta):
             await asyncio.sleep(self.pace_s)
@@ -317,25 +335,25 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
                 return False
         return True
 
-    async def _follow(self, fork: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
+    async def _follow(self, sibling: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         await computed.wait()
-        await self._stream(fork, out)
+        await self._stream(sibling, out)
 
     @property
     def holds(self) -> bool:
-        """Whether a stream stands behind ``hold_behind`` tokens."""
+        """Whether a stream stands after ``hold_after`` tokens."""
         return bool(self.streams) and not self.gate.is_set()
 
     def go_on(self) -> None:
         """Hold nothing any more."""
-        self.hold_behind = None
+        self.hold_after = None
         self.gate.set()
 
     async def _stream(self, submit: Submit, out: asyncio.Queue[Any]) -> None:
         script = self.scripts.get(submit.sampling.seed, self.script)
         at, reason = len(submit.token_ids) - submit.prompt_tokens, None
         while reason is None:
-            if at == self.hold_behind:
+            if at == self.hold_after:
                 self.gate.clear()
             await self.gate.wait()
             # The worker is as slow as the test wants it to be.
@@ -448,7 +466,7 @@ async def running_fake_cluster(
     """
     node, prefill, decode = FakeKVNode(), FakePrefill(), FakeDecode(script)
     far_node, far_prefill = FakeKVNode("kv-1"), FakePrefill()
-    decode.prefill = prefill
+    decode.prefill, decode.node = prefill, node
     add_node, add_prefill = kvnode_pb2_grpc.add_KVNodeServicer_to_server, prefill_pb2_grpc.add_PrefillServicer_to_server
     services = {
         "kvnode": ("kv-0", "KVNode", node, add_node),

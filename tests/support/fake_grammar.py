@@ -19,7 +19,7 @@ from tests.support.fake_backend import VOCAB_SIZE
 
 
 def place(kind: int, answer: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The forced run behind an answer, and what may be chosen where nothing is forced; neither where it is complete."""
+    """The forced run after an answer, and what may be chosen where nothing is forced; neither where it is complete."""
     hashed = zlib.crc32(bytes([kind, *answer]))
     if len(answer) > 3 and hashed % 19 == 0:
         return [], []

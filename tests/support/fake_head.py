@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.batch import Int32
-from pillion.engine.backends.draft_model import DraftModel
-from pillion.engine.scheduling.draft_chains import DraftPlan
-from pillion.engine.scheduling.eagle_chains import EagleChain
+from pillion.engine.backends.backend import Int32
+from pillion.engine.drafts.draft_chains import DraftPlan
+from pillion.engine.drafts.draft_model import DraftModel
+from pillion.engine.drafts.eagle_chains import EagleChain
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy, kv_of
 
 Int64 = npt.NDArray[np.int64]
@@ -18,7 +18,7 @@ class FakeHead(DraftModel):
     """A head over states that are the KV of :mod:`tests.support.fake_backend`. Its guesses are what the model says
     without a seed, and are made only where all entries of a text are in its blocks.
 
-    ``first_passes`` are the tokens of each plan's first pass, ``contexts`` the entries behind each guess, ``guessed``
+    ``first_passes`` are the tokens of each plan's first pass, ``contexts`` the entries after each guess, ``guessed``
     how many tokens were guessed. ``failing``: the passes fail from now on.
     """
 

@@ -18,17 +18,16 @@ import torch
 from pillion.config import WorkerFlags
 from pillion.engine.adapters.adapter_forms import Bytes
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import BackendLost, PackedAdapter
-from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.adapters.plain_adapters import PlainAdapters
+from pillion.engine.backends.backend import BackendLost, PackedAdapter, StepBatch
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.ranks import rank_processes
 from pillion.engine.ranks.rank_main import run_rank
 from pillion.engine.ranks.rank_processes import RankProcesses
-from pillion.engine.ranks.ranked_backend import RankedBackend, RankedGpuBackend
+from pillion.engine.ranks.ranked_backend import RankedAheadBackend, RankedBackend
 from pillion.errors import ConfigError
 from tests.support.ahead_backend import AheadBackend
-from tests.support.fake_backend import FakeBackend, FakeModel, Int64, ShiftAdapter, prepared_model, run
+from tests.support.fake_backend import FakeAdapters, FakeBackend, FakeModel, Int64, prepared_model, run
 
 NAP_S = 0.002
 # The layer whose adapters ranks can pack.
@@ -39,7 +38,7 @@ REFUSED, BROKEN = "refused", 95
 
 
 class FakeMemory:
-    """Memory of ranks with one meeting, a counter for each rank behind the word that ends all waits."""
+    """Memory of ranks with one meeting, a counter for each rank after the word that ends all waits."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.fd = descriptor
@@ -73,6 +72,19 @@ class FakeMemory:
             napped_s += NAP_S
 
 
+class ShareAdapters(FakeAdapters):
+    """Adapters of which other ranks than the first can pack those of one layer."""
+
+    def pack(self, weights: AdapterWeights) -> PackedAdapter:
+        backend = self._backend
+        if isinstance(backend, FakeShare) and backend.rank and set(weights.layers) - {LAYER}:
+            raise ValueError("this rank cannot pack")
+        return super().pack(weights)
+
+    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        return PlainAdapters.take(self, digest, about, data)
+
+
 class FakeShare(FakeBackend):
     """The share of rank ``rank``: it writes the positions whose number is its own, and rank 0 reads all."""
 
@@ -94,13 +106,8 @@ class FakeShare(FakeBackend):
         readable = table.copy()
         return super()._run(torch.from_numpy(readable.view(np.uint8)), batch)
 
-    def pack_adapter(self, weights: AdapterWeights) -> ShiftAdapter:
-        if self.rank and set(weights.layers) - {LAYER}:
-            raise ValueError("this rank cannot pack")
-        return super().pack_adapter(weights)
-
-    def take_adapter(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
-        return HostBackend.take_adapter(self, digest, about, data)
+    def _make_adapters(self, max_adapters: int, max_rank: int) -> FakeAdapters:
+        return ShareAdapters(self, max_adapters, max_rank)
 
 
 class AheadShare(FakeShare, AheadBackend):
@@ -122,7 +129,7 @@ def fake_ranks(size: int, refused: bool = False, ahead: bool = False) -> LoadedM
     except BaseException:
         ranks.close()
         raise
-    backend = RankedGpuBackend(own, ranks) if ahead else RankedBackend(own, ranks)  # type: ignore[arg-type]
+    backend = RankedAheadBackend(own, ranks) if ahead else RankedBackend(own, ranks)  # type: ignore[arg-type]
     return FakeModel(prepared_model(), backend, ranks=ranks)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pathlib
 from typing import Any
 
 import torch
 
 from pillion.config import ModelFlags
+from pillion.engine.models.layer_operations import Experts, LayerTensor, Role
 from testbed.tiny_model import save_model
 from tests.support.torch_model import perturb_vectors
 
@@ -48,6 +50,17 @@ MULTIPLIERS = {
     "attention_multiplier": 0.15,
     "residual_multiplier": 0.6,
     "logits_scaling": 0.7,
+}
+WINDOWS = {"sliding_window": 24, "num_hidden_layers": 5}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+SHARED = {
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_topk_prob": True,
+    "first_k_dense_replace": 1,
 }
 
 # ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
@@ -110,7 +123,119 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [1],
         "stacked_experts": True,
     },
+    "gemma": {"model_type": "gemma", "attention_bias": True},
+    "vaultgemma": {
+        "model_type": "vaultgemma",
+        **GEMMA,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "olmo3": {
+        "model_type": "olmo3",
+        **WINDOWS,
+        "tie_word_embeddings": False,
+        "rope_parameters": {**GEMMA3_ROPE, "full_attention": YARN},
+    },
+    "olmoe": {"model_type": "olmoe", **EXPERTS, "num_key_value_heads": 2},
+    "flex-olmo": {"model_type": "flex_olmo", **EXPERTS, "norm_topk_prob": True, "pad_token_id": 2},
+    "cwm": {"model_type": "cwm", **WINDOWS, "rope_parameters": LLAMA3},
+    "internlm3": {"model_type": "internlm3", "attention_bias": True, "mlp_bias": True},
+    "iquestcoder": {"model_type": "iquestcoder", "mlp_bias": True},
+    "exaone4": {"model_type": "exaone4", **WINDOWS},
+    "exaone4-full": {"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2},
+    "seed-oss": {"model_type": "seed_oss", "attention_out_bias": True, "mlp_bias": True},
+    "granitemoe": {"model_type": "granitemoe", **MULTIPLIERS, "num_local_experts": 5, "num_experts_per_tok": 2},
+    "granitemoe-stacked": {"model_type": "granitemoe", "num_local_experts": 5, "stacked_experts": True},
+    "granite-swa": {
+        "model_type": "granite_swa",
+        **MULTIPLIERS,
+        **WINDOWS,
+        "layer_rope_theta": [10_000.0, 0, 500.0, 10_000.0, 500.0],
+    },
+    "ernie4-5": {"model_type": "ernie4_5", "use_bias": True},
+    "helium": {"model_type": "helium", "attention_bias": True, "mlp_bias": True},
+    "glm": {"model_type": "glm", "tie_word_embeddings": False, "pad_token_id": 2},
+    "glm4": {"model_type": "glm4", "attention_bias": False, "head_dim": 32, "pad_token_id": 2},
+    "arcee": {"model_type": "arcee", "mlp_bias": True, "attention_bias": True},
+    "nemotron": {"model_type": "nemotron", "tie_word_embeddings": False},
+    "jais2": {"model_type": "jais2"},
+    "starcoder2": {"model_type": "starcoder2", "sliding_window": 24},
+    "starcoder2-plain": {"model_type": "starcoder2", "use_bias": False, "hidden_size": 40},
+    "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
+    "stablelm-parallel": {"model_type": "stablelm", "use_parallel_residual": True, "tie_word_embeddings": False},
+    "olmo": {"model_type": "olmo", "attention_bias": True},
+    "cohere": {"model_type": "cohere", "logit_scale": 0.5, "attention_bias": True},
+    "cohere2": {"model_type": "cohere2", **WINDOWS, "num_hidden_layers": 4, "logit_scale": 2.0},
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        **MULTIPLIERS,
+        "num_local_experts": 5,
+        "shared_intermediate_size": 144,
+    },
+    "granitemoe-swa": {
+        "model_type": "granitemoe_swa",
+        **MULTIPLIERS,
+        **WINDOWS,
+        "num_local_experts": 5,
+        "shared_intermediate_size": 80,
+    },
+    "glm4-moe": {"model_type": "glm4_moe", **SHARED, "use_qk_norm": True, "attention_bias": True},
+    "glm4-moe-plain": {"model_type": "glm4_moe", **SHARED, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    "dots1": {"model_type": "dots1", **SHARED, "sliding_window": 24, "max_window_layers": 1},
+    "solar-open": {
+        "model_type": "solar_open",
+        **{key: value for key, value in SHARED.items() if key != "first_k_dense_replace"},
+        "tie_word_embeddings": False,
+    },
+    "minimax-m2": {
+        "model_type": "minimax_m2",
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 48,
+        "rotary_dim": 8,
+    },
+    "ernie4-5-moe": {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": 6,
+        "moe_k": 2,
+        "moe_intermediate_size": 48,
+        "num_hidden_layers": 3,
+    },
+    "exaone-moe": {
+        "model_type": "exaone_moe",
+        **WINDOWS,
+        **EXPERTS,
+        "moe_intermediate_size": 48,
+        "num_shared_experts": 2,
+    },
+    "hy-v3": {"model_type": "hy_v3", **EXPERTS, "moe_intermediate_size": 48, "initializer_range": 0.04},
+    "hunyuan-dense": {"model_type": "hunyuan_v1_dense", "attention_bias": True},
+    "hunyuan-moe": {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": 2, "intermediate_size": 48},
+    "ministral3": {
+        "model_type": "ministral3",
+        "tie_word_embeddings": False,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 100, "llama_4_scaling_beta": 0.1},
+    },
+    "mellum": {
+        **QWEN3_MOE,
+        **WINDOWS,
+        "model_type": "mellum",
+        "layer_types": ["full_attention", *["sliding_attention"] * 4],
+        "mlp_layer_types": ["dense", *["sparse"] * 4],
+        "rope_parameters": GEMMA3_ROPE,
+    },
+    "hyperclovax": {"model_type": "hyperclovax", **MULTIPLIERS, "mlp_bias": True},
+    "hyperclovax-pre-norm": {"model_type": "hyperclovax", "use_post_norm": False},
 }
+
+# These families differ from others by names and options that those others show, too. ``make test`` runs each of them
+# once, in chunks.
+BY_ROWS = tuple(
+    name for name in tuple(FAMILIES)[list(FAMILIES).index("gemma") :] if name not in ("starcoder2", "cohere")
+)
+
+_ANY = LayerTensor(name="any", role=Role.MATRIX, rows=(), spellings=())
+_ANY_EXPERTS = Experts(_ANY, _ANY, _ANY, "silu", 2, True)
 
 
 def make_model(folder: pathlib.Path, overrides: dict[str, Any]) -> tuple[pathlib.Path, ModelFlags]:
@@ -119,6 +244,11 @@ def make_model(folder: pathlib.Path, overrides: dict[str, Any]) -> tuple[pathlib
     serve = shape.pop("serve", 0)
     perturb_vectors(save_model(folder, **shape))
     return folder, ModelFlags(model=str(folder), dtype="float32", max_model_len=serve)
+
+
+def mixed(per_token: int, normalize: bool) -> Experts:
+    """A mixture of so many experts; its tensors are not used."""
+    return dataclasses.replace(_ANY_EXPERTS, per_token=per_token, normalize=normalize)
 
 
 def tokens_of(count: int, seed: int) -> list[int]:

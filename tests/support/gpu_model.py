@@ -9,13 +9,13 @@ import torch
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
 from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
+from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
-from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.models.model_config import load_config
-from pillion.engine.models.rank_split import RankSplit
-from pillion.kvstore.memory.shards import shares_of
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_shard import whole_model
+from pillion.kvstore.memory.head_shares import shares_of
 from tests.support.torch_model import BackendDriver
 
 MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
@@ -56,7 +56,7 @@ def gpu_backend(
     *,
     fp8: bool = False,
     eager: bool = False,
-    ranks: GpuRankGroup | None = None,
+    ranks: GpuMeeting | None = None,
 ) -> GpuBackend:
     """Makes a backend with weights of its own."""
     config = load_config(prepared.folder)
@@ -65,7 +65,7 @@ def gpu_backend(
         config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
-        split=RankSplit.of(config, 0, 1) if ranks is None else ranks.split,
+        shard=whole_model(config) if ranks is None else ranks.shard,
         memory=own_memory(DEVICE),
     )
     inside, kv = (FP8_LAYOUT_VERSION, "fp8") if fp8 else (LAYOUT_VERSION, "auto")

@@ -17,13 +17,12 @@ import torch
 import torch.multiprocessing
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import PackedAdapter, StepBatch
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuInFlightStep
-from pillion.engine.backends.gpu.rank_group import GpuRankGroup
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.models.model_config import load_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.sampling.sampling_rows import SamplingRows
 from tests.support.gpu import DEVICE
 
@@ -32,8 +31,8 @@ ANSWER_S = 120.0
 
 
 def joined(prepared: PreparedModel, rank: int, size: int, meeting: int) -> GpuRankGroup:
-    split = RankSplit.of(load_config(prepared.folder), rank, size)
-    return GpuRankGroup.join(split, meeting, DEVICE, own_device=False)
+    shard = RankShard.of(load_config(prepared.folder), rank, size)
+    return GpuRankGroup.join(shard, meeting, DEVICE, own_device=False)
 
 
 class _Rank:
@@ -76,8 +75,8 @@ class _Rank:
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         self.backend.bind_adapters(max_adapters, max_rank)
 
-    def place_adapter(self, place: int, weights: AdapterWeights) -> None:
-        self.backend.place_adapter(place, self.backend.pack_adapter(weights))
+    def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        self.backend.place_adapter(slot, self.backend.adapters.pack(weights))
 
     def close(self) -> None:
         self.backend.close()
@@ -152,7 +151,7 @@ class TeamBackend:
     def __init__(self, team: RankTeam, own: GpuBackend) -> None:
         self.team, self.own = team, own
         self.layout, self.vocab_size = own.layout, own.vocab_size
-        self.runs_ahead = own.runs_ahead
+        self.max_steps_under_way = own.max_steps_under_way
         self.copy_blocks = own.copy_blocks
 
     def bind_pool(self, memory: FakeDevicePool | FakeDividedPool, num_slots: int) -> None:
@@ -180,14 +179,18 @@ class TeamBackend:
     def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
         self._all("bind_adapters", max_adapters, max_rank, own=partial(self.own.bind_adapters, max_adapters, max_rank))
 
-    def pack_adapter(self, weights: AdapterWeights) -> AdapterWeights:
+    @property
+    def adapters(self) -> TeamBackend:
+        return self
+
+    def pack(self, weights: AdapterWeights) -> AdapterWeights:
         return weights
 
-    def place_adapter(self, place: int, weights: AdapterWeights) -> None:
+    def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
         def own() -> None:
-            self.own.place_adapter(place, self.own.pack_adapter(weights))
+            self.own.place_adapter(slot, self.own.adapters.pack(weights))
 
-        self._all("place_adapter", place, weights, own=own)
+        self._all("place_adapter", slot, weights, own=own)
 
     def close(self) -> None:
         self._all("close", own=self.own.close)

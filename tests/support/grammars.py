@@ -9,10 +9,18 @@ import numpy as np
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from pillion.engine.grammars.grammar_state import GrammarState
+from testbed.conditions import wait_for
 from tests.support.fake_backend import EOS, VOCAB_SIZE, kv_of, logits_of
 
 # Tokens 0 to 94 are the printable characters of ASCII, 95 is a word of two of them.
 WORD = '":'
+
+
+def follow(state: GrammarState) -> None:
+    """Wait until a step could go on with an answer. That is at once, but where a mask of its grammar took long, perhaps
+    since the machine was busy, the next one is computed first."""
+    wait_for("an answer to be followed", state.follow)
 
 
 def write_tokenizer(folder: pathlib.Path) -> str:

@@ -1,4 +1,4 @@
-"""Memory around what a kernel writes: writing behind the end shows, in the interpreter and on a device alike."""
+"""Memory around what a kernel writes: writing after the end shows, in the interpreter and on a device alike."""
 
 from __future__ import annotations
 

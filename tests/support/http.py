@@ -76,7 +76,7 @@ async def call(
 
 
 def parse_reply(raw: bytes) -> Reply:
-    """Parse the reply of a connection that was closed behind it."""
+    """Parse the reply of a connection that was closed after it."""
     head, _, rest = raw.partition(b"\r\n\r\n")
     first, *lines = head.decode("latin-1").split("\r\n")
     headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
@@ -128,7 +128,7 @@ def batch_step(batch: StepBatch, pool: torch.Tensor | None = None) -> CpuStepRec
 
 
 def padded(values: torch.Tensor, extra: int = 0, filler: float = 0.0) -> torch.Tensor:
-    """values [rows, width], padded by zeros to whole cache lines, and ``extra`` rows of ``filler`` behind them."""
+    """values [rows, width], padded by zeros to whole cache lines, and ``extra`` rows of ``filler`` after them."""
     per_line = 64 // values.element_size()
     width = -(-values.shape[1] // per_line) * per_line
     found = torch.zeros((len(values) + extra, width), dtype=values.dtype)

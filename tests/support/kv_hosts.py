@@ -11,8 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from pillion.config import KVNodeFlags
 from pillion.errors import NotFound, PillionError
 from pillion.kvstore.client.attachment import Attachment, attach
@@ -21,7 +19,6 @@ from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, split_hashes
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus, OpenTicketReply, PrefetchReply
 from testbed.conditions import WITHIN_S, until
-from testbed.fake_cuda import DeviceBytes
 from testbed.redis import RedisServer
 from tests.support.redis_nodes import patient
 
@@ -48,32 +45,23 @@ def prompt(*tokens: int) -> bytes:
     return chain_hashes(ROOT, tokens, 1)
 
 
+# Reads and writes slots of pools on devices: tests of these set it (tests/kvstore/gpu/conftest.py).
+DEVICE_SLOTS: list[Any] = []
+
+
 def read_slot(worker: Attachment, number: int) -> bytes:
     """A slot's bytes, wherever the pool is."""
-    if worker.device_memory is not None:
-        return DeviceBytes(worker.device_memory).read(number * BLOCK_BYTES, BLOCK_BYTES)
-    if worker.shards is None:
+    if isinstance(worker.pool, memoryview):
         return bytes(worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES])
-    pieces = np.empty((KV_ROWS, KV_HEADS, PIECE_BYTES), np.uint8)
-    for index, heads in enumerate(worker.shards.shares):
-        size = KV_ROWS * len(heads) * PIECE_BYTES
-        found = DeviceBytes(worker.shards.shard(index)).read(number * size, size)
-        pieces[:, heads.start : heads.stop] = np.frombuffer(found, np.uint8).reshape(KV_ROWS, len(heads), -1)
-    return pieces.tobytes()
+    return DEVICE_SLOTS[0].read(worker.pool, number)
 
 
 def write_slot(worker: Attachment, number: int, data: bytes) -> None:
     """All of a slot."""
-    if worker.device_memory is not None:
-        DeviceBytes(worker.device_memory).write(number * BLOCK_BYTES, data)
-        return
-    if worker.shards is None:
+    if isinstance(worker.pool, memoryview):
         worker.memory[number * BLOCK_BYTES : (number + 1) * BLOCK_BYTES] = data
-        return
-    pieces = np.frombuffer(data, np.uint8).reshape(KV_ROWS, KV_HEADS, PIECE_BYTES)
-    for index, heads in enumerate(worker.shards.shares):
-        mine = np.ascontiguousarray(pieces[:, heads.start : heads.stop]).tobytes()
-        DeviceBytes(worker.shards.shard(index)).write(number * len(mine), mine)
+    else:
+        DEVICE_SLOTS[0].write(worker.pool, number, data)
 
 
 @dataclass
@@ -116,9 +104,7 @@ class KVHost:
     async def make_plane(self) -> None:
         """Makes the node's data plane, which takes a second or two with NIXL."""
         assert self.node is not None
-        storage = self.node._storage
-        assert storage is not None
-        await storage.plane()
+        await self.node._exchange.shaped().plane()
 
     async def _open_session(self) -> NodeSession | None:
         with contextlib.suppress(PillionError):

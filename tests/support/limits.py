@@ -2,9 +2,9 @@
 
 pytest-timeout ends a test by an exception in the main thread, once, and takes its timer back as soon as the test has
 failed. A wait that swallows the exception, a wait in C and everything that is cleaned up after a failure may go on for
-ever. Behind it, a thread of faulthandler ends the process with the tracebacks of all its threads. Where tests run in
-several processes, pytest-xdist counts the death of one as a failure of its test and starts another; the process that
-leads them has the limit of the run.
+ever. After it, a thread of faulthandler ends the process with the tracebacks of all its threads. Where tests run in
+several processes, pytest-xdist counts the death of one as a failure of its test, and the Makefile's options have it end
+the run then; the process that leads them has the limit of the run.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Limits:
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Declares the two settings."""
     parser.addini(RUN_LIMIT, "seconds after which a run is ended", default="3600")
-    parser.addini(GRACE, "seconds that a test may clean up behind its time limit", default="60")
+    parser.addini(GRACE, "seconds that a test may clean up after its time limit", default="60")
 
 
 def pytest_configure(config: pytest.Config) -> None:

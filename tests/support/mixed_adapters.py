@@ -7,35 +7,35 @@ from typing import Any
 import torch
 
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from testbed.random_adapter import random_adapter
 from tests.support.torch_model import BackendDriver
 
-# Ranks of queries, keys and values (or of gate and up) of the adapter in each place; the first one leaves some layers.
+# Ranks of queries, keys and values (or of gate and up) of the adapter in each slot; the first one leaves some layers.
 RANKS = ((3,), (16, 8, 5), (9, 16))
 LEFT = ("layers.0.o", "layers.1.gate_up", "layers.1.qkv")
-# The place of each sequence's adapter.
-PLACES = (2, -1, 0, 1, 0)
+# The slot of each sequence's adapter.
+SLOTS = (2, -1, 0, 1, 0)
 CUTS = ((0, 9), (9, 10), (10, 18))
 
 
-def place_adapters(backend: Any, prepared: PreparedModel) -> None:
-    """Packs and places the adapters of RANKS."""
+def place_adapters(backend: Any, prepared: PreparedModel, *, affine: bool = False) -> None:
+    """Packs and places the adapters of RANKS; with ``affine`` the second one has biases and scales."""
     config = load_config(prepared.folder)
     dtype = torch.bfloat16 if prepared.dtype == "bfloat16" else torch.float32
-    for place, ranks in enumerate(RANKS):
-        weights = random_adapter(config, place, ranks, dtype, leave=() if place else LEFT)
-        backend.place_adapter(place, backend.pack_adapter(weights))
+    for slot, ranks in enumerate(RANKS):
+        weights = random_adapter(config, slot, ranks, dtype, leave=() if slot else LEFT, affine=affine and slot == 1)
+        backend.place_adapter(slot, backend.adapters.pack(weights))
 
 
-def with_adapters(driver: BackendDriver) -> BackendDriver:
-    """A driver of a backend that has no adapters yet, with those of RANKS."""
+def with_adapters(driver: BackendDriver, *, affine: bool = False) -> BackendDriver:
+    """A driver of a backend that has no adapters yet, with those of RANKS, as :func:`place_adapters` places them."""
     driver.backend.bind_adapters(len(RANKS), 16)
-    place_adapters(driver.backend, driver.prepared)
+    place_adapters(driver.backend, driver.prepared, affine=affine)
     return driver
 
 
 def mixed_steps(driver: BackendDriver, text: list[int]) -> torch.Tensor:
-    """Logits of the last row of each sequence in each step of CUTS; their adapters are PLACES."""
-    numbers = [driver.sequences.add(adapter=place)[0] for place in PLACES]
+    """Logits of the last row of each sequence in each step of CUTS; their adapters are SLOTS."""
+    numbers = [driver.sequences.add(adapter=slot)[0] for slot in SLOTS]
     return torch.stack([driver.step(*((number, text[begin:end]) for number in numbers)) for begin, end in CUTS])

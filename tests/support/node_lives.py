@@ -19,11 +19,11 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.slot_table import SlotTable
-from pillion.kvstore.memory.keeper import KeptDescriptors, PoolKeeper
-from pillion.kvstore.memory.kept_pool import table_words
-from pillion.kvstore.memory.segment import OWNER, Segment
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
+from pillion.kvstore.pool_survival.keeper_client import KeptDescriptors, PoolKeeper
+from pillion.kvstore.pool_survival.owned_segment import OWNER, OwnedSegment
+from pillion.kvstore.pool_survival.slot_table import SlotTable
+from pillion.kvstore.pool_survival.surviving_pool import table_words
 from pillion.v1.kvnode_pb2 import CommitRun, NodeStatus
 from testbed.conditions import WITHIN_S, until, wait_for
 from tests.support.kv_hosts import (
@@ -98,10 +98,11 @@ class Lives:
         self.node = await start_kvnode(self.of(**flags))
         return self.node
 
-    async def end(self) -> None:
+    async def end(self, grace_s: float = 0.0) -> None:
+        """Stops the node; calls that have not ended after the grace are cancelled."""
         node, self.node = self.node, None
         if node is not None:
-            await node.stop(0.0)
+            await node.stop(grace_s)
 
     async def worker(self, namespace: str = NAMESPACE, processes: int = 1) -> Attachment:
         made = await asyncio.to_thread(
@@ -171,10 +172,9 @@ class Lives:
     async def safe(self) -> None:
         """Waits until all that was committed would outlive the node, which runs in this process."""
         assert self.node is not None
-        keeping = self.node.pool.keeping
-        assert keeping is not None
-        await until("the blocks to be in the table", lambda: not keeping.blocks.unsealed(1))
-        await until("the keeper to have the pool", lambda: not keeping._keeper.lost())
+        life = self.node.pool.life
+        await until("the blocks to be in the table", lambda: not life.blocks.unsealed(1))
+        await until("the keeper to have the pool", lambda: not life._keeper.lost())
 
 
 @contextlib.asynccontextmanager
@@ -238,11 +238,11 @@ class NodeProcess:
         kept = self.lives.kept()
         if kept is None:
             return 0
-        with contextlib.closing(kept), contextlib.closing(Segment.kept(os.dup(kept.memories[-1]))) as table:
+        with contextlib.closing(kept), contextlib.closing(OwnedSegment.kept(os.dup(kept.memories[-1]))) as table:
             return len(SlotTable.found(table_words(table)).blocks())
 
 
-async def killed_and_taken_over(lives: Lives, environ: dict[str, str], hashes: bytes) -> None:
+async def killed_and_recovered(lives: Lives, environ: dict[str, str], hashes: bytes) -> None:
     """A node process with a pool on GPUs is killed, with this process as its worker, and all blocks are there again
     with their bytes, in the mapping that this process has had from the beginning. Another one is killed when nobody
     maps the pool."""
@@ -261,7 +261,7 @@ async def killed_and_taken_over(lives: Lives, environ: dict[str, str], hashes: b
         await lives.renew(worker)
         assert worker.pool is mapped
         assert await lives.hits(worker, hashes) == blocks
-        assert (await node.status()).taken_over_blocks == blocks
+        assert (await node.status()).recovered_blocks == blocks
         # The process that has made the memory is gone. Now nobody maps it, and the keeper's descriptor alone is left.
         worker.close()
         # This process lives on, and nothing but its node's word says that it uses the pool no more.

@@ -12,7 +12,7 @@ from tests.support.disk import BLOCK_BYTES, Stored
 
 
 def branched(lengths: Sequence[int], first_token: int = 0) -> list[list[Stored]]:
-    """Chains of these lengths; each goes its own way behind the first half of the one before it."""
+    """Chains of these lengths; each goes its own way after the first half of the one before it."""
     tokens: list[int] = []
     chains = []
     for number, length in enumerate(lengths):

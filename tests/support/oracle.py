@@ -26,8 +26,10 @@ class Oracle:
 
     @torch.inference_mode()
     def greedy(self, prompt: Sequence[int], max_tokens: int) -> Expected:
-        """Step by step with a KV cache, ending after ``max_tokens`` or with a stop token, which is included."""
+        """Step by step with a KV cache, ending after ``max_tokens`` or with a stop token, which is included. PEFT puts
+        virtual tokens before whatever it is given, so such a model gets the whole text in each step."""
         ids, cache = torch.tensor([list(prompt)]), None
+        virtual = getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False)
         tokens: list[int] = []
         gaps: list[float] = []
         while len(tokens) < max_tokens and not (tokens and tokens[-1] in self.stop):
@@ -36,13 +38,15 @@ class Oracle:
             tokens.append(int(top.indices[0]))
             gaps.append(float(top.values[0] - top.values[1]))
             ids, cache = top.indices[:1].view(1, 1), out.past_key_values
+            if virtual:
+                ids, cache = torch.tensor([[*prompt, *tokens]]), None
         return Expected(tuple(tokens), tuple(gaps))
 
 
 def first_difference(expected: Expected, got: Sequence[int], epsilon: float) -> str:
     """Empty where ``got`` is the oracle's answer up to a tie.
 
-    A token may differ only where the oracle's two best logits lie closer than ``epsilon``; behind such a place the two
+    A token may differ only where the oracle's two best logits lie closer than ``epsilon``; after such a place the two
     texts are different prompts, so comparing ends there.
     """
     for position, (want, gap) in enumerate(zip(expected.tokens, expected.gaps, strict=True)):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention, piece_size
 from pillion.kernels.torch.reference import paged_attention
 from tests.support.batches import Sequences
@@ -69,7 +69,7 @@ class PagedCase:
         pool = plain = plain.to(shape.dtype)
         if fp8:
             plain, pool = _quantized(plain)
-        # Behind the queries a fused projection has keys and values.
+        # After the queries a fused projection has keys and values.
         fused = torch.randn((batch.num_tokens + SPARE_ROWS, shape.heads + 2, shape.head_dim), generator=generator)
         queries = fused.to(shape.dtype)[:, : shape.heads]
         return cls(shape, batch, queries.to(DEVICE), plain, pool.to(DEVICE))
@@ -96,10 +96,10 @@ class PagedCase:
         return PagedAttention(**{**options, **more})
 
     def run(self, attention: PagedAttention) -> torch.Tensor:
-        """Runs the step; returns all rows of the output, also those behind the batch."""
+        """Runs the step; returns all rows of the output, also those after the batch."""
         shape = self.shape
         plan = attention.planner.plan(self.batch)
-        # The buffer is longer than the record; words behind those in use are an earlier step's.
+        # The buffer is longer than the record; words after those in use are an earlier step's.
         record = torch.full((attention.planner.max_record_words,), 2**30, dtype=torch.int32, device=DEVICE)
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
         out = torch.full((len(self.queries), shape.heads * shape.head_dim), UNTOUCHED, dtype=shape.dtype, device=DEVICE)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from pillion.engine.checkpoints.formats.pillion_format import stored_tensors
+from pillion.engine.quantized.formats.pillion_format import stored_tensors
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 
 Tensors = dict[str, torch.Tensor]

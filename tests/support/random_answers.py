@@ -11,7 +11,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
-from pillion.gateway.grammars.shapes import shape_piece
+from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.grammar_limits import PARSER_LIMITS
 from pillion.types import StructuredOutputs
 from testbed.toy_tokenizer import byte_tokenizer
@@ -23,9 +23,9 @@ END = 257
 CLOSERS = sum(1 << byte_tokenizer().encode(one).ids[0] for one in '"]},')
 
 
-def shape_matcher(shape: StructuredOutputs) -> LLMatcher:
-    """A matcher for answers of a shape that the gateway takes. Raises InvalidRequest where it does not."""
-    grammar = join([shape_piece(shape)])
+def structured_matcher(structured: StructuredOutputs) -> LLMatcher:
+    """A matcher for answers of a structure that the gateway takes. Raises InvalidRequest where it does not."""
+    grammar = join([structured_piece(structured)])
     matcher = LLMatcher(TOKENIZER, grammar.text, log_level=0, limits=LLParserLimits(**PARSER_LIMITS))
     if matcher.is_error():
         raise InvalidRequest(matcher.get_error())
@@ -35,7 +35,7 @@ def shape_matcher(shape: StructuredOutputs) -> LLMatcher:
 def matcher_of(schema: Any) -> LLMatcher | None:
     """A matcher for answers that fit ``schema``; None where the gateway refuses it."""
     try:
-        return shape_matcher(StructuredOutputs(json=json.dumps(schema)))
+        return structured_matcher(StructuredOutputs(json=json.dumps(schema)))
     except InvalidRequest:
         return None
 

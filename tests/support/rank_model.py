@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from pillion.engine.adapters.adapter_weights import AdapterWeights
-from pillion.engine.backends.backend import PackedAdapter
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import PackedAdapter, StepBatch
 from pillion.engine.backends.cpu import cpu_backend as module
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, load_cpu_model
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.models.model_config import load_config
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.ranks.cpu_rank import CpuRankBackend
 from pillion.engine.ranks.rank_memory import NAP_NS, RankMember, RankMemory
+from pillion.engine.ranks.rank_shard import RankShard
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from tests.support.kernel_cache import kept_kernels
 
@@ -44,16 +44,16 @@ class RankGroup:
         assert isa is not None
         self.memory = RankMemory.create(config, size, max_tokens)
         self.members = [
-            RankMember(RankSplit.of(config, rank, size), self.memory, max_wait_ms, nap_ns) for rank in range(size)
+            RankMember(RankShard.of(config, rank, size), self.memory, max_wait_ms, nap_ns) for rank in range(size)
         ]
         self.backends = []
         for rank, member in enumerate(self.members):
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(module, "compile_kernels", kept_kernels)
                 model = load_cpu_model(
-                    prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked, split=member.split
+                    prepared, block_size, isa, kv_cache_dtype=kv_cache_dtype, checked=checked, shard=member.shard
                 )
-            self.backends.append(CpuBackend(model, threads[min(rank, len(threads) - 1)], ranks=member))
+            self.backends.append(CpuRankBackend(model, threads[min(rank, len(threads) - 1)], member=member))
         self.threads = ThreadPoolExecutor(size)
 
     @property
@@ -87,12 +87,16 @@ class RankGroup:
             for backend in self.backends:
                 backend.bind_adapters(max_adapters, max_rank)
 
-    def pack_adapter(self, weights: AdapterWeights) -> list[PackedAdapter]:
-        return [backend.pack_adapter(weights) for backend in self.backends]
+    @property
+    def adapters(self) -> RankGroup:
+        return self
 
-    def place_adapter(self, place: int, packed: list[PackedAdapter]) -> None:
+    def pack(self, weights: AdapterWeights) -> list[PackedAdapter]:
+        return [backend.adapters.pack(weights) for backend in self.backends]
+
+    def place_adapter(self, slot: int, packed: list[PackedAdapter]) -> None:
         for rank, backend in enumerate(self.backends):
-            backend.place_adapter(place, packed[rank])
+            backend.place_adapter(slot, packed[rank])
 
     def check_integrity(self) -> None:
         self.memory.check_integrity()

@@ -6,23 +6,30 @@ import itertools
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 
 import numpy as np
 import numpy.typing as npt
 
-from pillion.engine.backends.batch import StepBatch
-from pillion.engine.backends.batching import build_batch, build_sampling
-from pillion.engine.grammars.answer_grammar import MaskRows
+from pillion.engine.adapter_slots.adapter_feature import ADAPTER, AdapterSteps
+from pillion.engine.adapter_slots.adapter_slots import AdapterSlots, slot_of
+from pillion.engine.backends.backend import StepBatch
+from pillion.engine.backends.batching import build_sampling, build_step_batch
+from pillion.engine.drafts.draft_chains import DraftChains, DraftPasses, DraftShape
+from pillion.engine.drafts.draft_control import DraftControl
+from pillion.engine.drafts.draft_feature import Guesses, with_draft_model, with_drafter
+from pillion.engine.drafts.drafter import Drafter
+from pillion.engine.grammars.answer_grammar import MaskRows, follow, grammar_of
+from pillion.engine.grammars.grammar_feature import GrammarSteps
 from pillion.engine.sampling.sampling_rows import MASK_LATE, Sampled
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
-from pillion.engine.scheduling.draft_chains import DraftPasses, DraftShape
-from pillion.engine.scheduling.drafts import Drafter
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceSpec, SequenceState
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SequenceState, SiblingSpec
+from pillion.engine.scheduling.step_feature import MakeStepFeature
 from pillion.engine.scheduling.step_plan import (
+    ChainOrder,
     CommitOrder,
-    DraftOrder,
     Outcome,
     ResumeOrder,
     StepPlan,
@@ -32,6 +39,7 @@ from pillion.errors import NotFound, PillionError
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
+from pillion.sampling_ranges import MAX_SPECULATIVE_TOKENS
 from pillion.types import FinishReason, SamplingParams, TokenLogprob
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 from tests.support.fake_backend import VOCAB_SIZE, copy_blocks, greedy, kv_of, logits_of, run
@@ -90,20 +98,27 @@ class SchedulerHarness:
         punctual: float = 1.0,
         max_loras: int = 0,
         draft: Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]] | None = None,
+        features: Seq[MakeStepFeature] = (),
     ) -> None:
-        """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size."""
+        """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size. ``features``
+        come before the others."""
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         draft_model = None if draft is None else draft(self.pool)
         self._keeps_states = draft_model is not None and draft_model[0].reads_states
+        control, guessing = DraftControl(MAX_SPECULATIVE_TOKENS), []
+        if draft_model is not None:
+            guessing.append(partial(with_draft_model, *draft_model, control))
+        elif drafter is not None:
+            guessing.append(partial(with_drafter, drafter, control))
+        self.control = control
         self.scheduler = Scheduler(
             block_size=BLOCK,
             max_num_batched_tokens=budget,
             max_num_seqs=max_num_seqs,
-            drafter=drafter,
             max_whole_tokens=max_whole_tokens,
-            max_loras=max_loras,
-            draft_model=draft_model,
+            features=[*features, GrammarSteps, *guessing, partial(AdapterSteps, max_loras)],
         )
+        self.guesses = next((one for one in self.scheduler.features if isinstance(one, Guesses)), None)
         # The loader's orders, the numbers of the adapters in the backend's places, and of those that cannot be loaded.
         self.loading: list[str] = []
         self.placed: dict[int, int] = {}
@@ -129,6 +144,18 @@ class SchedulerHarness:
         self._ids = itertools.count(1)
         self._nonces = itertools.count(1)
 
+    @property
+    def draft_chains(self) -> DraftChains:
+        """The chains of its draft model."""
+        assert self.guesses is not None
+        assert self.guesses.draft_chains is not None
+        return self.guesses.draft_chains
+
+    @property
+    def adapters(self) -> AdapterSlots:
+        """The slots of its adapters."""
+        return next(one.slots for one in self.scheduler.features if isinstance(one, AdapterSteps))
+
     # The gateway's side.
 
     def submit(
@@ -140,15 +167,15 @@ class SchedulerHarness:
         chunks: tuple[int, ...] = (),
         priority: int = 0,
         seed: int = 0,
-        fork_seeds: tuple[int, ...] = (),
+        sibling_seeds: tuple[int, ...] = (),
         penalty: float = 0.0,
         grammar: int | None = None,
         scored: bool = False,
         adapter: int = 0,
     ) -> int | None:
-        """A stream, or a span when it has chunk ends. None when the node has no room for its prompt now. Forks have the
-        ids behind the stream's. With a penalty each choice depends on the whole answer so far. The prompt may be
-        ``scored``, and then nothing of it is found."""
+        """A stream, or a prefill range when it has chunk ends. None when the node has no room for its prompt now.
+        Siblings have the ids after the stream's. With a penalty each choice depends on the whole answer so far. The
+        prompt may be ``scored``, and then nothing of it is found."""
         last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         root = bytes([ROOT[0] + adapter]) * 32
         hashes = split_hashes(chain_hashes(root, prompt, BLOCK)[: last * 32])
@@ -160,7 +187,7 @@ class SchedulerHarness:
         adopted = self.ledger.adopt(self.worker, ticket.ticket_id, lease)
         self.ledger.release(self.gateway, [ticket.ticket_id])
         seq_id = next(self._ids)
-        forks = tuple(ForkSpec(next(self._ids), fork_seed) for fork_seed in fork_seeds)
+        siblings = tuple(SiblingSpec(next(self._ids), sibling_seed) for sibling_seed in sibling_seeds)
         spec = SequenceSpec(
             seq_id=seq_id,
             token_ids=np.array(prompt, dtype=np.int32),
@@ -175,10 +202,10 @@ class SchedulerHarness:
             max_model_len=0 if chunks else 10_000,
             chunk_ends=chunks,
             priority=priority,
-            forks=forks,
+            siblings=siblings,
         )
         holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
-        for name, own_seed in ((seq_id, seed), *((fork.seq_id, fork.seed) for fork in forks)):
+        for name, own_seed in ((seq_id, seed), *((sibling.seq_id, sibling.seed) for sibling in siblings)):
             parent = 0 if name == seq_id else seq_id
             self.records[name] = SequenceRecord(
                 prompt,
@@ -191,14 +218,16 @@ class SchedulerHarness:
                 scored=scored and not parent,
                 adapter=adapter,
             )
-        state = None if grammar is None else self.grammars.start(grammar)
-        self.scheduler.add(Sequence(spec, holding, BLOCK, self.now, grammar=state), self.now)
+        sequence = Sequence(spec, holding, BLOCK, self.now)
+        if grammar is not None:
+            follow(sequence, self.grammars.start(grammar))
+        self.scheduler.add(sequence, self.now)
         return seq_id
 
     def cancel(self, seq_id: int) -> None:
         """The client went away. Answers that have not begun go with the first one."""
         sequence = self.scheduler.sequences.get(seq_id)
-        for name in (seq_id, *(fork.seq_id for fork in sequence.forks)) if sequence else (seq_id,):
+        for name in (seq_id, *(sibling.seq_id for sibling in sequence.siblings)) if sequence else (seq_id,):
             self.records[name].cancelled = True
         self.scheduler.cancel(seq_id, self.now)
 
@@ -214,6 +243,7 @@ class SchedulerHarness:
         # As the step loop does it: what the events led to is told before the step runs.
         before_run = self.scheduler.flush(self.now)
         owned = {slot for s in self.scheduler.sequences.values() for slot in s.table().tolist()}
+        owned |= {slot for one in self.scheduler.features for chain in one.chains() for slot in chain.owned_slots()}
         for source, target in plan.copies:
             assert {source, target} <= owned, "a copy of a slot that nobody has"
             assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
@@ -230,7 +260,7 @@ class SchedulerHarness:
         if not plan.pieces:
             assert not plan.placements
             return Sampled()
-        batch = build_batch(plan, BLOCK)
+        batch = build_step_batch(plan, BLOCK)
         self.place(plan, batch)
         sampled = chosen(run(self.pool, batch), choices_of(plan, self.placed), scored(plan))
         if not self._keeps_states:
@@ -250,13 +280,13 @@ class SchedulerHarness:
 
     def receive(self, outcome: Outcome) -> None:
         """Take the updates; what is for the node waits for :meth:`answer`, what is for the loader for :meth:`load`."""
-        self.loading += outcome.adapters
+        self.loading += [order.what for order in outcome.feature_orders]
         self.evicted_adapters += outcome.evicted_adapters
         for update in outcome.updates:
             record = self.records[update.seq_id]
             assert not record.cancelled, "news of a cancelled sequence"
             assert record.end is None, "news after the end"
-            assert not (update.prompt_logprobs and record.token_ids), "a score behind a token"
+            assert not (update.prompt_logprobs and record.token_ids), "a score after a token"
             record.scores.extend(update.prompt_logprobs)
             record.token_ids.extend(update.token_ids)
             if update.ending is not None:
@@ -279,35 +309,33 @@ class SchedulerHarness:
         kinds = [piece.sequence.decoding or place in ahead for place, piece in enumerate(plan.pieces)]
         assert kinds == sorted(kinds, reverse=True), "a prompt tail before a decode"
         for sequence in queues.running:
-            judged = bool(sequence.num_in_flight and (sequence.next_is_last or sequence.num_drafts))
+            judged = bool(sequence.num_in_flight and (sequence.next_is_last or sequence.num_proposed))
             waits = judged or self._held_up(sequence)
             if id(sequence) in decodes_before and id(sequence) not in planned and not waits:
                 assert sequence.next_start == sequence.num_blocks * BLOCK, "a decode with room was skipped"
                 assert len(scheduler.stock) == 0, "a decode was skipped while there are slots"
-        # A sequence that runs now ran before or was the next in the queue: the others come behind.
+        # A sequence that runs now ran before or was the next in the queue: the others come after.
         begun = [s for s in queues.running if not s.decoding and s.next_start < s.num_tokens]
         outside = [*queues.preempted, *queues.waiting] if queues.free_seqs else []
         cut = False
-        for sequence in sorted(begun, key=lambda s: s.rank) + outside:
-            if self._held_up(sequence) or sequence.awaits_adapter:
+        for sequence in sorted(begun, key=lambda s: s.queue_order) + outside:
+            if self._held_up(sequence) or sequence.kept_waiting:
                 continue
             piece = planned.get(id(sequence))
-            want = sequence.step_end() - sequence.next_start
-            cut = cut or piece is None or piece.count < want
-            assert piece is None or piece.count <= want, "a chunk's end was crossed"
+            cut = cut or piece is None or piece.count < sequence.num_tokens - sequence.next_start
         if not scheduler.whole_prompts:
             assert not cut or plan.num_tokens == budget, "the step is not filled"
             short = [p for p, decodes in zip(plan.pieces, kinds, strict=True) if not decodes]
-            left = [p for p in short if p.count < p.sequence.step_end() - p.start and not self._held_up(p.sequence)]
+            left = [p for p in short if p.count < p.sequence.num_tokens - p.start and not self._held_up(p.sequence)]
             assert len(left) <= 1, "two prompt tails were cut in one step"
             assert not left or left[0] is short[-1], "a prompt tail was served behind one that was cut"
 
     def _held_up(self, sequence: Sequence) -> bool:
         """Whether a sequence may wait for its grammar, or for the tokens that its grammar will force."""
-        grammar = sequence.grammar
+        grammar = grammar_of(sequence)
         if grammar is None:
             return False
-        known = bool(sequence.num_drafts) or not grammar.may_run_ahead
+        known = bool(sequence.num_proposed) or not grammar.may_run_ahead
         return self.masks.punctual < 1 or (sequence.num_in_flight > 0 and known)
 
     # The loader's side.
@@ -317,9 +345,9 @@ class SchedulerHarness:
         for _ in range(min(count, len(self.loading))):
             digest = self.loading.pop(0)
             if int(digest) in self.broken_adapters:
-                self.scheduler.adapter_failed(digest, NotFound(BAD_ADAPTER), self.now)
+                self.scheduler.answered(ADAPTER, digest, NotFound(BAD_ADAPTER), self.now)
             else:
-                self.scheduler.adapter_loaded(digest, NumberedAdapter(int(digest)), self.now)
+                self.scheduler.answered(ADAPTER, digest, NumberedAdapter(int(digest)), self.now)
             self.scheduler.check_integrity()
 
     # The node's side.
@@ -343,7 +371,7 @@ class SchedulerHarness:
         if outcome.lease_blocks:
             scheduler.granted(self.ledger.lease(self.worker, outcome.lease_blocks), self.now)
         self.resumes += outcome.resumes
-        for draft in outcome.draft_orders:
+        for draft in outcome.chain_orders:
             self._open_draft(draft)
         # What nobody owns, anybody may write.
         self.pool[self.ledger.free] = -1
@@ -358,12 +386,12 @@ class SchedulerHarness:
         self.swaps += sum(own != slot for own, slot in zip(order.slots, result.slots, strict=False))
         return result
 
-    def _open_draft(self, order: DraftOrder) -> None:
+    def _open_draft(self, order: ChainOrder) -> None:
         hashes = split_hashes(order.block_hashes)
         ticket = self.ledger.pin_chain(self.worker, next(self._nonces), hashes)
         adopted = self.ledger.adopt(self.worker, ticket.ticket_id, 0)
         self.draft_hits += ticket.blocks
-        self.scheduler.draft_opened(order.chain_id, Holding(ticket.ticket_id, tuple(adopted.chain_slots), ()), self.now)
+        self.scheduler.chain_opened(order.chain_id, Holding(ticket.ticket_id, tuple(adopted.chain_slots), ()), self.now)
 
     def _resume(self) -> None:
         """Preempted streams come back in order, as memory allows."""
@@ -375,6 +403,7 @@ class SchedulerHarness:
             else:
                 ticket = self.ledger.admit(self.worker, next(self._nonces), hashes, order.total_blocks)
                 if ticket is None:
+                    self.scheduler.recall(order.total_blocks, self.now)
                     return
                 adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
                 holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
@@ -422,7 +451,8 @@ class SchedulerHarness:
         return plan
 
     def settle(self) -> None:
-        """Everything is told; then nothing is leased, pinned or promised."""
+        """Everything is told, and the node asks for all memory; then nothing is leased, pinned or promised."""
+        self.scheduler.recall(self.ledger.num_slots, self.now)
         for _ in range(10):
             self.receive_flush()
             while self.answer():
@@ -433,7 +463,8 @@ class SchedulerHarness:
         assert (books.leased_blocks, books.pinned_blocks, books.tickets, books.reserved_blocks) == (0, 0, 0, 0), books
 
     def check_answers(self) -> None:
-        """Every stream that was not cancelled has the model's answer, preempted, forked, guessed at or not (I6)."""
+        """Every stream that was not cancelled has the model's answer, preempted, with siblings, guessed at or not
+        (I6)."""
         for record in self.records.values():
             if record.cancelled or record.chunks:
                 continue
@@ -458,7 +489,7 @@ class SchedulerHarness:
             assert stopped or len(record.token_ids) == record.max_tokens
 
     def check_answer(self, record: SequenceRecord) -> None:
-        """The tokens so far are those of the model, and none stands behind a stop id."""
+        """The tokens so far are those of the model, and none stands after a stop id."""
         count = len(record.token_ids)
         shift = record.seed + ADAPTER_SHIFT * record.adapter
         assert record.token_ids == answer(record.prompt, shift, count, record.penalized, record.grammar)
@@ -513,7 +544,7 @@ class RowChoice:
 
 
 def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
-    """Return how each row chooses, as known when the choices are begun; ``placed`` are the adapters in the places."""
+    """Return how each row chooses, as known when the choices are begun; ``placed`` are the adapters in the slots."""
     found: list[RowChoice] = []
     for piece in plan.pieces:
         sequence, end = piece.sequence, piece.start + piece.count
@@ -521,20 +552,21 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
             continue
         assert sequence.spec.sampling is not None
         # Of each row, the answer before the token that it chooses, drafts among it.
-        histories = [0] * (piece.samples + len(piece.fork_seeds))
+        histories = [0] * (piece.samples + len(piece.sibling_seeds))
         if sequence.spec.sampling.frequency_penalty:
-            known = end <= sequence.num_tokens + sequence.num_drafts
+            known = end <= sequence.num_tokens + sequence.num_proposed
             # The token before was not chosen, for its mask was late: this choice is void.
-            void = sequence.end_reported or (sequence.grammar is not None and not sequence.num_in_flight)
+            void = sequence.end_reported or (grammar_of(sequence) is not None and not sequence.num_in_flight)
             assert known or void, "a choice that reads a token which nobody knows yet"
-            ends = [*range(end - piece.samples + 1, end), *[end] * (1 + len(piece.fork_seeds))]
+            ends = [*range(end - piece.samples + 1, end), *[end] * (1 + len(piece.sibling_seeds))]
             histories = [int(sequence.tokens(sequence.spec.prompt_tokens, place).sum()) for place in ends]
-        seeds = (*[int(sequence.spec.sampling.seed or 0)] * piece.samples, *piece.fork_seeds)
+        seeds = (*[int(sequence.spec.sampling.seed or 0)] * piece.samples, *piece.sibling_seeds)
         masks = None
-        if sequence.grammar is not None:
-            masks = sequence.grammar.place_masks(sequence.drafts().tolist(), piece.samples)
+        grammar = grammar_of(sequence)
+        if grammar is not None:
+            masks = grammar.place_masks(sequence.proposed().tolist(), piece.samples)
         last = piece.samples - 1
-        shift = ADAPTER_SHIFT * placed.get(sequence.adapter_place, 0)
+        shift = ADAPTER_SHIFT * placed.get(slot_of(sequence), 0)
         found += [
             RowChoice(seed + history + shift, masks, min(place, last))
             for place, (seed, history) in enumerate(zip(seeds, histories, strict=True))

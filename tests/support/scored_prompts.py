@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from pillion.engine.backends.batching import build_batch, build_sampling
+from pillion.engine.backends.batching import build_sampling, build_step_batch
 from pillion.engine.scheduling.block_chain import Holding
-from pillion.engine.scheduling.sequence import ForkSpec, Sequence, SequenceSpec
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SiblingSpec
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams, TokenLogprob
 
@@ -34,7 +34,7 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
                 max_tokens=4,
                 max_model_len=4096,
                 rope_shift=rope_shift,
-                forks=(ForkSpec(90, 4), ForkSpec(91, 5)),
+                siblings=(SiblingSpec(90, 4), SiblingSpec(91, 5)),
             ),
             Holding(1, (), tuple(range(number * blocks, (number + 1) * blocks))),
             block_size,
@@ -53,7 +53,7 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
                 seeds = (4, 5) if last else ()
                 pieces.append(SequencePiece(sequence, start, end - start, int(last), seeds, scores))
         plan = StepPlan(tuple(pieces))
-        sampled = backend.launch(build_batch(plan, block_size), (), build_sampling(plan)).wait()
+        sampled = backend.launch(build_step_batch(plan, block_size), (), build_sampling(plan)).wait()
         assert len(sampled.token_ids) == len(sampled.logprobs) == 3 * sum(piece.samples for piece in pieces)
         scores_left = iter(sampled.scored)
         for piece in pieces:

@@ -12,15 +12,15 @@ from pillion.types import Delta, FinishReason, GenerateRequest, SamplingParams, 
 from tests.support.fake_components import FINGERPRINT, FakeCluster
 
 
-class ScriptedGeneration:
-    """Reads like a Generation: gives ``script`` one delta at a time, and raises an error that stands in it.
+class ScriptedRunner:
+    """Reads like a RequestRunner: gives ``script`` one delta at a time, and raises an error that stands in it.
 
     ``together``: all deltas are there at once, so that one write may hold them all.
     """
 
     def __init__(self, script: Sequence[Delta | PillionError], usage: Usage, together: bool) -> None:
         resolved = resolve(SamplingParams(), 0, (), ModelLimits("toy", 256, 256), 0)
-        self.job: Any = SimpleNamespace(system_fingerprint=FINGERPRINT, resolved=resolved)
+        self.admitted: Any = SimpleNamespace(system_fingerprint=FINGERPRINT, resolved=resolved)
         self._left = list(script)
         self._usage = usage
         self._together = together
@@ -58,7 +58,7 @@ class ScriptedGateway:
 
     async def _generate(self, request: GenerateRequest, **_: Any) -> Any:
         self.requests.append(request)
-        return ScriptedGeneration(self.script, self.usage, self.together)
+        return ScriptedRunner(self.script, self.usage, self.together)
 
 
 def said(text: str = "", **fields: Any) -> Delta:

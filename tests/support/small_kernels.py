@@ -66,7 +66,7 @@ class Uneven(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class Stray(KernelSpec):
-    """Writes a vector ``offset`` bytes behind the start of ``out``, or of the scratch."""
+    """Writes a vector ``offset`` bytes after the start of ``out``, or of the scratch."""
 
     layout = RecordLayout("stray", pointers=("out",), numbers=("offset",))
     scratch: bool = False

@@ -23,7 +23,7 @@ from pillion.types import SamplingParams, TokenLogprob
 from pillion.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from pillion.v1.decode_pb2 import Submit
 from pillion.v1.kvnode_pb2 import OpenTicketReply
-from pillion.v1.prefill_pb2 import RunSpanRequest
+from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.common import hello_to_pb
 from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
@@ -74,9 +74,9 @@ class Workers:
 
         await until("the return of every slot and ticket", nothing_left)
 
-    def span(
+    def prefill_range(
         self, ticket: OpenTicketReply, tokens: Sequence[int], chunks: Sequence[int], **other: Any
-    ) -> RunSpanRequest:
+    ) -> RunPrefillRequest:
         """The whole blocks of ``tokens`` that the ticket lacks, cut into ``chunks`` tokens."""
         start = ticket.pinned_blocks * BLOCK
         hashes = chain_hashes(ROOT, tokens, BLOCK)
@@ -90,7 +90,7 @@ class Workers:
             "token_ids": tuple(tokens[start : start + sum(chunks)]),
             "chunk_tokens": tuple(chunks),
         }
-        return RunSpanRequest(**{**fields, **other})
+        return RunPrefillRequest(**{**fields, **other})
 
 
 def submit_of(
@@ -127,6 +127,8 @@ class Answer:
     last: DecodeDelta | None = None
     # How many guesses the worker told of, as often as it did, and how many of them were right.
     guesses: list[tuple[int, int]] = field(default_factory=list)
+    # How many blocks the worker found, as it said when it had the ticket.
+    pinned: list[int] = field(default_factory=list)
     # Places in line, as the worker said them.
     queued: list[int] = field(default_factory=list)
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -185,6 +187,7 @@ class Connection:
                 answer.prompt_logprobs.extend(delta.prompt_logprobs)
                 if delta.timings is not None:
                     answer.guesses.append((delta.timings.guessed_tokens, delta.timings.accepted_tokens))
+                answer.pinned += [] if delta.pinned_blocks is None else [delta.pinned_blocks]
                 answer.queued += [] if delta.queued is None else [delta.queued]
                 if delta.finish_reason is not None or delta.error is not None:
                     answer.last = delta
@@ -230,7 +233,16 @@ async def running_workers(
         )
         stack.push_async_callback(first.stop, 0.0)
         second = await start_decode(
-            DecodeFlags(**{**worker, "component_id": "decode-0", "listen": f"unix:{folder}/d.sock", **(decode or {})}),
+            DecodeFlags(
+                **{
+                    **worker,
+                    "component_id": "decode-0",
+                    "listen": f"unix:{folder}/d.sock",
+                    # Nothing is to be leased when all is over.
+                    "partial_block_percent": 0,
+                    **(decode or {}),
+                }
+            ),
             backend_factory=load or factory(backends[1], tokenizer),
         )
         stack.push_async_callback(second.stop, 0.0)

@@ -1,6 +1,6 @@
-"""Packed weights of the CPU kernels: one file for each model and kind, packed once and mapped by every worker.
+"""Packs weights for the CPU kernels: one file for each model and kind, packed once and mapped by every worker.
 
-    checkpoint --layer by layer, a rank's share--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
+    checkpoint --layer by layer, its share--> packed file (models' cache) --mapped, shared, read-only--> CpuWeights
 
 A second worker, and every later start, maps the file that the first worker packed. Packing goes layer by layer, so a
 large model needs the memory of one layer.
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import pad
 
-from pillion.core_board import LINE_BYTES
+from pillion.core_lending_table import LINE_BYTES
 from pillion.engine.checkpoints.checkpoint import open_checkpoint
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
@@ -24,30 +24,26 @@ from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, pac
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Experts, Layer, LayerTensor, Mlp, Role, tensors_of
+from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rank_split import RankSplit
-from pillion.engine.ranks.rank_weights import inner_values, split_layer
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.products.codes import CODE_KINDS
-from pillion.kernels.cpu.products.packing import DTYPES as KINDS
 from pillion.kernels.cpu.products.packing import (
-    FEW_BITS,
-    INT8_DOTS,
-    MAX_DOT_INPUTS,
-    MAX_GROUP_INPUTS,
+    PLAIN_TYPES,
     PackedWeight,
     exact_kind,
-    has_offsets,
+    few_bits,
+    kinds,
     pack_bias,
     pack_gated,
     pack_gated_bias,
     pack_linear,
-    packed_kind,
     panel_bytes,
 )
-from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kernels.torch.quantized_matrix import (
     LEAST_CODE,
     MOST_CODE,
@@ -60,24 +56,25 @@ from pillion.kernels.torch.quantized_matrix import (
 )
 from pillion.kernels.torch.torch_linear import Linear
 
-# The kind of plain matrices, by the model's type.
+# Plain matrices are of these kinds, by the model's type.
 WIDE_KINDS = {"bfloat16": "bf16", "float32": "fp32"}
-# The numbers of a matrix in the file; the kind is its place in KINDS.
+# These numbers describe a matrix in the file of packed weights; the kind is its place among all kinds.
 _NUMBERS = ("kind", "depth", "pairs", "num_matrices", "matrix_bytes", "group", "offsets")
 
 
 @dataclass(frozen=True, slots=True)
 class CpuLinear:
-    """A packed matrix, or the matrices of all experts of a layer, which are ``num_matrices``, ``matrix_bytes`` apart.
+    """Describes a packed matrix, or those of all experts of a layer, which are ``num_matrices``, ``matrix_bytes``
+    apart.
 
     Attributes:
         kind: how weights are packed; layouts are in :mod:`pillion.kernels.cpu.products.packing`.
         data: packed weights.
         bias: float32 [columns], or None.
         order: int32 [depth], which input each packed input is, or None where inputs are in order.
-        depth: inputs with padding.
-        pairs: pairs of 16 columns with padding.
-        group: inputs that share a scale, in few bits; else 0.
+        depth: number of inputs with padding.
+        pairs: number of pairs of 16 columns with padding.
+        group: number of inputs that share a scale, in few bits; else 0.
         offsets: whether such groups have offsets.
         row_codes: how rows are rounded before the product, or None where they are taken as they are.
     """
@@ -96,38 +93,38 @@ class CpuLinear:
 
 
 class PackedMatrices:
-    """Named tensors, and matrices as the kernels read them. Nobody may write to them."""
+    """Holds named tensors, and matrices as the kernels read them. Nobody may write to them."""
 
     tensors: dict[str, torch.Tensor]
     numbers: dict[str, int]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all tensors."""
+        """Gives the number of bytes of all tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
     def has(self, name: str) -> bool:
-        """Whether the model has a tensor or a matrix ``name``."""
+        """Returns whether there is a tensor or a matrix ``name``."""
         return name in self.tensors or f"{name}.data" in self.tensors
 
     def linear(self, name: str) -> CpuLinear:
-        """A matrix. Raises ConfigError where its sizes contradict each other, because kernels trust them."""
+        """Returns the matrix ``name``. Raises ConfigError where its sizes contradict each other, because kernels trust
+        them."""
         numbers = {field: self.numbers[f"{name}.{field}"] for field in _NUMBERS}
-        kind, offsets = list(KINDS)[numbers.pop("kind") % len(KINDS)], numbers.pop("offsets") != 0
+        known = kinds()
+        kind, offsets = known[numbers.pop("kind") % len(known)], numbers.pop("offsets") != 0
         data, bias, order = (self.tensors.get(f"{name}.{part}") for part in ("data", "bias", "order"))
         assert data is not None
         row_codes = self._row_codes(name)
         linear = CpuLinear(
             kind=kind, data=data, bias=bias, order=order, offsets=offsets, row_codes=row_codes, **numbers
         )
-        sound = min(linear.depth, linear.pairs, linear.num_matrices) > 0 and data.dtype == KINDS[kind]
-        if kind in CODE_KINDS:
-            sound = sound and 0 < linear.group <= MAX_GROUP_INPUTS
-            sound = sound and linear.group % DEPTH_MULTIPLE == 0
-        if kind in FEW_BITS:
-            sound = sound and linear.depth % DEPTH_MULTIPLE == 0
-        if kind == INT8_DOTS:
-            sound = sound and row_codes is not None and linear.depth < MAX_DOT_INPUTS + DEPTH_MULTIPLE
+        sound = min(linear.depth, linear.pairs, linear.num_matrices) > 0 and data.dtype == PLAIN_TYPES.get(
+            kind, torch.uint8
+        )
+        if kind not in PLAIN_TYPES:
+            rounded = row_codes is not None
+            sound = sound and few_bits(kind).sound(kind, linear.depth, linear.group, rounded=rounded)
         sound = sound and linear.matrix_bytes == linear.pairs * panel_bytes(kind, linear.depth, linear.group, offsets)
         sound = sound and data.numel() * data.element_size() == linear.num_matrices * linear.matrix_bytes
         sound = sound and (bias is None or bias.numel() == linear.num_matrices * linear.pairs * PANEL_COLUMNS)
@@ -151,18 +148,18 @@ class PackedMatrices:
 
 
 class CpuWeights(PackedMatrices, PackedFile):
-    """The mapped file of a model's weights, which the workers of a host share."""
+    """Maps the file of a model's packed weights, which the workers of a host share."""
 
 
 class HeldMatrices(PackedMatrices):
-    """Weights in this process's memory, of what is too small to be packed into a file. Written by a
-    :class:`MatrixPacker` before anybody reads them."""
+    """Holds weights that are too small to be packed into a file in this process's memory. A :class:`MatrixPacker`
+    writes them before anybody reads them."""
 
     def __init__(self) -> None:
         self.tensors, self.numbers = {}, {}
 
     def tensor(self, name: str, tensor: torch.Tensor) -> None:
-        """Keeps a tensor; one that does not begin at a cache line, as a copy that does."""
+        """Keeps a tensor; a copy of it where it does not begin at a cache line."""
         tensor = tensor.contiguous()
         self.tensors[name] = tensor.clone() if tensor.data_ptr() % LINE_BYTES else tensor
 
@@ -175,107 +172,135 @@ def load_cpu_weights(
     config: ModelConfig,
     progress: Progress,
     cache: ModelCache | None = None,
-    split: RankSplit | None = None,
+    shard: ModelShard | None = None,
 ) -> CpuWeights:
-    """Maps packed weights, packed here the first time: a rank's share of them where there are several. Raises
-    ConfigError for a checkpoint that does not fit."""
-    cache, split = cache or ModelCache(), split or RankSplit.of(config, 0, 1)
-    share = "" if split.whole else f" (rank {split.rank} of {split.size})"
+    """Maps a model's packed weights, which the first call packs: this process's share of them where several share the
+    model. Raises ConfigError for a checkpoint that does not fit."""
+    cache, shard = cache or ModelCache(), shard or whole_model(config)
+    share = "" if shard.whole else f" (rank {shard.rank} of {shard.size})"
 
     def pack(writer: PackedWriter) -> None:
         progress(f"packing weights for the CPU kernels{share}")
         wide = WIDE_KINDS[prepared.dtype]
-        packer = MatrixPacker(writer, config, split, wide)
+        packer = MatrixPacker(writer, config, shard, wide)
         packer.pack(prepared.folder, DTYPES[prepared.dtype])
 
-    path = cache.packed_weights(prepared.fingerprint, split.cpu_name)
+    path = cache.packed_weights(prepared.fingerprint, f"cpu{shard.name}")
     return packed_once(path, CpuWeights, pack, cache, progress)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixPacker:
-    """Packs a rank's share of a model, or an EAGLE head. ``wide``: the kind of plain matrices, and of matrices in few
-    bits that do not stay so."""
+    """Packs a process's share of a model, or an EAGLE head. ``wide`` is the kind of plain matrices, and of those
+    matrices in few bits that are widened."""
 
     writer: PackedWriter | HeldMatrices
     config: ModelConfig
-    split: RankSplit
+    shard: ModelShard
     wide: str
 
     def pack(self, folder: Path, dtype: torch.dtype) -> None:
         config = self.config
-        tokens = self.split.vocabulary(config.vocab_size)
+        tokens = self.shard.vocabulary(config.vocab_size)
         rows = slice(tokens.start, tokens.stop)
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
             embedding = checkpoint.take("embedding", dtype)
             self.writer.tensor("embedding", embedding[rows])
-            for index in range(config.num_layers):
-                self.layer(f"layers.{index}.", load_layer(checkpoint, config, dtype, index, Linear.plain))
+            for index, operations in enumerate(layers_of(config)):
+                self.layer(f"layers.{index}.", operations, load_layer(checkpoint, config, dtype, index, Linear.plain))
             self.norm("final_norm", load_final_norm(checkpoint, config, dtype))
             head = load_head(checkpoint, config, dtype, embedding)
             self.linear("lm_head", Linear.plain(select_rows(head, rows)))
 
-    def layer(self, prefix: str, whole: LayerWeights) -> None:
-        """Packs a layer whose linear layers are plain."""
-        layer = split_layer(whole, self.config, self.split)
-        for name in ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "q_norm", "k_norm"):
-            self.norm(prefix + name, getattr(layer, name))
-        if layer.qk_norm is not None:
-            # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
-            self.writer.tensor(prefix + "q_norm", layer.qk_norm.weight[0].float())
-            self.writer.tensor(prefix + "k_norm", layer.qk_norm.weight[len(self.split.heads)].float())
-        self.linear(prefix + "qkv", layer.qkv)
-        self.linear(prefix + "o", layer.o)
-        if isinstance(layer.mlp, MoeWeights):
-            # The router makes a choice, which a rounding error could flip: its weights and rows stay float32.
-            router = layer.mlp.router
-            self._write(prefix + "router", [pack_linear(router, exact_kind([router], "fp32"))])
-            self._mlps(prefix + "experts.", layer.mlp.experts)
-            return
-        self._mlps(prefix, [layer.mlp])
-        assert isinstance(whole.mlp, GatedMLP)
-        if isinstance(_inner_order(whole.mlp), torch.Tensor):
-            # Adapters need it: their matrices are in the order of the checkpoint.
-            self.writer.tensor(prefix + "inner_order", inner_values(whole.mlp, self.split).to(torch.int32))
-        if layer.mlp.gate_up.bias is not None:
-            bias = pack_gated_bias(*(half[_inner_order(layer.mlp)] for half in layer.mlp.gate_up.bias.chunk(2)))
-            self.writer.tensor(prefix + "gate_up.bias", bias)
-        if layer.mlp.down.bias is not None:
-            self.writer.tensor(prefix + "down.bias", pack_bias(layer.mlp.down.bias))
+    def layer(self, prefix: str, operations: Layer, whole: LayerWeights) -> None:
+        """Packs all tensors of a layer whose linear layers are plain."""
+        weights = self.shard.cut(whole, operations)
+        gated = [one for one in operations if isinstance(one, Mlp | Experts)]
+        apart = {tensor.name for one in gated for tensor in (one.gate_up, one.down)}
+        for tensor in tensors_of(operations):
+            if tensor.name not in apart:
+                self._tensor(prefix, tensor, weights)
+        for one in gated:
+            self._gated(prefix, one, weights)
+            order = _inner_order(whole.linear(one.down)) if isinstance(one, Mlp) else None
+            if isinstance(order, torch.Tensor):
+                # Adapters need the order of the inner values, because their matrices are in that of the checkpoint.
+                mine = self.shard.inner(len(order))
+                self.writer.tensor(prefix + "inner_order", order[mine.start : mine.stop].to(torch.int32))
 
-    def _mlps(self, prefix: str, mlps: Sequence[GatedMLP]) -> None:
-        """Packs an MLP, or all experts, whose panels are of one kind. The order of a down projection's inputs becomes
-        the order of the outputs before it."""
-        gates, downs = [], []
-        for mlp in mlps:
-            weight, order = mlp.gate_up.weight, _inner_order(mlp)
-            inner = weight.shape[0] // 2
-            parts = (slice(0, inner), slice(inner, None))
+    def _tensor(self, prefix: str, tensor: LayerTensor, weights: LayerWeights) -> None:
+        """Packs a tensor of a layer in the way that its role asks for."""
+        name = prefix + tensor.name
+        match tensor.role:
+            case Role.NORM:
+                self.norm(name, weights.norm(tensor))
+            case Role.HEAD_NORM:
+                # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
+                rows = weights.norm(tensor).weight
+                self.writer.tensor(prefix + "q_norm", rows[0].float())
+                self.writer.tensor(prefix + "k_norm", rows[-1].float())
+            case Role.MATRIX:
+                self.linear(name, weights.linear(tensor))
+            case Role.EXACT_MATRIX:
+                # The router chooses experts, and a rounding error could change the choice: its weights and rows stay
+                # float32.
+                router = weights.tensor(tensor)
+                self._write(name, [pack_linear(router, exact_kind([router], "fp32"))])
+            case Role.VECTOR:
+                self.writer.tensor(name, weights.tensor(tensor).float())
+            case Role.EXACT_VECTOR:
+                vector = weights.tensor(tensor).view(-1)
+                self.writer.tensor(name, pad(vector, (0, -len(vector) % LANES)))
+
+    def _gated(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
+        """Packs an MLP, or all experts of a layer; their panels are of one kind. The order of a down projection's
+        inputs becomes the order of the outputs before it."""
+        gates, plain_order, gated = [], [], not isinstance(operation, Mlp) or operation.gated
+        ups, downs = weights.linears(operation.gate_up), weights.linears(operation.down)
+        for up, down in zip(ups, downs, strict=True):
+            weight, order = up.weight, _inner_order(down)
+            inner = weight.shape[0] // 2 if gated else weight.shape[0]
+            parts = (slice(0, inner), slice(inner, None))[: 2 if gated else 1]
             gates.append([select_rows(select_rows(weight, part), order) for part in parts])
-            down = mlp.down.weight
-            downs.append(replace(down, order=None) if isinstance(down, QuantizedMatrix) else down)
+            matrix = down.weight
+            plain_order.append(replace(matrix, order=None) if isinstance(matrix, QuantizedMatrix) else matrix)
         halves = [half for pair in gates for half in pair]
-        kind, offsets = self._chosen(halves, len(mlps))
-        self._write(prefix + "gate_up", [pack_gated(gate, up, kind, offsets) for gate, up in gates], halves)
-        kind, offsets = self._chosen(downs, len(mlps))
-        self._write(prefix + "down", [pack_linear(down, kind, offsets) for down in downs], downs)
+        name, count = prefix + operation.gate_up.name, len(ups)
+        kind, offsets = self._chosen(halves, count)
+        packed = [
+            pack_gated(pair[0], pair[1], kind, offsets) if gated else pack_linear(pair[0], kind, offsets)
+            for pair in gates
+        ]
+        self._write(name, packed, halves)
+        if ups[0].bias is not None:
+            biases = [half[_inner_order(downs[0])] for half in ups[0].bias.chunk(len(parts))]
+            self.writer.tensor(name + ".bias", pack_gated_bias(*biases) if gated else pack_bias(*biases))
+        name = prefix + operation.down.name
+        kind, offsets = self._chosen(plain_order, count)
+        self._write(name, [pack_linear(down, kind, offsets) for down in plain_order], plain_order)
+        if downs[0].bias is not None:
+            self.writer.tensor(name + ".bias", pack_bias(downs[0].bias))
 
     def _chosen(self, matrices: Sequence[Matrix], num_matrices: int = 1) -> tuple[str, bool]:
-        """The kind of panels that hold all of the matrices, and whether they have offsets."""
+        """Returns the kind of panels that hold all of the matrices, and whether they have offsets."""
         quantized = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
         plain = [matrix for matrix in matrices if isinstance(matrix, torch.Tensor)]
         if not quantized:
             return exact_kind(plain, self.wide), False
         if num_matrices > 1 and any(matrix.order is not None for matrix in quantized):
-            # A step gathers the inputs of all rows in one order, but each expert has its own.
+            # Matrices whose inputs are reordered are widened for experts: a step gathers the inputs of all rows in one
+            # order, but each expert has its own.
             return self.wide, False
-        kind = packed_kind(matrices, self.wide)
-        return kind, any(has_offsets(matrix, kind) for matrix in quantized)
+        packer = few_bits(quantized[0].coding)
+        kind = packer.kind_of(matrices, self.wide)
+        return kind, any(packer.has_offsets(matrix, kind) for matrix in quantized)
 
-    def norm(self, name: str, norm: RmsNorm | None) -> None:
-        if norm is not None:
-            # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
-            self.writer.tensor(name, pad(norm.weight.float(), (0, -len(norm.weight) % LANES)))
+    def norm(self, name: str, norm: RmsNorm | LayerNorm) -> None:
+        # Kernels read whole vectors, so zeros follow the last weight, as they follow a row's last value.
+        room = (0, -len(norm.weight) % LANES)
+        self.writer.tensor(name, pad(norm.weight.float(), room))
+        if isinstance(norm, LayerNorm) and norm.bias is not None:
+            self.writer.tensor(f"{name}.bias", pad(norm.bias, room))
 
     def linear(self, name: str, linear: Linear) -> None:
         self._write(name, [pack_linear(linear.weight, *self._chosen([linear.weight]))], [linear.weight])
@@ -283,7 +308,8 @@ class MatrixPacker:
             self.writer.tensor(name + ".bias", pack_bias(linear.bias))
 
     def _write(self, name: str, packed: list[PackedWeight], matrices: Sequence[Matrix] = ()) -> None:
-        """Writes one matrix, or the matrices of all experts one behind the other, made of ``matrices``."""
+        """Writes one packed matrix, or the matrices of all experts one after the other, which were made of
+        ``matrices``."""
         first = packed[0]
         self.writer.tensor(name + ".data", torch.stack([one.data for one in packed]))
         if first.order is not None:
@@ -292,7 +318,7 @@ class MatrixPacker:
         if row_codes is not None:
             numbers = ROW_SCHEMES.index(row_codes.scheme), row_codes.scale, row_codes.zero
             self.writer.tensor(name + ".row_codes", torch.tensor(numbers, dtype=torch.float32))
-        kind = list(KINDS).index(first.kind)
+        kind = kinds().index(first.kind)
         values = (kind, first.depth, first.pairs, len(packed), first.nbytes, first.group, int(first.offsets))
         for field, value in zip(_NUMBERS, values, strict=True):
             self.writer.number(f"{name}.{field}", value)
@@ -302,7 +328,7 @@ def _damaged(name: str) -> ConfigError:
     return ConfigError(f"the packed weights of {name} do not fit together; remove the file")
 
 
-def _inner_order(mlp: GatedMLP) -> slice | torch.Tensor:
-    """The order in which the down projection reads the inner values."""
-    down = mlp.down.weight
-    return slice(None) if isinstance(down, torch.Tensor) or down.order is None else down.order
+def _inner_order(down: Linear) -> slice | torch.Tensor:
+    """Returns the order in which the down projection reads the inner values."""
+    matrix = down.weight
+    return slice(None) if isinstance(matrix, torch.Tensor) or matrix.order is None else matrix.order

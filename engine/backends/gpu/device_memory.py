@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.engine.backends.backend import DevicePool
 from pillion.errors import ConfigError
 
 
+@runtime_checkable
+class DevicePool(Protocol):
+    """Represents a pool in a GPU's memory, mapped into this process."""
+
+    @property
+    def address(self) -> int:
+        """Gives the address of the pool on the device."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Gives the number of bytes from ``address`` on."""
+
+
+class DeviceShard(DevicePool, Protocol):
+    """Represents a shard of a divided pool, mapped into this process."""
+
+    @property
+    def device_index(self) -> int:
+        """Gives the number in this process of the GPU that has the memory."""
+
+
+@runtime_checkable
+class DividedPool(Protocol):
+    """Represents a pool that is divided over GPUs: each shard has the pieces of some KV heads of every slot.
+
+    Attributes:
+        shares: the KV heads of each shard.
+    """
+
+    @property
+    def shares(self) -> Sequence[range]: ...
+
+    def shard(self, index: int) -> DeviceShard:
+        """Maps a shard into this process, once. Raises ConfigError where this process's GPU cannot reach it."""
+
+
 def _with_interface(memory: DevicePool, name: str) -> SimpleNamespace:
-    """Describes memory by the array interface, version 3, through which torch (CUDA) and numpy use foreign memory."""
+    """Describes a pool's memory by the array interface, version 3, through which torch (CUDA) and numpy use foreign
+    memory."""
     interface = {"shape": (memory.size_bytes,), "typestr": "|u1", "data": (memory.address, False), "version": 3}
     # The tensor holds this object, and this object holds the mapping.
     return SimpleNamespace(memory=memory, **{name: interface})
 
 
 def tensor_at(memory: DevicePool, device: torch.device) -> torch.Tensor:
-    """Returns a tensor uint8 [size_bytes] over mapped memory of ``device``, without a copy. It holds ``memory``.
+    """Returns a tensor uint8 [size_bytes] over mapped memory of ``device``, without a copy. The tensor keeps ``memory``
+    alive.
 
     In Triton's interpreter the memory is the host's. Raises ConfigError for memory of another device.
     """

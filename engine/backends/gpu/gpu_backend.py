@@ -1,4 +1,4 @@
-"""The backend of the Triton kernels: steps on a GPU, each launched while the previous one runs.
+"""Implements the backend of the Triton kernels: steps on a GPU, each launched while the previous one runs.
 
     GpuModel (weights, buffers) -> GpuBackend -> take_workspace (kernels compile) -> bind_pool
         -> warm_up (CUDA graphs over that pool) -> launch, launch, wait, launch, wait ... -> close
@@ -8,10 +8,10 @@ their copy to the host, all without waiting; a launch without rows leaves the ch
 ``GpuInFlightStep.wait`` waits only for that copy. The chosen tokens also stay on the device, where the next step's
 embedding reads them (:mod:`pillion.kernels.gpu.rows.embedding`).
 
-One rank of several (:mod:`pillion.engine.backends.gpu.rank_group`) launches the same steps over its own share, and ends
-in the same order: where rank 0's step has ended, no rank writes its KV any more. Rank 0 alone chooses tokens, and gives
-those that only its device knows to the others before the step that embeds them. In a pool in one piece rank 0 copies
-blocks, in one on several GPUs one rank does in each shard (:mod:`pillion.engine.backends.gpu.pool_parts`).
+One rank of several (``gpu_meeting.py``) launches the same steps over its own share, and ends in the same order: where
+rank 0's step has ended, no rank writes its KV any more. Rank 0 alone chooses tokens, and gives those that only its
+device knows to the others before the step that embeds them. In a pool in one piece rank 0 copies blocks, in one on
+several GPUs one rank does in each shard (:mod:`pillion.engine.backends.gpu.pool_parts`).
 
 With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interpreter, over a pool in host memory.
 """
@@ -19,63 +19,60 @@ With ``TRITON_INTERPRET=1`` the same code runs on the CPU in Triton's interprete
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from pillion.engine.adapters.adapter_weights import AdapterWeights
 from pillion.engine.backends.backend import (
     FP8_E4M3,
+    AdaptedBackend,
     BackendLost,
-    DividedPool,
     KVLayout,
-    PackedAdapter,
     PoolPlace,
-    adapter_shapes,
-    check_adapter,
-    check_place,
+    StepBatch,
+    bound_adapters,
     checked_copies,
     checked_memory,
     distinct_rows,
     warm_up_batches,
 )
-from pillion.engine.backends.batch import StepBatch, row_places
-from pillion.engine.backends.gpu.device_memory import event_on, tensor_at, to_device
-from pillion.engine.backends.gpu.gpu_adapters import GpuAdapter, GpuAdapters
+from pillion.engine.backends.gpu.device_memory import DevicePool, DividedPool, event_on, tensor_at, to_device
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
-from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel
+from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel, GpuStepAdapters
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import PartRows, PoolPart, part_layout, parts_of
-from pillion.engine.backends.gpu.rank_group import STEP_TIMEOUT_S
-from pillion.engine.backends.plain_adapters import PlainAdapters
-from pillion.engine.models.rank_split import RankSplit
-from pillion.engine.ranks.rank_weights import split_adapter
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
+from pillion.rooms import Seam, require
+from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
 log = logging.getLogger("pillion.worker")
 
 # A token's row in a pool is a 32-bit number.
 MAX_ROWS = 2**31 - 1
+# The step that compiles the kernels writes its KV into this many slots, because slots for its whole text would need
+# memory that a large budget, whose own buffers are there, may not leave.
+SCRATCH_SLOTS = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuLimits:
-    """Limits of one step, so that buffers and graphs can be made once.
+    """Limits one step, so that buffers and graphs can be made once.
 
     Attributes:
-        max_samples: sampled rows of a step; 0 for a worker that never samples. A step with more runs without a graph.
-        max_scored: rows beside these whose logits score the tokens of prompts.
-        max_model_len: tokens of one sequence.
-        num_speculative_tokens: draft tokens of a decode.
+        max_samples: most sampled rows of a step; 0 for a worker that never samples. Larger steps run without a graph.
+    max_scored: most further rows, whose logits score the tokens of prompts.
+        max_model_len: most tokens of one sequence.
+        num_speculative_tokens: most draft tokens of a decode.
     """
 
     max_tokens: int
@@ -87,7 +84,7 @@ class GpuLimits:
 
 
 class _BoundPool:
-    """A pool, and all objects that hold its address: attention, the step's record, decoder and graphs."""
+    """Holds a pool, and all objects that have its address: attention, the step's record, decoder and graphs."""
 
     def __init__(
         self,
@@ -98,9 +95,10 @@ class _BoundPool:
         *,
         eager: bool,
     ) -> None:
-        """``parts``: of the process's KV heads, each with its shard's bytes [slots, ...]."""
+        """Makes the objects over a pool. ``parts`` are those of the process's KV heads, each with its shard's bytes
+        [slots, ...]."""
         self.num_slots = len(parts[0][1])
-        # What whole slots are copied in.
+        # In these shards this process copies whole slots.
         self.copied = [shard for part, shard in parts if part.copied]
         self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
         words = [part.attention_words for part in self.parts]
@@ -117,12 +115,12 @@ class _BoundPool:
         )
 
     def plans(self, batch: StepBatch) -> list[GpuAttentionPlan | None]:
-        """The attention's plan of a step in each part."""
+        """Returns the plan of a step's attention for each part of the pool."""
         return [None if part.attention is None else part.attention.planner.plan(batch) for part in self.parts]
 
 
 def _part_rows(model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> PartRows:
-    """What writes and attends a part of the process's KV heads in the bytes of a shard."""
+    """Makes the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
     config = model.config
     pool = cut_pool(shard, part_layout(layout, part), model.dtype)
     attention = None
@@ -157,23 +155,25 @@ def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.
     return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 
-class GpuBackend(PlainAdapters):
-    """Implements ``pillion.engine.backends.backend.Backend``, whose docstring has the contract."""
+class GpuBackend(AdaptedBackend):
+    """Implements ``pillion.engine.backends.backend.Backend`` on a GPU; that class's docstring has the contract."""
 
-    runs_ahead = True
+    max_steps_under_way = 2
+
+    adapters: GpuStepAdapters | None = None
 
     def __init__(self, model: GpuModel, layout: KVLayout, limits: GpuLimits, *, enforce_eager: bool = False) -> None:
-        """``enforce_eager``: whether to capture no CUDA graphs."""
+        """Makes the backend. With ``enforce_eager`` it captures no CUDA graphs."""
         self._model = model
         self.layout = layout
         self.vocab_size = model.config.vocab_size
         self._limits = limits
         self._eager = enforce_eager
         self._ranks = model.ranks
-        leads = model.ranks is None or model.ranks.split.leads
+        leads = model.ranks is None or model.ranks.shard.leads
         self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs) if leads else None
         self._bound: _BoundPool | None = None
-        # Held here, because a tensor over host memory does not keep the memory alive.
+        # The memory is held here, because a tensor over host memory does not keep the memory alive.
         self._memory: Any = None
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
@@ -182,7 +182,7 @@ class GpuBackend(PlainAdapters):
         if not isinstance(memory, memoryview) and num_slots > MAX_ROWS // self.layout.block_size:
             raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
         if isinstance(memory, DividedPool):
-            parts = parts_of(model.weights.config, self._split, memory.shares)
+            parts = parts_of(model.weights.config, self._model_shard, memory.shares)
             shards = [self._shard(memory, part, num_slots) for part in parts]
         elif isinstance(memory, memoryview):
             if model.device.type != "cpu":
@@ -190,6 +190,7 @@ class GpuBackend(PlainAdapters):
             memory, needed = checked_memory(memory, num_slots, self.layout)
             parts, shards = self._one_part(), [torch.frombuffer(memory, dtype=torch.uint8, count=needed)]
         else:
+            assert isinstance(memory, DevicePool)
             parts = self._one_part()
             shards = [_slots_of(tensor_at(memory, model.device), num_slots, self.layout.block_bytes)]
         self._memory = memory
@@ -197,26 +198,27 @@ class GpuBackend(PlainAdapters):
         self._bound = self._bind(each, eager=self._eager)
 
     def warm_up(self, max_tokens: int) -> None:
-        """Captures CUDA graphs over the bound pool without writing to it. The limits count and not ``max_tokens``."""
+        """Captures CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""
         bound = self._bound_or_raise()
         bound.record.clear()
         if self._model.adapters is not None:
             self._model.adapters.clear()
+            self._model.adapters.warm_up(bound.record.rows[:1], bound.parts)
         with torch.inference_mode():
             if isinstance(self._memory, DividedPool):
-                # The workspace was taken over a pool in one piece: these kernels are others.
+                # The workspace has compiled the kernels for a pool in one piece. A divided pool needs others, which
+                # these steps compile before the graphs are captured.
                 for chunks in (True, False):
                     bound.decoder.run(StepShape(1, min(1, self._limits.max_samples), chunks))
             bound.graphs.capture(log.info)
         if self._ranks is not None:
-            self._ranks.agree(True)
-            self._ranks.limit_s = STEP_TIMEOUT_S
+            self._ranks.begin_steps()
 
     def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> GpuInFlightStep:
         """Begins a step, as ``pillion.engine.backends.backend.Backend`` describes."""
         bound = self._bound_or_raise()
         try:
-            # The sum of the embeddings, before which no rank writes KV, comes behind the copies of all ranks.
+            # No rank writes KV before the sum of the embeddings, which ends after the copies of all ranks.
             if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
             step = GpuInFlightStep(self, self._forward(bound, batch))
@@ -224,7 +226,7 @@ class GpuBackend(PlainAdapters):
             raise
         except Exception as error:
             if self._ranks is not None:
-                # The others wait in the middle of this step.
+                # The other ranks wait in the middle of this step.
                 raise self._ranks.gone(f"a step failed: {error!r}") from error
             self.settle()
             raise
@@ -243,7 +245,7 @@ class GpuBackend(PlainAdapters):
             raise
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host; of no rows at ranks above 0."""
+        """Writes the batch's KV and returns float32 logits [R, vocab_size] on the host; ranks above 0 return none."""
         logits = self._forward(self._bound_or_raise(), batch)
         self.settle()
         return logits.cpu()
@@ -253,7 +255,7 @@ class GpuBackend(PlainAdapters):
         shards in which this process does that."""
         bound = self._bound_or_raise()
         copies = checked_copies(sources, targets, bound.num_slots)
-        # All at once if no target occurs twice or is also a source; else one after another.
+        # Slots are copied all at once if no target occurs twice or is also a source, and else one after another.
         apart = len({*sources, *targets}) == len({*sources}) + len(copies)
         if not bound.copied:
             return
@@ -267,59 +269,39 @@ class GpuBackend(PlainAdapters):
         makes its pool of the rest of the device's memory."""
         layout, device = self.layout, self._model.device
         max_tokens = min(self._limits.max_model_len, self._limits.max_tokens)
-        slots = -(-max_tokens // layout.block_size)
+        slots = min(SCRATCH_SLOTS, -(-max_tokens // layout.block_size))
         scratch = torch.zeros(slots, layout.block_bytes, dtype=torch.uint8, device=device)
         bound = self._bind([(part, scratch) for part in self._one_part()], eager=True)
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         self._model.compile_products()
-        for batch, drawn in zip(warm_up_batches(max_tokens, layout.block_size), (True, False), strict=True):
+        batches = warm_up_batches(max_tokens, layout.block_size, slots)
+        for batch, drawn in zip(batches, (True, False), strict=True):
             blocks.copy(scratch, nothing)
             logits = self._forward(bound, batch)
             if self._sampler is not None:
                 self.choose(logits, _one_row(self.vocab_size, drawn=drawn)).wait()
         if device.type == "cuda":
-            # Free memory that torch caches must not look used when the pool is made.
+            # Memory that torch keeps in its cache must not look used when the KV node makes the pool.
             del bound, scratch
             torch.cuda.synchronize(device)
             torch.cuda.empty_cache()
         if self._ranks is not None:
-            # Rank 0 attaches next, and then the pool takes what all ranks have left.
+            # Rank 0 attaches next, and then the pool takes the memory that all ranks have left.
             self._ranks.agree(True)
 
-    @property
-    def max_adapters(self) -> int:
-        return 0 if self._model.adapters is None else self._model.adapters.max_adapters
-
-    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
-        """Allocates places for the greatest rank and compiles the kernels. Raises ConfigError where they cannot run the
-        model."""
-        self._model.adapters = GpuAdapters(self._model, max_adapters, max_rank, self._limits.max_tokens)
-
-    def pack_adapter(self, weights: AdapterWeights) -> GpuAdapter:
-        """Copies an adapter, or the rank's share of it, to the device. Raises ConfigError where it does not fit."""
-        adapters, model = self._adapters(), self._model
-        if self._ranks is not None:
-            check_adapter(weights, adapter_shapes(model.weights.config), adapters.max_rank)
-            weights = split_adapter(weights, model.weights.config, self._ranks.split, model.inner_values)
-        return adapters.pack(weights)
-
-    def place_adapter(self, place: int, packed: PackedAdapter) -> None:
-        """Queues a copy into the place behind the steps that were launched."""
-        check_place(place, self.max_adapters)
-        assert isinstance(packed, GpuAdapter)
-        self._adapters().place(place, packed)
-
-    def _adapters(self) -> GpuAdapters:
-        if self._model.adapters is None:
-            raise Internal("adapters before bind_adapters")
+    def _make_adapters(self, max_adapters: int, max_rank: int) -> GpuStepAdapters:
+        """Allocates adapter slots for the greatest rank and compiles the kernels. Raises ConfigError where the kernels
+        cannot run the model."""
+        make = require(GPU_ADAPTERS, "adapters on GPUs", "--enable-lora with --device cuda")
+        self._model.adapters = make(self._model, max_adapters, max_rank, self._limits.max_tokens)
         return self._model.adapters
 
     def close(self) -> None:
-        """Releases graphs, pool and weights. Idempotent."""
+        """Releases the graphs, the pool and the weights. Idempotent."""
         try:
             self.settle()
         except BackendLost as error:
-            # Nothing runs on a device that has failed.
+            # A device that has failed runs nothing any more, so there is nothing to wait for.
             log.warning("%s", error)
         if self._bound is not None:
             self._bound.graphs.close()
@@ -329,7 +311,8 @@ class GpuBackend(PlainAdapters):
             self._ranks.close()
 
     def settle(self) -> None:
-        """Waits until nothing of any launch runs any more. Raises BackendLost if the device or a rank has failed."""
+        """Waits until nothing of any launch runs on the device any more. Raises BackendLost if the device or a rank has
+        failed."""
         if self._model.device.type == "cuda":
             if self._ranks is not None:
                 self.await_event(event_on(self._model.device))
@@ -339,24 +322,25 @@ class GpuBackend(PlainAdapters):
                 raise BackendLost(f"the GPU failed: {error}") from error
 
     def await_event(self, event: Any) -> None:
-        """Waits for a CUDA event; None is there already. Raises BackendLost if a rank has failed meanwhile."""
+        """Waits for a CUDA event where the process is one of several ranks; there is none where ``event`` is None.
+        Raises BackendLost if another rank fails meanwhile."""
         if self._ranks is not None and event is not None:
             self._ranks.wait(event)
 
     @property
-    def _split(self) -> RankSplit:
-        config = self._model.weights.config
-        return RankSplit.of(config, 0, 1) if self._ranks is None else self._ranks.split
+    def _model_shard(self) -> ModelShard:
+        return whole_model(self._model.weights.config) if self._ranks is None else self._ranks.shard
 
     def _one_part(self) -> list[PoolPart]:
-        """The process's KV heads in a pool in one piece."""
-        split, heads = self._split, range(self._model.weights.config.num_kv_heads)
-        return [PoolPart(0, heads, split.kv_heads, copied=split.leads)]
+        """Returns the only part that this process has of a pool which is not divided: all of the process's KV heads."""
+        own, heads = self._model_shard, range(self._model.weights.config.num_kv_heads)
+        return [PoolPart(0, heads, own.kv_heads, copied=own.leads)]
 
     def _shard(self, pool: DividedPool, part: PoolPart, num_slots: int) -> torch.Tensor:
-        """The bytes of a part's shard. Raises ConfigError where they cannot be reached."""
+        """Returns the bytes of a divided pool's shard that holds ``part``. Raises ConfigError where this GPU cannot
+        reach them."""
         mapped, device = pool.shard(part.shard), self._model.device
-        # To torch, memory of another GPU is on that one.
+        # To torch, memory of another GPU is on that GPU.
         home = torch.device(device.type, mapped.device_index) if device.type == "cuda" else device
         return _slots_of(tensor_at(mapped, home), num_slots, part_layout(self.layout, part).block_bytes)
 
@@ -369,23 +353,25 @@ class GpuBackend(PlainAdapters):
         return self._bound
 
     def check_step(self, batch: StepBatch) -> None:
-        """Raises Internal for a batch that no step can run."""
+        """Raises Internal for a batch that this backend cannot run as a step."""
         if batch.num_tokens > self._limits.max_tokens or batch.num_seqs > self._limits.max_seqs:
             raise Internal(f"a step of {batch.num_tokens} tokens in {batch.num_seqs} sequences is too large")
         if batch.adapters is not None:
-            row_places(batch, self.max_adapters)
+            bound_adapters(self.adapters).check(batch)
 
     def _forward(self, bound: _BoundPool, batch: StepBatch) -> torch.Tensor:
         """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
         self.check_step(batch)
         rows, places = distinct_rows(batch)
         plans = bound.plans(batch)
-        # Which sequences are chunks depends on what all parts have in common.
+        # All parts agree on which sequences are chunks, because that depends only on the batch.
         chunks = any(plan is not None and plan.with_chunks for plan in plans)
-        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, batch.adapters is not None)
+        adapted = batch.adapters is not None
+        more = adapted and bound_adapters(self.adapters).needs_more(batch)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, adapted, more)
         with torch.inference_mode():
             if batch.adapters is not None:
-                self._adapters().send(batch, rows, shape)
+                bound_adapters(self.adapters).send(batch, rows, shape)
             bound.record.send(batch, rows, shape, plans)
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
@@ -395,7 +381,7 @@ class GpuBackend(PlainAdapters):
 
 
 def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tensor:
-    """The bytes of the slots of a pool or shard. Raises ConfigError if they are too few."""
+    """Returns the bytes of the slots of a pool or shard. Raises ConfigError if they are too few."""
     needed = num_slots * slot_bytes
     if len(flat) < needed:
         raise ConfigError(f"a pool of {num_slots} blocks needs {needed} bytes, not {len(flat)}")
@@ -403,7 +389,7 @@ def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tens
 
 
 class GpuInFlightStep:
-    """A launched step of a backend, with its logits [R, V] on the device."""
+    """Represents a launched step of a backend, with its logits [R, V] on the device."""
 
     def __init__(self, backend: GpuBackend, logits: torch.Tensor) -> None:
         self._backend = backend
@@ -415,7 +401,7 @@ class GpuInFlightStep:
         self._choice = self._backend.choose(self._logits, rows)
 
     def wait(self) -> Sampled:
-        """Waits for the tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""
+        """Waits for the step's tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""
         if self._choice is None:
             self._backend.settle()
             return Sampled()
@@ -424,7 +410,7 @@ class GpuInFlightStep:
 
 
 class _AnyToken:
-    """A mask for row 0 that allows every token."""
+    """Represents a mask for row 0 that allows every token."""
 
     def __init__(self, vocab_size: int) -> None:
         self.rows = np.zeros(1, np.int64)
@@ -435,16 +421,18 @@ class _AnyToken:
 
 
 def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
-    """One row that draws with a mask, every cut and an edit, or a greedy one: together they compile all of the
+    """Returns one row that draws with a mask, every cut and an edit, or a greedy one: together they compile all of the
     sampler."""
-    return SamplingRows(
-        temperature=np.full(1, 0.7 if drawn else 0.0, np.float32),
-        top_k=np.full(1, 5, np.int64),
-        top_p=np.full(1, 0.9, np.float32),
-        min_p=np.full(1, 0.01, np.float32),
-        seeds=np.zeros(1, np.uint64),
-        positions=np.zeros(1, np.int64),
-        logprobs=np.full(1, -1, np.int64),
-        edits=(RowEdit(row=0, banned=np.zeros(1, np.int64)),) if drawn else (),
-        masks=_AnyToken(vocab_size) if drawn else None,
-    )
+    if not drawn:
+        return SamplingRows.of([SamplingParams(temperature=0.0)], [0], [0])
+    # The middle of an option's range is never the value that changes nothing, and neither is 1 for whole numbers.
+    ranges = {name: one.allowed for name, one in SAMPLING_OPTIONS.items() if one.of_rows and one.allowed is not None}
+    params: dict[str, Any] = {
+        name: 1 if SAMPLING_OPTIONS[name].whole else (one.low + one.high) / 2 for name, one in ranges.items()
+    }
+    edits = (RowEdit(row=0, banned=np.zeros(1, np.int64)),)
+    return SamplingRows.of([SamplingParams(**params)], [0], [0], edits=edits, masks=_AnyToken(vocab_size))
+
+
+# The room's function makes a model's slots for so many adapters up to a rank, for steps of at most so many tokens.
+GPU_ADAPTERS = Seam[Callable[[GpuModel, int, int, int], GpuStepAdapters]]("engine.backends.gpu.adapters")

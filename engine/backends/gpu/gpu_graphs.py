@@ -1,4 +1,4 @@
-"""CUDA graphs of whole steps: captured once per padded size, replayed by one call.
+"""Captures CUDA graphs of whole steps: once per padded size, replayed by one call.
 
 A step's kernels read their work from the record on the device (:mod:`pillion.engine.backends.gpu.gpu_step`), and their
 grids do not depend on it. So one graph serves every step of a size, with decodes, chunks or both: nothing is captured
@@ -28,13 +28,13 @@ from pillion.engine.checkpoints.model_files import Progress
 
 # Steps of more tokens are launched kernel by kernel.
 MAX_GRAPH_TOKENS = 512
-# Sizes are multiples of these: of the first up to FINE_UP_TO_TOKENS, of the second beyond. Small batches have sizes of
-# their own.
+# Batches are padded to multiples of SIZE_STEP_TOKENS up to FINE_UP_TO_TOKENS, and to multiples of COARSE_STEP_TOKENS
+# beyond. The smallest batches have sizes of their own.
 SIZE_STEP_TOKENS = 8
 COARSE_STEP_TOKENS = 64
 FINE_UP_TO_TOKENS = 64
 SMALLEST_SIZES = (1, 2, 4)
-# Longest time that capturing may take when a worker starts.
+# Capturing may take this long when a worker starts.
 MAX_CAPTURE_S = 60.0
 
 RunStep = Callable[[StepShape], torch.Tensor]
@@ -50,14 +50,14 @@ def sizes_for(max_tokens: int) -> tuple[int, ...]:
 
 
 class StepGraphs:
-    """The graphs of one backend over one pool, whose address they hold.
+    """Holds the CUDA graphs of one backend, which are captured over the address of one pool.
 
     Args:
         run: the forward pass of a shape over the record on the device; returns logits [samples, vocab].
         device: graphs are captured on CUDA only; elsewhere every step runs kernel by kernel, with the same padding.
-        eager: whether to capture nothing.
+        eager: whether nothing is captured.
         adapters: whether steps may have rows with adapters, for which there are graphs of their own.
-        agree: told whether this rank may go on; returns whether all ranks may.
+        agree: takes whether this rank may go on; returns whether all ranks may.
     """
 
     def __init__(
@@ -80,8 +80,13 @@ class StepGraphs:
         self._agree = agree
         self._graphs: dict[StepShape, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
 
-    def shape_of(self, tokens: int, samples: int, chunks: bool, adapters: bool = False) -> StepShape:
-        """Returns the shape with which a step runs: that of a graph that fits, else its own."""
+    def shape_of(
+        self, tokens: int, samples: int, chunks: bool, adapters: bool = False, more: bool = False
+    ) -> StepShape:
+        """Returns the shape with which a step runs: that of a captured graph that fits, or the step's own. Steps with
+        adapters that need ``more`` have no graphs."""
+        if more:
+            return StepShape(tokens, samples, chunks, adapters, more)
         at = bisect_left(self._sizes, tokens)
         for size in self._sizes[at:] if self._graphs or self._pads_without_graph else ():
             # A graph with chunks also serves steps without: its kernel for chunks then has no work.
@@ -100,10 +105,11 @@ class StepGraphs:
         return logits
 
     def shapes(self) -> Iterator[StepShape]:
-        """Yields the shapes to capture, largest first: graphs share memory, and the first one needs the most."""
+        """Yields the shapes of steps to capture, largest first: graphs share memory, and the first one needs the
+        most."""
         for size in reversed(self._sizes):
             for chunks in (True, False):
-                # A step of decodes alone samples all of its rows.
+                # A step of decodes alone samples all of its rows, so it needs no graph beyond the most sampled rows.
                 if chunks or size <= self._max_samples:
                     for adapters in (True, False) if self._adapters else (False,):
                         yield self._shape(size, chunks, adapters)
@@ -129,7 +135,7 @@ class StepGraphs:
         progress(f"CUDA graphs: {len(shapes)} in {time.monotonic() - began_s:.1f} s")
 
     def _captured(self, shape: StepShape, pool: Any) -> tuple[torch.cuda.CUDAGraph, torch.Tensor] | None:
-        """A graph of the shape and its logits; None where memory is short."""
+        """Returns a graph of the shape and its logits; None where memory is short."""
         try:
             # Compilation and allocation on first use happen before the capture.
             self._run(shape)
@@ -143,12 +149,13 @@ class StepGraphs:
         return graph, logits
 
     def close(self) -> None:
-        """Releases graphs and their memory. Idempotent."""
+        """Releases the CUDA graphs and their memory. Idempotent."""
         self._graphs.clear()
 
     @property
     def _pads_without_graph(self) -> bool:
-        """Whether steps are padded without a graph: they are in the interpreter, so that tests cover padding."""
+        """Says whether steps are padded without a graph. Triton's interpreter pads them, so that tests cover
+        padding."""
         return self._device.type != "cuda"
 
     def _shape(self, size: int, chunks: bool, adapters: bool) -> StepShape:

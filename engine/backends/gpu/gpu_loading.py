@@ -9,6 +9,7 @@ Ranks of one worker do all of that at the same time, and rank 0 attaches when al
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import time
@@ -17,27 +18,47 @@ import torch
 
 from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
-from pillion.engine.backends.devices import gpu_uuid, interpreted
 from pillion.engine.backends.gpu.device_memory import tensor_at
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_devices import devices_of, gpu_uuid, interpreted
+from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
+from pillion.engine.backends.gpu.gpu_roofline import expected_on_gpu
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
-from pillion.engine.backends.gpu.rank_group import GpuRankGroup
+from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.models.model_config import load_config
-from pillion.engine.models.rank_split import RankSplit
-from pillion.engine.ranks.rank_memory import RankMemory
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Attend
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
+from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
-from pillion.kvstore.client.attachment import share_region
+from pillion.kvstore.gpu.mapped_memory import share_region
 
-# Longest time that a worker waits for another one to fill the weights' region.
+log = logging.getLogger("pillion.worker")
+
+# A worker waits at most this long for another one to fill the weights' region.
 WEIGHTS_TIMEOUT_S = 600.0
-# Most answers to one prompt, whose first tokens one step chooses.
+# One prompt has at most this many answers, whose first tokens one step chooses.
 MAX_ANSWERS = 128
 FP8_LAYOUT_VERSION = "fp8-rows-1"
+BUDGET_FLAGS = "--max-num-batched-tokens or --max-num-batched-prefill-tokens"
+
+
+def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
+    """Loads a worker of one process. Raises ConfigError."""
+    backend, operators = load_gpu_backend(flags, limits_of(flags, prepared), prepared, log.info)
+    return LoadedModel(prepared, backend, operators, expected_cost=cost_on_gpu(flags, prepared))
+
+
+def cost_on_gpu(flags: WorkerFlags, prepared: PreparedModel) -> StepModel | None:
+    """Returns what a worker's steps are expected to cost, None in Triton's interpreter."""
+    return None if interpreted() else expected_on_gpu(flags, prepared, devices_of(flags.tensor_parallel_size))[0]
 
 
 def load_gpu_backend(
@@ -45,40 +66,50 @@ def load_gpu_backend(
     limits: GpuLimits,
     prepared: PreparedModel,
     progress: Progress,
-    ranks: GpuRankGroup | None = None,
+    ranks: GpuMeeting | None = None,
 ) -> tuple[GpuBackend, str]:
-    """Returns the backend and the name of its kernels. ``ranks``: the worker's other ranks, where it has any. Raises
+    """Returns the backend and the name of its kernels. ``ranks`` are the worker's other ranks, where it has any. Raises
     ConfigError for models and flags it cannot run."""
     began_s = time.monotonic()
     config = load_config(prepared.folder)
-    split = RankSplit.of(config, 0, 1) if ranks is None else ranks.split
+    shard = whole_model(config) if ranks is None else ranks.shard
     device = step_device()
     inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
     layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
     check_limits(device, layout)
+    check_operations(config)
     weights = load_gpu_weights(
         prepared.folder,
         config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
-        split=split,
+        shard=shard,
         memory=region_memory(flags.attach_socket, device),
         dummy=flags.load_format == "dummy",
         progress=progress,
     )
-    model = GpuModel(
-        weights,
-        prepared.max_model_len,
-        limits.max_tokens,
-        MAX_ANSWERS * limits.max_tokens,
-        max_samples=limits.max_samples + limits.max_scored,
-        ranks=ranks,
-    )
-    backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
-    progress("compiling the GPU kernels")
-    backend.take_workspace()
+    needed = step_bytes(shard.local(config), prepared.dtype, limits.max_tokens, limits.max_samples + limits.max_scored)
+    size = f"{needed / 2**20:.0f} MiB"
+    too_large = f"a step of {limits.max_tokens} tokens of this model takes up to {size} beside weights, and the GPU has"
+    if device.type == "cuda" and needed > (left := torch.cuda.mem_get_info(device)[0]):
+        raise ConfigError(f"{too_large} {left / 2**20:.0f} MiB left: lower {BUDGET_FLAGS}")
+    try:
+        model = GpuModel(
+            weights,
+            prepared.max_model_len,
+            limits.max_tokens,
+            max(MAX_ANSWERS, 1 + limits.num_speculative_tokens) * limits.max_seqs,
+            max_samples=limits.max_samples + limits.max_scored,
+            ranks=ranks,
+        )
+        backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
+        progress("compiling the GPU kernels")
+        backend.take_workspace()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"{too_large} no more: lower {BUDGET_FLAGS}") from error
+    progress(f"steps of up to {limits.max_tokens} tokens take up to {size} beside weights; the KV pool gets the rest")
     arch = "interpreter" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
-    share = "" if split.whole else f"rank {split.rank} of {split.size}: "
+    share = "" if shard.whole else f"rank {shard.rank} of {shard.size}: "
     progress(
         f"{share}all operators run on the GPU kernels {arch}; weights {weights.plan.nbytes / 2**20:.0f} MiB; "
         f"ready in {time.monotonic() - began_s:.1f} s"
@@ -87,17 +118,9 @@ def load_gpu_backend(
 
 
 def step_device() -> torch.device:
-    """The device of this process's steps: the first GPU that it sees, which is another one in each rank where each has
-    a GPU (:func:`pillion.engine.backends.devices.first_gpu`)."""
+    """Returns the device of this process's steps: the first GPU that it sees, which is another one in each rank where
+    each has a GPU (:func:`pillion.engine.backends.gpu.gpu_devices.first_gpu`)."""
     return torch.device("cpu" if interpreted() else "cuda:0")
-
-
-def join_ranks(split: RankSplit, meeting: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:
-    """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` says whether one has ended.
-    ``apart``: whether each rank has a GPU of its own. Raises ConfigError."""
-    device = step_device()
-    own_device = apart and device.type == "cuda"
-    return GpuRankGroup.join(split, meeting, device, own_device=own_device, aborted=lambda: memory.aborted)
 
 
 def check_limits(device: torch.device, layout: KVLayout) -> None:
@@ -114,8 +137,15 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
 
 
+def check_operations(config: ModelConfig) -> None:
+    """Raises ConfigError for an operation of a layer that has no kernel here."""
+    operations = (operation for layer in layers_of(config) for operation in layer)
+    if any(isinstance(operation, Attend) and operation.sinks is not None for operation in operations):
+        raise ConfigError(f"{config.family}: the GPU kernels have no attention sinks; use --device cpu")
+
+
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
-    """The limits of a worker's steps, by the flags of its kind."""
+    """Returns the limits of a worker's steps, by the flags of its kind."""
     if isinstance(flags, DecodeFlags):
         tokens, seqs, guesses = (
             flags.max_num_batched_tokens,
@@ -127,7 +157,7 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
     else:
         assert isinstance(flags, PrefillFlags)
         tokens, guesses, samples, scored = flags.max_num_batched_prefill_tokens, 0, 0, 0
-        seqs = min(flags.max_waiting_spans, tokens)
+        seqs = min(flags.max_waiting_prefills, tokens)
     return GpuLimits(
         max_tokens=tokens,
         max_seqs=seqs,

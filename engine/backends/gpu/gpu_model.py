@@ -1,4 +1,4 @@
-"""The forward pass on a GPU: that of :mod:`pillion.engine.models.decoder`, with fused kernels and fixed buffers.
+"""Runs the forward pass on a GPU: that of :mod:`pillion.engine.models.decoder`, with fused kernels and fixed buffers.
 
     embed -> residual
     each layer   norm -> qkv product -> [qk-norm, rope, KV into the pool] -> attention -> o product
@@ -6,8 +6,8 @@
     last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
     logits       head product, in float32
 
-One rank of several (:mod:`pillion.engine.models.rank_split`) does the same over its share of heads, inner values and
-tokens. What embedding, o product and down product find is then summed up over the ranks, and rank 0 gathers the logits.
+One rank of several (``gpu_meeting.py``) does the same over its share of heads, inner values and tokens. The results of
+embedding, o product and down product are then summed up over the ranks, and rank 0 gathers the logits.
 
 Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
 few bits are our kernels'. Nothing here synchronises, and nothing but the logits is allocated, so that a step can be
@@ -18,16 +18,35 @@ knows, and ranks that share a GPU, whose sums go through the host.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
 
 import torch
 
-from pillion.engine.backends.gpu.gpu_adapters import GpuAdapters
+from pillion.engine.backends.backend import BackendAdapters, Int32, StepBatch
+from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting, SharedLogits
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
 from pillion.engine.backends.gpu.pool_parts import PartRows
-from pillion.engine.backends.gpu.rank_group import GpuRankGroup
-from pillion.engine.backends.gpu.rank_logits import RankLogits
-from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, soft_cap
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    Again,
+    Attend,
+    Experts,
+    Keep,
+    Layer,
+    LayerOperation,
+    Mlp,
+    Multiply,
+    Norm,
+    NormHeads,
+    NormProjections,
+    Role,
+    Rotate,
+    tensors_of,
+)
+from pillion.engine.models.layers import GATED, mix_experts, soft_cap
 from pillion.engine.models.rope import rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
@@ -35,49 +54,96 @@ from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 from pillion.kernels.gpu.rows.embedding import embed
 from pillion.kernels.gpu.rows.gated import gated
 from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
-from pillion.kernels.torch.torch_linear import Linear
 
 GpuMatrix = torch.Tensor | PackedMatrix
 
 
+class GpuStepAdapters(BackendAdapters, Protocol):
+    """Describes what a GPU's steps need of adapters. Their slots are at addresses that never change."""
+
+    def clear(self) -> None:
+        """Makes the next step one whose rows have no adapters."""
+
+    def check(self, batch: StepBatch) -> None:
+        """Raises Internal for a batch with adapter slots that do not exist."""
+
+    def send(self, batch: StepBatch, sample_rows: Int32, shape: StepShape) -> None:
+        """Begins the copy of what a step's kernels read of its adapters on the current stream."""
+
+    def add(self, name: str, x: torch.Tensor, out: torch.Tensor, *, sampled: bool) -> None:
+        """Adds to a layer's outputs [T, outputs] the products of its inputs [T, inputs] with the rows' adapters.
+        ``sampled``: the rows are those of the step's samples."""
+
+    def needs_more(self, batch: StepBatch) -> bool:
+        """Says whether a step, which has passed :meth:`check`, needs more of its adapters than a graph can give: it has
+        rows of virtual tokens, or of adapters that have more than pairs of matrices."""
+
+    def embed(self, residual: torch.Tensor) -> None:
+        """Writes the embeddings of virtual tokens into the rows [T, hidden] that have them."""
+
+    def write(self, index: int, rows: torch.Tensor, parts: Sequence[PartRows]) -> torch.Tensor:
+        """Writes a layer's keys and values of virtual tokens into their places in the pool; ``rows`` [T] are those of
+        all the step's rows. Returns ``rows`` without these: -1 in their stead."""
+
+    def warm_up(self, rows: torch.Tensor, parts: Sequence[PartRows]) -> None:
+        """Compiles the kernels for virtual tokens over a bound pool. ``rows`` is -1."""
+
+
+@dataclass(slots=True)
+class _LayerStep:
+    """Holds what one operation of a layer hands to the next: the residual stream, and the rows that the last one made
+    of it, or that it kept.
+
+    ``ended`` says whether nothing has to be computed any more, because no row is sampled.
+    """
+
+    residual: torch.Tensor
+    rows: torch.Tensor
+    kept: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    ended: bool = False
+
+
+class GpuNorm(NamedTuple):
+    """Holds a norm's weight and, if it has one, its bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
 class _Layer:
-    """One layer's tensors; those that the model does not have are None."""
+    """Holds one layer's operations and its tensors, by the names of the layer's description.
 
-    def __init__(self, weights: GpuWeights, index: int) -> None:
-        def get(name: str) -> torch.Tensor | None:
-            return weights.get(f"layers.{index}.{name}")
+    Attributes:
+        norms: the norms of the residual stream, and those of queries and keys.
+        matrices: the matrices of linear layers, those of all experts, and the router.
+        biases: the biases of linear layers; None where one has none.
+    """
 
-        def matrix(name: str) -> GpuMatrix | None:
-            return weights.matrix(f"layers.{index}.{name}")
-
-        self.attention_norm, self.attention_post_norm = get("attention_norm"), get("attention_post_norm")
-        self.qkv, self.qkv_bias = matrix("qkv"), get("qkv.bias")
-        self.qk_norm, self.q_norm, self.k_norm = get("qk_norm"), get("q_norm"), get("k_norm")
-        self.o, self.o_bias = matrix("o"), get("o.bias")
-        self.mlp_norm, self.mlp_post_norm = get("mlp_norm"), get("mlp_post_norm")
-        self.gate_up, self.gate_up_bias = matrix("mlp.gate_up"), get("mlp.gate_up.bias")
-        self.down, self.down_bias = matrix("mlp.down"), get("mlp.down.bias")
-        self.router = get("router")
-        self.experts_up, self.experts_down = _each(matrix("experts.gate_up")), _each(matrix("experts.down"))
-        # Made when the products' workspace is there.
-        self.experts: MoeWeights | None = None
+    def __init__(self, weights: GpuWeights, index: int, operations: Layer) -> None:
+        self.operations = operations
+        self.norms: dict[str, GpuNorm] = {}
+        self.matrices: dict[str, list[GpuMatrix]] = {}
+        self.biases: dict[str, torch.Tensor | None] = {}
+        for tensor in tensors_of(operations):
+            name = f"layers.{index}.{tensor.name}"
+            if tensor.role in (Role.NORM, Role.HEAD_NORM):
+                self.norms[tensor.name] = GpuNorm(weights[name], weights.get(f"{name}.bias"))
+                continue
+            matrix = weights.matrix(name)
+            assert matrix is not None
+            self.matrices[tensor.name] = _each(matrix) if tensor.experts else [matrix]
+            self.biases[tensor.name] = weights.get(f"{name}.bias")
 
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
         """Yields the matrices in few bits, and their biases."""
-        linears = [
-            (self.qkv, self.qkv_bias),
-            (self.o, self.o_bias),
-            (self.gate_up, self.gate_up_bias),
-            (self.down, self.down_bias),
-            *((each, None) for each in (*self.experts_up, *self.experts_down)),
-        ]
-        for matrix, bias in linears:
-            if isinstance(matrix, PackedMatrix):
-                yield matrix, bias
+        for name, matrices in self.matrices.items():
+            for matrix in matrices:
+                if isinstance(matrix, PackedMatrix):
+                    yield matrix, self.biases[name]
 
 
 class GpuModel:
-    """A model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most.
+    """Holds a model's weights, rotary tables and activation buffers on one device, for steps of ``max_tokens`` at most.
 
     Attributes:
         config: the shape of the model, or of the rank's share of it.
@@ -92,13 +158,13 @@ class GpuModel:
         max_sampled: int,
         *,
         max_samples: int = 0,
-        ranks: GpuRankGroup | None = None,
+        ranks: GpuMeeting | None = None,
     ) -> None:
-        """``max_sampled``: most tokens that one step chooses, from where the next step may embed them.
+        """Makes the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
 
-        ``max_samples``: rows of the logits' buffer that all steps share; a step with more rows allocates its own.
+        ``max_samples`` counts the rows of the logits' buffer that all steps share; larger steps allocate their own.
         """
-        config = weights.config if ranks is None else ranks.split.local(weights.config)
+        config = weights.config if ranks is None else ranks.shard.local(weights.config)
         table = weights["embedding"]
         device, dtype = table.device, table.dtype
         self.config, self.device, self.dtype = config, device, dtype
@@ -106,36 +172,35 @@ class GpuModel:
         self.ranks = ranks
         self.capturable = config.moe is None and (ranks is None or ranks.capturable)
         self.weights = weights
-        self.tokens = None if ranks is None else ranks.split.vocabulary(config.vocab_size)
-        # The model's KV heads that are written and attended.
-        self.kv_heads = range(config.num_kv_heads) if ranks is None else ranks.split.kv_heads
-        self.adapters: GpuAdapters | None = None
+        self.tokens = None if ranks is None else ranks.shard.vocabulary(config.vocab_size)
+        # This process writes and attends these KV heads of the model.
+        self.kv_heads = range(config.num_kv_heads) if ranks is None else ranks.shard.kv_heads
+        self.adapters: GpuStepAdapters | None = None
         names = (f"layers.{index}" for index in range(config.num_layers))
-        # The inner values that the rank has, where they are not in order.
+        # These are the inner values of MLPs that the rank has, by layer, where they are not in order.
         self.inner_values = {
             name: weights[f"{name}.{INNER_VALUES}"].long().cpu()
             for name in names
             if f"{name}.{INNER_VALUES}" in weights
         }
-        self.layers = [_Layer(weights, index) for index in range(config.num_layers)]
-        # Matrices in few bits, their biases, and the type of their products.
+        self.layers = [_Layer(weights, index, operations) for index, operations in enumerate(layers_of(config))]
+        # These are matrices in few bits, their biases, and the type of their products.
         self._packed = [(*each, dtype) for layer in self.layers for each in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
         self._quantized = QuantizedProduct((each[0] for each in self._packed), max_tokens, dtype, device)
-        for layer in self.layers:
-            layer.experts = self._experts(layer)
-        # Rounded as in transformers.
+        # The rotary tables are rounded as in transformers.
         tables = rope_tables(config, max_model_len)
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
-        # Shared by all graphs, since logits of their own would need gigabytes. Made before the pool takes the rest.
-        leads = ranks is None or ranks.split.leads
+        # All graphs share this buffer, since logits of their own would need gigabytes. The pool takes the memory that
+        # is left.
+        leads = ranks is None or ranks.shard.leads
         self.logits = torch.zeros(max_samples if leads else 0, config.vocab_size, dtype=torch.float32, device=device)
-        # Where a plain head writes, before its logits are widened.
+        # The output projection of a plain matrix writes its logits here, before they are widened to float32.
         narrow = dtype != torch.float32 and not isinstance(weights.head, PackedMatrix)
         kind = dtype if narrow else torch.float32
-        self.shares = None if ranks is None else RankLogits(ranks, config.vocab_size, max_samples, kind, device)
+        self.shares = None if ranks is None else ranks.logits(config.vocab_size, max_samples, kind, device)
         self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow and ranks is None else self.logits
         heads = config.num_heads + 2 * config.num_kv_heads
 
@@ -145,7 +210,7 @@ class GpuModel:
         self.residual, self.normed = rows(config.hidden_size), rows(config.hidden_size)
         self.found = rows(config.hidden_size)
         self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.head_dim)
-        inner = max(config.intermediate_size, config.hidden_size)
+        inner = max(config.widest_mlp, config.hidden_size)
         self.gate_up, self.inner = rows(2 * inner), rows(inner)
 
     def product(
@@ -168,31 +233,19 @@ class GpuModel:
                 compiled.add(key)
                 self._quantized.compile(matrix, bias, dtype)
 
-    def _experts(self, layer: _Layer) -> MoeWeights | None:
-        """The mixture of experts of a layer, None where it has one MLP."""
-        config, router = self.config, layer.router
-        if config.moe is None or router is None:
-            return None
-        act = GATED[config.activation]
-        ups, downs = (
-            [_ExpertLinear(self, matrix) for matrix in matrices] for matrices in (layer.experts_up, layer.experts_down)
-        )
-        return MoeWeights(
-            router=router,
-            experts=tuple(GatedMLP(up, down, act) for up, down in zip(ups, downs, strict=True)),
-            experts_per_token=config.moe.experts_per_token,
-            normalize=config.moe.normalize,
-        )
-
 
 class GpuDecoder:
     """Runs a model's forward pass over one pool."""
 
     def __init__(self, model: GpuModel, parts: Sequence[PartRows], record: GpuStepRecord) -> None:
-        """``parts``: of the process's KV heads, as many as ``record`` has plans."""
+        """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans."""
         self._model = model
         self._parts = parts
         self._record = record
+        layers = model.layers
+        final = GpuNorm(model.weights["final_norm"], model.weights.get("final_norm.bias"))
+        # After each layer's last sum the residual stream is normed by one of these.
+        self._following = [*(_first_norm(layer) for layer in layers[1:]), final]
 
     def run(self, shape: StepShape) -> torch.Tensor:
         """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples, vocab_size]."""
@@ -208,128 +261,207 @@ class GpuDecoder:
             model.tokens,
         )
         self._sum(residual)
-        first = model.layers[0]
-        normed = self._normed(residual, first.attention_norm)
+        if shape.more:
+            self._adapters.embed(residual)
+        step = _LayerStep(residual, self._normed(residual, _first_norm(model.layers[0])))
         for index, layer in enumerate(model.layers):
-            last = index + 1 == len(model.layers)
-            qkv = self._write_kv(index, layer, normed, shape)
-            if last and not shape.samples:
+            self._run_layer(index, layer, step, shape)
+            if step.ended:
                 if model.ranks is not None:
-                    # With logits, gathering them is what shows that all ranks have written their KV.
+                    # Where there are logits, gathering them shows that all ranks have written their KV.
                     model.ranks.meet()
                 return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
-            attended = self._attend(index, qkv, shape)
-            if last:
-                wanted = record.sample_rows[: shape.samples]
-                attended, residual = attended.index_select(0, wanted), residual.index_select(0, wanted)
-            found = model.product(attended, layer.o, layer.o_bias, model.found[: len(attended)])
-            self._adapt(index, "o", attended, found, shape)
-            self._sum(found)
-            normed = self._add(residual, found, layer.attention_post_norm, layer.mlp_norm)
-            found = self._mlp(index, layer, normed, shape)
-            self._sum(found)
-            following = model.weights["final_norm"] if last else model.layers[index + 1].attention_norm
-            normed = self._add(residual, found, layer.mlp_post_norm, following)
-        return self._logits(normed)
+        return self._logits(step.rows)
+
+    def _run_layer(self, index: int, layer: _Layer, step: _LayerStep, shape: StepShape) -> None:
+        """Runs the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
+        rotation of heads where keys and values are written."""
+        model, last = self._model, index + 1 == len(self._model.layers)
+        operations = layer.operations
+        head_norm: HeadNorm | None = None
+        rotary: Rotary | None = None
+        for place, operation in enumerate(operations):
+            match operation:
+                case Norm():
+                    # A sum into the residual stream also computes the norm after it.
+                    if place and not isinstance(operations[place - 1], AddToResidual):
+                        step.rows = self._normed(step.residual, _norm_of(layer, operation))
+                case Keep():
+                    step.kept = step.rows
+                case Again():
+                    step.rows = step.kept
+                case Multiply(matrix):
+                    out = model.qkv if matrix.name == "qkv" else model.found
+                    step.rows = self._product(index, layer, matrix.name, step.rows, out[: len(step.rows)], shape)
+                case NormHeads(weight):
+                    head_norm = HeadNorm(
+                        layer.norms[weight.name].weight, model.config.rms_norm_eps, last=rotary is not None
+                    )
+                case NormProjections(queries, keys):
+                    self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
+                case Rotate(rope):
+                    rotary = Rotary(*model.ropes[rope], self._record.rope_rows[: len(step.rows)])
+                case Attend(window):
+                    self._write_kv(index, step.rows, head_norm, rotary, shape)
+                    if last and not shape.samples:
+                        step.ended = True
+                        return
+                    step.rows = self._attend(index, step.rows, shape, window)
+                    if last:
+                        wanted = self._record.sample_rows[: shape.samples]
+                        step.rows = step.rows.index_select(0, wanted)
+                        step.residual = step.residual.index_select(0, wanted)
+                case Mlp():
+                    step.rows = self._gated(index, layer, operation, step.rows, shape)
+                case Experts():
+                    step.rows = self._mix_experts(layer, operation, step.rows)
+                case AddToResidual(norm, scale):
+                    self._sum(step.rows)
+                    following = operations[place + 1] if place + 1 < len(operations) else None
+                    by = _norm_of(layer, following) if following is not None else self._following[index]
+                    post = None if norm is None else layer.norms[norm.name].weight
+                    step.rows = self._add(step.residual, step.rows, post, by, scale)
+
+    def _product(
+        self, index: int, layer: _Layer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
+    ) -> torch.Tensor:
+        """Computes one linear layer, with the products that adapters add to it."""
+        (matrix,) = layer.matrices[name]
+        found = self._model.product(x, matrix, layer.biases[name], out)
+        self._adapt(index, name, x, found, shape)
+        return found
 
     def _sum(self, values: torch.Tensor) -> None:
-        """Adds up what the ranks found, in place."""
+        """Adds up the partial sums of all ranks, in place."""
         if self._model.ranks is not None:
             self._model.ranks.sum(values)
 
     def _adapt(self, index: int, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape) -> None:
-        """Adds what adapters make of a fused layer's inputs ``x`` to its outputs, in steps that have any."""
+        """Adds the products of a fused layer's inputs ``x`` with adapters to its outputs, in steps that have
+        adapters."""
         if shape.adapters:
-            adapters = self._model.adapters
-            assert adapters is not None
-            # Behind its attention, the last layer computes the sampled rows alone.
+            # After its attention, the last layer computes the sampled rows alone.
             sampled = index + 1 == len(self._model.layers) and name != "qkv"
-            adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
+            self._adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
 
-    def _write_kv(self, index: int, layer: _Layer, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
-        """normed [T, hidden] -> projections [T, ...], with queries normed and rotated there or in a part's own rows;
-        writes the layer's KV."""
-        model, record, config = self._model, self._record, self._model.config
-        tokens = len(normed)
-        qkv = model.product(normed, layer.qkv, layer.qkv_bias, model.qkv[:tokens])
-        self._adapt(index, "qkv", normed, qkv, shape)
-        queries = config.num_heads * config.head_dim
-        keys = config.num_kv_heads * config.head_dim
-        eps, wide = config.rms_norm_eps, model.weights.norm_is_wide
-        if layer.q_norm is not None and layer.k_norm is not None and model.ranks is not None:
-            self._norm_shares(qkv, layer.q_norm, layer.k_norm)
-        elif layer.q_norm is not None and layer.k_norm is not None:
-            for part, weight in ((slice(0, queries), layer.q_norm), (slice(queries, queries + keys), layer.k_norm)):
-                rms_norm(qkv[:, part], weight, qkv[:, part], eps, wide)
-        rope = config.layer_ropes[index]
-        norm = None if layer.qk_norm is None else HeadNorm(layer.qk_norm, eps)
-        rotary = None if rope is None else Rotary(*model.ropes[rope], record.rope_rows[:tokens])
-        for rows in self._parts:
-            rows.write(index, qkv, record.rows[:tokens], norm, rotary)
-        return qkv
+    @property
+    def _adapters(self) -> GpuStepAdapters:
+        assert self._model.adapters is not None
+        return self._model.adapters
+
+    def _write_kv(
+        self, index: int, qkv: torch.Tensor, norm: HeadNorm | None, rotary: Rotary | None, shape: StepShape
+    ) -> None:
+        """Writes the layer's KV of projections [T, ...], whose queries are normed and rotated there or in a part's own
+        rows."""
+        rows = self._record.rows[: len(qkv)]
+        if shape.more:
+            rows = self._adapters.write(index, rows, self._parts)
+        for part in self._parts:
+            part.write(index, qkv, rows, norm, rotary)
+
+    def _norm_projections(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
+        """Norms queries and keys over their whole projections, in place."""
+        model, config = self._model, self._model.config
+        if model.ranks is not None:
+            self._norm_shares(qkv, q_norm, k_norm)
+            return
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        for part, weight in ((slice(0, queries), q_norm), (slice(queries, queries + keys), k_norm)):
+            rms_norm(qkv[:, part], weight, qkv[:, part], config.rms_norm_eps, model.weights.norm_is_wide)
 
     def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         """Norms queries and keys over their whole projections, in place; the rank has some of their heads."""
         model, ranks = self._model, self._model.ranks
         assert ranks is not None
-        config, whole, split = model.config, model.weights.config, ranks.split
+        config, whole, shard = model.config, model.weights.config, ranks.shard
         ends = config.num_heads * config.head_dim, (config.num_heads + config.num_kv_heads) * config.head_dim
         parts = qkv[:, : ends[0]], qkv[:, ends[0] : ends[1]]
         sums = torch.stack([part.float().square().sum(1) for part in parts])
         # Each of the ranks that have a KV head in common gives a part of its sum.
-        sums[1] /= max(1, split.size // whole.num_kv_heads)
+        sums[1] /= max(1, shard.size // whole.num_kv_heads)
         ranks.sum(sums)
         widths = (heads * config.head_dim for heads in (whole.num_heads, whole.num_kv_heads))
         for part, total, width, weight in zip(parts, sums, widths, (q_norm, k_norm), strict=True):
             normed = part.float() * torch.rsqrt(total / width + config.rms_norm_eps)[:, None]
             part.copy_((normed if model.weights.norm_is_wide else normed.to(part.dtype)) * weight)
 
-    def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape) -> torch.Tensor:
-        """Attention of projections [T, ...] -> [T, heads * head_dim]."""
-        out, window = self._model.attended[: shape.tokens], self._model.config.sliding_windows[index]
+    def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape, window: int) -> torch.Tensor:
+        """Computes attention from the rows of queries, keys and values [T, ...]; returns rows [T, heads * head_dim]."""
+        out = self._model.attended[: shape.tokens]
         for rows, record in zip(self._parts, self._record.attention, strict=True):
             rows.attend(index, qkv, out, record, window=window, chunks=shape.chunks)
         return out
 
-    def _mlp(self, index: int, layer: _Layer, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
-        """The MLP or the mixture of experts: [T, hidden] -> [T, hidden]."""
+    def _gated(self, index: int, layer: _Layer, operation: Mlp, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
+        """Computes a layer's gated MLP, from rows [T, hidden] to rows [T, hidden]."""
         model, count = self._model, len(normed)
-        if layer.experts is not None:
-            return layer.experts(normed)
-        inner = self._model.config.intermediate_size
-        both = model.gate_up.view(-1)[: count * 2 * inner].view(count, 2 * inner)
-        model.product(normed, layer.gate_up, layer.gate_up_bias, both)
-        self._adapt(index, "gate_up", normed, both, shape)
+        inner = operation.down.shape[1]
+        width = 2 * inner if operation.gated else inner
+        both = model.gate_up.view(-1)[: count * width].view(count, width)
+        self._product(index, layer, operation.gate_up.name, normed, both, shape)
         out = model.inner.view(-1)[: count * inner].view(count, inner)
-        gated(both, out, model.config.activation)
-        found = model.product(out, layer.down, layer.down_bias, model.found[:count])
-        self._adapt(index, "down", out, found, shape)
-        return found
+        gated(both, out, operation.activation)
+        return self._product(index, layer, operation.down.name, out, model.found[:count], shape)
 
-    def _normed(self, residual: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
-        """Norms the residual stream; models without a norm there use the stream itself."""
-        if weight is None:
+    def _mix_experts(self, layer: _Layer, operation: Experts, normed: torch.Tensor) -> torch.Tensor:
+        """Computes a layer's mixture of experts, from rows [T, hidden] to rows [T, hidden]."""
+        ups, downs = layer.matrices[operation.gate_up.name], layer.matrices[operation.down.name]
+        act, (router,) = GATED[operation.activation], layer.matrices[operation.router.name]
+        assert isinstance(router, torch.Tensor)
+
+        def run(number: int, rows: torch.Tensor) -> torch.Tensor:
+            return self._expert_product(act(self._expert_product(rows, ups[number])), downs[number])
+
+        bias = None if operation.choice_bias is None else layer.matrices[operation.choice_bias.name][0]
+        assert bias is None or isinstance(bias, torch.Tensor)
+        return mix_experts(normed, router, run, operation, bias)
+
+    def _expert_product(self, rows: torch.Tensor, matrix: GpuMatrix) -> torch.Tensor:
+        """Computes a product with the matrix of one expert, and allocates its result."""
+        outputs = matrix.kind.outputs if isinstance(matrix, PackedMatrix) else len(matrix)
+        return self._model.product(rows, matrix, None, rows.new_empty(len(rows), outputs))
+
+    def _normed(self, residual: torch.Tensor, norm: GpuNorm | None) -> torch.Tensor:
+        """Norms the residual stream; where a model has no norm, the stream itself is returned."""
+        if norm is None:
             return residual
-        model = self._model
+        model, weights = self._model, self._model.weights
         out = model.normed[: len(residual)]
-        rms_norm(residual, weight, out, model.config.rms_norm_eps, model.weights.norm_is_wide)
+        rms_norm(
+            residual,
+            norm.weight,
+            out,
+            model.config.rms_norm_eps,
+            weights.norm_is_wide,
+            centered=weights.norm_is_centered,
+            bias=norm.bias,
+        )
         return out
 
     def _add(
-        self, residual: torch.Tensor, found: torch.Tensor, post: torch.Tensor | None, following: torch.Tensor | None
+        self,
+        residual: torch.Tensor,
+        found: torch.Tensor,
+        post: torch.Tensor | None,
+        following: GpuNorm | None,
+        scale: float,
     ) -> torch.Tensor:
-        """residual += scale * post_norm(found), in place; returns the next product's input, normed by ``following``."""
+        """Computes residual += scale * post_norm(found), in place; returns the next product's input, normed by
+        ``following``."""
         model = self._model
         out = None if following is None else model.normed[: len(residual)]
         add_rms_norm(
             residual,
             found,
             out,
-            weight=following,
+            weight=None if following is None else following.weight,
+            bias=None if following is None else following.bias,
             post_weight=post,
-            scale=model.config.residual_scale,
+            scale=scale,
             eps=model.config.rms_norm_eps,
             wide=model.weights.norm_is_wide,
+            centered=model.weights.norm_is_centered,
         )
         return residual if out is None else out
 
@@ -352,8 +484,8 @@ class GpuDecoder:
             logits = logits.div_(config.logit_divisor)
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
 
-    def _gathered_logits(self, shares: RankLogits, normed: torch.Tensor) -> torch.Tensor:
-        """The logits of all ranks' tokens; at other ranks than the first, none."""
+    def _gathered_logits(self, shares: SharedLogits, normed: torch.Tensor) -> torch.Tensor:
+        """Returns the logits of all ranks' tokens; at other ranks than the first, none."""
         model, rows = self._model, len(normed)
         head, found = model.weights.head, shares.room(rows)
         if isinstance(head, PackedMatrix):
@@ -371,22 +503,19 @@ class GpuDecoder:
         return logits
 
 
-class _ExpertLinear(Linear):
-    """A matrix of one expert, whose products allocate their results."""
-
-    def __init__(self, model: GpuModel, matrix: GpuMatrix) -> None:
-        self._model, self._matrix = model, matrix
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        matrix = self._matrix
-        outputs = matrix.kind.outputs if isinstance(matrix, PackedMatrix) else len(matrix)
-        return self._model.product(rows, matrix, None, rows.new_empty(len(rows), outputs))
+def _norm_of(layer: _Layer, operation: LayerOperation) -> GpuNorm | None:
+    """Gives the norm ``operation``; None if the model does not norm the residual stream there."""
+    if not isinstance(operation, Norm) or operation.weight is None:
+        return None
+    return layer.norms[operation.weight.name]
 
 
-def _each(stacked: GpuMatrix | None) -> list[GpuMatrix]:
-    """The matrices of a layer's experts."""
-    if stacked is None:
-        return []
+def _first_norm(layer: _Layer) -> GpuNorm | None:
+    return _norm_of(layer, layer.operations[0])
+
+
+def _each(stacked: GpuMatrix) -> list[GpuMatrix]:
+    """Splits the stacked matrices of a layer's experts."""
     if isinstance(stacked, torch.Tensor):
         return list(stacked)
     every = [dict(zip(stacked.parts, each, strict=True)) for each in zip(*stacked.parts.values(), strict=True)]

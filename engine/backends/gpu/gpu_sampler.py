@@ -1,13 +1,13 @@
-"""Chooses tokens on the GPU: the same as :mod:`pillion.engine.sampling.sampler` chooses on the host (I6).
+"""Chooses tokens on the GPU as :mod:`pillion.engine.sampling.sampler` chooses them on the host (I6).
 
     masks of grammars --pinned, as bits--> device
       '--> logits --unedited, rows that report log probabilities--> host
              |--rows of a prompt--> scores --> host
              '--edits--> choose --> sampled (on the device, read by the next step's embedding) --copy--> host
 
-A mask that is late does not hold the step up: what its row chooses without it counts for nobody. Log probabilities are
-computed on the host by the host's code, for the few rows that report them; those of a prompt, which are many, on the
-device.
+A mask that is late does not hold the step up: the token that its row chooses without it is dropped. Log probabilities
+are computed on the host by the host's code, for the few rows that report them; those of a prompt, which are many, on
+the device.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from pillion.kernels.gpu.sampling.sampling_masks import apply_masks
 from pillion.kernels.gpu.sampling.sampling_record import EditPacker, cuts_any, pack_rows
 from pillion.types import TokenLogprob
 
-# Rows of 4 bytes that make 16 together.
+# This many rows of 4 bytes each are 16 bytes, to which the kernels' vectors are aligned.
 ALIGNED_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class GpuChoice:
-    """The tokens of a step on their way; :meth:`wait` waits for them and for nothing launched after them.
+    """Holds the tokens of a step while they are copied to the host; :meth:`wait` waits for them and for nothing
+    launched after them.
 
-    ``tokens``, ``raw`` and ``scores`` are copied to host memory until the event ``done``; None: they are there.
-    ``late`` are the rows whose mask was late.
+    ``tokens``, ``raw`` and ``scores`` are copied to host memory until the event ``done``; None means that they are
+    there. ``late`` are the rows whose mask was late.
     """
 
     tokens: torch.Tensor
@@ -52,12 +53,13 @@ class GpuChoice:
     late: Int64 = field(default_factory=lambda: NO_IDS)
 
     def wait(self) -> Sampled:
-        """Returns tokens and log probabilities in the order of the rows. Raises BackendLost if the GPU failed."""
+        """Waits for the step's tokens; returns them and their log probabilities in the order of the rows. Raises
+        BackendLost if the GPU failed."""
         if self.done is not None:
             try:
                 self.done.synchronize()
             except RuntimeError as error:
-                # The error is a kernel's, and from now on everything on that device fails with it.
+                # A kernel has failed, and from now on every call on its device fails with the same error.
                 raise BackendLost(f"the GPU failed: {error}") from error
         tokens: Int64 = self.tokens.numpy().astype(np.int64)
         tokens[self.late] = MASK_LATE
@@ -67,10 +69,10 @@ class GpuChoice:
 
 
 class GpuSampler:
-    """A backend's sampler. ``sampled``: int32, the tokens that the last launch chose, row by row."""
+    """Chooses the tokens of one backend. ``sampled`` is int32, the tokens that the last launch chose, row by row."""
 
     def __init__(self, sampled: torch.Tensor, vocab_size: int, max_rows: int) -> None:
-        """``max_rows``: rows of one launch of the kernels; a step with more rows has several."""
+        """Makes a sampler. A launch of the kernels has at most ``max_rows`` rows; a step with more rows has several."""
         self._sampled = sampled
         # Each part is aligned like the whole, so that no kernel is compiled for another alignment.
         self._max_rows = -(-max_rows // ALIGNED_ROWS) * ALIGNED_ROWS

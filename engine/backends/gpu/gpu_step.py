@@ -1,4 +1,4 @@
-"""A step's arrays as one vector of integers, which one copy brings to the device.
+"""Holds a step's arrays as one vector of integers, which one copy brings to the device.
 
     StepBatch --fill--> pinned host record --one asynchronous copy--> device record, whose views kernels read
 
@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pillion.engine.backends.batch import Int32, StepBatch
+from pillion.engine.backends.backend import Int32, StepBatch
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
 
 # Two steps may be in flight, whose records may still be read while the third one is written.
@@ -26,17 +26,18 @@ HOST_RECORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """A launch depends on the record and on this: padded tokens and sampled rows, and whether there are chunks and rows
-    with adapters."""
+    """Says what a launch depends on beside the record: padded tokens and sampled rows, and whether there are chunks,
+    rows with adapters, and such whose adapters need more than a graph can give."""
 
     tokens: int
     samples: int
     chunks: bool
     adapters: bool = False
+    more: bool = False
 
 
 class GpuStepRecord:
-    """The record of a bound pool's steps. Its attributes are views of the record on the device.
+    """Holds the arrays of one step over a bound pool, its record. The attributes are views of the record on the device.
 
     Attributes:
         token_ids, rope_rows, rows: int32 [max_tokens]; the tokens, their rows in the rotary tables, and their rows in
@@ -47,7 +48,7 @@ class GpuStepRecord:
     """
 
     def __init__(self, max_tokens: int, block_size: int, attention_words: Sequence[int], device: torch.device) -> None:
-        """``attention_words``: greatest length of the plan of each part."""
+        """Makes the record. ``attention_words`` is the greatest length of the plan of each part."""
         self._block_size = block_size
         self._max_tokens = max_tokens
         self._plans_at = [4 * max_tokens + sum(attention_words[:part]) for part in range(len(attention_words))]

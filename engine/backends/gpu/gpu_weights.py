@@ -1,12 +1,12 @@
-"""Weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
+"""Holds weights in one piece of GPU memory, cut into tensors by a plan that every worker of a GPU computes alike.
 
     plan --size--> memory (a region shared through the KV node) --cut--> GpuWeights
                         '-- the worker that must fill it copies the checkpoint in, layer by layer
 
-The plan of a plain checkpoint depends on the config and on the names of its tensors. Matrices in few bits stay so, and
-what a format makes of them may depend on their values: such a checkpoint is packed once into a file of the models'
-cache, whose header is the plan. So a second worker of a GPU reads no weights at all. The plan's digest is part of the
-region's key, so versions of this file share nothing.
+The plan of a plain checkpoint depends on the config and on the names of its tensors. Matrices in few bits stay in few
+bits, and their layout may depend on their values: such a checkpoint is packed once into a file of the models' cache,
+whose header is the plan. So a second worker of a GPU reads no weights at all. The plan's digest is part of the region's
+key, so versions of this file share nothing.
 
 A rank of several has a plan, a region and a packed file of its own, with its share of every layer and of the tokens.
 """
@@ -30,10 +30,11 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
 from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import GatedMLP, MoeWeights, RmsNorm
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Layer, Mlp, Role, tensors_of
+from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rank_split import RankSplit
-from pillion.engine.ranks.rank_weights import inner_values, split_layer
+from pillion.engine.models.model_shard import ModelShard
 from pillion.errors import ConfigError
 from pillion.kernels.gpu.products.gpu_packing import BITS, PackedKind, PackedMatrix, can_pack, pack
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, select_rows
@@ -41,18 +42,17 @@ from pillion.kernels.torch.torch_linear import Linear
 
 # Tensors begin at multiples of this, so that kernels and cuBLAS may load 16 bytes at a time, and TMA 128.
 ALIGN_BYTES = 256
-# The fields of a PackedKind, as numbers of a packed file.
+# These fields of a PackedKind are numbers in the header of a packed file.
 _KIND_NUMBERS = ("coding", "outputs", "inputs", "group")
-_NORMS = ("attention_norm", "mlp_norm", "attention_post_norm", "mlp_post_norm", "qk_norm", "q_norm", "k_norm")
-# Standard deviation of random weights, with which a forward pass stays finite.
+# Random weights have this standard deviation, with which a forward pass stays finite.
 DUMMY_SPREAD = 0.02
-# A layer's inner values that a rank has, where they are not in order: int32.
-INNER_VALUES = "mlp.inner_values"
+# The tensor of this name has the inner values of a layer that a rank computes, where they are not in order: int32.
+INNER_VALUES = "inner_values"
 
 
 @dataclass(frozen=True, slots=True)
 class WeightPlace:
-    """A tensor's shape, type and offset in bytes from the beginning of the memory."""
+    """Describes a tensor's shape, type and offset in bytes from the beginning of the memory."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -65,10 +65,10 @@ class WeightPlace:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """The ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
+    """Holds the ``places`` of a model's tensors by name, and ``nbytes``, the size of all of them.
 
-    ``kinds`` has the matrices in few bits by name, whose tensors are NAME.words, NAME.scales...; ``plain`` ones are the
-    tensor NAME.weight, or NAME for experts and the head.
+    ``kinds`` has the matrices in few bits by name, whose tensors are NAME.words, NAME.scales...; ``plain`` matrices are
+    the tensor NAME.weight, or NAME for experts and the head.
     """
 
     places: dict[str, WeightPlace]
@@ -76,19 +76,21 @@ class WeightPlan:
     kinds: dict[str, PackedKind] = field(default_factory=dict)
 
     def digest(self) -> str:
-        """Returns the hexadecimal SHA-256 of names, shapes, types, offsets and kinds."""
+        """Returns the hexadecimal SHA-256 of all tensors' names, shapes, types, offsets and kinds."""
         described = [[name, list(place.shape), str(place.dtype), place.offset] for name, place in self.places.items()]
         kinds = [[name, *astuple(kind)] for name, kind in self.kinds.items()]
         return hashlib.sha256(json.dumps([described, kinds]).encode()).hexdigest()
 
 
 class GpuWeights(dict[str, torch.Tensor]):
-    """Views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.mlp.down.bias``, ``final_norm``..."""
+    """Holds views of one piece of memory, by name: ``layers.3.qkv.weight``, ``layers.3.down.bias``,
+    ``final_norm``..."""
 
     def __init__(self, config: ModelConfig, plan: WeightPlan, memory: torch.Tensor, dtype: torch.dtype) -> None:
-        """``config``: of the whole model. ``memory``: uint8, at least ``plan.nbytes`` long; it is borrowed."""
+        """Takes ``config`` of the whole model, and ``memory``, uint8, at least ``plan.nbytes`` long, which is
+        borrowed."""
         self.config, self.plan = config, plan
-        # Releases the memory; to be called when no step can run any more.
+        # This function releases the memory; it is called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
         for name, place in plan.places.items():
@@ -105,14 +107,19 @@ class GpuWeights(dict[str, torch.Tensor]):
 
     @property
     def head(self) -> torch.Tensor | PackedMatrix:
-        """The output projection [vocab, hidden]: the embedding if the model ties the two."""
+        """Gives the output projection [vocab, hidden]: the embedding if the model ties the two."""
         head = self.matrix("lm_head")
         return self["embedding"] if head is None else head
 
     @property
     def norm_is_wide(self) -> bool:
-        """Whether the model's norms round after their weight is applied (engine.models.layers.rms_norm_wide)."""
+        """Says whether the model's norms round after their weight is applied (engine.models.layers.rms_norm_wide)."""
         return self.config.norm != "plain"
+
+    @property
+    def norm_is_centered(self) -> bool:
+        """Says whether the model's norms are LayerNorms."""
+        return self.config.norm.startswith("layer")
 
     def fill(self, tensors: Iterable[tuple[str, torch.Tensor]], progress: Progress) -> None:
         """Copies all tensors into the memory. Raises ConfigError for tensors that are missing or misshapen."""
@@ -127,7 +134,7 @@ class GpuWeights(dict[str, torch.Tensor]):
     def fill_dummy(self) -> None:
         """Fills in random numbers for measurements, with a spread that keeps activations finite.
 
-        What all ranks have whole, such as routers, has the same numbers in all of them.
+        Tensors that all ranks have whole, such as routers, have the same numbers in all of them.
         """
         device = next(iter(self.values())).device
         generator = torch.Generator(device)
@@ -141,9 +148,9 @@ class GpuWeights(dict[str, torch.Tensor]):
 
 
 class GpuPackedFile(PackedFile):
-    """The tensors of a checkpoint with matrices in few bits, packed for the GPU, and their plan."""
+    """Holds the tensors of a checkpoint with matrices in few bits, packed for the GPU, and their plan."""
 
-    # A worker that finds the region filled needs the header alone.
+    # The file is not read ahead, because a worker that finds the region filled needs only the header.
     read_ahead = False
 
     def __init__(self, path: Path) -> None:
@@ -161,7 +168,8 @@ class GpuPackedFile(PackedFile):
 
 
 class _ShapesOnly:
-    """A checkpoint whose tensors have shapes and types and no values: the loader's input when memory is planned."""
+    """Represents a checkpoint whose tensors have shapes and types but no values: the loader's input when memory is
+    planned."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._spellings = {key: spellings[0] for key, spellings in decoder_tensors(config).items()}
@@ -170,7 +178,7 @@ class _ShapesOnly:
         return key in self._spellings
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Makes a tensor without memory."""
+        """Makes the tensor ``key`` of the checkpoint, with a shape and a type but without values."""
         shapes = [tensor.shape for tensor in self._spellings[key]]
         return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
 
@@ -178,10 +186,10 @@ class _ShapesOnly:
         return self.take(key, dtype)
 
 
-def plan_weights(config: ModelConfig, dtype: torch.dtype, split: RankSplit, *, separate_head: bool) -> WeightPlan:
-    """Plans the memory of a plain model. ``separate_head``: whether the output projection is not the embedding."""
+def plan_weights(config: ModelConfig, dtype: torch.dtype, shard: ModelShard, *, separate_head: bool) -> WeightPlan:
+    """Plans the memory of a plain model. ``separate_head`` says that the output projection is not the embedding."""
     config = replace(config, tie_word_embeddings=not separate_head)
-    named = _named_tensors(_ShapesOnly(config), config, dtype, split)
+    named = _named_tensors(_ShapesOnly(config), config, dtype, shard)
     return _planned(((name, tensor) for name, tensor in named if isinstance(tensor, torch.Tensor)), {})
 
 
@@ -194,18 +202,18 @@ def _planned(tensors: Iterable[tuple[str, torch.Tensor]], kinds: dict[str, Packe
     return WeightPlan(places, end, kinds)
 
 
-def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype, split: RankSplit) -> WeightPlan:
+def plan_folder(folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard) -> WeightPlan:
     """Plans a plain checkpoint's memory. Raises ConfigError if the checkpoint does not fit the config."""
     with open_checkpoint(folder, config) as checkpoint:
         separate = checkpoint.has("lm_head")
         if separate and config.tie_word_embeddings:
             embedding = checkpoint.take("embedding", dtype)
             separate = load_head(checkpoint, config, dtype, embedding) is not embedding
-    return plan_weights(config, dtype, split, separate_head=separate)
+    return plan_weights(config, dtype, shard, separate_head=separate)
 
 
 def pack_folder(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, split: RankSplit, fingerprint: str, progress: Progress
+    folder: Path, config: ModelConfig, dtype: torch.dtype, shard: ModelShard, fingerprint: str, progress: Progress
 ) -> GpuPackedFile:
     """Maps the packed file of a checkpoint with matrices in few bits, packed here the first time. Raises ConfigError
     for a checkpoint that does not fit."""
@@ -213,7 +221,7 @@ def pack_folder(
     def write(writer: PackedWriter) -> None:
         progress("packing weights for the GPU")
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-            for name, value in _named_tensors(checkpoint, config, dtype, split):
+            for name, value in _named_tensors(checkpoint, config, dtype, shard):
                 if isinstance(value, torch.Tensor):
                     writer.tensor(name, value)
                     continue
@@ -225,71 +233,77 @@ def pack_folder(
                     writer.number(f"{name}.{key}", number)
 
     cache = ModelCache()
-    share = "" if split.whole else f"_rank{split.rank}of{split.size}"
+    share = "" if shard.whole else f"_rank{shard.name}"
     path = cache.packed_weights(fingerprint, f"gpu_{str(dtype).removeprefix('torch.')}{share}")
     return packed_once(path, GpuPackedFile, write, cache, progress)
 
 
-def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, split: RankSplit) -> str:
-    """Returns the hexadecimal key of a region with these weights: workers with equal keys share the region."""
-    layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()} {split.rank} {split.size}"
+def weights_key(fingerprint: str, dtype: str, plan: WeightPlan, shard: ModelShard) -> str:
+    """Returns the hexadecimal key of the memory region that holds these weights: workers with equal keys share the
+    region."""
+    layout = f"pillion weights {PACKING_VERSION} {fingerprint} {dtype} {plan.digest()} {shard.rank} {shard.size}"
     return hashlib.sha256(layout.encode()).hexdigest()
 
 
 def _named_tensors(
-    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, split: RankSplit
+    checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, shard: ModelShard
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
-    """Yields names and weights layer by layer, so that little memory is held at a time."""
-    tokens = split.vocabulary(config.vocab_size)
+    """Yields names and weights layer by layer, so that only one layer is in memory at a time."""
+    tokens = shard.vocabulary(config.vocab_size)
     mine = slice(tokens.start, tokens.stop)
     embedding = checkpoint.take("embedding", dtype)
     yield "embedding", embedding[mine]
     head = load_head(checkpoint, config, dtype, embedding)
-    for index in range(config.num_layers):
+    for index, operations in enumerate(layers_of(config)):
         layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
-        for name, tensor in _layer_tensors(layer, config, dtype, split):
+        for name, tensor in _layer_tensors(operations, layer, dtype, shard):
             yield f"layers.{index}.{name}", tensor
-    yield "final_norm", load_final_norm(checkpoint, config, dtype).weight
+    yield from _norm_tensors("final_norm", load_final_norm(checkpoint, config, dtype))
     if head is not embedding:
         yield "lm_head", _stored(select_rows(head, mine), dtype)
 
 
 def _layer_tensors(
-    layer: LayerWeights, config: ModelConfig, dtype: torch.dtype, split: RankSplit
+    operations: Layer, whole: LayerWeights, dtype: torch.dtype, shard: ModelShard
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
-    if not split.whole and isinstance(layer.mlp, GatedMLP) and _in_own_order(layer.mlp.down.weight):
-        yield INNER_VALUES, inner_values(layer.mlp, split).int()
-    layer = split_layer(layer, config, split)
-    for name in _NORMS:
-        norm: RmsNorm | None = getattr(layer, name)
-        if norm is not None:
-            yield name, norm.weight
-    linears: list[tuple[str, Linear]] = [("qkv", layer.qkv), ("o", layer.o)]
-    if isinstance(layer.mlp, MoeWeights):
-        yield "router", layer.mlp.router
-        yield "experts.gate_up", _stacked([expert.gate_up.weight for expert in layer.mlp.experts], dtype)
-        yield "experts.down", _stacked([expert.down.weight for expert in layer.mlp.experts], dtype)
-    else:
-        linears += [("mlp.gate_up", layer.mlp.gate_up), ("mlp.down", layer.mlp.down)]
-    for name, linear in linears:
-        weight = _stored(linear.weight, dtype)
-        yield (f"{name}.weight" if isinstance(weight, torch.Tensor) else name), weight
-        if linear.bias is not None:
-            yield f"{name}.bias", linear.bias
+    for operation in operations:
+        if not shard.whole and isinstance(operation, Mlp):
+            down = whole.linear(operation.down).weight
+            if isinstance(down, QuantizedMatrix) and down.order is not None:
+                mine = shard.inner(len(down.order))
+                yield INNER_VALUES, down.order[mine.start : mine.stop].int()
+    weights = shard.cut(whole, operations)
+    for tensor in tensors_of(operations):
+        name = tensor.name
+        match tensor.role:
+            case Role.NORM | Role.HEAD_NORM:
+                yield from _norm_tensors(name, weights.norm(tensor))
+            case Role.EXACT_MATRIX | Role.VECTOR | Role.EXACT_VECTOR:
+                yield name, weights.tensor(tensor)
+            case Role.MATRIX if tensor.experts:
+                yield name, _stacked([each.weight for each in weights.experts(tensor)], dtype)
+            case Role.MATRIX:
+                linear = weights.linear(tensor)
+                matrix = _stored(linear.weight, dtype)
+                yield (f"{name}.weight" if isinstance(matrix, torch.Tensor) else name), matrix
+                if linear.bias is not None:
+                    yield f"{name}.bias", linear.bias
 
 
-def _in_own_order(matrix: Matrix) -> bool:
-    """Whether the columns of a matrix are not in the order of the inputs."""
-    return isinstance(matrix, QuantizedMatrix) and matrix.order is not None
+def _norm_tensors(name: str, norm: RmsNorm | LayerNorm) -> Iterator[tuple[str, torch.Tensor]]:
+    yield name, norm.weight
+    if isinstance(norm, LayerNorm) and norm.bias is not None:
+        yield f"{name}.bias", norm.bias
 
 
 def _stored(matrix: Matrix, dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """A matrix as it is kept: in few bits where kernels multiply by it, else in floating point."""
+    """Returns a matrix as it is kept: in few bits where kernels can multiply by such a matrix, else in floating
+    point."""
     return pack(matrix) if isinstance(matrix, QuantizedMatrix) and can_pack(matrix) else plain(matrix, dtype)
 
 
 def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | PackedMatrix:
-    """The matrices of all experts: in few bits where all of them are of one kind."""
+    """Returns the matrices of all experts: in few bits where all of them are of one kind."""
     found = [_stored(matrix, dtype) for matrix in matrices]
     packed = [each for each in found if isinstance(each, PackedMatrix)]
     if len(packed) < len(found) or len({(each.kind, *each.parts) for each in packed}) > 1:
@@ -300,7 +314,7 @@ def _stacked(matrices: list[Matrix], dtype: torch.dtype) -> torch.Tensor | Packe
 
 @dataclass(frozen=True, slots=True)
 class WeightMemory:
-    """Memory for weights, uint8 of at least the requested size.
+    """Represents memory for weights, uint8 of at least the requested size.
 
     Attributes:
         must_fill: whether this worker must copy the weights in.
@@ -314,7 +328,7 @@ class WeightMemory:
     close: Callable[[], None] = lambda: None
 
 
-# Gets memory by the weights' key and their size in bytes.
+# Such a function gets memory by the weights' key and their size in bytes.
 GetMemory = Callable[[str, int], WeightMemory]
 
 
@@ -324,7 +338,7 @@ def load_gpu_weights(
     *,
     fingerprint: str,
     dtype: str,
-    split: RankSplit,
+    shard: ModelShard,
     memory: GetMemory,
     dummy: bool = False,
     progress: Progress = lambda line: None,
@@ -334,13 +348,13 @@ def load_gpu_weights(
     kind = DTYPES[dtype]
     packed = None
     if dummy:
-        plan = plan_weights(config, kind, split, separate_head=not config.tie_word_embeddings)
+        plan = plan_weights(config, kind, shard, separate_head=not config.tie_word_embeddings)
     elif config.quantization:
-        packed = pack_folder(folder, config, kind, split, fingerprint, progress)
+        packed = pack_folder(folder, config, kind, shard, fingerprint, progress)
         plan = packed.plan
     else:
-        plan = plan_folder(folder, config, kind, split)
-    given = memory(weights_key(fingerprint, dtype, plan, split), plan.nbytes)
+        plan = plan_folder(folder, config, kind, shard)
+    given = memory(weights_key(fingerprint, dtype, plan, shard), plan.nbytes)
     weights = GpuWeights(config, plan, given.memory, kind)
     weights.close = given.close
     if given.must_fill:
@@ -350,7 +364,7 @@ def load_gpu_weights(
             weights.fill(packed.tensors.items(), progress)
         else:
             with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-                named = _named_tensors(checkpoint, config, kind, split)
+                named = _named_tensors(checkpoint, config, kind, shard)
                 weights.fill(((name, each) for name, each in named if isinstance(each, torch.Tensor)), progress)
         if given.memory.is_cuda:
             # Another process may read the weights as soon as they are reported as filled.

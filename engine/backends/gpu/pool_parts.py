@@ -1,12 +1,13 @@
-"""Where a process's KV heads lie in a pool, and how it writes and attends them there.
+"""Says where a process's KV heads lie in a pool, and how it writes and attends them there.
 
     a pool in one piece              one part: all heads of the process, in place
     a pool of a shard on each GPU    its own shard has all heads of a rank, where there are as many ranks as shards: one
                                      part, too. Workers of other sizes have a part in each shard that has one of their
                                      heads; the memory of other GPUs is reached over their link, by peer access.
 
-A part of all heads works on the projections themselves. Of several, each has its columns gathered into a buffer of its
-own, is written and attended there as if it were all, and puts what it found into its columns of the result.
+A part of all heads works on the projections themselves. Where there are several parts, each has its columns gathered
+into a buffer of its own, is written and attended there as if the pool had no other heads, and puts its results into its
+columns of the output.
 """
 
 from __future__ import annotations
@@ -18,21 +19,21 @@ import torch
 
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rank_split import RankSplit
+from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 
 
 @dataclass(frozen=True, slots=True)
 class PoolPart:
-    """Some KV heads of a process in one shard of a pool; a pool in one piece has one shard.
+    """Describes some KV heads of a process in one shard of a pool; a pool in one piece has one shard.
 
     Attributes:
         shard: the shard's number.
-        shard_heads: the model's KV heads that it has.
-        heads: those of them that the process writes.
+        shard_heads: the model's KV heads that the shard has.
+        heads: those of the shard's heads that the process writes.
         attended: whether it reads them here; heads that several shards have are read in the first one.
-        copied: whether it copies whole slots here. Of the processes that use a shard, the first one does.
+        copied: whether the process copies whole slots here. Of the processes that use a shard, the first one does.
     """
 
     shard: int
@@ -42,35 +43,36 @@ class PoolPart:
     copied: bool = True
 
 
-def parts_of(config: ModelConfig, split: RankSplit, shares: Sequence[range]) -> list[PoolPart]:
-    """The parts of a rank in a pool whose shards have the KV heads ``shares``. ``config``: of the whole model."""
-    parts, read = [], split.kv_heads.start
-    for shard in _used(split, shares):
+def parts_of(config: ModelConfig, own: ModelShard, shares: Sequence[range]) -> list[PoolPart]:
+    """Returns the parts of a rank in a pool whose shards have the KV heads ``shares``. ``config`` is that of the whole
+    model."""
+    parts, read = [], own.kv_heads.start
+    for shard in _used(own, shares):
         share = shares[shard]
-        heads = range(max(share.start, split.kv_heads.start), min(share.stop, split.kv_heads.stop))
-        others = (RankSplit.of(config, rank, split.size) for rank in range(split.rank))
-        copied = not any(shard in _used(other, shares) for other in others)
+        heads = range(max(share.start, own.kv_heads.start), min(share.stop, own.kv_heads.stop))
+        copied = not any(shard in _used(other, shares) for other in own.lower(config))
         parts.append(PoolPart(shard, share, heads, attended=heads.stop > read, copied=copied))
         read = max(read, heads.stop)
     return parts
 
 
-def _used(split: RankSplit, shares: Sequence[range]) -> list[int]:
-    """The shards that a rank writes to: its own, or all that have one of its heads."""
-    if len(shares) == split.size:
-        return [split.rank]
-    mine = split.kv_heads
+def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
+    """Returns the shards that a rank writes to: its own, or all that hold one of its heads."""
+    if len(shares) == own.size:
+        return [own.rank]
+    mine = own.kv_heads
     return [shard for shard, share in enumerate(shares) if share.start < mine.stop and mine.start < share.stop]
 
 
 def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
-    """The layout of a slot in the shard of a part."""
+    """Returns the layout of a slot in the shard of a part."""
     return replace(layout, num_kv_heads=len(part.shard_heads))
 
 
 class PartRows:
-    """One part's queries, keys and values in a step, and attention over them. ``pool`` is the shard, ``attention`` what
-    reads it, None where it is only written; ``attention_words`` is the length of the attention's record."""
+    """Holds one part's queries, keys and values in a step, and attention over them. ``pool`` is the shard,
+    ``attention`` computes attention over it, and is None where the shard is only written; ``attention_words`` is the
+    length of the attention's record."""
 
     def __init__(
         self,
@@ -82,22 +84,22 @@ class PartRows:
         max_tokens: int,
         like: torch.Tensor,
     ) -> None:
-        """``config``: of the process's share of the model, whose KV heads ``mine`` are. ``like``: a tensor of the
-        device and type of projections."""
+        """Makes the rows of a part. ``config`` is that of the process's share of the model, whose KV heads are
+        ``mine``. ``like`` is a tensor of the device and type of projections."""
         self.part, self.pool, self.attention = part, pool, attention
         group, size = config.num_heads // config.num_kv_heads, config.head_dim
         self.heads, self._head_dim = len(part.heads) * group, size
-        # Queries are turned in place, which only one part may do.
+        # Queries may be rotated in place only where one part has all heads.
         self._whole = part.attended and part.heads == mine
         first, count, kv_heads = part.heads.start - mine.start, len(part.heads), config.num_kv_heads
-        # Heads of the process's projection that are the part's, and where their values lie.
-        spans = (
+        # For each of queries, keys and values these are the columns of the part's heads in the process's projection.
+        ranges = (
             (first * group, self.heads),
             (config.num_heads + first, count),
             (config.num_heads + kv_heads + first, count),
         )
-        self._columns = [slice(begin * size, (begin + many) * size) for begin, many in spans]
-        self._normed = torch.cat([torch.arange(begin, begin + many) for begin, many in spans[:2]])
+        self._columns = [slice(begin * size, (begin + many) * size) for begin, many in ranges]
+        self._normed = torch.cat([torch.arange(begin, begin + many) for begin, many in ranges[:2]])
         self._norms: dict[int, torch.Tensor] = {}
         rows = 0 if self._whole else max_tokens
         self._buffer = like.new_zeros(rows, (self.heads + 2 * count) * size)
@@ -116,7 +118,7 @@ class PartRows:
         rotary: Rotary | None,
     ) -> None:
         """Norms and rotates the part's queries, and writes its keys and values of layer ``index`` into the pool's
-        ``rows``. ``qkv``: the projections [T, ...] of all heads of the process."""
+        ``rows``. ``qkv`` has the projections [T, ...] of all heads of the process."""
         part = self.part
         mine = self._mine(qkv)
         if not self._whole:
@@ -138,7 +140,8 @@ class PartRows:
     def attend(
         self, index: int, qkv: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, window: int, chunks: bool
     ) -> None:
-        """Attends the queries that :meth:`write` rotated, into the part's columns of ``out`` [T, heads * head_dim]."""
+        """Computes the attention of the queries that :meth:`write` rotated, into the part's columns of ``out`` [T,
+        heads * head_dim]."""
         if self.attention is None:
             return
         tokens, width = len(qkv), self.heads * self._head_dim
@@ -152,7 +155,7 @@ class PartRows:
         return qkv if self._whole else self._buffer[: len(qkv)]
 
     def _norm_of(self, index: int, weight: torch.Tensor) -> torch.Tensor:
-        """The weights of the part's heads, selected once for each layer."""
+        """Returns a norm's weights for the part's heads, selected once for each layer."""
         if index not in self._norms:
             self._norms[index] = weight.index_select(0, self._normed.to(weight.device))
         return self._norms[index]

@@ -1,4 +1,4 @@
-"""Map of paged attention.
+"""Has the kernels of paged attention.
 
     kv_layout.py             the layout of K and V inside a block
     eight_bits.py            K and V in 8 bits: rounding rows, widening lines

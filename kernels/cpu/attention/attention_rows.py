@@ -1,9 +1,11 @@
-"""The micro-kernels of attention: a few query rows of one KV head against at most a partition of its tokens.
+"""Emits the micro-kernels of attention, which attend from a few query rows of one KV head to at most a partition of its
+tokens.
 
     scores    S[r, t] = query r . key t                               accumulators: rows x groups side by side
     weights   P[r, t] = 2**(S * factor - m[r]), 0 where hidden        m[r] the largest visible score, l[r] their sum
     weighted  A[r, c] = sum over t of P[r, t] * V[t, c]               accumulators: rows x columns
     fold      two partitions' (m, l, A) of a row become one
+    sink      a score without a value joins a row's l
 
 A *line* is 64 bytes of the pool: 16 pairs of bfloat16, 16 float32, or 16 times 4 codes of 8 bits
 (:mod:`pillion.kernels.cpu.attention.kv_layout`). The scales of codes stay out of the products: a score is multiplied by
@@ -26,25 +28,26 @@ from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, 
 from pillion.kernels.cpu.language.isa import LANES
 
 PARTITION_GROUPS = PARTITION_TOKENS // LANES
-# The score of a hidden token, and the lower bound of a row's maximum. The score is below the bound, so a row that sees
-# nothing of a partition has weights of exactly 0 there, and folding these changes nothing.
+# A hidden token has this score, which is below the lower bound of a row's maximum. So a row that sees nothing of a
+# partition has weights of exactly 0 there, and folding such a partition changes nothing.
 HIDDEN_SCORE = -1e30
 LEAST_MAXIMUM = -1e29
-# A row of scores, later of weights in their place. It has a spare line, so that rows do not share cache sets.
+# A row of scores takes this many bytes, and so do the weights that replace them. A spare line keeps rows from sharing
+# cache sets.
 SCORE_BYTES = PARTITION_TOKENS * 4 + VECTOR_BYTES
-# Groups that are read in turns, some lines of each: memory delivers several groups side by side faster than one after
-# the other. The groups behind them are prefetched into the second cache: the first one has too few places for lines on
-# their way.
+# This many groups are read in turns, some lines of each, because several groups are read faster side by side than one
+# after the other. The groups after them are prefetched into the second cache: the first one has too few places for
+# lines on their way.
 SIDE_GROUPS = 4
-# Tokens of a group's V, and lines of its K, in a turn.
+# In each turn, TURN_TOKENS tokens of V are read of a group, or TURN_LINES lines of K.
 TURN_TOKENS, TURN_LINES = 8, 8
-# How many entries behind the last group the list of groups is read, for prefetches and to fill up groups side by side.
+# The list of groups is read this many entries beyond its last group, for prefetches and to fill up groups side by side.
 TAIL_GROUPS = 2 * SIDE_GROUPS
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """The parameters that a model's attention kernels share.
+    """Holds the parameters that a model's attention kernels share.
 
     Attributes:
         head_dim: values of a head, a multiple of 16.
@@ -62,43 +65,45 @@ class AttentionShape:
 
     @property
     def name(self) -> str:
-        """A name with every parameter, for the names of kernels."""
+        """Returns a name with every parameter, for the names of kernels."""
         model = "bf16" if self.bf16 else "f32"
         return "_".join(filter(None, (f"{self.head_dim}x{self.group}_{self.block_size}_{model}", self.codes)))
 
     @property
     def kind(self) -> str:
-        """The type of keys and values."""
+        """Returns the type of keys and values."""
         return self.codes or ("bfloat16" if self.bf16 else "float32")
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of a value of queries and results."""
+        """Returns the number of bytes of a value of queries and results."""
         return 2 if self.bf16 else 4
 
     @property
     def lines_bytes(self) -> int:
-        """Bytes of 16 tokens' lines in K, and in V."""
+        """Returns how many bytes the lines of 16 tokens take in K, and as many in V."""
         return lines_bytes(self.head_dim, self.kind)
 
     @property
     def group_bytes(self) -> int:
-        """Bytes of 16 tokens in K, and in V: their lines, and their scales where they have any."""
+        """Returns how many bytes 16 tokens take in K, and as many in V: their lines, and their scales where they have
+        any."""
         return group_bytes(self.head_dim, self.kind)
 
     @property
     def piece_bytes(self) -> int:
-        """Bytes of a block's K, or V, of one KV head in one layer."""
+        """Returns the number of bytes of a block's K, or V, of one KV head in one layer."""
         return self.block_size // LANES * self.group_bytes
 
     @property
     def sum_bytes(self) -> int:
-        """Bytes of a row's (A, m, l): head_dim float32, then m in 16 lanes, then l in 16 lanes."""
+        """Returns the number of bytes of a row's (A, m, l): head_dim float32, then m in 16 lanes, then l in 16
+        lanes."""
         return 4 * self.head_dim + 2 * VECTOR_BYTES
 
 
 class PoolLines:
-    """The product of the pool's lines with rows in the scratch.
+    """Multiplies the pool's lines of keys and values by rows in the thread's scratch memory.
 
     Where the processor multiplies pairs, rows are kept in bfloat16; elsewhere keys and values are widened when they are
     loaded, and rows are kept in float32.
@@ -109,7 +114,7 @@ class PoolLines:
         self._shape = shape
         self.bf16_rows = shape.bf16 and k.isa.bf16_dot != ""
         self.scaled = shape.codes != ""
-        # How many bytes of a row belong to a line.
+        # One line of the pool is multiplied with this many bytes of a row.
         self.step_bytes = line_values(shape.kind) * (2 if self.bf16_rows else 4)
 
     def load(self, ptr: Ptr) -> tuple[Vec | Pairs, ...]:
@@ -124,7 +129,7 @@ class PoolLines:
 
     @property
     def factor(self) -> float:
-        """By what values must be multiplied beside their scales, a power of two."""
+        """Returns the number by which values must be multiplied beside their scales, a power of two."""
         return FLOAT_FACTORS[self._shape.codes] if self.scaled and not self.bf16_rows else 1.0
 
     def scales(self, group: Ptr) -> Vec:
@@ -136,7 +141,7 @@ class PoolLines:
     ) -> None:
         """Adds loaded lines times a step of each row to sums [rows][lines]; the rows' steps are ``stride`` bytes apart.
 
-        Parts of lines come one after the other, so that few of them are in registers at a time.
+        It treats parts of lines one after the other, so that few of them are in registers at a time.
         """
         k = self._k
         for part in range(self.step_bytes // 4):
@@ -155,7 +160,7 @@ class PoolLines:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """The groups of 16 tokens of a partition.
+    """Lists where the groups of 16 tokens of a partition lie.
 
     Attributes:
         pool: the layer's K of this KV head in slot 0.
@@ -171,13 +176,14 @@ class Groups:
     count: Int
 
     def at(self, index: Int) -> Ptr:
-        """The address of the group at ``places[index]``."""
+        """Returns the address of the group at ``places[index]``."""
         return self.pool + self.pool.k.load_int(self.places + index * 8)
 
 
 @dataclass(frozen=True, slots=True)
 class Visibility:
-    """The tokens that a row sees: positions first .. behind - 1. ``first`` is None where there is no window."""
+    """Says which tokens a query row may attend to: those at positions from ``first`` to ``behind`` - 1. ``first`` is
+    None where the layer has no sliding window."""
 
     first: Int | None
     behind: Int
@@ -185,14 +191,15 @@ class Visibility:
 
 @dataclass(frozen=True, slots=True)
 class RowTile:
-    """How many rows and sums stay in registers.
+    """Says how many rows are computed at a time, and how many of their sums stay in registers.
 
     Attributes:
         rows: the number of rows.
         side: groups whose scores are computed at a time: 1, 2 or 4.
         columns: vectors of V's columns that are summed at a time, a divisor of a head's vectors.
-        in_turns: whether sums that do not stay in registers go to the first cache after each turn. That is faster where
-            memory is the limit, and slower where rows are so many that the products are.
+        in_turns: whether groups are read in turns, some lines of each, which moves the sums out of the registers after
+            each turn. This is faster where a step waits for memory, and slower where rows are so many that it waits for
+            the products.
     """
 
     rows: int
@@ -202,7 +209,7 @@ class RowTile:
 
 
 class _Sums:
-    """Sums in registers: ``columns`` vectors, side by side in memory, of each of ``rows`` rows."""
+    """Holds sums in registers: ``columns`` vectors, side by side in memory, of each of ``rows`` rows."""
 
     def __init__(self, k: Kernel, rows: int, columns: int, row_bytes: int) -> None:
         self._k, self._row_bytes = k, row_bytes
@@ -238,9 +245,9 @@ class _Sums:
 def emit_scores(
     lines: PoolLines, shape: AttentionShape, groups: Groups, queries: Ptr, scores: Ptr, tile: RowTile
 ) -> None:
-    """Scores of the tile's queries [rows, head_dim] for all groups.
+    """Emits code that computes the scores of the tile's queries [rows, head_dim] for all groups.
 
-    Scores behind the last group are computed too, and never read.
+    The code computes a few scores beyond the last group, too, which nothing reads.
     """
     k = groups.pool.k
     all_lines = shape.lines_bytes // VECTOR_BYTES
@@ -291,9 +298,10 @@ def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
 def emit_weights(
     lines: PoolLines, groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, total: Ptr
 ) -> None:
-    """Turns a row's scores into its weights, in the same place, and stores its m and l. ``factor`` None means 1.
+    """Turns a row's scores into its weights, in the same place, and stores its maximum m and sum l. Without a
+    ``factor`` the scores are taken as they are.
 
-    Weights of codes are multiplied by the scales of V.
+    Where V is stored as codes of 8 bits, the weights are multiplied by the scales of V.
     """
     k = scores.k
     best = _emit_masked_maximum(groups, visibility, scores)
@@ -315,7 +323,8 @@ def emit_weights(
 
 
 def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) -> KernelVariable:
-    """The maximum of each lane. Scores of hidden tokens become HIDDEN_SCORE; only groups at an edge are masked."""
+    """Returns the maximum of each lane. It sets scores of hidden tokens to HIDDEN_SCORE; only groups at an edge are
+    masked."""
     k = scores.k
     best = k.variable(k.vector(HIDDEN_SCORE))
     whole_end = k.least(k.most(visibility.behind - groups.first, 0) // LANES, groups.count)
@@ -344,7 +353,7 @@ def _emit_masked_maximum(groups: Groups, visibility: Visibility, scores: Ptr) ->
 def emit_weighted(
     lines: PoolLines, shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, tile: RowTile
 ) -> None:
-    """Stores A of the tile's rows of weights into rows of ``sum_bytes``."""
+    """Stores A, the weighted sums of V, for the tile's rows of weights, in rows of ``sum_bytes``."""
     k = groups.pool.k
     row_bytes, column_bytes = shape.head_dim // LANES * VECTOR_BYTES, tile.columns * VECTOR_BYTES
     steps = shape.lines_bytes // row_bytes
@@ -354,7 +363,7 @@ def emit_weighted(
     lowest = k.int(0) - groups.first // LANES % SIDE_GROUPS
 
     def add(first: Int, left: Int) -> None:
-        """Adds those of SIDE_GROUPS groups that the list has, to the columns from ``left`` bytes on."""
+        """Adds the weighted values of up to SIDE_GROUPS groups of the list to the columns from ``left`` bytes on."""
         behind = k.least(first + SIDE_GROUPS, groups.count)
         with k.range(steps, step=turn) as begin, k.range(behind, k.most(first, 0)) as group:
             place, at = groups.count + group, begin * row_bytes + left
@@ -399,9 +408,21 @@ def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
         fold(at)
 
 
+def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
+    """Folds a score that has no value into the (A, m, l) at ``sums``: only l grows, relative to A."""
+    k = sums.k
+    at_maximum, at_total = 4 * shape.head_dim, 4 * shape.head_dim + VECTOR_BYTES
+    score, left = sink * LOG2E, k.load(sums + at_maximum)
+    maximum = k.larger(left, score)
+    share = k.exp2(left - maximum)
+    k.store(sums + at_total, k.fma(k.load(sums + at_total), share, k.exp2(score - maximum)))
+    with k.range(4 * shape.head_dim, step=VECTOR_BYTES) as at:
+        k.store(sums + at, k.load(sums + at) * share)
+
+
 def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
-    """Stores A / l in the model's type. A lacks the factor of widened values: with it, small weights would have lost
-    bits."""
+    """Stores A / l, a row's attention, in the model's type. Widened values still lack a constant factor, which is
+    multiplied here: applied earlier, it would have cost small weights some bits."""
     k = sums.k
     share = k.vector(PoolLines(k, shape).factor) / k.load(sums + (4 * shape.head_dim + VECTOR_BYTES))
     with k.range(shape.head_dim // LANES) as column:

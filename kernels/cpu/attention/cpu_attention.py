@@ -1,4 +1,4 @@
-"""Paged attention straight over the block-major pool: decode, chunks over any prefix, and both in one call.
+"""Computes attention directly over the block-major pool: decodes, chunks over any prefix, and both in one call.
 
     queries    [kv_heads][rows][head_dim]    row = token * group + head in the group; heads ``head_stride`` apart
     attended   [tokens][heads][head_dim]     tokens ``out_stride`` apart; head = KV head * group + head in the group
@@ -30,6 +30,7 @@ from pillion.kernels.cpu.attention.attention_rows import (
     emit_fold,
     emit_result,
     emit_scores,
+    emit_sink,
     emit_softcap,
     emit_weighted,
     emit_weights,
@@ -40,18 +41,18 @@ from pillion.kernels.cpu.language.isa import LANES, Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# The most vectors of sums where lines are widened.
+# Where lines of the pool are widened to float32, at most this many vectors of sums stay in registers.
 CODE_SUMS = 16
 
 
 def row_counts(isa: Isa, group: int) -> tuple[int, int]:
-    """The most rows of an item with one token, and of an item with several tokens."""
+    """Returns two limits: how many rows an item of one token has at most, and how many an item of several tokens."""
     narrow = group if group <= isa.attention_sums else -(-group // -(-group // isa.attention_rows))
     return narrow, max(narrow, isa.attention_rows)
 
 
 class AttentionScratch:
-    """The layout of a thread's scratch for ``rows`` rows, in bytes from its start.
+    """Lays out a thread's scratch memory for ``rows`` rows, in bytes from its start.
 
     Attributes:
         places: places of groups, [2 * PARTITION_GROUPS + TAIL_GROUPS] int64, less than 1,024 bytes.
@@ -72,9 +73,8 @@ class AttentionScratch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionItem:
-    """An item or a merge in a kernel's code: the words of :mod:`pillion.kernels.cpu.attention.cpu_attention_plan`, in
-    their order.
-    """
+    """Represents an item or a merge in a kernel's code. Its fields are the words of
+    :mod:`pillion.kernels.cpu.attention.cpu_attention_plan`, in their order."""
 
     sequence: Int
     row: Int
@@ -90,11 +90,11 @@ class AttentionItem:
         return AttentionItem(*(k.load_int(item + 4 * word, 32) for word in range(len(fields(AttentionItem)))))
 
     def behind(self, group: int, row: Int) -> Int:
-        """The first position behind those that a row sees."""
+        """Returns the position after the last token that a row may attend to."""
         return (self.row + row) // group + self.shift + 1
 
     def begin(self, k: Kernel, group: int, window: Int | None) -> Int:
-        """The first partition of which any of the rows sees a token."""
+        """Returns the first partition with a token that any of the rows may attend to."""
         if window is None:
             return self.first
         lowest = k.most(self.behind(group, k.int(0)) - window, 0)
@@ -103,7 +103,7 @@ class AttentionItem:
 
 @contextmanager
 def each_attention_item(call: KernelCall, kind: str) -> Iterator[tuple[Int, AttentionItem]]:
-    """The pairs (KV head, item) that a thread draws of the step's ``kind``, "items" or "merges".
+    """Yields the pairs (KV head, item) that a thread draws of the step's ``kind``, "items" or "merges".
 
     All items of a KV head come before those of the next head, so that chunks of a prompt find its keys in the cache.
     """
@@ -114,7 +114,9 @@ def each_attention_item(call: KernelCall, kind: str) -> Iterator[tuple[Int, Atte
 
 @dataclass(frozen=True, slots=True)
 class Attention(KernelSpec):
-    """Attends all items of the step. ``softcap`` and ``window``: whether the layer has one; else the field is unused.
+    """Computes the attention of all items of the step. ``softcap`` and ``window`` say whether the layer has one; where
+    it has none, the field of the record is unused. ``sinks`` says whether it has a score for each head, float32
+    [heads], that a row's softmax counts and that has no value.
 
     The scale must be positive, and the items those of
     :class:`pillion.kernels.cpu.attention.cpu_attention_plan.CpuAttentionPlanner`.
@@ -122,9 +124,10 @@ class Attention(KernelSpec):
 
     layout = RecordLayout(
         "attention",
-        pointers=("queries", "out", "partials"),
-        # kv_heads and window are counts, the others bytes: head_stride of queries, out_stride of a token's results,
-        # partial_stride of a KV head's partials, layer_offset from a slot to the layer's K, value_offset from K to V.
+        pointers=("queries", "out", "partials", "sinks"),
+        # The fields kv_heads and window are counts; the others are distances in bytes: head_stride of queries,
+        # out_stride of a token's results, partial_stride of a KV head's partials, layer_offset from a slot to the
+        # layer's K, value_offset from K to V.
         numbers=(
             "head_stride", "out_stride", "partial_stride", "layer_offset", "slot_bytes", "piece_bytes", "value_offset",
             "kv_heads", "window",
@@ -135,6 +138,7 @@ class Attention(KernelSpec):
     shape: AttentionShape
     softcap: bool = False
     window: bool = False
+    sinks: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k = call.k
@@ -149,8 +153,7 @@ class Attention(KernelSpec):
 
 class _ItemPass:
     """Emits the attention of one item with the rows of ``tile``. Where an item has fewer, its last row is computed
-    again and not stored.
-    """
+    again and not stored."""
 
     def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, tile: RowTile) -> None:
         self._spec, self._shape, self._call, self._k = spec, spec.shape, call, call.k
@@ -167,7 +170,8 @@ class _ItemPass:
         is_cut = item.partial >= 0
         sums, fresh = (self._call.scratch + place for place in (scratch.sums, scratch.fresh))
         with k.range(item.last, begin) as partition:
-            # The first partition's sums need no fold, and the merge folds those of an item that was cut.
+            # The sums of the first partition need no folding, and those of an item that was cut are folded by the
+            # merge.
             apart = k.select(is_cut | partition.equals(begin), k.int(0), k.int(scratch.fresh - scratch.sums))
             self._emit_partition(partition, sums + apart)
             with k.when(apart > 0), k.range(item.rows) as row:
@@ -177,8 +181,7 @@ class _ItemPass:
                 partials = self._call.args.pointer("partials") + self._head * self._call.args.number("partial_stride")
                 k.copy(sums, partials + place * shape.sum_bytes, item.rows * shape.sum_bytes)
         with k.when(item.partial < 0), k.range(item.rows) as row:
-            out = _result(self._call, shape, self._head, item.row + row)
-            emit_result(shape, sums + row * shape.sum_bytes, out)
+            _emit_result(self._call, shape, self._head, item.row + row, sums + row * shape.sum_bytes, self._spec.sinks)
 
     def _emit_queries(self) -> None:
         """Copies the queries into the scratch, in the type that lines are multiplied with."""
@@ -225,16 +228,18 @@ class _ItemPass:
 
 @dataclass(frozen=True, slots=True)
 class AttentionMerge(KernelSpec):
-    """Folds the partials of items that were cut, and stores their rows' results."""
+    """Merges the partial results of query rows whose context was divided over several work items, and stores the rows'
+    final results."""
 
     layout = RecordLayout(
         "attention_merge",
-        pointers=("out", "partials"),
+        pointers=("out", "partials", "sinks"),
         numbers=("out_stride", "partial_stride", "kv_heads", "window"),
     )
 
     shape: AttentionShape
     window: bool = False
+    sinks: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k, shape = call.k, self.shape
@@ -251,12 +256,12 @@ class AttentionMerge(KernelSpec):
                 k.copy(partial(begin), call.scratch, shape.sum_bytes)
                 with k.range(item.last, begin + 1) as partition:
                     emit_fold(shape, call.scratch, partial(partition))
-                emit_result(shape, call.scratch, _result(call, shape, head, item.row + row))
+                _emit_result(call, shape, head, item.row + row, call.scratch, self.sinks)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupRange:
-    """The groups begin .. end - 1 of a sequence that has ``last`` groups."""
+    """Names the groups begin .. end - 1 of a sequence that has ``last`` groups."""
 
     begin: Int
     end: Int
@@ -289,9 +294,8 @@ def emit_groups(
 
 
 def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
-    """The tile of ``rows`` rows: enough sums in flight to hide the latency of a product, few enough for registers that
-    also hold tables and lines of codes where there are any.
-    """
+    """Returns the tile of ``rows`` rows. It has enough sums in flight to hide the latency of a product, and few enough
+    to leave registers for tables and lines of codes where there are any."""
     sums = min(isa.attention_sums, CODE_SUMS) if shape.codes else isa.attention_sums
     most = max(1, sums // rows)
     side = 1 << (min(isa.decode_blocks, SIDE_GROUPS, most).bit_length() - 1)
@@ -300,12 +304,12 @@ def row_tile(isa: Isa, shape: AttentionShape, rows: int) -> RowTile:
     return RowTile(rows, side, columns, in_turns=rows <= row_counts(isa, shape.group)[0])
 
 
-def _result(call: KernelCall, shape: AttentionShape, head: Int, row: Int) -> Ptr:
-    """The address of a row's result."""
+def _emit_result(call: KernelCall, shape: AttentionShape, head: Int, row: Int, sums: Ptr, sinks: bool) -> None:
+    """Stores the result of a row whose partitions have been folded into ``sums``, with its head's sink where there is
+    one."""
     token = row // shape.group
     place = head * shape.group + row % shape.group
-    return (
-        call.args.pointer("out")
-        + token * call.args.number("out_stride")
-        + place * (shape.head_dim * shape.element_bytes)
-    )
+    if sinks:
+        emit_sink(shape, sums, call.k.broadcast(call.args.pointer("sinks") + place * 4))
+    out = call.args.pointer("out") + token * call.args.number("out_stride")
+    emit_result(shape, sums, out + place * (shape.head_dim * shape.element_bytes))

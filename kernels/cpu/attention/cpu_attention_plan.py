@@ -1,4 +1,4 @@
-"""The plan of a step's attention: which query rows meet which part of their context in one item of work.
+"""Plans a step's attention: which query rows are multiplied with which part of their context in one item of work.
 
 A step is planned once, for all layers. A query row is one head's query of one token. The rows of a KV head are numbered
 token * group + head in the group, so the rows of a sequence are consecutive and share its keys and values. An *item* is
@@ -21,19 +21,20 @@ from pillion.kernels.torch.reference import Int32, RaggedBatch
 
 Int64 = npt.NDArray[np.int64]
 
-# Tokens of a partition, which begins at a multiple of it in the sequence. A softmax runs over one partition.
+# A partition has this many tokens and begins at a multiple of that in the sequence. A softmax runs over one partition.
 PARTITION_TOKENS = 512
 # The work of one thread has at least this many items, where partitions are short enough.
 ITEMS_PER_THREAD = 8
-# Words of an item or a merge. SHIFT is a token's position minus its row in the batch; FIRST .. LAST - 1 are the
-# partitions; PARTIAL is the row of the partials for the first partition's results, or -1 where nothing is cut.
+# These are the numbers of the words of an item or a merge. SHIFT is a token's position minus its row in the batch;
+# FIRST .. LAST - 1 are the partitions; PARTIAL is the row of the partials for the first partition's results, or -1
+# where nothing is cut.
 SEQUENCE, ROW, ROWS, SHIFT, FIRST, LAST, PARTIAL = range(7)
 ITEM_WORDS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class CpuAttentionPlan:
-    """The plan of a step: items [N, ITEM_WORDS], the longest first, and merges [M, ITEM_WORDS]."""
+    """Holds the plan of a step: items [N, ITEM_WORDS], the longest first, and merges [M, ITEM_WORDS]."""
 
     items: Int32
     merges: Int32
@@ -45,14 +46,16 @@ class CpuAttentionPlanner:
     def __init__(
         self, group: int, row_counts: tuple[int, int], kv_heads: int, threads: int, partial_rows: int, window: int = 0
     ) -> None:
-        """Args:
-        group: query heads of a KV head.
-        row_counts: the most rows of an item with one token and with several tokens
-            (``pillion.kernels.cpu.attention.cpu_attention.row_counts``).
-        kv_heads: KV heads, each of which computes all items.
-        threads: threads of the pool that shares the items.
-        partial_rows: rows of the partials of a KV head; items whose partials do not fit stay uncut.
-        window: the longest sliding window of all layers; 0 if a layer has none.
+        """Makes a planner.
+
+        Args:
+            group: query heads of a KV head.
+            row_counts: how many rows an item of one token has at most, and how many an item of several tokens
+                (``pillion.kernels.cpu.attention.cpu_attention.row_counts``).
+            kv_heads: KV heads, each of which computes all items.
+            threads: threads of the pool that shares the items.
+            partial_rows: rows of the partials of a KV head; items whose partials do not fit stay uncut.
+            window: the longest sliding window of all layers; 0 if a layer has none.
         """
         self._group, self._kv_heads, self._threads = group, kv_heads, threads
         self._narrow, self._wide = row_counts
@@ -60,7 +63,8 @@ class CpuAttentionPlanner:
         self._window = window
 
     def plan(self, batch: RaggedBatch) -> CpuAttentionPlan:
-        """The plan for all rows of ``batch``. A sequence's positions must be consecutive, and no sequence empty."""
+        """Returns the plan for all rows of ``batch``. A sequence's positions must be consecutive, and no sequence
+        empty."""
         single = len(batch.positions) == len(batch.context_lens) and self._group <= self._narrow
         items, tokens = self._single_rows(batch) if single else self._rows(batch)
         most_tokens = int(tokens.sum()) * self._kv_heads // (self._threads * ITEMS_PER_THREAD)
@@ -72,7 +76,8 @@ class CpuAttentionPlanner:
         return CpuAttentionPlan(items[order], merges)
 
     def _single_rows(self, batch: RaggedBatch) -> tuple[Int32, Int64]:
-        """:meth:`_rows` for one token of each sequence, which is one item each."""
+        """Returns what :meth:`_rows` returns, for batches with one token of each sequence, which makes one item
+        each."""
         limits = batch.context_lens.astype(np.int64)
         each = np.arange(len(limits), dtype=np.int32)
         items = np.zeros((len(limits), ITEM_WORDS), np.int32)
@@ -87,7 +92,7 @@ class CpuAttentionPlanner:
         return items, limits - lowest
 
     def _rows(self, batch: RaggedBatch) -> tuple[Int32, Int64]:
-        """Uncut items, and the number of tokens that each of them meets."""
+        """Returns the items before they are cut, and the number of tokens in the context of each."""
         starts = batch.query_starts.astype(np.int64)
         begins, counts = starts[:-1], np.diff(starts)
         shifts = batch.context_lens - starts[1:]
@@ -132,7 +137,7 @@ class CpuAttentionPlanner:
         cut[:, FIRST] = begins
         cut[:, LAST] = np.minimum(begins + most_partitions, cut[:, LAST])
         cut[:, PARTIAL] += shifts * cut[:, ROWS]
-        # The last row's context ends somewhere in the last partition.
+        # The context of an item's last row may end before the end of its last partition.
         limits = (cut[:, ROW] + cut[:, ROWS] - 1) // self._group + cut[:, SHIFT] + 1
         lengths = np.minimum(cut[:, LAST] * PARTITION_TOKENS, limits) - begins * PARTITION_TOKENS
         whole = np.ones(len(items), bool)

@@ -1,4 +1,4 @@
-"""Keys and values in 8 bits: how kernels round rows of them, and how they widen lines of codes.
+"""Rounds rows of keys and values to 8 bits, and widens lines of their codes.
 
 A row is one token's key or value of one KV head, with a scale (:mod:`pillion.kernels.kv_codes`); a value is its code's
 times its row's scale. Codes are those of "fp8_e4m3" (4 bits of exponent, 3
@@ -18,16 +18,18 @@ from typing import Any
 import torch
 from llvmlite import ir
 
+from pillion.kernels.cpu.language.byte_codes import FP8_SHRINK, LINE_BYTES, fp8_floats, looked_up
 from pillion.kernels.cpu.language.emit import I8, I32, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
 from pillion.kernels.cpu.language.isa import LANES
-from pillion.kernels.cpu.products.codes import FP8_SHRINK, LINE_BYTES, fp8_floats, looked_up
 from pillion.kernels.kv_codes import MAX_CODES, MIN_SCALE
 
-# By what widened values must be multiplied where codes become float32: those of int8 are the upper bytes of integers.
+# Widened values must be multiplied by these factors where codes become float32, because codes of int8 are the upper
+# bytes of integers there.
 FLOAT_FACTORS = {"fp8_e4m3": FP8_SHRINK, "int8": 2.0**-24}
 
 _SMALLEST_NORMAL = 2.0**-6
-# Added to a value below the smallest normal one, this leaves multiples of 2**-9 in the low bits of its mantissa.
+# A value that is too small to be a normal fp8 number is rounded by adding this number to it: the low bits of the sum's
+# mantissa then count multiples of 2**-9.
 _SUBNORMAL_SHIFT = 2.0**14
 _CODES = ir.VectorType(I8, LANES)
 _LINE = ir.VectorType(I8, LINE_BYTES)
@@ -35,9 +37,9 @@ _LINE_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
 
 
 def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
-    """The scale of a row, in all lanes."""
+    """Returns the scale of a row, in all lanes."""
     b = k.builder
-    # The bits are compared as integers, of which those of a NaN are larger than those of any number.
+    # The bits are compared as integers: those of a NaN are larger than those of any number.
     sizes = [b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF)) for value in row]
     largest = sizes[0]
     for size in sizes[1:]:
@@ -48,7 +50,8 @@ def scale_of(k: Kernel, row: Sequence[Vec], kind: str) -> Vec:
 
 
 def encode(k: Kernel, value: Vec, kind: str) -> Any:
-    """The codes of 16 values that were divided by their row's scale: rounded once, to nearest and ties to even."""
+    """Returns the codes of 16 values that were divided by their row's scale: rounded once, to nearest and ties to
+    even."""
     b, most = k.builder, MAX_CODES[kind]
     if kind == "int8":
         bounded = k.smaller(k.larger(value, -most), most)
@@ -57,7 +60,7 @@ def encode(k: Kernel, value: Vec, kind: str) -> Any:
     bits = b.bitcast(value.ir, VI)
     size = k.smaller(Vec(k, b.bitcast(b.and_(bits, int_lanes(0x7FFFFFFF)), VF)), most)
     kept = b.bitcast(size.ir, VI)
-    # 20 bits of the mantissa go; then the exponent's bias of 127 becomes one of 7.
+    # To round, 20 bits of the mantissa are dropped; then the exponent's bias of 127 becomes one of 7.
     odd = b.and_(b.lshr(kept, int_lanes(20)), int_lanes(1))
     normal = b.sub(b.lshr(b.add(b.add(kept, int_lanes(0x7FFFF)), odd), int_lanes(20)), int_lanes(120 << 3))
     subnormal = b.and_(b.bitcast((size + _SUBNORMAL_SHIFT).ir, VI), int_lanes(0xFF))
@@ -88,7 +91,7 @@ def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:
     nothing = ir.Constant(_LINE, [0] * LINE_BYTES)
     found = []
     for value in range(4):
-        # One instruction moves a lane's byte to the top of an integer, where its sign is the integer's.
+        # One instruction moves each lane's byte to the top of an integer, so that its sign becomes the integer's.
         order = [at for lane in range(LANES) for at in (*[LINE_BYTES] * 3, _place(lane, value))]
         upper = b.shuffle_vector(codes, nothing, ir.Constant(ir.VectorType(I32, LINE_BYTES), order))
         found.append(Vec(k, b.sitofp(b.bitcast(upper, VI), VF)))
@@ -96,5 +99,6 @@ def widen_to_floats(k: Kernel, line: Ptr, kind: str) -> tuple[Vec, ...]:
 
 
 def _place(lane: int, value: int) -> int:
-    """Where a line has one of the 4 values of a lane: [4 quarters][2 pairs][4 lanes][2 values]."""
+    """Returns the byte of a line at which one of a lane's 4 values lies; a line is [4 quarters][2 pairs][4 lanes][2
+    values]."""
     return lane // 4 * 16 + value // 2 * 8 + lane % 4 * 2 + value % 2

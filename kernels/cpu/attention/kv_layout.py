@@ -1,4 +1,4 @@
-"""The CPU kernels' layout of keys and values inside a (layer, head) piece of the KV pool.
+"""Defines the CPU kernels' layout of keys and values inside a (layer, head) piece of the KV pool.
 
 The pool is [slots, layers, 2, kv_heads, piece], K before V; a piece has block_size * head_dim values, and in 8 bits a
 float32 scale for each token. Inside, tokens are in groups of 16, one for each lane of a vector (block sizes are
@@ -8,8 +8,8 @@ multiples of 16):
                V  [block_size / 2 pairs of tokens][head_dim][2]     a lane's pair: one column of two neighbour tokens
     float32    K  [block_size / 16][head_dim][16 tokens]
                V  [block_size][head_dim]
-    8 bits     K  [block_size / 16][lines: head_dim / 4], and behind each group's lines its 16 scales
-               V  [block_size / 16][lines: 4 tokens * head_dim / 16], and behind each group's lines its 16 scales
+    8 bits     K  [block_size / 16][lines: head_dim / 4], and after each group's lines its 16 scales
+               V  [block_size / 16][lines: 4 tokens * head_dim / 16], and after each group's lines its 16 scales
                a line of 64 codes is 4 values of 16 lanes, [4 quarters][2 pairs][4 lanes][2 values]: in K four
                neighbours of each of 16 tokens, in V four neighbour tokens of each of 16 columns
 
@@ -25,47 +25,49 @@ import torch
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
-# The versions of these layouts in the block hash's namespace: other layouts share no blocks (I2).
+# The namespace of block hashes contains these versions of the layout, so that blocks of different layouts are never
+# shared (I2).
 LAYOUT_VERSION, EIGHT_BIT_VERSION = "lanes16-1", "lanes16-quads-1"
 _VALUE_BYTES = {"bfloat16": 2, "float32": 4, "fp8_e4m3": 1, "int8": 1}
 
 
 def line_values(kind: str) -> int:
-    """Values of a lane in a line of 64 bytes. ``kind`` is the type of K and V, as in ``KVLayout.dtype``."""
+    """Returns how many values a lane has in a line of 64 bytes. ``kind`` is the type of K and V, as in
+    ``KVLayout.dtype``."""
     return 4 // _VALUE_BYTES[kind]
 
 
 def lines_bytes(head_dim: int, kind: str) -> int:
-    """Bytes of 16 tokens in K, and in V, without scales."""
+    """Returns how many bytes 16 tokens take in K, and as many in V, without scales."""
     return LANES * head_dim * _VALUE_BYTES[kind]
 
 
 def group_bytes(head_dim: int, kind: str) -> int:
-    """Bytes of 16 tokens in K, and in V, and of their scales where they have any."""
+    """Returns how many bytes 16 tokens take in K, and as many in V, with their scales where they have any."""
     return lines_bytes(head_dim, kind) + (LANES * KV_SCALE_BYTES if _VALUE_BYTES[kind] == 1 else 0)
 
 
 def pack_pool(pool: torch.Tensor) -> torch.Tensor:
-    """Converts the plain layout [..., 2, kv_heads, block_size, head_dim] to this layout, of the same shape and type."""
+    """Converts a pool in the plain layout [..., 2, kv_heads, block_size, head_dim] to this layout, of the same shape
+    and type."""
     pair, (block_size, head_dim) = _pair(pool), pool.shape[-2:]
     return _turned(pool, (block_size // LANES, LANES, head_dim // pair, pair), (block_size // pair, pair, head_dim))
 
 
 def unpack_pool(packed: torch.Tensor) -> torch.Tensor:
-    """The inverse of :func:`pack_pool`."""
+    """Converts a pool in this layout back to the plain one, as the inverse of :func:`pack_pool`."""
     pair, (block_size, head_dim) = _pair(packed), packed.shape[-2:]
     return _turned(packed, (block_size // LANES, head_dim // pair, LANES, pair), (block_size // pair, head_dim, pair))
 
 
 def _pair(pool: torch.Tensor) -> int:
-    """The number of values in a lane."""
+    """Returns how many neighbouring values lie together in a lane: two bfloat16, or one float32."""
     return 2 if pool.dtype == torch.bfloat16 else 1
 
 
 def _turned(pool: torch.Tensor, keys: tuple[int, ...], values: tuple[int, ...]) -> torch.Tensor:
     """Views K and V in the shapes ``keys`` and ``values``, and exchanges the two dimensions before a key's pair, and
-    the last two dimensions of V.
-    """
+    the last two dimensions of V."""
     k, v = pool.unbind(-4)
     lead = k.shape[:-2]
     turned = (k.reshape(*lead, *keys).transpose(-3, -2), v.reshape(*lead, *values).transpose(-2, -1))

@@ -1,4 +1,4 @@
-"""The language of the CPU kernels: Python that writes LLVM IR, sixteen lanes at a time.
+"""Defines the language of the CPU kernels: Python that writes LLVM IR, sixteen lanes at a time.
 
 A kernel is a Python function that calls methods of a :class:`Kernel`; each call appends instructions. Values carry
 their type, and their operators append instructions too:
@@ -35,18 +35,20 @@ _F32 = ir.FloatType()
 VF, VI = ir.VectorType(_F32, LANES), ir.VectorType(I32, LANES)
 _VH = ir.VectorType(_I16, LANES)
 _WORDS = ir.VectorType(_I16, 2 * LANES)
-# A Python number; :meth:`Kernel.int` hides the name inside the class.
+# Count is a Python number. The alias exists because :meth:`Kernel.int` hides ``int`` inside the class.
 Count = int
 LOG2E = 1.4426950408889634
-# exp2 on [-0.5, 0.5]: Taylor of 2**x to the sixth power, within 3e-7 of the true value; highest power first.
+# These are the Taylor coefficients of 2**x up to the sixth power, highest first. With them exp2 on [-0.5, 0.5] is
+# within 3e-7 of the true value.
 _EXP2 = (1.5403530393381609e-4, 1.3333558146428443e-3, 9.618129107628477e-3, 5.550410866482158e-2,
          2.402265069591007e-1, 6.931471805599453e-1, 1.0)  # fmt: skip
-# Below this exponent 2**x counts as 0: a hidden token must weigh exactly nothing, whatever its row holds.
+# Below this exponent 2**x counts as 0, because a token that a row must not see gets a weight of exactly 0, whatever its
+# score is.
 _LEAST_EXPONENT = -126.0
 
 
 class _BFloat(ir.Type):  # type: ignore[misc]
-    """LLVM's type bfloat, which llvmlite lacks."""
+    """Represents LLVM's type bfloat, which llvmlite lacks."""
 
     def _to_string(self) -> str:
         return "bfloat"
@@ -63,7 +65,7 @@ BFLOAT = _BFloat()
 
 @dataclass(frozen=True, slots=True)
 class Bool:
-    """A condition: one bit, or sixteen."""
+    """Represents a condition: one bit, or sixteen, one for each lane."""
 
     k: Kernel
     ir: Any
@@ -85,7 +87,8 @@ def _integers_are(order: str) -> Callable[[Int, Int | int], Bool]:
 
 @dataclass(frozen=True, slots=True)
 class Int:
-    """A signed integer of 64 bits. ``//`` and ``%`` round towards 0; kernels divide only positive numbers."""
+    """Represents a signed integer of 64 bits. ``//`` and ``%`` round towards 0; kernels divide only positive
+    numbers."""
 
     k: Kernel
     ir: Any
@@ -99,7 +102,7 @@ class Int:
     __le__ = _integers_are("<=")
     __gt__ = _integers_are(">")
     __ge__ = _integers_are(">=")
-    # ``==`` keeps Python's meaning.
+    # The operator ``==`` keeps Python's meaning.
     equals = _integers_are("==")
 
 
@@ -113,7 +116,7 @@ def _reals_are(order: str) -> Callable[[Vec, Vec | float], Bool]:
 
 @dataclass(frozen=True, slots=True)
 class Vec:
-    """Sixteen float32 values. A comparison is false in lanes where a side is NaN."""
+    """Represents sixteen float32 values. A comparison is false in lanes where a side is NaN."""
 
     k: Kernel
     ir: Any
@@ -128,7 +131,7 @@ class Vec:
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """Sixteen pairs of bfloat16 values, the first of a pair in the low half of its 32 bits."""
+    """Represents sixteen pairs of bfloat16 values. The first value of a pair is in the low half of its 32 bits."""
 
     k: Kernel
     ir: Any
@@ -136,7 +139,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class Quads:
-    """Sixteen lanes of 32 bits: integers, or four codes of 8 bits each, the first one in the lowest bits."""
+    """Represents sixteen lanes of 32 bits: integers, or four codes of 8 bits each, the first one in the lowest bits."""
 
     k: Kernel
     ir: Any
@@ -153,7 +156,7 @@ class Quads:
 
 @dataclass(frozen=True, slots=True)
 class Ptr:
-    """An address in bytes and, in checked mode, the bounds of the memory that it may access."""
+    """Represents an address in bytes and, in checked mode, the bounds of the memory that it may access."""
 
     k: Kernel
     ir: Any
@@ -167,7 +170,7 @@ class Ptr:
 
 
 class KernelVariable:
-    """A value that can be assigned to; LLVM keeps it in a register."""
+    """Represents a value that can be assigned to; LLVM keeps it in a register."""
 
     def __init__(self, k: Kernel, value: Vec | Int | Pairs | Quads) -> None:
         self._k, self._kind = k, type(value)
@@ -177,7 +180,7 @@ class KernelVariable:
 
     @property
     def value(self) -> Any:
-        """The value that was assigned last."""
+        """Returns the value that was assigned last."""
         return self._kind(self._k, self._k.builder.load(self._cell))
 
     @value.setter
@@ -189,66 +192,67 @@ class Kernel:
     """Appends instructions to one function."""
 
     def __init__(self, builder: ir.IRBuilder, isa: Isa, fault: Any = None, own_address: Any = None) -> None:
-        """``fault``: the fault cell's address in checked mode, else None; ``own_address``: this kernel's, to be noted
-        there."""
+        """Begins to write one function. ``fault`` is the fault cell's address in checked mode, else None;
+        ``own_address`` is the address of this kernel, which is noted there when an access strays."""
         self.builder = builder
         self.isa = isa
         self._fault = fault
         self._own_address = own_address
         self._module = builder.module
 
-    # -- numbers
+    # The methods from here on make and compare numbers.
 
     def int(self, value: Int | Count) -> Int:
-        """An integer as a value."""
+        """Returns a Python integer as a value of the kernel."""
         return value if isinstance(value, Int) else Int(self, I64(value))
 
     def vector(self, value: Vec | float) -> Vec:
-        """A vector with ``value`` in all sixteen lanes."""
+        """Returns a vector with ``value`` in all sixteen lanes."""
         return value if isinstance(value, Vec) else Vec(self, ir.Constant(VF, [float(value)] * LANES))
 
     def real(self, value: Int) -> Vec:
-        """An integer as float32, in all sixteen lanes."""
+        """Converts an integer to float32, and returns it in all sixteen lanes."""
         return Vec(self, self.splat(self.builder.sitofp(value.ir, _F32)))
 
     def real_lanes(self, value: Quads) -> Vec:
-        """Sixteen integers as float32."""
+        """Converts sixteen integers to float32."""
         return Vec(self, self.builder.sitofp(value.ir, VF))
 
     def whole_lanes(self, value: Vec) -> Quads:
-        """Whole numbers as integers, which 32 bits must hold."""
+        """Converts whole numbers to integers; they must fit into 32 bits."""
         return Quads(self, self.builder.fptosi(value.ir, VI))
 
     def below(self, start: Int, limit: Int) -> Bool:
-        """In which lanes start, start + 1 ... start + 15, integers of 32 bits, are smaller than ``limit``."""
+        """Returns in which lanes the 32-bit integers start, start + 1 ... start + 15 are smaller than ``limit``."""
         counted = ir.Constant(VI, list(range(LANES)))
         lanes = self.builder.add(counted, self.splat(self.builder.trunc(start.ir, I32)))
         bound = self.splat(self.builder.trunc(limit.ir, I32))
         return Bool(self, self.builder.icmp_signed("<", lanes, bound))
 
     def least(self, a: Int, b: Int | Count) -> Int:
-        """The smaller one."""
+        """Returns the smaller one of two integers."""
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, a.ir, b.ir))
 
     def most(self, a: Int, b: Int | Count) -> Int:
-        """The larger one."""
+        """Returns the larger one of two integers."""
         b = self.int(b)
         return Int(self, self.builder.select((a < b).ir, b.ir, a.ir))
 
     def select(self, condition: Bool, yes: Any, no: Any) -> Any:
-        """``yes`` where the condition holds, lane by lane or as a whole; both of one type."""
+        """Returns ``yes`` where the condition holds and the other value elsewhere, lane by lane or as a whole. Both
+        have one type."""
         return type(yes)(self, self.builder.select(condition.ir, yes.ir, no.ir))
 
     def variable(self, value: Vec | Int | Pairs | Quads) -> KernelVariable:
-        """A variable that begins with ``value``."""
+        """Returns a variable that begins with ``value``."""
         return KernelVariable(self, value)
 
-    # -- control
+    # The methods from here on append loops and conditions.
 
     @contextmanager
     def range(self, end: Int | Count, begin: Int | Count = 0, step: Count = 1) -> Iterator[Int]:
-        """A loop over begin, begin + step ... below end."""
+        """Appends a loop over begin, begin + step ... below end, and yields its index."""
         b, first, last = self.builder, self.int(begin).ir, self.int(end).ir
         before, body, behind = b.block, b.append_basic_block("body"), b.append_basic_block("behind")
         b.cbranch(b.icmp_signed("<", first, last), body, behind)
@@ -262,7 +266,8 @@ class Kernel:
         b.position_at_end(behind)
 
     def cases(self, value: Int, most: Count) -> Iterator[Count]:
-        """Yields 1 .. most: what is appended after a number was yielded runs where ``value`` is that number."""
+        """Yields the numbers 1 .. most. What is appended after a number was yielded runs where ``value`` is that
+        number."""
         b = self.builder
         behind, blocks = b.append_basic_block("behind"), [b.append_basic_block("case") for _ in range(most)]
         choice = b.switch(value.ir, blocks[0])
@@ -276,7 +281,7 @@ class Kernel:
 
     @contextmanager
     def forever(self) -> Iterator[Any]:
-        """A loop that only :meth:`leave` ends; yields the block to pass to it."""
+        """Appends a loop that only :meth:`leave` ends; yields the block after it, which is passed to :meth:`leave`."""
         b = self.builder
         body, behind = b.append_basic_block("body"), b.append_basic_block("behind")
         b.branch(body)
@@ -292,13 +297,12 @@ class Kernel:
         self.builder.position_at_end(on)
 
     def when(self, condition: Bool) -> AbstractContextManager[Any]:
-        """Instructions that run only where the condition holds."""
+        """Opens a context: the instructions appended in it run only where the condition holds."""
         return self.builder.if_then(condition.ir)  # type: ignore[no-any-return]
 
-    # -- memory
-
     def holds(self, ptr: Ptr, size: Int | Count) -> Bool:
-        """Whether ``size`` bytes at ``ptr`` are inside its bounds; notes a fault if not. Always true in fast mode."""
+        """Returns whether ``size`` bytes at ``ptr`` are inside its bounds, and notes a fault if not. It is always true
+        in fast mode."""
         if self._fault is None:
             return Bool(self, _I1(1))
         assert ptr.begin is not None, "checked kernels need pointers with bounds"
@@ -313,7 +317,7 @@ class Kernel:
     def _checked(self, ptr: Ptr, size: Count) -> Any:
         if self._fault is None:
             return ptr.ir
-        # Accesses that stray read and write the line behind the fault cell.
+        # Stray accesses are redirected to the line after the fault cell.
         stray = self.builder.add(self._fault, I64(VECTOR_BYTES))
         return self.builder.select(self.holds(ptr, size).ir, ptr.ir, stray)
 
@@ -325,17 +329,17 @@ class Kernel:
         return loaded
 
     def write(self, ptr: Ptr, value: Any, align: Count) -> None:
-        """Stores an LLVM value."""
+        """Stores an LLVM value in memory, at ``ptr``."""
         size = _bytes_of(value.type)
         address = self.builder.inttoptr(self._checked(ptr, size), value.type.as_pointer())
         self.builder.store(value, address).align = align
 
     def load(self, ptr: Ptr) -> Vec:
-        """Loads 16 float32."""
+        """Loads 16 float32 from memory as one vector."""
         return Vec(self, self.read(ptr, VF, 4))
 
     def store(self, ptr: Ptr, value: Vec) -> None:
-        """Stores 16 float32."""
+        """Stores the 16 float32 of a vector."""
         self.write(ptr, value.ir, 4)
 
     def load_pairs(self, ptr: Ptr) -> Pairs:
@@ -401,18 +405,18 @@ class Kernel:
         self.builder.call(function, [address, I32(0), I32(3 if near else 1), I32(1)])
 
     def fetch_add(self, ptr: Ptr, amount: Int | Count) -> Int:
-        """Adds atomically; returns the value before."""
+        """Adds to a word atomically; returns the value that it had before."""
         cell = self.builder.inttoptr(self._checked(ptr, 8), I64.as_pointer())
         return Int(self, self.builder.atomic_rmw("add", cell, self.int(amount).ir, "acq_rel"))
 
-    # -- arithmetic of vectors
+    # The methods from here on compute on vectors.
 
     def fma(self, a: Vec, b: Vec, c: Vec) -> Vec:
-        """a * b + c, rounded once."""
+        """Returns a * b + c, rounded once."""
         return Vec(self, self.builder.call(self.function("llvm.fma.v16f32", VF, [VF] * 3), [a.ir, b.ir, c.ir]))
 
     def dot(self, total: Vec, a: Pairs, b: Pairs) -> Vec:
-        """total + both products of each lane's pairs."""
+        """Returns ``total`` plus both products of each lane's pairs."""
         if self.isa.bf16_dot == "x86":
             wide = ir.VectorType(BFLOAT, 2 * LANES)
             function = self.function("llvm.x86.avx512bf16.dpbf16ps.512", VF, [VF, wide, wide])
@@ -422,14 +426,14 @@ class Kernel:
 
     @property
     def code_bias(self) -> Count:
-        """What :meth:`dot_codes` counts a stored code of a weight as too much."""
+        """Returns by how much :meth:`dot_codes` counts each stored code of a weight as too large."""
         return 0 if self.isa.int8_dot == "sdot" else 128
 
     def dot_codes(self, total: Quads, weights: Quads, x: Quads) -> Quads:
-        """total + the dot product of each lane's four codes of both sides, exact modulo 2**32.
+        """Returns ``total`` plus the dot product of each lane's four codes of both sides, exact modulo 2**32.
 
         Codes of ``x`` are signed, those of ``weights`` are stored with 128 added. Of these 128 a processor that
-        multiplies unsigned codes by signed ones keeps :attr:`code_bias`, which callers make up for.
+        multiplies unsigned codes by signed ones keeps :attr:`code_bias`, which callers subtract.
         """
         b, isa = self.builder, self.isa
         if isa.int8_dot == "vpdpbusd":
@@ -452,7 +456,7 @@ class Kernel:
         multiply = self.function(f"llvm.x86.{words}", wide, [halves, halves])
         eight, low = (ir.Constant(_WORDS, [value] * (2 * LANES)) for value in (8, 0xFF))
         first, second = b.bitcast(weights.ir, _WORDS), b.bitcast(x.ir, _WORDS)
-        # The even codes of each lane, then the odd ones, as numbers of 16 bits.
+        # The even codes of each lane are multiplied first and then the odd ones, as numbers of 16 bits.
         even = b.and_(first, low), b.ashr(b.shl(second, eight), eight)
         odd = b.lshr(first, eight), b.ashr(second, eight)
         for pair in (even, odd):
@@ -460,7 +464,8 @@ class Kernel:
         return total
 
     def _in_parts(self, function: Any, values: Sequence[Any]) -> Any:
-        """Calls a function of narrower vectors for each part of sixteen lanes."""
+        """Calls an LLVM function that takes narrower vectors once for each part of sixteen lanes, and joins the
+        results."""
         b, wide = self.builder, function.function_type.return_type
         found = []
         for first in range(0, LANES, wide.count):
@@ -475,15 +480,15 @@ class Kernel:
         return found[0]
 
     def low(self, pairs: Pairs) -> Vec:
-        """The first value of each pair."""
+        """Returns the first value of each pair as float32."""
         return Vec(self, self.builder.bitcast(self.builder.shl(pairs.ir, int_lanes(16)), VF))
 
     def high(self, pairs: Pairs) -> Vec:
-        """The second value of each pair."""
+        """Returns the second value of each pair as float32."""
         return Vec(self, self.builder.bitcast(self.builder.and_(pairs.ir, int_lanes(-65536)), VF))
 
     def to_bf16(self, value: Vec) -> Any:
-        """Sixteen bfloat16 as integers of 16 bits, rounded to nearest even."""
+        """Returns sixteen bfloat16 as integers of 16 bits, rounded to nearest even."""
         b = self.builder
         if self.isa.bf16_dot == "x86":
             narrow = ir.VectorType(BFLOAT, LANES)
@@ -492,44 +497,45 @@ class Kernel:
         bits = b.bitcast(value.ir, VI)
         odd = b.and_(b.lshr(bits, int_lanes(16)), int_lanes(1))
         rounded = b.add(b.add(bits, odd), int_lanes(0x7FFF))
-        # NaN would round to infinity or to zero: it keeps its sign and becomes a quiet NaN.
+        # NaN would round to infinity or to zero, so it becomes a quiet NaN of the same sign.
         unordered = b.fcmp_unordered("uno", value.ir, value.ir)
         result = b.select(unordered, b.or_(bits, int_lanes(0x00400000)), rounded)
         return b.trunc(b.lshr(result, int_lanes(16)), _VH)
 
     def larger(self, a: Vec, b: Vec | float) -> Vec:
-        """The larger value of each lane; b's where a is NaN."""
+        """Returns the larger value of each lane; where a is NaN, it returns that of b."""
         return self.select(a > b, a, self.vector(b))  # type: ignore[no-any-return]
 
     def smaller(self, a: Vec, b: Vec | float) -> Vec:
-        """The smaller value of each lane; b's where a is NaN."""
+        """Returns the smaller value of each lane; where a is NaN, it returns that of b."""
         return self.select(a < b, a, self.vector(b))  # type: ignore[no-any-return]
 
     def larger_size(self, size: Vec, value: Vec) -> Vec:
-        """The larger one of ``size``, which has no sign, and of ``value`` without its sign; NaN is above all."""
+        """Returns the larger one of ``size``, which has no sign, and of ``value`` without its sign; NaN is above
+        all."""
         b = self.builder
         one, other = b.bitcast(size.ir, VI), b.and_(b.bitcast(value.ir, VI), int_lanes(0x7FFFFFFF))
         return Vec(self, b.bitcast(b.select(b.icmp_signed(">", one, other), one, other), VF))
 
     def largest_size(self, size: Vec) -> Vec:
-        """The largest lane by :meth:`larger_size`, in every lane."""
+        """Returns a vector whose lanes all hold the largest of the magnitudes in ``size``, NaN where a lane is NaN."""
         for distance in (8, 4, 2, 1):
             size = self.larger_size(size, self._rotated(size, distance))
         return size
 
     def rounded(self, value: Vec) -> Vec:
-        """The nearest whole numbers; the even one of two."""
+        """Returns the nearest whole numbers; of two that are equally near, it takes the even one."""
         return Vec(self, self.builder.call(self.function("llvm.rint.v16f32", VF, [VF]), [value.ir]))
 
     def sum_quads(self, value: Quads) -> Quads:
-        """The sum of all lanes, in every lane."""
+        """Returns the sum of all lanes, in every lane."""
         for distance in (8, 4, 2, 1):
             order = ir.Constant(VI, [(lane + distance) % LANES for lane in range(LANES)])
             value = value + Quads(self, self.builder.shuffle_vector(value.ir, value.ir, order))
         return value
 
     def sum(self, value: Vec) -> Vec:
-        """The sum of all lanes, in every lane. The tree of additions is fixed, so the result is too."""
+        """Returns the sum of all lanes, in every lane. The tree of additions is fixed, so the result is too."""
         for distance in (8, 4, 2, 1):
             value = value + self._rotated(value, distance)
         return value
@@ -537,11 +543,13 @@ class Kernel:
     def store_sums(self, ptr: Ptr, one: Vec, two: Vec, three: Vec, four: Vec) -> None:
         """Stores the sums of all lanes of four vectors, with the bits of :meth:`sum`, as four float32.
 
-        Halves of two vectors, then quarters of four, share a vector whose additions are those of one.
+        Halves of two vectors, and then quarters of four, share one vector, so that four sums take hardly more additions
+        than one.
         """
 
         def joined(a: Vec, b: Vec, width: Count) -> Vec:
-            """The first and the second ``width`` of each 2 * width lanes, added; those of ``a`` before those of b."""
+            """Adds the first to the second ``width`` of each 2 * width lanes; the sums of ``a`` come before those of
+            ``b``."""
             first = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
             sides = ([lane + shift for lane in first] for shift in (0, width))
             parts = (self.builder.shuffle_vector(a.ir, b.ir, ir.Constant(VI, side)) for side in sides)
@@ -554,13 +562,13 @@ class Kernel:
         self.write(ptr, self.builder.shuffle_vector(total.ir, total.ir, first_four), 4)
 
     def maximum(self, value: Vec) -> Vec:
-        """The largest lane, in every lane."""
+        """Returns the largest lane, in every lane."""
         for distance in (8, 4, 2, 1):
             value = self.larger(value, self._rotated(value, distance))
         return value
 
     def exp2(self, x: Vec) -> Vec:
-        """2**x for x up to 127; exactly 0 below -126. NaN counts as -126."""
+        """Returns 2**x for x up to 127, and exactly 0 below -126. NaN counts as -126."""
         b = self.builder
         bounded = self.larger(x, _LEAST_EXPONENT)
         whole = self.rounded(bounded)
@@ -573,41 +581,42 @@ class Kernel:
         return self.select(x < _LEAST_EXPONENT, self.vector(0.0), power)  # type: ignore[no-any-return]
 
     def sigmoid(self, x: Vec) -> Vec:
-        """1 / (1 + e**-x)."""
+        """Returns 1 / (1 + e**-x)."""
         return self.vector(1.0) / (self.exp2(self.smaller(x * -LOG2E, 126.0)) + 1.0)
 
     def tanh(self, x: Vec) -> Vec:
-        """1 - 2 / (1 + e**2x), within 1e-6 absolutely, as soft caps and gelu need it. NaN stays NaN."""
+        """Returns tanh(x) = 1 - 2 / (1 + e**2x), within 1e-6 absolutely, as soft caps and gelu need it. NaN stays
+        NaN."""
         curve = self.vector(1.0) - self.vector(2.0) / (self.exp2(self.smaller(x * (2 * LOG2E), 126.0)) + 1.0)
         is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
         return self.select(is_number, curve, x)  # type: ignore[no-any-return]
 
     def sqrt(self, x: Vec) -> Vec:
-        """The square root of each lane."""
+        """Returns the square root of each lane."""
         return Vec(self, self.builder.call(self.function("llvm.sqrt.v16f32", VF, [VF]), [x.ir]))
 
-    # -- single lanes of a vector
+    # The methods from here on move or read single lanes of a vector.
 
     def constant(self, values: Sequence[float]) -> Vec:
-        """Sixteen numbers that are known when the kernel is compiled."""
+        """Returns sixteen numbers that are known when the kernel is compiled."""
         return Vec(self, ir.Constant(VF, list(values)))
 
     def joined(self, a: Vec, b: Vec, first: Count) -> Vec:
-        """Lanes first .. first + 15 of the 32 lanes of ``a`` followed by ``b``."""
+        """Returns lanes first .. first + 15 of the 32 lanes of ``a`` followed by ``b``."""
         order = ir.Constant(VI, list(range(first, first + LANES)))
         return Vec(self, self.builder.shuffle_vector(a.ir, b.ir, order))
 
     def load_halves(self, low: Ptr, high: Ptr) -> Vec:
-        """8 float32 from each of two addresses."""
+        """Loads 8 float32 from each of two addresses."""
         half = ir.VectorType(_F32, LANES // 2)
         order = ir.Constant(VI, list(range(LANES)))
         return Vec(self, self.builder.shuffle_vector(self.read(low, half, 4), self.read(high, half, 4), order))
 
     def scatter(self, ptr: Ptr, values: Any, places: Sequence[Count]) -> None:
-        """Stores each lane of an LLVM vector of integers, ``places`` bytes, which rise, behind ``ptr``."""
+        """Stores each lane of an LLVM vector of integers, ``places`` bytes, which rise, after ``ptr``."""
         b, kind = self.builder, values.type.element
         size = kind.width // 8
-        # One check for all lanes: sixteen would be sixteen times the code.
+        # The bounds are checked for all lanes at once: sixteen checks would be sixteen times the code.
         assert len(places) == values.type.count
         with self.when(self.holds(ptr, places[-1] + size)):
             for lane, place in enumerate(places):
@@ -619,10 +628,8 @@ class Kernel:
         self.write(ptr, self.builder.extract_element(value.ir, I32(0)), 4)
 
     def first_as_int(self, value: Vec) -> Int:
-        """The first lane as an integer; its value must fit into int64."""
+        """Returns the first lane as an integer; its value must fit into int64."""
         return Int(self, self.builder.fptosi(self.builder.extract_element(value.ir, I32(0)), I64))
-
-    # -- functions
 
     def call_subroutine(self, name: str, values: Sequence[Int | Ptr], body: Callable[..., None]) -> None:
         """Calls the module's function ``name`` with ``values``; kernels of one module share it, compiled once.
@@ -643,7 +650,7 @@ class Kernel:
         self.builder.call(function, [value.ir for value in values])
 
     def function(self, name: str, result: Any, arguments: Sequence[Any], var_arg: bool = False) -> Any:
-        """An external function: an LLVM intrinsic or a function of libc."""
+        """Returns an external function: an LLVM intrinsic or a function of libc."""
         found = self._module.globals.get(name)
         return found or ir.Function(self._module, ir.FunctionType(result, arguments, var_arg), name)
 
@@ -652,14 +659,14 @@ class Kernel:
         return Vec(self, self.builder.shuffle_vector(value.ir, value.ir, order))
 
     def splat(self, scalar: Any) -> Any:
-        """An LLVM value in all sixteen lanes of a vector."""
+        """Returns an LLVM value in all sixteen lanes of a vector."""
         empty = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
         first = self.builder.insert_element(empty, scalar, I32(0))
         return self.builder.shuffle_vector(first, empty, ir.Constant(VI, [0] * LANES))
 
 
 def int_lanes(value: int) -> Any:
-    """An LLVM constant: a vector with the 32-bit integer ``value`` in all sixteen lanes."""
+    """Returns an LLVM constant: a vector with the 32-bit integer ``value`` in all sixteen lanes."""
     return ir.Constant(VI, [value] * LANES)
 
 

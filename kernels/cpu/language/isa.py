@@ -1,4 +1,4 @@
-"""The table of instruction sets that the CPU kernels are written for, and the choice of one row for this processor.
+"""Lists the instruction sets that the CPU kernels are written for, and chooses one of them for this processor.
 
 Features have LLVM's names. Only :func:`host_features` needs LLVM.
 """
@@ -12,29 +12,30 @@ from dataclasses import dataclass, replace
 
 from pillion.errors import ConfigError
 
-# Lanes of a vector in the kernels' language, on every processor; also the tokens of a group in the KV pool.
+# A vector has this many lanes in the kernels' language, on every processor; a group in the KV pool has as many tokens.
 LANES = 16
-# Values of ``--cpu-kernels`` besides the names of the table's rows.
+# The flag ``--cpu-kernels`` takes these values besides the names of the table's rows.
 AUTO, TORCH = "auto", "torch"
 
 
 @dataclass(frozen=True, slots=True)
 class TileRows:
-    """The most rows of a register tile that leave registers for weights and rows: of a tile as wide as a panel (32
-    columns), and of one half as wide. ``narrow`` is 0 where narrow tiles are not used."""
+    """Says how many rows a register tile has at most, so that registers are left for weights and rows: ``wide`` rows in
+    a tile as wide as a panel (32 columns), ``narrow`` rows in one half as wide. ``narrow`` is 0 where narrow tiles are
+    not used."""
 
     wide: int
     narrow: int = 0
 
     @property
     def most(self) -> int:
-        """The most rows of any tile."""
+        """Returns the most rows of any tile."""
         return max(self.wide, self.narrow)
 
 
 @dataclass(frozen=True, slots=True)
 class Isa:
-    """An instruction set.
+    """Describes an instruction set.
 
     Attributes:
         name: its value of ``--cpu-kernels``.
@@ -93,7 +94,7 @@ _NEON = Isa(
     attention_sums=4,
 )
 
-# Best first: ``auto`` chooses the first row whose features the processor has.
+# The best row comes first: ``auto`` chooses the first row whose features the processor has.
 TABLE = (
     Isa(
         "avx512_bf16",
@@ -140,23 +141,25 @@ CHOICES = (AUTO, *BY_NAME, TORCH)
 
 
 def host_features() -> frozenset[str]:
-    """The features of this processor. Empty where the kernels cannot run: not on Linux, or without LLVM."""
+    """Returns the features of this processor. The set is empty where the kernels cannot run: not on Linux, or without
+    LLVM."""
     if sys.platform != "linux" or sys.maxsize < 2**32 or sys.byteorder != "little":
         return frozenset()
     try:
         import llvmlite.binding as llvm
 
         found = llvm.get_host_cpu_features()
-    except (ImportError, OSError, RuntimeError):  # LLVM is missing, or it cannot read this processor's features.
+    except (ImportError, OSError, RuntimeError):  # Either LLVM is missing, or it cannot read this processor's features.
         return frozenset()
     features = {name for name, has in found.items() if has}
     if platform.machine() == "aarch64":
-        features |= {"neon", "fp-armv8"}  # Part of every 64-bit ARM that Linux runs on.
+        # Every 64-bit ARM processor that Linux runs on has NEON and floating point, whether or not LLVM lists them.
+        features |= {"neon", "fp-armv8"}
     return frozenset(features)
 
 
 def choose_isa(choice: str, features: Collection[str]) -> Isa | None:
-    """The row to compile for; None where torch runs the model.
+    """Returns the row to compile for; None where torch runs the model.
 
     Args:
         choice: one of ``CHOICES``. ``auto`` is the best row, or None where the processor has no row.

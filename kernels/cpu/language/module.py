@@ -1,4 +1,4 @@
-"""A set of kernels that are compiled together, and the arguments of a kernel's call.
+"""Defines a set of kernels that are compiled together, and the arguments of a kernel's call.
 
 Every kernel has the same signature, ``kernel(args, step, counter, scratch, thread, threads)``: its own record, the
 step's record, a counter that is 0 when the thread pool begins with the kernel, scratch memory that belongs to this call
@@ -23,17 +23,17 @@ from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.records import STEP, RecordLayout, RecordView
 
 SIGNATURE = ir.FunctionType(ir.VoidType(), [I64] * 6)
-# The counter of an operation has a cache line of its own, so that threads contend for nothing else in it.
+# The counter of an operation has a cache line of its own, so that threads do not contend for other data in that line.
 COUNTER_BYTES = 64
-# Bytes of scratch memory of each thread.
+# Each thread has this many bytes of scratch memory.
 SCRATCH_BYTES = 2**20
-# Name of the fault cell in the compiled code.
+# The fault cell has this name in compiled code.
 FAULT_CELL = "fault_cell"
 
 
 @dataclass(frozen=True, slots=True)
 class KernelCall:
-    """The arguments of one call of a kernel, as the kernel's code sees them."""
+    """Holds the arguments of one call of a kernel, as the kernel's code sees them."""
 
     k: Kernel
     args: RecordView
@@ -45,7 +45,8 @@ class KernelCall:
 
     @contextmanager
     def shared_range(self, count: Int, chunk: Int | int) -> Iterator[tuple[Int, Int]]:
-        """Ranges (begin, end) of 0 .. count, ``chunk`` each, drawn by the calls that are free. Once per kernel."""
+        """Yields ranges (begin, end) of 0 .. count, ``chunk`` each, which the calls that are free draw. A kernel may
+        use it once."""
         k = self.k
         with k.forever() as behind:
             begin = k.fetch_add(self.counter, chunk)
@@ -54,21 +55,22 @@ class KernelCall:
 
     @contextmanager
     def even_share(self, count: Int) -> Iterator[Int]:
-        """A loop over this call's even share of 0 .. count."""
+        """Appends a loop over this call's even share of 0 .. count, and yields its index."""
         begin, end = count * self.thread // self.threads, count * (self.thread + 1) // self.threads
         with self.k.range(end, begin) as index:
             yield index
 
 
 class KernelSpec:
-    """The parameters of a kernel, a frozen dataclass, and the layout of its record. Equal specs are one kernel."""
+    """Holds the parameters of a kernel, as a frozen dataclass, and the layout of its record. Equal specs are one
+    kernel."""
 
     __slots__ = ()
     layout: ClassVar[RecordLayout]
 
     @property
     def name(self) -> str:
-        """Names the kernel and every parameter, so that two specs with one name are equal."""
+        """Returns a name with the kernel and every parameter, so that two specs with one name are equal."""
         words = [self.layout.name]
         for field in fields(self):  # type: ignore[arg-type]
             value = getattr(self, field.name)
@@ -81,20 +83,20 @@ class KernelSpec:
 
 
 class KernelModule:
-    """An LLVM module of kernels; :mod:`pillion.kernels.cpu.runtime.compiler` turns it into machine code."""
+    """Holds an LLVM module of kernels; :mod:`pillion.kernels.cpu.runtime.compiler` turns it into machine code."""
 
     def __init__(self, isa: Isa, checked: bool = False) -> None:
         self.isa = isa
         self.checked = checked
         self.module = ir.Module("pillion")
         self.names: list[str] = []
-        # In checked mode: a word for the address of the kernel that strayed, one for its offset, then a line that
-        # strays access.
+        # In checked mode the cell has a word for the address of the kernel that strayed, one for its offset, and a line
+        # that accesses go to when they stray.
         self._fault = ir.GlobalVariable(self.module, ir.ArrayType(ir.IntType(8), 3 * 64), FAULT_CELL)
         self._fault.align = 64
 
     def define_fault_cell(self) -> None:
-        """Makes this the module that has the fault cell, of those that are loaded together."""
+        """Puts the fault cell into this module; one of the modules that are loaded together has it."""
         self._fault.initializer = ir.Constant(self._fault.value_type, None)
 
     def add(self, spec: KernelSpec) -> None:

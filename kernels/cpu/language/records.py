@@ -1,4 +1,5 @@
-"""Records pass arguments from Python to a kernel. A record is an array of 64-bit words with named fields.
+"""Defines records, which pass arguments from Python to a kernel. A record is an array of 64-bit words with named
+fields.
 
 A pointer has two words, its address and the number of bytes that may be used there; a number and a float32 have one
 word each. Python fills a record through :class:`RecordLayout`, a kernel reads it through :class:`RecordView`.
@@ -19,7 +20,7 @@ Words = npt.NDArray[np.int64]
 
 
 class RecordLayout:
-    """The names and places of a record's words."""
+    """Names the words of a record and says where they lie."""
 
     def __init__(
         self, name: str, *, pointers: tuple[str, ...] = (), numbers: tuple[str, ...] = (), reals: tuple[str, ...] = ()
@@ -46,7 +47,7 @@ class RecordLayout:
 
 
 class RecordView:
-    """The record at ``base`` in the code of kernel ``k``: each read of a field appends a load."""
+    """Reads the record at ``base`` in the code of kernel ``k``: each read of a field appends a load."""
 
     def __init__(self, layout: RecordLayout, k: Kernel, base: Ptr) -> None:
         self._layout, self._k, self._base = layout, k, base
@@ -55,17 +56,17 @@ class RecordView:
         return self._base + WORD_BYTES * self._layout.place[field]
 
     def pointer(self, field: str) -> Ptr:
-        """The memory that a pointer field points to."""
+        """Returns the memory that a pointer field points to."""
         assert field in self._layout.pointers, field
         return self._k.load_ptr(self._at(field))
 
     def number(self, field: str) -> Int:
-        """The value of a number field."""
+        """Returns the value of a number field."""
         assert field in self._layout.numbers, field
         return self._k.load_int(self._at(field))
 
     def real(self, field: str) -> Vec:
-        """The value of a float32 field in all sixteen lanes."""
+        """Returns the value of a float32 field in all sixteen lanes."""
         assert field in self._layout.reals, field
         return self._k.broadcast(self._at(field))
 
@@ -77,35 +78,26 @@ def _address(value: Any) -> tuple[int, int]:
         return value
     if isinstance(value, np.ndarray):
         return value.ctypes.data, value.nbytes
-    return value.data_ptr(), value.numel() * value.element_size()  # A torch tensor.
+    return value.data_ptr(), value.numel() * value.element_size()  # The value is a torch tensor.
 
 
-# The record that all kernels of a step read (:class:`pillion.kernels.cpu.runtime.program.CpuStepRecord` fills it).
+# All kernels of a step read this record (:class:`pillion.kernels.cpu.runtime.program.CpuStepRecord` fills it).
 STEP = RecordLayout(
     "step",
     pointers=(
-        "token_ids",  # [T] int32
-        "positions",  # [T] int32
-        "rope_rows",  # [T] int32: rows of the rotary tables
-        "row_seqs",  # [T] int32: the sequence that a row belongs to
-        "query_starts",  # [S + 1] int32
-        "context_lens",  # [S] int32
-        "block_tables",  # [S, table_stride] int32: slots; any valid slot behind a sequence's last block
-        "sample_rows",  # [R] int32
-        # [num_items, ITEM_WORDS] int32: items of attention work (pillion.kernels.cpu.attention.cpu_attention_plan)
+        "token_ids",  # token_ids are int32 [T]
+        "positions",  # positions are int32 [T]
+        "rope_rows",  # rope_rows are int32 [T]: the rows of the rotary tables
+        "row_seqs",  # row_seqs are int32 [T]: the sequence that each row belongs to
+        "query_starts",  # query_starts are int32 [S + 1]
+        "context_lens",  # context_lens are int32 [S]
+        "block_tables",  # block_tables are int32 [S, table_stride]: slots, and any valid slot after the last
+        "sample_rows",  # sample_rows are int32 [R]
+        # The items are int32 [num_items, ITEM_WORDS], attention's work
+        # (pillion.kernels.cpu.attention.cpu_attention_plan).
         "items",
-        "merges",  # [num_merges, ITEM_WORDS] int32: items whose context was attended in several splits
-        "pool",  # the paged cache
-        # Adapters (pillion.kernels.cpu.products.low_rank), for all rows and for the sampled ones: each row's place or
-        # -1; the numbers of rows that have one, ordered by place; and int32 [runs, RUN_WORDS], runs of these.
-        "tokens_places",
-        "tokens_adapted",
-        "tokens_runs",
-        "samples_places",
-        "samples_adapted",
-        "samples_runs",
-        "used_places",  # [U] int32: the places that the step uses
-        "rank_words",  # of the waits for other ranks (pillion.kernels.cpu.rows.rank_sums)
+        "merges",  # merges are int32 [num_merges, ITEM_WORDS]: their context was attended in several items
+        "pool",  # pool is the paged cache
     ),
     numbers=(
         "num_tokens",
@@ -114,12 +106,5 @@ STEP = RecordLayout(
         "table_stride",
         "num_items",
         "num_merges",
-        "num_tokens_runs",
-        "num_samples_runs",
-        "num_used_places",
-        "phase",  # the step's waits for other ranks have the numbers phase + 1 and so on
-        "rank_naps",  # how often this rank sleeps in one of them before it ends all ranks
-        "rank_nap_ns",
-        "rank_stride",  # bytes between the partials of two ranks
     ),
 )

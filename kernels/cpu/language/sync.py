@@ -1,6 +1,7 @@
-"""Instructions with which threads, and processes that share memory, wait for one another.
+"""Emits instructions with which threads, and processes that share memory, wait for one another.
 
-They access memory in sequentially consistent order and check no bounds: the thread pool and sums over ranks use them.
+The thread pool and the sums over ranks use these instructions. They access memory in sequentially consistent order, and
+    check no bounds.
 """
 
 from __future__ import annotations
@@ -11,31 +12,32 @@ from llvmlite import ir
 
 from pillion.kernels.cpu.language.emit import I32, I64, Int, Kernel, Ptr
 
-# Operations of a futex. With PRIVATE, all sleepers are threads of one process.
+# These are the numbers of Linux's futex operations. With PRIVATE added, all threads that sleep at the word belong to
+# one process.
 FUTEX_WAIT, FUTEX_WAKE, PRIVATE = 0, 1, 128
-# The most threads that one call wakes.
+# A call that wakes all sleepers passes this number.
 ALL_SLEEPERS = 2**31 - 1
 NS_PER_S = 1_000_000_000
 _FUTEX_CALL = {"x86_64": 202, "aarch64": 98}
 
 
 def atomic_load(k: Kernel, ptr: Ptr) -> Int:
-    """The word at ``ptr``."""
+    """Loads the word at ``ptr`` atomically."""
     return Int(k, k.builder.load_atomic(_word(k, ptr), "seq_cst", 8))
 
 
 def atomic_add(k: Kernel, ptr: Ptr, amount: int) -> Int:
-    """Adds to a word; returns the value before."""
+    """Adds to a word atomically; returns the value that it had before."""
     return Int(k, k.builder.atomic_rmw("add", _word(k, ptr), I64(amount), "seq_cst"))
 
 
 def atomic_swap(k: Kernel, ptr: Ptr, value: Int | int) -> None:
-    """Writes a word."""
+    """Writes a word atomically, so that other threads see either the old or the new value."""
     k.builder.atomic_rmw("xchg", _word(k, ptr), k.int(value).ir, "seq_cst")
 
 
 def atomic_raise(k: Kernel, ptr: Ptr, value: Int) -> Int:
-    """Writes ``value`` where the word is below it; returns the value before."""
+    """Writes ``value`` where the word is below it; returns the value that it had before."""
     return Int(k, k.builder.atomic_rmw("max", _word(k, ptr), value.ir, "seq_cst"))
 
 
@@ -46,8 +48,8 @@ def atomic_exchange(k: Kernel, ptr: Ptr, old: Int, new: Int) -> Int:
 
 
 def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | None = None) -> None:
-    """Sleeps or wakes sleepers. Linux compares 32 bits: on little-endian machines the low half of the word, which
-    changes first."""
+    """Sleeps at a word, or wakes those that sleep there. Linux compares 32 bits: on little-endian machines these are
+    the low half of the word, which changes first."""
     timeout = k.int(0)
     if timeout_ns is not None:
         at = time_cell(k)
@@ -60,7 +62,7 @@ def futex(k: Kernel, word: Ptr, operation: int, value: Any, timeout_ns: Int | No
 
 
 def time_cell(k: Kernel) -> Ptr:
-    """Room on the stack for seconds and nanoseconds."""
+    """Reserves room on the stack for seconds and nanoseconds."""
     with k.builder.goto_entry_block():
         return Ptr(k, k.builder.ptrtoint(k.builder.alloca(ir.ArrayType(I64, 2)), I64))
 
@@ -70,7 +72,7 @@ def pause(k: Kernel) -> None:
     if k.isa.machine == "x86_64":
         k.builder.call(k.function("llvm.x86.sse2.pause", ir.VoidType(), []), [])
     else:
-        # YIELD does nothing on most cores; an instruction barrier waits for some 10 ns.
+        # ARM's instruction YIELD does nothing on most cores, so an instruction barrier is used, which takes some 10 ns.
         k.builder.call(k.function("llvm.aarch64.isb", ir.VoidType(), [I32]), [I32(15)])
 
 

@@ -1,4 +1,4 @@
-"""The innermost products: a few rows with one panel of packed weights (32 outputs), over all of its depth.
+"""Emits the innermost products: a few rows with one panel of packed weights (32 outputs), over all of its depth.
 
 A tile keeps its sums in registers: 2 vectors for each row, or 1 in a narrow tile, which computes half of the panel's
 outputs. A processor of few registers reads fewer weights for each product with narrow tiles of many rows than with wide
@@ -10,8 +10,8 @@ functions.
 Rows of float32 may meet weights of bfloat16. Such weights are widened in registers, which is exact: the sums have the
 bits that float32 weights would give, for half of their memory.
 
-Rows of int8 codes meet weights of int8 codes. Their sums are integers of 32 bits, which have no roundings at all; the
-sums in memory are such integers.
+Rows of int8 codes meet weights of int8 codes. Their sums are integers of 32 bits, which need no rounding; the sums in
+memory are such integers.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Quads, int_lanes
 from pillion.kernels.cpu.language.isa import Isa, TileRows
-from pillion.kernels.cpu.products.codes import LINE_BYTES
-from pillion.kernels.cpu.products.packing import INT8_DOTS, TOTALS_BYTES
+from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 
-# Bytes of a panel that belong to a step.
+# A tile reads this many bytes of a panel in each step.
 PANEL_STEP_BYTES = 128
 _STEPS_PER_ITERATION = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TileKind:
-    """What a tile multiplies. A step is one input of float32 weights, a pair of bfloat16 weights, four of codes.
+    """Says what a tile multiplies. A step is one input of float32 weights, a pair of bfloat16 weights, or four codes.
 
     Attributes:
         weights: the kind of the packed weights.
@@ -44,22 +44,22 @@ class TileKind:
 
     @property
     def inputs(self) -> int:
-        """Inputs of a step."""
-        return {"fp32": 1, INT8_DOTS: 4}.get(self.weights, 2)
+        """Returns how many inputs of the matrix one step multiplies."""
+        return 4 if self.rows == "int8" else 1 if self.weights == "fp32" else 2
 
     @property
     def row_step_bytes(self) -> int:
-        """Bytes of a row that belong to a step."""
+        """Returns how many bytes of a row one step reads."""
         return self.inputs * {"int8": 1, "bf16": 2, "fp32": 4}[self.rows]
 
     def tiles(self, isa: Isa) -> TileRows:
-        """The most rows of the tiles."""
+        """Returns the limits on the rows of such tiles."""
         return {"int8": isa.int8_tiles, "bf16": isa.bf16_tiles, "fp32": isa.fp32_tiles}[self.rows]
 
 
 @dataclass(frozen=True, slots=True)
 class TileArgs:
-    """The arguments of a tile's function.
+    """Holds the arguments of a tile's function.
 
     Attributes:
         x: the first row, of the kind's type.
@@ -80,7 +80,7 @@ class TileArgs:
     sums: Ptr
 
     def half(self, number: int) -> TileArgs:
-        """The arguments of a narrow tile: one half of the panel, and of what is prefetched."""
+        """Returns the arguments of a narrow tile: one half of the panel, and of what is prefetched."""
         step = self.ahead_step // 2
         ahead = self.ahead + self.steps * step * number
         panel, sums = (place + number * VECTOR_BYTES for place in (self.panel, self.sums))
@@ -139,7 +139,8 @@ class _Tile:
                 k.write(args.sums + (number * TOTALS_BYTES + half * VECTOR_BYTES), total.value.ir, 4)
 
     def _weights(self, line: Ptr) -> Iterator[tuple[int, list[Any]]]:
-        """The weights of a step, in the order in which they are multiplied, each with its offset in a row's step."""
+        """Yields the weights of a step, in the order in which they are multiplied, each with its offset in a row's
+        step."""
         k = self.k
         halves = [line + number * VECTOR_BYTES for number in range(self.width)]
         if self.kind.weights == "fp32":

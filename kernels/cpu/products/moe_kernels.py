@@ -1,6 +1,7 @@
-"""The kernels around a mixture of experts' grouped products: the choice of experts, rows sorted by expert, and the sum.
+"""Defines the kernels around a mixture of experts' grouped products: they choose experts, sort rows by expert, and add
+up.
 
-    Route -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
+    RouteToExperts -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
 
 A row and one of its experts are a pair; pair i of row t is number t * chosen + i. ``rows_of`` and strides are those of
 :mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.layers` computes the same in torch.
@@ -17,25 +18,30 @@ from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, Kerne
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.rows.rows import vectors_of
 
-# The most experts that a thread's scratch has room for.
+# A thread's scratch has room for at most this many experts, with two numbers of 4 bytes for each.
 MAX_EXPERTS = SCRATCH_BYTES // 8 - LANES
 
 
 @dataclass(frozen=True, slots=True)
-class Route(KernelSpec):
+class RouteToExperts(KernelSpec):
     """Chooses each row's best experts: ``logits`` [rows, experts] float32 -> ``scores`` [rows, chosen] float32, best
     first, and the numbers of these ``experts`` [rows, chosen] int32.
 
-    Scores are the softmax over all experts; with ``normalize`` the scores of a row's chosen experts sum up to 1. Of
-    experts with equal scores the first wins.
+    Scores are the softmax over all experts, or with ``sigmoid`` sigmoids; with ``normalize`` the scores of a row's
+    chosen experts sum up to 1. ``scale`` multiplies them at last. Of experts with equal scores the first wins.
+    ``biased``: experts are chosen by the sum of their scores and ``bias`` [experts] float32.
     """
 
-    layout = RecordLayout("route", pointers=("logits", "scores", "experts"), numbers=("stride",))
+    layout = RecordLayout(
+        "route", pointers=("logits", "scores", "experts", "bias"), numbers=("stride",), reals=("scale",)
+    )
 
     experts: int
     chosen: int
     normalize: bool
     rows_of: str = "tokens"
+    sigmoid: bool = False
+    biased: bool = False
 
     def emit(self, call: KernelCall) -> None:
         assert self.chosen <= self.experts <= MAX_EXPERTS
@@ -44,21 +50,51 @@ class Route(KernelSpec):
         stride = args.number("stride")
         with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             row_scores, row_experts = scores + row * (self.chosen * 4), experts + row * (self.chosen * 4)
-            total = self._exponentials(k, logits + row * stride, call.scratch)
+            if self.sigmoid:
+                total = self._sigmoids(k, logits + row * stride, call.scratch)
+            else:
+                total = self._exponentials(k, logits + row * stride, call.scratch)
+            choices = self._choices(call, total) if self.biased else call.scratch
             chosen_total = k.variable(k.vector(0.0))
             with k.range(self.chosen) as i:
-                best, expert = self._best(k, call.scratch)
-                # From now on this expert's score is below all others.
-                k.store_first(call.scratch + expert * 4, k.vector(-1.0))
+                best, expert = self._best(k, choices)
+                if self.biased:
+                    best = k.broadcast(call.scratch + expert * 4)
+                # The score of an expert that was chosen is lowered below all others, so that it is not chosen again.
+                k.store_first(choices + expert * 4, k.vector(self._lowest))
                 k.store_first(row_scores + i * 4, best)
                 k.store_int(row_experts + i * 4, expert, 32)
                 chosen_total.value = chosen_total.value + best
             divisor = chosen_total.value if self.normalize else total
             with k.range(self.chosen) as i:
-                k.store_first(row_scores + i * 4, k.broadcast(row_scores + i * 4) / divisor)
+                k.store_first(row_scores + i * 4, k.broadcast(row_scores + i * 4) / divisor * args.real("scale"))
+
+    @property
+    def _lowest(self) -> float:
+        """Gives a number that no expert's score has, below all of them."""
+        return -math.inf if self.biased else -1.0
+
+    def _sigmoids(self, k: Kernel, logits: Ptr, out: Ptr) -> Vec:
+        """Stores the sigmoids of logits in ``out``, and -1 after the last expert; returns 1."""
+        count = k.int(self.experts)
+        with k.range(vectors_of(count)) as i:
+            score = k.sigmoid(k.load(logits + i * VECTOR_BYTES))
+            k.store(out + i * VECTOR_BYTES, k.select(k.below(i * LANES, count), score, k.vector(-1.0)))
+        return k.vector(1.0)
+
+    def _choices(self, call: KernelCall, total: Vec) -> Ptr:
+        """Stores scores / total + bias behind the scores; returns where."""
+        k, bias, count = call.k, call.args.pointer("bias"), call.k.int(self.experts)
+        out = call.scratch + -(-self.experts // LANES) * VECTOR_BYTES
+        with k.range(vectors_of(count)) as i:
+            at, here = i * VECTOR_BYTES, k.below(i * LANES, count)
+            k.store(
+                out + at, k.select(here, k.load(call.scratch + at) / total + k.load(bias + at), k.vector(-math.inf))
+            )
+        return out
 
     def _exponentials(self, k: Kernel, logits: Ptr, out: Ptr) -> Vec:
-        """Stores e**(logit - the largest logit) in ``out``, and -1 behind the last expert; returns the sum."""
+        """Stores e**(logit - the largest logit) in ``out``, and -1 after the last expert; returns the sum."""
         count, vectors = k.int(self.experts), vectors_of(k.int(self.experts))
         largest = k.variable(k.vector(-math.inf))
         with k.range(vectors) as i:
@@ -75,8 +111,8 @@ class Route(KernelSpec):
         return k.sum(total.value)
 
     def _best(self, k: Kernel, values: Ptr) -> tuple[Vec, Int]:
-        """The largest of ``values`` and the first place that holds it; place 0 if all values are -1 or NaN."""
-        best, places = k.variable(k.vector(-1.0)), k.variable(k.vector(0.0))
+        """Returns the largest of ``values`` and the first place that holds it; place 0 if all are lowest or NaN."""
+        best, places = k.variable(k.vector(self._lowest)), k.variable(k.vector(0.0))
         counted = k.constant([float(lane) for lane in range(LANES)])
         with k.range(vectors_of(k.int(self.experts))) as i:
             value = k.load(values + i * VECTOR_BYTES)
@@ -106,7 +142,7 @@ class GroupByExpert(KernelSpec):
         assert self.experts <= MAX_EXPERTS
         k, args = call.k, call.args
         experts, starts, places, sources = (args.pointer(field) for field in self.layout.pointers)
-        # First the number of an expert's pairs, then the place of its next pair.
+        # The loop counts an expert's pairs first; later the word is the place of the expert's next pair.
         cursors = call.scratch
         rows = call.step.number(f"num_{self.rows_of}")
         with k.when(call.thread < 1):
@@ -133,7 +169,8 @@ class GroupByExpert(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class GatherGroups(KernelSpec):
-    """``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at ``sources``.
+    """Copies each pair's row to its expert's group: ``grouped`` [rows * chosen, ...] = ``rows`` [rows, ...] at
+    ``sources``.
 
     Rows have any type: a row is copied with its padding, ``stride`` bytes on both sides, a multiple of 64.
     """
@@ -153,10 +190,11 @@ class GatherGroups(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class Combine(KernelSpec):
-    """``out`` [rows, width] = factor * (sum over a row's pairs of the score * the expert's output), all float32.
+    """Computes ``out`` [rows, width] = factor * (sum over a row's pairs of the score * the expert's output), all
+    float32.
 
-    ``found`` [rows * chosen, width] holds the experts' outputs in groups. ``add``: adds to ``out`` instead. A row's
-    pairs are summed from its best expert on, wherever they are, so a result does not depend on other rows.
+    ``found`` [rows * chosen, width] holds the experts' outputs in groups. With ``add`` it adds to ``out`` instead. A
+    row's pairs are summed from its best expert on, wherever they are, so a result does not depend on other rows.
     """
 
     layout = RecordLayout(

@@ -1,28 +1,13 @@
-"""The sizes of tiles, and an adapter's matrices in them. Imports neither torch nor the compiler, because adapters are
-packed in a small process beside the steps."""
+"""Defines the sizes of tiles. Imports neither torch nor the compiler, because a small process packs adapters with these
+sizes too.
+"""
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
-
-# Outputs of a tile: one for each lane of a vector; and those of a panel, which is a pair of tiles.
+# A tile has this many outputs, one for each lane of a vector, and a panel, which is a pair of tiles, twice as many.
 TILE_COLUMNS = 16
 PANEL_COLUMNS = 2 * TILE_COLUMNS
-# Inputs are padded to a multiple of this.
+# A panel's sums of one row take this many bytes.
+TOTALS_BYTES = 4 * PANEL_COLUMNS
+# Inputs of a matrix are padded to a multiple of this number.
 DEPTH_MULTIPLE = 16
-# An adapter's ranks are padded to a multiple of this, which is a whole number of iterations of the loops.
-RANK_MULTIPLE = 8
-
-
-def pack_tiles(bits: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Packs a matrix [outputs, inputs] of an adapter as [outputs / 16][steps][16][inputs of a step]; returns it flat.
-
-    ``bits`` are those of its numbers: uint32 for float32, of which a step has one input, and uint16 for bfloat16, of
-    which it has two. Outputs are a multiple of 16 and inputs one of 8.
-    """
-    # All inputs of a step move as one word.
-    steps = bits.view(np.uint32).reshape(len(bits) // TILE_COLUMNS, TILE_COLUMNS, -1)
-    return steps.swapaxes(1, 2).reshape(-1).view(bits.dtype)

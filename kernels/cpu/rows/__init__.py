@@ -1,8 +1,7 @@
-"""Map of the kernels that treat rows one by one.
+"""Has the kernels that treat rows one by one.
 
     rows.py         embedding, norms, the choice of sampled rows, logits
     rotate.py       rotary embedding, norms of queries and keys, and the write of K and V into the pool
-    rank_sums.py    sums over ranks, the processes that share a model, and the waits for them
 
 Open ``rows.py`` first. The kernels' references in torch are in ``tests/support/cpu_references.py``; matrix
 products are in ``products``.

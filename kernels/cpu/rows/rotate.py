@@ -1,4 +1,5 @@
-"""Rotary embedding and the KV write: turns the QKV product of a row into queries in a buffer and K and V in the pool.
+"""Rotates queries and keys and writes KV: turns the QKV product of a row into queries in a buffer and K and V in the
+pool.
 
 Queries and keys are normed where the model has such a norm, and rotated by their position. The pool's layout is that
 of :mod:`pillion.kernels.cpu.attention.kv_layout`. A head stays in registers from load to store. Keys and values in 8
@@ -18,7 +19,7 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.rows.rows import norm_factor, row_factor, row_squares, squares_factor
+from pillion.kernels.cpu.rows.rows import norm_factor, row_factor, squares_factor
 
 _HALF = LANES // 2
 
@@ -30,19 +31,21 @@ class RotateWrite(KernelSpec):
     queries  [kv_heads][room for rows][heads / kv_heads][head_dim] of the model's type, ``head_stride`` bytes for each
              KV head
     K and V  go into the step's pool, K at ``layer_offset`` bytes in a slot of ``slot_bytes``, V ``value_offset`` bytes
-             behind it
+             after it
 
     ``rope``: pairs (i, i + head_dim / 2) rotate by the angles whose cosines and sines are in ``cos`` and ``sin``
     [positions, head_dim / 2] float32. ``qk_norm``: RMS norm before that, over each "head" (weights ``q_norm`` and
     ``k_norm`` [head_dim] float32), or over all queries, and all keys, of a row as a "projection" (weights
     [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be None.
 
+    ``norm_last``: the norm over each head comes after the rotation.
+
     ``summed``: such a projection has ``query_width`` queries and ``key_width`` keys, of which other ranks have some;
-    the sums of all their squares are in ``squares`` [T, 2] float32 (:class:`ProjectionSquares`, summed over ranks).
+    the sums of all their squares are in ``squares`` [T, 2] float32 (:mod:`pillion.kernels.cpu.ranks`).
 
     ``codes``: K and V are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
 
-    head_dim and block_size are multiples of 16. A sequence's last row also zeroes V behind it, or V's scales, where
+    head_dim and block_size are multiples of 16. A sequence's last row also zeroes V after it, or V's scales, where
     this step began the block: attention multiplies hidden rows by 0, and 0 times a stale NaN would not be 0.
     """
 
@@ -71,12 +74,13 @@ class RotateWrite(KernelSpec):
     qk_norm: str = ""
     codes: str = ""
     summed: bool = False
+    norm_last: bool = False
 
     def emit(self, call: KernelCall) -> None:
         # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
         # projection needs the whole row.
         items = 1 if self.qk_norm == "projection" and not self.summed else self.kv_heads
-        k, writer = call.k, _RowWriter(self, call)
+        k, writer = call.k, RowWriter(self, call)
         with call.even_share(call.step.number("num_tokens") * items) as item:
             row, first = writer.row(item // items), item % items
             with k.range(first + self.kv_heads // items, first) as head:
@@ -86,34 +90,8 @@ class RotateWrite(KernelSpec):
 
 
 @dataclass(frozen=True, slots=True)
-class ProjectionSquares(KernelSpec):
-    """``out`` [T, 2] float32: the sums of squares of a row's queries and of its keys in ``qkv``, of RotateWrite.
-
-    ``counts_keys``: whether the keys count; else another rank counts the same keys.
-    """
-
-    layout = RecordLayout("projection_squares", pointers=("qkv", "out"), numbers=("qkv_stride", "out_stride"))
-
-    head_dim: int
-    heads: int
-    kv_heads: int
-    counts_keys: bool
-
-    def emit(self, call: KernelCall) -> None:
-        k, args = call.k, call.args
-        qkv, out = args.pointer("qkv"), args.pointer("out")
-        qkv_stride, out_stride = args.number("qkv_stride"), args.number("out_stride")
-        with call.even_share(call.step.number("num_tokens")) as row:
-            source, target = qkv + row * qkv_stride, out + row * out_stride
-            keys = source + self.heads * self.head_dim * 4
-            k.store_first(target, row_squares(k, source, k.int(self.heads * self.head_dim)))
-            sums = row_squares(k, keys, k.int(self.kv_heads * self.head_dim)) if self.counts_keys else k.vector(0.0)
-            k.store_first(target + 4, sums)
-
-
-@dataclass(frozen=True, slots=True)
 class _Row:
-    """One row of the step.
+    """Represents one row of the step.
 
     Attributes:
         index: the row's number in the step.
@@ -122,7 +100,7 @@ class _Row:
         factors: factors of its queries and its keys by norms over a whole projection, else None.
         piece: K of the row's block in this layer, of the first KV head.
         offset: the row's place in the block.
-        clears: whether the row zeroes V behind it.
+        clears: whether the row zeroes V after it.
     """
 
     index: Int
@@ -134,7 +112,7 @@ class _Row:
     clears: Bool
 
 
-class _RowWriter:
+class RowWriter:
     """Emits the work on a row; holds the values that all rows share."""
 
     def __init__(self, spec: RotateWrite, call: KernelCall) -> None:
@@ -153,7 +131,7 @@ class _RowWriter:
         self._group = spec.heads // spec.kv_heads
         self._vectors = spec.head_dim // LANES
         self._size = 2 if spec.bf16 else 4
-        # Bytes of a head: float32 in ``qkv``, and of the model's type elsewhere.
+        # A head has this many bytes: as float32 in ``qkv``, and in the model's type elsewhere.
         self._wide_head, self._head = spec.head_dim * 4, spec.head_dim * self._size
         self._keys_at, self._values_at = spec.heads * self._wide_head, (spec.heads + spec.kv_heads) * self._wide_head
         kind = spec.codes or ("bfloat16" if spec.bf16 else "float32")
@@ -161,7 +139,7 @@ class _RowWriter:
         self._piece = spec.block_size // LANES * self._group_bytes
 
     def row(self, index: Int) -> _Row:
-        """Looks up a row's source, angles, and place in the pool."""
+        """Looks up a row's source, its angles, and its place in the pool."""
         k, spec = self._k, self._spec
         source = self._qkv + index * self._qkv_stride
         position = k.load_int(self._arrays["positions"] + index * 4, 32)
@@ -196,7 +174,7 @@ class _RowWriter:
         target = self._queries + kv_head * self._head_stride + row.index * (self._group * self._head)
         with k.range(self._group) as i:
             head = kv_head * self._group + i
-            values = self._turned(row, self._normed(row.source, head, self._q_norm, row.factors[0]))
+            values = self._changed(row, row.source, head, self._q_norm, row.factors[0])
             for vector, value in enumerate(values):
                 k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
 
@@ -205,7 +183,7 @@ class _RowWriter:
         k = self._k
         group = row.piece + (kv_head * self._piece + row.offset // LANES * self._group_bytes)
         target = group + row.offset % LANES * 4
-        keys = self._turned(row, self._normed(row.source + self._keys_at, kv_head, self._k_norm, row.factors[1]))
+        keys = self._changed(row, row.source + self._keys_at, kv_head, self._k_norm, row.factors[1])
         if self._spec.codes:
             self._write_key_codes(row, group, keys)
             return
@@ -254,7 +232,7 @@ class _RowWriter:
             self._clear(piece, row.offset)
 
     def _write_value_codes(self, row: _Row, source: Ptr, piece: Ptr) -> None:
-        """Writes the codes of V, each beside those of three neighbour tokens, and its scale; zeroes scales behind it
+        """Writes the codes of V, each beside those of three neighbour tokens, and its scale; zeroes scales after it
         where the row clears."""
         k, group = self._k, piece + row.offset // LANES * self._group_bytes
         token = row.offset % LANES
@@ -268,7 +246,7 @@ class _RowWriter:
             k.store_int(piece + at, 0, 32)
 
     def _clear(self, piece: Ptr, offset: Int) -> None:
-        """Zeroes V behind ``offset``."""
+        """Zeroes V of the tokens after ``offset`` in a block."""
         k = self._k
         behind = offset + 1
         if self._spec.bf16:
@@ -279,10 +257,16 @@ class _RowWriter:
         with k.range(k.int(self._piece // VECTOR_BYTES), behind * self._head // VECTOR_BYTES) as i:
             k.store(piece + i * VECTOR_BYTES, k.vector(0.0))
 
-    def _normed(self, heads: Ptr, head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
-        """Loads a head of ``heads`` as vectors, normed where the model has such a norm."""
+    def _changed(self, row: _Row, heads: Ptr, head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
+        """Loads a head of ``heads`` as vectors, and norms and rotates it."""
+        values = [self._k.load(heads + head * self._wide_head + i * VECTOR_BYTES) for i in range(self._vectors)]
+        if self._spec.norm_last:
+            return self._normed(self._turned(row, values), head, weight, factor)
+        return self._turned(row, self._normed(values, head, weight, factor))
+
+    def _normed(self, values: list[Vec], head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
+        """Norms a head's vectors where the model norms queries and keys."""
         k, kind = self._k, self._spec.qk_norm
-        values = [k.load(heads + head * self._wide_head + i * VECTOR_BYTES) for i in range(self._vectors)]
         if not kind:
             return values
         if factor is None:
@@ -294,7 +278,8 @@ class _RowWriter:
         return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
 
     def _turned(self, row: _Row, head: list[Vec]) -> list[Vec]:
-        """head * cos + (head with swapped halves) * signed sin, as in :func:`pillion.engine.models.rope.rotate`."""
+        """Returns head * cos + (head with swapped halves) * signed sin, as in
+        :func:`pillion.engine.models.rope.rotate`."""
         if not self._spec.rope:
             return head
         k, half = self._k, self._spec.head_dim // 2
@@ -306,13 +291,14 @@ class _RowWriter:
         return turned
 
     def _swapped(self, head: list[Vec], i: int) -> Vec:
-        """Vector i of a head whose halves are swapped; a half that is no whole number of vectors ends inside one."""
+        """Returns vector i of a head whose halves are swapped; a half that is no whole number of vectors ends inside
+        one."""
         whole, rest = divmod(self._spec.head_dim // 2, LANES)
         first = head[(i + whole) % len(head)]
         return self._k.joined(first, head[(i + whole + 1) % len(head)], _HALF) if rest else first
 
     def _angles(self, table: Ptr, i: int) -> Vec:
-        """Vector i of a position's entries [head_dim / 2] followed by the same entries again."""
+        """Returns vector i of a position's entries [head_dim / 2] followed by the same entries again."""
         half = self._spec.head_dim // 2
         first = i * LANES % half
         if first + LANES <= half:

@@ -1,4 +1,5 @@
-"""Kernels that treat rows one by one, between the products: embedding, norms, the choice of sampled rows, logits.
+"""Defines kernels that work on rows one by one, between the products: embedding, norms, the choice of sampled rows,
+logits.
 
 The residual stream is float32 for all types of model. Rows of products have the model's type, rounded once, after the
 norm. ``rows_of`` names the rows that a kernel runs over: those of all "tokens" of the step, or those of its "samples".
@@ -16,16 +17,17 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# Vectors of logits in a work item: a step often samples fewer rows than there are threads, so rows are cut.
+# A work item has this many vectors of logits: a step often samples fewer rows than there are threads, so rows are cut.
 _CHUNK_VECTORS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Embed(KernelSpec):
-    """hidden [T, width] float32 = table [vocab, width] (bfloat16 or float32, rows without padding) * scale.
+    """Looks up embeddings: hidden [T, width] float32 = table [vocab, width] (bfloat16 or float32, rows without padding)
+    * scale.
 
-    ``width`` is at least 16. ``share``: the table has the tokens from ``first`` on, ``tokens`` of them; rows of other
-    tokens become zeros.
+    ``width`` is at least 16. With ``share`` the table has the tokens from ``first`` on, ``tokens`` of them; rows of
+    other tokens become zeros.
     """
 
     layout = RecordLayout(
@@ -61,7 +63,8 @@ class Embed(KernelSpec):
         width, scale = args.number("width"), args.real("scale")
         with k.range(width // LANES) as i:
             k.store(target + i * VECTOR_BYTES, k.load_float(source + i * (LANES * size), self.bf16) * scale)
-        # The last vector of a row that is no multiple of 16 ends where the row ends: the table has no padding.
+        # Where a row's width is no multiple of 16, its last vector ends where the row ends, because the table has no
+        # padding.
         with k.when(width % LANES > 0):
             last = width - LANES
             k.store(target + last * 4, k.load_float(source + last * size, self.bf16) * scale)
@@ -69,10 +72,11 @@ class Embed(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class NormRows(KernelSpec):
-    """out = norm(x float32) * weight (+ bias), out bfloat16 or float32; weight and bias float32 [width].
+    """Norms rows: out = norm(x float32) * weight (+ bias). out is bfloat16 or float32; weight and bias are float32
+    [width].
 
     ``kind``: "rms" (Zhang and Sennrich 2019), "layer" (Ba et al. 2016), or "none", which only changes the type, for
-    models that norm behind their products, and has neither weight nor bias.
+    models that norm after their products, and has neither weight nor bias.
     """
 
     layout = RecordLayout(
@@ -104,7 +108,8 @@ class NormRows(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class NormAdd(KernelSpec):
-    """hidden += factor * (RMS norm of found * weight), all float32: for norms behind attention and MLP."""
+    """Adds normed rows: hidden += factor * (RMS norm of found * weight), all float32, for norms after attention and
+    MLP."""
 
     layout = RecordLayout(
         "norm_add",
@@ -154,7 +159,8 @@ class GatherRows(KernelSpec):
 
 @dataclass(frozen=True, slots=True)
 class SoftCapScale(KernelSpec):
-    """logits [R, width] float32, in place: divided by ``divisor``, then with ``capped`` cap * tanh(logits / cap)."""
+    """Scales and caps logits [R, width] float32 in place: divides them by ``divisor``, and with ``capped`` takes cap *
+    tanh(logits / cap)."""
 
     layout = RecordLayout("soft_cap_scale", pointers=("logits",), numbers=("width", "stride"), reals=("divisor", "cap"))
 
@@ -174,12 +180,12 @@ class SoftCapScale(KernelSpec):
 
 
 def vectors_of(width: Int) -> Int:
-    """The number of vectors that hold ``width`` values."""
+    """Returns the number of vectors that hold ``width`` values."""
     return (width + (LANES - 1)) // LANES
 
 
 def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
-    """The mean of ``width`` float32, behind which zeros fill the last vector."""
+    """Returns the mean of ``width`` float32, after which zeros fill the last vector."""
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
         total.value = total.value + k.load(row + i * VECTOR_BYTES)
@@ -187,9 +193,8 @@ def row_mean(k: Kernel, row: Ptr, width: Int) -> Vec:
 
 
 def row_squares(k: Kernel, row: Ptr, width: Int, mean: Vec | None = None) -> Vec:
-    """The sum of squares of ``width`` float32, behind which zeros fill the last vector; with a ``mean``, of their
-    distances from it. Each lane sums in rising order, then lanes add up in a fixed tree: rows are independent.
-    """
+    """Returns the sum of squares of ``width`` float32, after which zeros fill the last vector; with a ``mean``, that of
+    their distances from it. Each lane sums in rising order, then lanes add up in a fixed tree: rows are independent."""
     total = k.variable(k.vector(0.0))
     with k.range(vectors_of(width)) as i:
         value = k.load(row + i * VECTOR_BYTES)
@@ -200,17 +205,17 @@ def row_squares(k: Kernel, row: Ptr, width: Int, mean: Vec | None = None) -> Vec
 
 
 def row_factor(k: Kernel, row: Ptr, width: Int, eps: Vec, mean: Vec | None = None) -> Vec:
-    """1 / sqrt(mean square + eps) of the values of :func:`row_squares`."""
+    """Returns 1 / sqrt(mean square + eps) of the values of :func:`row_squares`."""
     return squares_factor(k, row_squares(k, row, width, mean), width, eps)
 
 
 def norm_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
-    """1 / sqrt(the sum of all lanes / width + eps)."""
+    """Returns 1 / sqrt(the sum of all lanes / width + eps)."""
     return squares_factor(k, k.sum(squares), width, eps)
 
 
 def squares_factor(k: Kernel, squares: Vec, width: Int, eps: Vec) -> Vec:
-    """1 / sqrt(the sum of squares, which is in all lanes, / width + eps)."""
+    """Returns 1 / sqrt(the sum of squares, which is in all lanes, / width + eps)."""
     return k.vector(1.0) / k.sqrt(squares / k.real(width) + eps)
 
 

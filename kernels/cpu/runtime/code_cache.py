@@ -1,4 +1,4 @@
-"""A cache of compiled kernels on disk, so that the next start does not compile.
+"""Keeps compiled kernels on disk, so that the next start does not compile.
 
 A file's name is the digest of everything that determines its machine code. Its first line is the digest of its name and
 its content: a truncated, edited or renamed file is no hit, and neither is a file that another user could have written.
@@ -19,15 +19,16 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from pillion import core_board
+from pillion import core_lending_table
 
 _log = logging.getLogger(__name__)
 
-# A write removes the files that were not used for longest until both bounds hold. The demo model has 28 files.
+# A write removes the files that were not used for longest until the folder is within both bounds. The demo model has 28
+# files.
 MAX_ENTRIES = 8192
 MAX_CACHE_BYTES = 256 * 2**20
 MAX_ENTRY_BYTES = 64 * 2**20
-# How long a process waits for another one that compiles the same code, before it compiles for itself.
+# A process waits this long for another one that compiles the same code, before it compiles for itself.
 MAX_COMPILE_WAIT_S = 120.0
 _COMPILE_POLL_S = 0.05
 _SUFFIX = ".kernels"
@@ -37,13 +38,13 @@ _HEADER_BYTES = _DIGEST_CHARS + 1
 
 
 class CodeCache:
-    """A folder of machine code. Every failure is a warning and costs the time to compile, no more."""
+    """Keeps machine code in a folder. Every failure is a warning and costs the time to compile, no more."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def read(self, key: str) -> bytes | None:
-        """The code that was written under ``key``, or None."""
+        """Returns the code that was written under ``key``, or None."""
         path = self._path(key)
         if not sources_digest:
             return None
@@ -59,7 +60,7 @@ class CodeCache:
                 _log.warning("%s is damaged; compiling again", path)
                 return None
             with contextlib.suppress(OSError):
-                os.utime(path)  # The file was used just now, so it is the last to be removed.
+                os.utime(path)  # The file counts as used just now, so it is among the last to be removed.
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -68,7 +69,7 @@ class CodeCache:
         return code
 
     def write(self, codes: Mapping[str, bytes]) -> None:
-        """Keeps codes by their keys. Several processes may write at once: files appear whole or not at all."""
+        """Writes machine codes by their keys. Several processes may write at once: files appear whole or not at all."""
         if not sources_digest:
             _log.warning("compiled kernels are not kept: the kernels' sources cannot be read to name the files")
             return
@@ -101,7 +102,7 @@ class CodeCache:
         """Lets one process of this machine compile ``key`` at a time: workers that start together compile once.
 
         Other processes wait, at most MAX_COMPILE_WAIT_S. The lock is one byte of a file, whose place follows from the
-        key; it is gone with its process. Threads of one process do not exclude each other.
+        key; the lock ends with its process. Threads of one process do not exclude each other.
         """
         with contextlib.ExitStack() as stack:
             try:
@@ -122,7 +123,8 @@ class CodeCache:
         return self._folder / (key + _SUFFIX)
 
     def _trim(self) -> None:
-        """Removes files beyond the bounds. Another process may remove some meanwhile; its own files are the newest."""
+        """Removes files beyond the bounds. Another process may remove files meanwhile; those that this process wrote
+        are the newest."""
         known: list[tuple[float, int, Path]] = []
         for path in self._folder.glob("*" + _SUFFIX):
             with contextlib.suppress(FileNotFoundError):
@@ -136,21 +138,22 @@ class CodeCache:
 
 
 def others_could_write(about: os.stat_result) -> bool:
-    """Whether a file belongs to another user, or its group or others may write it."""
+    """Returns whether a file belongs to another user, or its group or others may write it."""
     return about.st_uid != os.geteuid() or bool(about.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
 
 
 def key_of(*parts: str) -> str:
-    """One digest of the sources of pillion.kernels.cpu and of ``parts``; the boundaries of the parts count too."""
+    """Returns one digest of the sources of pillion.kernels.cpu and of ``parts``; the boundaries of the parts count
+    too."""
     return hashlib.sha256(sources_digest + json.dumps(parts).encode()).hexdigest()
 
 
 def digest_sources() -> bytes:
-    """The digest of the sources on disk that machine code depends on: those of pillion.kernels.cpu, and others whose
-    constants are in it. It is empty where there are none: nothing is kept then."""
+    """Returns the digest of the sources on disk that machine code depends on: those of pillion.kernels.cpu, and others
+    whose constants are in it. It is empty where there are none: nothing is kept then."""
     here = Path(__file__).parents[1]
     paths = sorted(here.rglob("*.py"))
-    others = (Path(core_board.__file__), here.parent / "torch" / "quantized_matrix.py")
+    others = (Path(core_lending_table.__file__), here.parent / "torch" / "quantized_matrix.py")
     paths += [path for path in others if paths and path.is_file()]
     files = [(path.name, hashlib.sha256(path.read_bytes()).hexdigest()) for path in paths]
     return hashlib.sha256(json.dumps(files).encode()).digest() if files else b""

@@ -1,7 +1,7 @@
 """Compiles kernel specs to machine code: through LLVM the first time, from the code cache on disk after that.
 
-What is compiled and kept by itself is a *unit*: a kernel, a subroutine that kernels call, or the thread pool. So a
-model takes over whatever was compiled for others before.
+A *unit* is compiled and kept by itself: a kernel, a subroutine that kernels call, or the thread pool. So a model takes
+over whatever was compiled for others before.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from pillion.kernels.cpu.runtime.thread_pool_code import THREAD_POOL_FUNCTIONS, 
 Progress = Callable[[str], None]
 
 _LINUX = "unknown-linux-gnu"
-# The unit of the thread pool's functions and the fault cell.
+# The compiled unit of this name has the thread pool's functions and the fault cell.
 _THREAD_POOL = "thread_pool"
 
 
 @dataclass(frozen=True, slots=True)
 class CompileTarget:
-    """The machine that LLVM compiles for, in LLVM's names."""
+    """Describes the machine that LLVM compiles for, in LLVM's names."""
 
     triple: str
     cpu: str
@@ -43,25 +43,25 @@ class CompileTarget:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """An ELF object, and the names of the units that it calls."""
+    """Holds an ELF object, and the names of the units that it calls."""
 
     needs: tuple[str, ...]
     code: bytes
 
     @classmethod
     def of(cls, content: bytes) -> Unit:
-        """The inverse of ``content``."""
+        """Returns the unit that the cache keeps as these bytes, the inverse of ``content``."""
         needs, _, code = content.partition(b"\n")
         return cls(tuple(json.loads(needs)), code)
 
     @property
     def content(self) -> bytes:
-        """What the cache keeps."""
+        """Returns the unit as the bytes that the cache keeps."""
         return json.dumps(self.needs).encode() + b"\n" + self.code
 
 
 class CompiledKernels:
-    """Machine code in memory, as long as this object lives.
+    """Holds machine code in memory, as long as this object lives.
 
     Attributes:
         names: names of the kernels.
@@ -89,17 +89,18 @@ class CompiledKernels:
         assert not missing, f"the code has no {missing}"
 
     def address(self, name: str) -> int:
-        """The address of a kernel, a function of the thread pool, or the fault cell. Raises KeyError for others."""
+        """Returns the address of a kernel, a function of the thread pool, or the fault cell. Raises KeyError for other
+        names."""
         return int(self._addresses[name])
 
     def name_at(self, address: int) -> str:
-        """The kernel at ``address``, which checked kernels note in the fault cell."""
+        """Returns the name of the kernel at ``address``, which checked kernels note in the fault cell."""
         return next(name for name in self.names if self._addresses[name] == address)
 
 
 def target_of(isa: Isa) -> CompileTarget:
-    """The target for ``isa``: this processor without the features that ``isa`` excludes, or ``isa.model`` where this
-    processor cannot run ``isa``.
+    """Returns the target for ``isa``: this processor without the features that ``isa`` excludes, or ``isa.model`` where
+    this processor cannot run ``isa``.
 
     LLVM ends the process where code needs an instruction that its target lacks.
     """
@@ -122,7 +123,7 @@ def compile_kernels(
     cache_folder: Path | None = None,
     progress: Progress | None = None,
 ) -> CompiledKernels:
-    """The kernels of ``specs`` with the code of the thread pool, ready to run on this machine.
+    """Returns the kernels of ``specs`` with the code of the thread pool, ready to run on this machine.
 
     Args:
         specs: the kernels; specs of one name are one kernel.
@@ -139,7 +140,7 @@ def compile_kernels(
     from_cache = not library.missing()
     if not from_cache:
         with library.one_compiler():
-            # Another process may have compiled it while this one waited.
+            # Another process may have compiled the kernels while this one waited.
             missing = library.missing()
             from_cache = not missing
             if missing:
@@ -153,10 +154,10 @@ def compile_kernels(
 
 
 class _Library:
-    """The units of some kernels, as far as they are in the cache or were compiled here.
+    """Gathers the units of some kernels that are in the cache or were compiled here.
 
     Attributes:
-        units: by name, those that kernels need and only these.
+        units: the units that the wanted kernels need, and no others, by name.
     """
 
     def __init__(
@@ -167,11 +168,11 @@ class _Library:
         self._about = (llvmlite.__version__, *map(repr, (llvm.llvm_version_info, isa, target)))
 
     def missing(self) -> list[str]:
-        """The kernels, and the thread pool, of which not every unit is there; reads from the cache what is."""
+        """Returns the kernels, and the thread pool, that lack units; reads the units that the cache has."""
         return [name for name in (_THREAD_POOL, *self._wanted) if not self._complete(name)]
 
     def compile(self, names: Sequence[str]) -> None:
-        """Compiles kernels with those of their subroutines that are not there, and keeps them."""
+        """Compiles kernels, with those of their subroutines that are missing, and writes them to the cache."""
         machine, had = _machine(self._target), set(self.units)
         module = KernelModule(self._isa, self._checked)
         with _no_collection():
@@ -210,19 +211,20 @@ class _Library:
         self.units[name] = Unit(tuple(needs), code)
 
     def _key(self, name: str) -> str:
-        # Subroutines and the thread pool are the same in both modes.
+        # Subroutines and the thread pool never check accesses, so their code is the same with and without checks.
         checked = self._checked and name in self._wanted
         return key_of(*self._about, str(checked), name)
 
 
 def object_code(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> bytes:
-    """One ELF object of the kernels and the thread pool; ``isa`` may be of another kind of machine than this one."""
+    """Returns one ELF object of the kernels and the thread pool; ``isa`` may be of another kind of machine than this
+    one."""
     module, machine = _together(specs, isa, checked)
     return bytes(machine.emit_object(module))
 
 
 def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) -> dict[str, str]:
-    """The instructions of each function by name, for tests that look for spilled registers, for instance."""
+    """Returns the instructions of each function by name, for tests that look for spilled registers, for instance."""
     module, machine = _together(specs, isa, checked)
     return _instructions(machine.emit_assembly(module))
 
@@ -230,7 +232,7 @@ def assembly(specs: Sequence[KernelSpec], isa: Isa, *, checked: bool = False) ->
 def assembly_of(
     specs: Sequence[KernelSpec], isa: Isa, choose: Callable[[Iterable[str]], Iterable[str]]
 ) -> dict[str, str]:
-    """The instructions of the functions whose names ``choose`` picks, each compiled alone as for a cache."""
+    """Returns the instructions of the functions whose names ``choose`` picks, each compiled alone as for a cache."""
     target, module = target_of(isa), KernelModule(isa)
     machine, found = _machine(target), dict[str, str]()
     with _no_collection():
@@ -244,7 +246,7 @@ def assembly_of(
 
 
 def _instructions(text: str) -> dict[str, str]:
-    """The functions in an assembler's text, by name."""
+    """Returns the functions in an assembler's text, by name."""
     bodies = re.finditer(r'@function\n"?([^\s"]+)"?:.*?^\.Lfunc_end', text, re.MULTILINE | re.DOTALL)
     return {body.group(1): body.group(0) for body in bodies}
 
@@ -263,12 +265,13 @@ def _together(specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> tuple[llv
 
 
 def _functions(module: ir.Module) -> dict[str, ir.Function]:
-    """The functions that a module defines."""
+    """Returns the functions that a module defines."""
     return {name: one for name, one in module.globals.items() if isinstance(one, ir.Function) and one.blocks}
 
 
 def _alone(function: ir.Function) -> tuple[list[str], str]:
-    """The names of the functions of its module that a function calls, and the text of a module with it alone."""
+    """Returns the names of the functions that a function calls in its module, and the text of a module with that
+    function alone."""
     text, defined = str(function), _functions(function.module)
     called = [name for name in dict.fromkeys(re.findall(r'@"([^"]+)"', text)) if name != function.name]
     needs = [name for name in called if name in defined]
@@ -292,7 +295,7 @@ def _optimized(text: str, target: CompileTarget, machine: llvm.TargetMachine) ->
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Python's collector of garbage waits meanwhile.
+    """Stops Python's garbage collector while the context is open.
 
     A module is some millions of objects that all live until its text is written. The collector would go through all of
     them many times and find nothing, which takes longer than making them.
@@ -307,6 +310,6 @@ def _no_collection() -> Iterator[None]:
 
 
 def _machine(target: CompileTarget) -> llvm.TargetMachine:
-    """LLVM's code generator, for code that is loaded anywhere in memory, far from libc."""
+    """Returns LLVM's code generator, for code that is loaded anywhere in memory, far from libc."""
     kind = llvm.Target.from_triple(target.triple)
     return kind.create_target_machine(cpu=target.cpu, features=target.features, opt=3, jit=True)

@@ -1,4 +1,5 @@
-"""A step's program: the table of kernels that the thread pool runs, and the step's record, checked before every run.
+"""Defines a step's program: the table of kernels that the thread pool runs, and the step's record, checked before every
+run.
 
     Program(operations) --bind--> run, run, ... --a step with more rows than any before--> bind to larger buffers
 
@@ -15,25 +16,26 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pillion.core_board import LINE_BYTES
+from pillion.core_lending_table import LINE_BYTES
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.module import KernelSpec
-from pillion.kernels.cpu.language.records import STEP, Words
+from pillion.kernels.cpu.language.records import STEP, RecordLayout, Words
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.thread_pool_code import ENTRY_WORDS
 from pillion.kernels.torch.reference import Int32, RaggedBatch
 
-# Buffers grow in steps of this many rows, so that they seldom grow.
+# Buffers grow in steps of this many rows, so that they grow seldom.
 ROWS_STEP = 64
 _INT32 = np.dtype(np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """Named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit`` ("tokens"...).
+    """Describes named memory of the program: ``each`` rows of ``width`` values of ``dtype`` for every ``unit``
+    ("tokens"...).
 
     ``dense`` rows have no more padding than their last cache line needs. ``row_bytes`` is the stride of memory that is
-    shared with other processes, and 0 for a program's own.
+    shared with other processes, and 0 for memory of a program's own.
     """
 
     name: str
@@ -46,9 +48,9 @@ class Buffer:
 
     @property
     def stride(self) -> int:
-        """Bytes from row to row, a multiple of a cache line, and an odd one unless rows are dense. A tile of products
-        reads one column of many rows, which would meet in few sets of the first cache if rows were a power of two
-        apart."""
+        """Returns bytes from row to row, a multiple of a cache line, and an odd one unless rows are dense. A tile of
+        products reads one column of many rows, which would meet in few sets of the first cache if rows were a power of
+        two apart."""
         if self.row_bytes:
             return self.row_bytes
         lines = -(-self.width * np.dtype(self.dtype).itemsize // LINE_BYTES)
@@ -57,7 +59,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class HeadStride:
-    """A number of bytes that grows with a buffer: ``row_bytes`` for each row that the buffer holds."""
+    """Represents a number of bytes that grows with a buffer: ``row_bytes`` for each row that the buffer holds."""
 
     row_bytes: int
     unit: str = "tokens"
@@ -65,8 +67,8 @@ class HeadStride:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One kernel with its arguments. Values may be arrays, buffers or numbers; ``when`` names a number of the step's
-    record that must be above 0 for the kernel to run."""
+    """Names one kernel with its arguments. Values may be arrays, buffers or numbers; ``when`` names a number of the
+    step's record that must be above 0 for the kernel to run."""
 
     spec: KernelSpec
     values: Mapping[str, Any]
@@ -74,9 +76,9 @@ class Operation:
 
 
 class Workspace:
-    """The buffers of a program, zeroed when they are allocated: the padding behind a row's values stays zero.
+    """Holds the buffers of a program, zeroed when they are allocated: the padding after a row's values stays zero.
 
-    ``shared``: memory, by the names of buffers, that is common with other processes and never grows.
+    ``shared`` is memory, by the names of buffers, that is common with other processes and never grows.
     """
 
     def __init__(self, shared: Mapping[str, npt.NDArray[np.uint8]] | None = None) -> None:
@@ -86,7 +88,8 @@ class Workspace:
         self._canary = np.uint8(0xA5)
 
     def reserve(self, unit: str, rows: int) -> bool:
-        """Makes room for ``rows`` rows of a unit. True where it grew: buffers are new, and programs must bind again."""
+        """Makes room for ``rows`` rows of a unit. Returns True where it grew: the buffers are then new ones, and
+        programs must bind again."""
         if rows <= self.rows.get(unit, 0):
             return False
         self.rows[unit] = rows if rows == 1 else -(-rows // ROWS_STEP) * ROWS_STEP
@@ -94,7 +97,7 @@ class Workspace:
         return True
 
     def array(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
-        """The bytes of a buffer, aligned to a cache line, with a line of canaries behind them."""
+        """Returns the bytes of a buffer, aligned to a cache line, with a line of canaries after them."""
         found = self._shared.get(buffer.name, self._arrays.get(buffer.name))
         if found is None:
             size = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride
@@ -105,21 +108,21 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Size of all buffers in bytes, without what is shared."""
+        """Returns the size of all buffers in bytes, without shared memory."""
         return sum(array.nbytes for array in self._arrays.values())
 
     def check_integrity(self) -> None:
-        """Raises Internal where a kernel wrote behind the end of a buffer."""
+        """Raises Internal where a kernel wrote after the end of a buffer."""
         for name, array in self._arrays.items():
             whole = array.base
             assert isinstance(whole, np.ndarray)
             first = array.ctypes.data - whole.ctypes.data + array.nbytes
             if (whole[first : first + LINE_BYTES] != self._canary).any():
-                raise Internal(f"a CPU kernel wrote behind the end of {name}")
+                raise Internal(f"a CPU kernel wrote after the end of {name}")
 
 
 class Program:
-    """Operations bound to addresses: ``entries`` [n, ENTRY_WORDS] is the table that a thread pool runs."""
+    """Binds operations to addresses: ``entries`` [n, ENTRY_WORDS] is the table that a thread pool runs."""
 
     def __init__(self, operations: Sequence[Operation], kernels: CompiledKernels, workspace: Workspace) -> None:
         self._operations = tuple(operations)
@@ -130,7 +133,7 @@ class Program:
         self.bind()
 
     def bind(self) -> None:
-        """Writes all records and entries; to be repeated when the workspace has grown."""
+        """Writes all records and entries of the program; to be repeated when the workspace has grown."""
         begin = 0
         for number, (entry, operation) in enumerate(zip(self.entries, self._operations, strict=True)):
             layout = operation.spec.layout
@@ -149,32 +152,34 @@ class Program:
 
 
 class CpuStepRecord:
-    """The record that all kernels of a step read; it keeps the step's arrays alive."""
+    """Fills a record that many kernels of a step read, by default STEP, which all kernels read; keeps the step's arrays
+    alive."""
 
-    def __init__(self) -> None:
-        self.words: Words = np.zeros(STEP.num_words, np.int64)
+    def __init__(self, layout: RecordLayout = STEP) -> None:
+        self._places = layout.place
+        self.words: Words = np.zeros(layout.num_words, np.int64)
         self._alive: dict[str, Any] = {}
 
     def point(self, field: str, array: npt.NDArray[Any]) -> None:
-        """Points a field to an array of int32."""
-        place = STEP.place[field]
+        """Sets a field of the step's record to the address of an array of int32."""
+        place = self._places[field]
         self.words[place] = array.__array_interface__["data"][0]
         self.words[place + 1] = array.nbytes
         self._alive[field] = array
 
     def point_pool(self, address: int, size: int) -> None:
-        """Points ``pool`` to memory that the caller keeps alive."""
+        """Sets the field ``pool`` of the step's record to memory that the caller keeps alive."""
         self.words[STEP.place["pool"]] = address
         self.words[STEP.place["pool"] + 1] = size
 
     def count(self, field: str, value: int) -> None:
-        """Sets a number."""
-        self.words[STEP.place[field]] = value
+        """Sets a number of the step's record."""
+        self.words[self._places[field]] = value
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Upper bounds of a batch's values."""
+    """Holds upper bounds of a batch's values."""
 
     vocab_size: int
     num_slots: int
@@ -184,7 +189,7 @@ class Bounds:
 
 
 class BatchArrays(RaggedBatch, Protocol):
-    """The arrays of a step; ``pillion.engine.backends.batch.StepBatch`` documents them."""
+    """Holds the arrays of a step; ``pillion.engine.backends.backend.StepBatch`` documents them."""
 
     @property
     def token_ids(self) -> Int32: ...
@@ -229,12 +234,12 @@ def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
 
 
 def _greatest(array: Int32) -> int:
-    """The greatest value, compared as unsigned: a negative value is above every bound."""
+    """Returns the greatest value, compared as unsigned: a negative value is above every bound."""
     return int(np.maximum.reduce(array.view(np.uint32), axis=None))
 
 
 def aligned_bytes(size: int, alignment: int = LINE_BYTES) -> npt.NDArray[np.uint8]:
-    """``size`` bytes of zeroed memory at a multiple of ``alignment``."""
+    """Returns ``size`` bytes of zeroed memory at a multiple of ``alignment``."""
     raw = np.zeros(size + alignment, np.uint8)
     first = -raw.ctypes.data % alignment
     return raw[first : first + size]

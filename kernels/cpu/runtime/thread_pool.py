@@ -1,4 +1,4 @@
-"""A pool of threads that runs programs of kernels. Linux only.
+"""Runs programs of kernels on a pool of threads. Linux only.
 
     ThreadPool(kernels, threads) --run--> run --run--> ... --close, or the interpreter's exit--> helpers joined
 
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pillion.core_board import LINE_BYTES, CoreShare
+from pillion.core_lending_table import LINE_BYTES, CoreShare
 from pillion.cores import MAX_CPU_THREADS
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.language.module import FAULT_CELL, SCRATCH_BYTES
@@ -31,8 +31,8 @@ from pillion.kernels.cpu.runtime import thread_pool_code
 from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.thread_pool_code import COUNTER_STRIDE, ENTRY_WORDS
 
-# Memory behind each thread's scratch. In checked mode every run verifies that it still holds the canary pattern. It
-# also spreads the threads' scratch over the sets of the caches.
+# This many bytes lie behind each thread's scratch. In checked mode every run verifies that this memory still holds the
+# canary pattern. The memory also spreads the threads' scratch over the sets of the caches.
 CANARY_BYTES = 4096
 _CANARY_BYTE = 0xC5
 _HUGE_PAGE_BYTES = 2**21
@@ -42,7 +42,7 @@ _SYNCHRONOUS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, sig
 
 
 class ThreadPool:
-    """Threads with scratch memory of their own. A lock lets one leader at a time into :meth:`run`.
+    """Runs programs on threads with scratch memory of their own. A lock lets one leader at a time into :meth:`run`.
 
     Attributes:
         threads: the number of all threads, those on borrowed cores included. Each kernel has as many work items.
@@ -54,13 +54,13 @@ class ThreadPool:
         threads: 1 to ``MAX_CPU_THREADS``, including the leader, without those on borrowed cores.
         affinity: () or one processor's number for each thread. A leader is bound in its first run; threads that it
             starts later (torch's, for instance) inherit its processor.
-        share: this worker's cores on a board. If it borrows, the pool has a thread for every other core of the board,
-            too, which takes part while the core's owner is idle.
+        share: this worker's cores in a lending table. If it borrows, the pool has a thread for every other core of the
+            lending table, too, which takes part while the core's owner is idle.
 
     Raises:
         ConfigError: this system is not Linux, ``threads`` is out of range or not the number of this worker's cores on
-            the board, ``affinity`` names a processor that this process may not use, or the system starts no more
-            threads.
+            the lending table, ``affinity`` names a processor that this process may not use, or the system starts no
+            more threads.
     """
 
     def __init__(
@@ -75,18 +75,20 @@ class ThreadPool:
             raise ConfigError(f"affinity {list(affinity)}: {threads} processors out of {allowed} are needed")
         lent: list[int] = []
         if share is not None:
-            owned = share.board.owned(share.first_core)
+            owned = share.lending_table.owned(share.first_core)
             if share.borrows and len(owned) != threads:
-                raise ConfigError(f"--cpu-threads {threads}: the board of cores has {len(owned)} for this worker")
-            lent = [core for core in range(share.board.cores) if core not in owned and share.borrows]
-            if share.board.cores > MAX_CPU_THREADS:
-                raise ConfigError(f"the board has {share.board.cores} cores, a thread pool {MAX_CPU_THREADS} at most")
+                raise ConfigError(f"--cpu-threads {threads}: the core lending table has {len(owned)} for this worker")
+            lent = [core for core in range(share.lending_table.cores) if core not in owned and share.borrows]
+            if share.lending_table.cores > MAX_CPU_THREADS:
+                raise ConfigError(
+                    f"the lending table has {share.lending_table.cores} cores, a thread pool {MAX_CPU_THREADS} at most"
+                )
         self.threads = threads + len(lent)
         self.borrowed_s = 0.0
         self._kernels = kernels
         self._leader_cpu, self._leader = {affinity[0]} if affinity else None, 0
         self._native = _Native(kernels, threads, affinity[1:], share, lent)
-        # The finalizer also runs at the interpreter's exit, while the helpers' code and memory are still there.
+        # The finalizer also runs at the interpreter's exit, while the helpers' code and memory still exist.
         self._finalizer = weakref.finalize(self, self._native.close)
 
     def run(self, program: Words, step: Words) -> None:
@@ -118,12 +120,13 @@ class ThreadPool:
                 native.check()
 
     def close(self) -> None:
-        """Ends and joins the helpers. Repeated calls do nothing."""
+        """Ends the helper threads and waits for them. Repeated calls do nothing."""
         self._finalizer()
 
 
 class _Native:
-    """The memory and the helpers of a pool; apart from it, so that a forgotten pool can be finalized."""
+    """Holds the memory and the helpers of a pool; the object is separate from the pool, so that a forgotten pool can be
+    finalized."""
 
     def __init__(
         self,
@@ -136,11 +139,11 @@ class _Native:
         self.lock = threading.Lock()
         threads = own + len(lent)
         self._kernels, self.own = kernels, own
-        # The board stays mapped as long as threads look at it, whoever closes it.
-        self._board = None if share is None else share.board.pin()
+        # The lending table stays mapped as long as threads use it, even if somebody closes it.
+        self._lending_table = None if share is None else share.lending_table.hold()
         self._pid: int | None = os.getpid()
         self.run = ctypes.CFUNCTYPE(_INT64, *[_INT64] * 4)(kernels.address(thread_pool_code.RUN))
-        # Behind the threads' lines are the gates at which borrowers sleep, of which each owner has one at most.
+        # After the threads' lines there is a gate for each owner at most, at which the borrowers of its cores sleep.
         lines = threads + len(lent)
         self._memory, self.address = _aligned(thread_pool_code.FIRST_THREAD_LINE + lines * LINE_BYTES, LINE_BYTES)
         self._words = self._memory.view(np.int64)
@@ -154,7 +157,7 @@ class _Native:
         self._counters = np.zeros(0, np.uint8)
         self._set(thread_pool_code.THREADS, threads)
         self._handles: list[int] = []
-        # The place of BORROWED_NS in the line of each thread on a borrowed core.
+        # This is the place of BORROWED_NS in the line of each thread on a borrowed core.
         first = thread_pool_code.FIRST_THREAD_LINE + own * LINE_BYTES + thread_pool_code.BORROWED_NS
         self._borrowed = self._words[first // 8 :: LINE_BYTES // 8] if lent else self._words[:0]
         for thread in range(threads):
@@ -163,13 +166,13 @@ class _Native:
             self._set(line + thread_pool_code.SCRATCH, scratch + thread * (SCRATCH_BYTES + CANARY_BYTES))
         processors = list(affinity) or [-1] * (own - 1)
         if share is not None:
-            board = share.board
-            self._set(thread_pool_code.BOARD, board.line(share.first_core))
+            lending_table = share.lending_table
+            self._set(thread_pool_code.LENDING_TABLE, lending_table.line(share.first_core))
             gates: dict[int, int] = {}
             for thread, core in enumerate(lent, own):
-                line, owner = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES, board.owner(core)
-                self._set(line + thread_pool_code.OWNER_LINE, board.line(owner))
-                self._set(line + thread_pool_code.CORE_LINE, board.line(core))
+                line, owner = thread_pool_code.FIRST_THREAD_LINE + thread * LINE_BYTES, lending_table.owner(core)
+                self._set(line + thread_pool_code.OWNER_LINE, lending_table.line(owner))
+                self._set(line + thread_pool_code.CORE_LINE, lending_table.line(core))
                 if owner in gates:
                     self._set(line + thread_pool_code.SLEEPS_AT, gates[owner])
                 else:
@@ -177,7 +180,7 @@ class _Native:
                     gates[owner] = first_gate + len(gates) * LINE_BYTES
                     self._set(line + thread_pool_code.SLEEPS_AT, self.address + thread_pool_code.GATE)
                     self._set(line + thread_pool_code.CALLS, gates[owner])
-                processors.append(board.processor(core))
+                processors.append(lending_table.processor(core))
         self._start(processors)
 
     def use(self, num_entries: int) -> None:
@@ -189,7 +192,8 @@ class _Native:
             self._set(thread_pool_code.COUNTERS, address)
 
     def borrowed_ns(self) -> int:
-        """For how long threads on borrowed cores have taken part in kernels, all together, since the pool's begin."""
+        """Returns for how long threads on borrowed cores have taken part in kernels, all together, since the pool's
+        begin."""
         return int(self._borrowed.sum())
 
     def check(self) -> None:
@@ -202,7 +206,7 @@ class _Native:
         broken = np.flatnonzero((self._canaries != _CANARY_BYTE).any(1))
         if broken.size:
             self._canaries.fill(_CANARY_BYTE)
-            raise Internal(f"a kernel wrote behind the scratch of thread {broken[0]}")
+            raise Internal(f"a kernel wrote after the scratch of thread {broken[0]}")
 
     def close(self) -> None:
         """Waits for a run that is under way, then ends and joins the helpers."""
@@ -213,7 +217,7 @@ class _Native:
             self.run(self.address, 0, -1, 0)
             for handle in self._handles:
                 _libc().pthread_join(handle, None)
-            self._board = None
+            self._lending_table = None
 
     def _start(self, processors: Sequence[int]) -> None:
         """Starts a helper for each of ``processors``, bound to it unless it is -1."""
@@ -247,9 +251,9 @@ class _Native:
 
 
 def _aligned(size: int, alignment: int) -> tuple[npt.NDArray[np.uint8], int]:
-    """Zeroed private memory and its address. The thread that uses a page touches it first, and so places it."""
+    """Returns zeroed private memory and its address. The thread that uses a page touches it first, and so places it."""
     mapped = mmap.mmap(-1, size + alignment, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # A system without huge pages.
+    with contextlib.suppress(OSError):  # A system without huge pages refuses this call.
         mapped.madvise(mmap.MADV_HUGEPAGE)
     raw = np.frombuffer(mapped, np.uint8)
     skipped = -raw.ctypes.data % alignment

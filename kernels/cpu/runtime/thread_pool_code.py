@@ -1,4 +1,4 @@
-"""The thread pool's machine code, in the kernels' language: how threads divide a program, and how they wait.
+"""Emits the thread pool's machine code, in the kernels' language: how threads divide a program, and how they wait.
 
 Each entry of a program is cut into as many work items as the pool has threads. A thread draws a work item, calls the
 kernel with the item's number, and draws the next one; the thread that finishes the last item moves the gate on to the
@@ -16,16 +16,16 @@ sees every helper that has found the door open.
 
     borrower: wait at the gate -> wait for the core -> ACTIVE -> execute items of one entry -> not ACTIVE -> wait ...
 
-A borrower is a helper on a core of another worker (:mod:`pillion.core_board`). Before each entry it looks whether the
-owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the core. Of the
-borrowers of one owner's cores only the first one waits for the owner and calls the others, so that a step wakes one
-thread for each busy owner and not one for each of its cores. The leader renews its worker's hold on its own cores at
-each entry.
+A borrower is a helper on a core of another worker (:mod:`pillion.core_lending_table`). Before each entry it looks
+whether the owner wants the core, and sleeps until the owner is idle where it does. It polls only while it holds the
+core. Of the borrowers of one owner's cores only the first one waits for the owner and calls the others, so that a step
+wakes one thread for each busy owner and not one for each of its cores. The leader renews its worker's hold on its own
+cores at each entry.
 
 A waiting thread polls for a while and then sleeps in the operating system (futex), so an idle pool costs nothing and
 two pools can share the same cores. Nothing calls sched_yield: Linux takes a whole time slice away from its caller. No
 wake-up is lost: the futex compares the word once more under a lock, and the thread that moves the gate counts the
-sleepers after moving it.
+sleepers after moving it. thread_pool.pml beside this file is a model of all this, which a test holds to these methods.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from typing import Any
 
 from llvmlite import ir
 
-from pillion.core_board import LEASE_NS, LENT_UNTIL, LINE_BYTES, LINGER_NS, OWNED_UNTIL
+from pillion.core_lending_table import LENT_UNTIL, LINE_BYTES, LINGER_NS, LOAN_NS, OWNED_UNTIL
 from pillion.kernels.cpu.language.emit import I8, I32, I64, Bool, Int, Kernel, KernelVariable, Ptr
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import COUNTER_BYTES, SIGNATURE
@@ -62,40 +62,40 @@ from pillion.kernels.cpu.language.sync import (
 ENTRY_WORDS = 4
 _ENTRY_BYTES = 8 * ENTRY_WORDS
 
-# The pool's memory. Words that different threads write lie in different lines.
-# BOARD is the address of this worker's first line on the board of cores, or 0.
-PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE, BOARD = (8 * word for word in range(7))
+# These are the places of lines in the pool's memory. Words that different threads write lie in different lines.
+# LENDING_TABLE is the address of this worker's first line in the core lending table, or 0.
+PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE, LENDING_TABLE = (8 * word for word in range(7))
 GATE, DOOR, FIRST_THREAD_LINE = LINE_BYTES, 2 * LINE_BYTES, 3 * LINE_BYTES
-# Places of words in the gate's line, in the door's line, and in the line of a thread.
+# These are the places of words in the gate's line, in the door's line, and in the line of a thread.
 _VALUE, _SLEEPERS = 0, 8
 OPEN, _STOP = 0, 8
 POOL, SCRATCH, ACTIVE = 0, 8, 16
-# The addresses of two lines of the board, the first one of a borrowed core's owner and the core's own; and for how
-# many nanoseconds in all this thread has taken part in kernels on that core.
+# The line of a borrower also has the addresses of two lines of the lending table, that of a borrowed core's owner and
+# the core's own, and for how many nanoseconds in all this thread has taken part in kernels on that core.
 OWNER_LINE, CORE_LINE, BORROWED_NS = 24, 32, 40
-# The addresses of the gate at which a borrower sleeps, and of the one that it moves for others, or 0: of the borrowers
-# of one owner's cores the first one sleeps at the pool's gate, the others at a gate that the first one moves.
+# These hold the addresses of the gate at which a borrower sleeps, and of the one that it moves for others, or 0: of the
+# borrowers of one owner's cores the first one sleeps at the pool's gate, the others at a gate that the first one moves.
 SLEEPS_AT, CALLS = 48, 56
 # Each entry has the kernel's own counter, then a line with the numbers of work items drawn and done.
 _DRAWN, _DONE = COUNTER_BYTES, COUNTER_BYTES + 8
 COUNTER_STRIDE = COUNTER_BYTES + LINE_BYTES
 
-# How often a thread polls before it sleeps. A poll with its pause takes 10 to 50 ns, so this is some 100 us: about what
-# sleeping and waking up take, and longer than the last work items of a kernel keep the other threads waiting.
+# A thread polls this often before it sleeps. A poll with its pause takes 10 to 50 ns, so this is some 100 us: about
+# what sleeping and waking up take, and longer than the last work items of a kernel keep the other threads waiting.
 POLLS = 4_000
-# How long the leader sleeps between polls for a helper that is done but is kept from its core.
+# The leader sleeps this long between polls for a helper that is done but is kept from its core.
 _NAP_US = 50
-# How long a borrower sleeps where another worker has borrowed the core.
+# A borrower sleeps this long where another worker has borrowed the core.
 _TAKEN_NAP_US = 1_000
 
 _CLOCK_MONOTONIC = 1
-# Floating-point state: round to nearest, denormals kept, nothing trapped.
+# The floating-point state rounds to nearest, keeps denormals and traps nothing.
 _PLAIN_MXCSR, _PLAIN_FPCR = 0x1F80, 0
 
 # The leader calls pool_run(pool, program, entries, step); a new helper begins in pool_main(its line), or in
 # pool_borrow(its line) on a borrowed core.
 THREAD_POOL_FUNCTIONS = RUN, MAIN, BORROW = "pool_run", "pool_main", "pool_borrow"
-# The three kinds of threads that call work(), which returns at another point for each kind.
+# Three kinds of threads call work(), which returns at another point for each kind.
 _LEADER, _HELPER, _BORROWER = 1, 0, -1
 
 
@@ -112,7 +112,7 @@ def add_thread_pool(module: ir.Module, isa: Isa) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a thread reads once when it joins a run."""
+    """Holds what a thread reads once when it joins a run."""
 
     k: Kernel
     gate: Ptr
@@ -124,14 +124,15 @@ class _Run:
     base: Int
 
     def wants(self, condition: Int) -> Bool:
-        """Whether an entry with ``condition`` runs."""
+        """Returns whether an entry with ``condition`` runs."""
         number = self.k.load_int(Ptr(self.k, self.step.ir) + self.k.most(condition, 0) * 8)
         return (condition < 0) | (number > 0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Caller:
-    """Whether a borrower is the first one of an owner's cores, and what it moves the others' gate to."""
+    """Says whether a borrower is the first one of an owner's cores, and to which value that borrower moves the others'
+    gate."""
 
     is_first: Bool
     gate: Ptr
@@ -158,7 +159,7 @@ class _ThreadPoolCode:
             k.builder.ret(result(0))
 
     def sleep(self) -> Any:
-        """sleep(gate, old): returns when the gate's value is above ``old``. It never polls."""
+        """Emits sleep(gate, old), which returns when the gate's value is above ``old``. It never polls."""
         with self._function("pool_sleep", 2) as (function, k, (gate_address, old_value)):
             gate, old = Ptr(k, gate_address), Int(k, old_value)
             with k.forever():
@@ -171,7 +172,8 @@ class _ThreadPoolCode:
         return function
 
     def wait(self, sleep: Any) -> Any:
-        """wait(gate, old): returns when the gate's value is above ``old``. It polls for a while before it sleeps."""
+        """Emits wait(gate, old), which returns when the gate's value is above ``old``. It polls for a while before it
+        sleeps."""
         with self._function("pool_wait", 2) as (function, k, (gate_address, old_value)):
             self._poll(k, Ptr(k, gate_address), Int(k, old_value))
             k.builder.call(sleep, [gate_address, old_value])
@@ -186,14 +188,14 @@ class _ThreadPoolCode:
             pause(k)
 
     def work(self, wait: Any) -> Any:
-        """work(pool, scratch, kind): executes work items from the first unfinished entry on.
+        """Emits work(pool, scratch, kind), which executes work items from the first unfinished entry on.
 
-        A helper returns when no item is left, a borrower behind the first entry, the leader when the program is
+        A helper returns when no item is left, a borrower after the first entry, the leader when the program is
         finished.
         """
         with self._function("pool_work", 3) as (function, k, (pool_address, scratch, kind)):
             b, pool = k.builder, Ptr(k, pool_address)
-            board = k.load_int(pool + BOARD)
+            lending_table = k.load_int(pool + LENDING_TABLE)
             places = (PROGRAM, ENTRIES, STEP, COUNTERS, THREADS, BASE)
             run = _Run(k, pool + GATE, *(k.load_int(pool + place) for place in places))
             # The difference is -1 where the leader has opened the door and not yet moved the gate.
@@ -205,8 +207,8 @@ class _ThreadPoolCode:
                 kernel, args, condition = (k.load_int(entry + 8 * word) for word in range(3))
                 with b.if_else(run.wants(condition).ir) as (wanted, skipped):
                     with wanted:
-                        with k.when((board > 0) & Int(k, kind).equals(_LEADER)):
-                            self._keep_cores(k, board, LEASE_NS)
+                        with k.when((lending_table > 0) & Int(k, kind).equals(_LEADER)):
+                            self._keep_cores(k, lending_table, LOAN_NS)
                         self._execute_items(run, index, kernel, [args.ir, run.step.ir], scratch)
                         with k.when(Int(k, kind).equals(_BORROWER)):
                             b.ret_void()
@@ -233,7 +235,7 @@ class _ThreadPoolCode:
             k.leave(none_left, (item + 1).equals(run.threads))
 
     def main(self, wait: Any, work: Any) -> None:
-        """main(thread line): waits for runs and works on them until the pool stops."""
+        """Emits main(thread line), which waits for runs and works on them until the pool stops."""
         with self._function(MAIN, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
             pool_address, scratch = (k.load_int(line + place) for place in (POOL, SCRATCH))
@@ -247,23 +249,22 @@ class _ThreadPoolCode:
                 self._join(k, work, pool, line, scratch, _HELPER)
 
     def borrow(self, sleep: Any, work: Any) -> None:
-        """borrow(thread line): like main, on a core that another worker owns."""
+        """Emits borrow(thread line), which does as main does, on a core that another worker owns."""
         with self._function(BORROW, 1, I64) as (_, k, (line_address,)):
             b, line = k.builder, Ptr(k, line_address)
             words = (POOL, OWNER_LINE, CORE_LINE, SLEEPS_AT, CALLS)
             pool, owner, core, sleeps_at, calls = (Ptr(k, k.load_int(line + word).ir) for word in words)
             scratch, gate, is_first = k.load_int(line + SCRATCH), pool + GATE, Int(k, calls.ir) > 0
             self._set_arithmetic(k)
-            # The value of LENT_UNTIL that this thread wrote, or 0 where it has no core.
+            # This is the value of LENT_UNTIL that this thread wrote, or 0 where it has no core.
             seen, held = k.variable(k.int(0)), k.variable(k.int(0))
             with k.forever() as end:
-                with b.if_else((held.value > 0).ir) as (busy, free):
-                    with busy:
-                        self._poll(k, gate, seen.value)
-                        with k.when(atomic_load(k, gate) <= seen.value):
-                            self._give_back(k, core, held)
-                    with free:
-                        b.call(sleep, [sleeps_at.ir, seen.value.ir])
+                with k.when(held.value > 0):
+                    self._poll(k, gate, seen.value)
+                    with k.when(atomic_load(k, gate) <= seen.value):
+                        self._give_back(k, core, held)
+                with k.when(held.value.equals(0)):
+                    b.call(sleep, [sleeps_at.ir, seen.value.ir])
                 now = atomic_load(k, gate)
                 k.leave(end, atomic_load(k, pool + (DOOR + _STOP)) > 0)
                 with b.if_else(atomic_load(k, pool + (DOOR + OPEN)).equals(0).ir) as (between_runs, in_run):
@@ -274,10 +275,11 @@ class _ThreadPoolCode:
                         with k.when((held.value > 0) | Int(k, calls.ir).equals(0)):
                             seen.value = now
                         with k.when(held.value > 0):
-                            self._join(k, work, pool, line, scratch, _BORROWER, held.value - LEASE_NS)
+                            self._join(k, work, pool, line, scratch, _BORROWER, held.value - LOAN_NS)
             self._give_back(k, core, held)
             with k.when(is_first):
-                # The leader may not have moved the pool's gate yet. This is beyond what anybody has seen there.
+                # The leader may not have moved the pool's gate yet. This is the greatest value that anybody has seen
+                # there, plus one.
                 self._move(k, calls, atomic_load(k, gate) + 1)
 
     def _join(
@@ -289,7 +291,7 @@ class _ThreadPoolCode:
         with k.when(atomic_load(k, pool + (DOOR + OPEN)) > 0):
             k.builder.call(work, [pool.ir, scratch.ir, I64(kind)])
             if began is not None:
-                # The leader sees it: it waits until this thread is not ACTIVE.
+                # The leader sees this word: it waits until this thread is not ACTIVE.
                 k.store_int(line + BORROWED_NS, k.load_int(line + BORROWED_NS) + self._now(k) - began)
         atomic_swap(k, line + ACTIVE, 0)
 
@@ -306,11 +308,11 @@ class _ThreadPoolCode:
                 self._give_back(k, core, held)
                 with k.when(caller.is_first):
                     # The owner wakes its borrowers when a run ends. One that died wakes nobody.
-                    futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.least(owned - now, LEASE_NS))
+                    futex(k, owner + OWNED_UNTIL, FUTEX_WAIT, owned.ir, k.least(owned - now, LOAN_NS))
             with idle:
                 with k.when(caller.is_first):
                     self._move(k, caller.gate, caller.value)
-                mine = now + LEASE_NS
+                mine = now + LOAN_NS
                 with k.builder.if_else(((lent <= now) | lent.equals(held.value)).ir) as (unlent, taken):
                     with unlent:
                         found = atomic_exchange(k, core + LENT_UNTIL, lent, mine)
@@ -322,15 +324,16 @@ class _ThreadPoolCode:
 
     def _give_back(self, k: Kernel, core: Ptr, held: KernelVariable) -> None:
         with k.when(held.value > 0):
-            # Where the lease has run out, somebody else may have the core by now.
+            # Where the loan has run out, somebody else may have the core by now.
             atomic_exchange(k, core + LENT_UNTIL, held.value, k.int(0))
             held.value = k.int(0)
 
-    def _keep_cores(self, k: Kernel, board: Int, time_ns: int) -> None:
-        k.store_int(Ptr(k, board.ir) + OWNED_UNTIL, self._now(k) + time_ns)
+    def _keep_cores(self, k: Kernel, lending_table: Int, time_ns: int) -> None:
+        k.store_int(Ptr(k, lending_table.ir) + OWNED_UNTIL, self._now(k) + time_ns)
 
     def run(self, work: Any) -> None:
-        """run(pool, program, entries, step): the leader's work on a step. Negative ``entries`` end the helpers."""
+        """Emits run(pool, program, entries, step), the leader's work on a step. Negative ``entries`` end the
+        helpers."""
         with self._function(RUN, 4, I64) as (_, k, (pool_address, program, entries, step)):
             b, pool = k.builder, Ptr(k, pool_address)
             base = atomic_load(k, pool + GATE) + 1
@@ -356,10 +359,10 @@ class _ThreadPoolCode:
             atomic_swap(k, pool + (DOOR + OPEN), 0)
             with k.range(k.load_int(pool + THREADS), 1) as thread:
                 self._wait_until_out(k, pool + thread * LINE_BYTES + FIRST_THREAD_LINE)
-            board = k.load_int(pool + BOARD)
-            with k.when(board > 0):
-                self._keep_cores(k, board, LINGER_NS)
-                futex(k, Ptr(k, board.ir) + OWNED_UNTIL, FUTEX_WAKE, I64(ALL_SLEEPERS))
+            lending_table = k.load_int(pool + LENDING_TABLE)
+            with k.when(lending_table > 0):
+                self._keep_cores(k, lending_table, LINGER_NS)
+                futex(k, Ptr(k, lending_table.ir) + OWNED_UNTIL, FUTEX_WAKE, I64(ALL_SLEEPERS))
 
     def _wait_until_out(self, k: Kernel, line: Ptr) -> None:
         polls = k.variable(k.int(0))
@@ -372,7 +375,7 @@ class _ThreadPoolCode:
                 with late:
                     k.builder.call(k.function("usleep", I32, [I32]), [I32(_NAP_US)])
 
-    # -- instructions that the kernels' language does not have
+    # These methods append instructions that the kernels' language does not have.
 
     def _move(self, k: Kernel, gate: Ptr, value: Int) -> None:
         atomic_raise(k, gate + _VALUE, value)
@@ -380,13 +383,13 @@ class _ThreadPoolCode:
             futex(k, gate + _VALUE, FUTEX_WAKE | PRIVATE, I64(ALL_SLEEPERS))
 
     def _now(self, k: Kernel) -> Int:
-        """Nanoseconds of the clock that all processes of the host share."""
+        """Returns the nanoseconds of the clock that all processes of the host share."""
         at = time_cell(k)
         k.builder.call(k.function("clock_gettime", I32, [I32, I64]), [I32(_CLOCK_MONOTONIC), at.ir])
         return k.load_int(at) * NS_PER_S + k.load_int(at + 8)
 
     def _set_arithmetic(self, k: Kernel, value: Any = None) -> Any:
-        """Sets this thread's floating-point state, to the plain one or to ``value``; returns the state before.
+        """Sets this thread's floating-point state, to the plain one or to ``value``, and returns the state before.
 
         Libraries change that state for threads that call them (denormals to zero, for instance), and a result must not
         depend on the thread that computed it.

@@ -1,4 +1,4 @@
-"""Paged attention on a GPU.
+"""Computes paged attention on a GPU.
 
     paged_attention.py        PagedAttention: plans a step on the host, launches its kernels
     gpu_attention_plan.py     how a step's attention is shared out to a fixed number of programs

@@ -1,4 +1,4 @@
-"""The kernels of attention over the paged pool: a fixed number of programs share the work evenly.
+"""Computes attention over the paged pool in Triton: a fixed number of programs share the work evenly.
 
     record --starts[program]--> items --table--> slots --> K and V of the pool
                                   |
@@ -10,8 +10,8 @@ nor addresses depend on the batch, and a graph can capture all of it. The softma
 al. 2022) with base-2 exponentials. The query heads of a KV head and the rows of a sequence fill a tile together, so K
 and V are read once for all of them.
 
-Loads of K and V are not masked: a key behind the last one that the item may see is replaced by that one, whose score is
-then masked. Rows behind a sequence's end, and slots that no table names, are never read.
+Loads of K and V are not masked: a key after the last one that the item may see is replaced by that one, whose score is
+then masked. Rows after a sequence's end, and slots that no table names, are never read.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import triton.language as tl
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.fp8 import decode_e4m3
 
-# Words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions only
-# see constants of their own module.
+# These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan. Jitted functions
+# only see constants of their own module.
 _TABLE, _ROW, _ROWS, _SHIFT, _HEAD, _BEGIN, _END, _PARTIAL = map(tl.constexpr, range(8))
 _PARTS, _WORDS = tl.constexpr(5), tl.constexpr(8)
-# Lower than every score, and finite, because a row without keys so far subtracts it from itself.
+# The maximum of a row's scores begins with this number. It is below every real score, and finite, because a row that
+# has seen no key yet subtracts it from itself.
 _LOWEST = tl.constexpr(-1.0e30)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
 def _capped(scores, softcap):
-    """softcap * tanh(scores / softcap), in powers of 2; large scores overflow to infinity, whose quotient is 0."""
+    """Returns softcap * tanh(scores / softcap), in powers of 2; large scores overflow to infinity, whose quotient is
+    0."""
     grown = tl.exp2(scores * (2.0 * _LOG2_E / softcap))
     return (softcap * _LOG2_E) * (1.0 - 2.0 / (grown + 1.0))
 
@@ -50,7 +52,7 @@ def _tiles(
     # fmt: on
     """Folds keys ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last key that any row may see."""
     columns = tl.arange(0, BLOCK_D)
-    # A float8 piece has BLOCK_SIZE scales behind its rows.
+    # In a pool of float8, the BLOCK_SIZE scales of a block's keys or values of one head follow their rows.
     piece: tl.constexpr = BLOCK_SIZE * (HEAD_DIM + 4) if FP8 else BLOCK_SIZE * HEAD_DIM
     none = tl.zeros((query.shape[0], BLOCK_N), tl.float32)
     for start in range(begin, end, BLOCK_N):
@@ -80,7 +82,8 @@ def _tiles(
             new_top = tl.maximum(top, tl.max(scores, 1))
             weights = tl.exp2(scores - new_top[:, None])
         else:
-            # The factor is positive, so it can be applied after the maximum, where it costs no instruction of its own.
+            # Scores are multiplied by a positive factor, so the maximum can be taken before that, and the product costs
+            # no instruction of its own.
             new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
             weights = tl.exp2(scores * score_scale - new_top[:, None])
         shrink = tl.exp2(top - new_top)
@@ -121,7 +124,8 @@ def _store(
 
 @triton.jit
 def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr):
-    """Bounds of the key tiles that all rows see whole: from the last row's window up to the first row's position."""
+    """Returns the first and the last bound of the key tiles that every row may attend to as a whole: from the last
+    row's window up to the first row's position."""
     whole_begin = begin
     if WINDOW:
         lowest = tl.maximum((row + rows - 1) // GROUP + shift - (WINDOW - 1), 0)

@@ -30,22 +30,25 @@ from pillion.kernels.torch.reference import Int32, RaggedBatch
 
 Int64 = npt.NDArray[np.int64]
 
-# Words of an item by index. TABLE is the offset of its block table in the record; ROW .. ROW + ROWS - 1 are its rows;
-# a token's position is its index in the batch + SHIFT; BEGIN .. END - 1 are the keys, with BEGIN a multiple of the key
-# tile; PARTIAL is the first of its rows in the partial results, or -1 for an item that is a whole unit.
+# These are the words of an item by index. TABLE is the offset of its block table in the record; ROW .. ROW + ROWS - 1
+# are its rows; a token's position is its index in the batch + SHIFT; BEGIN .. END - 1 are the keys, with BEGIN a
+# multiple of the key tile; PARTIAL is the first of its rows in the partial results, or -1 for an item that is a whole
+# unit.
 TABLE, ROW, ROWS, SHIFT, HEAD, BEGIN, END, PARTIAL = range(8)
-# A merge has ROW, ROWS, HEAD and PARTIAL at the same indices, and the number of its PARTS, whose rows are consecutive.
+# A merge has ROW, ROWS, HEAD and PARTIAL at the same indices, and PARTS is the number of partial
+# results that it adds up, whose rows are consecutive.
 PARTS = 5
 ITEM_WORDS = 8
-# Block tables are copied with their padding if that is at most this many times as long as without.
+# Block tables are copied with their padding if they are then at most this many times as long as without it.
 PADDED_TABLES = 2
-# The number of decode merges and their offset in the record, and the same for chunk merges.
+# The last words of a window's record hold the number of decode merges and their offset in the record, and the same for
+# chunk merges.
 COUNT_WORDS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Tiling:
-    """Sizes with which one kernel's work is cut.
+    """Holds the sizes by which one kernel's work is cut.
 
     Attributes:
         rows: rows of a row tile.
@@ -61,22 +64,24 @@ class Tiling:
 
     @property
     def max_partials(self) -> int:
-        """Most items of cut units: there are programs - 1 cuts at most, and c cuts make c + 1 <= 2c items of a unit."""
+        """Returns how many items cut units can have at most: there are programs - 1 cuts at most, and c cuts make c + 1
+        <= 2c items of a unit."""
         return 2 * (self.programs - 1)
 
     @property
     def max_merges(self) -> int:
-        """Most units that are cut."""
+        """Returns how many units can be cut at most, each of which needs a merge."""
         return self.programs - 1
 
     def max_items(self, units: int) -> int:
-        """Returns the most items of this number of units."""
+        """Returns into how many items ``units`` units can be cut at most."""
         return units + self.programs - 1
 
 
 @dataclass(frozen=True, slots=True)
 class SequenceRows:
-    """Some sequences of a step: first token in the batch, number of tokens, context, and offset of the block table."""
+    """Describes some sequences of a step: first token in the batch, number of tokens, context, and offset of the block
+    table."""
 
     begins: Int64
     counts: Int64
@@ -86,14 +91,14 @@ class SequenceRows:
 
 @dataclass(frozen=True, slots=True)
 class GpuAttentionPlan:
-    """The words in use of a step's record, and whether the chunk kernel has work."""
+    """Holds the words in use of a step's record, and whether the chunk kernel has work."""
 
     record: Int32
     with_chunks: bool
 
 
 def _changes(values: Int64) -> npt.NDArray[np.bool_]:
-    """Marks sorted values that differ from their predecessor."""
+    """Marks those sorted values that differ from the value before them."""
     changes = np.ones(len(values), bool)
     np.not_equal(values[1:], values[:-1], out=changes[1:])
     return changes
@@ -101,7 +106,7 @@ def _changes(values: Int64) -> npt.NDArray[np.bool_]:
 
 @dataclass(frozen=True, slots=True)
 class _Units:
-    """Units in order, each with its row tile, its head and its number of key tiles.
+    """Holds units in order, each with its row tile, its head and its number of key tiles.
 
     Row tiles have rows [R, ITEM_WORDS], an item with all keys that the rows see, and lows, the index of the first key
     tile.
@@ -160,14 +165,13 @@ class GpuAttentionPlanner:
         max_seqs: int,
         max_context_blocks: int,
     ) -> None:
-        """Computes the sizes of records and partial results. ``group``: query heads of a KV head. The windows and the
-        limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
-        """
+        """Computes the sizes of records and partial results. ``group`` is the number of query heads of a KV head. The
+        windows and the limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
         self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
         self.decode, self.chunk, self.windows = decode, chunk, windows
         self._window_words = decode.programs + 1 + chunk.programs + 1 + COUNT_WORDS
         seqs = min(max_seqs, max_tokens)
-        # Only the last tile of a sequence is not full.
+        # All row tiles of a sequence but its last one are full.
         chunk_units = (max_tokens * group // chunk.rows + seqs) * kv_heads
         lists = decode.max_items(seqs * kv_heads) + decode.max_merges
         lists += chunk.max_items(chunk_units) + chunk.max_merges
@@ -176,11 +180,12 @@ class GpuAttentionPlanner:
         self.partial_rows = decode.max_partials * decode.rows + chunk.max_partials * chunk.rows
 
     def starts_at(self, window: int, chunk: bool) -> int:
-        """Returns the offset of the starts of a window's programs, the same in every record."""
+        """Returns where a record has the list of each program's first item for a window; the offset is the same in
+        every record."""
         return self.windows.index(window) * self._window_words + (self.decode.programs + 1 if chunk else 0)
 
     def counts_at(self, window: int) -> int:
-        """Returns the offset of the counts of a window's merges, the same in every record."""
+        """Returns where a record has the numbers of merges of a window; the offset is the same in every record."""
         return (self.windows.index(window) + 1) * self._window_words - COUNT_WORDS
 
     def plan(self, batch: RaggedBatch) -> GpuAttentionPlan:
@@ -242,7 +247,7 @@ class GpuAttentionPlanner:
         cut_begins = begins[ends[:-1].searchsorted(cuts[:-1], "right")]
         inside = cuts[:-1] - cut_begins > overhead
         cuts[:-1] = np.where(inside, cuts[:-1], cut_begins)
-        # With fewer tiles than programs, several programs share a cut.
+        # Where there are fewer key tiles than programs, several programs end at the same cut.
         inner = cuts[:-1][inside]
         inner = inner[_changes(inner)]
         # No cut is at a unit's beginning, so its index among cuts and beginnings is the sum of its ranks in both.
@@ -291,7 +296,8 @@ class GpuAttentionPlanner:
         return _Units(row_tiles, heads, tiles[row_tiles], items, lows)
 
     def _tables(self, block_tables: Int32, contexts: Int64) -> tuple[list[Int32], Int64]:
-        """Returns the words of block tables and each sequence's offset in them; padded if that is not much longer."""
+        """Returns the words of block tables and each sequence's offset in them; the tables keep their
+        padding if they are not much longer with it."""
         blocks = -(-contexts // self._block_size)
         width = int(blocks.max(initial=0))
         used = int(blocks.sum())

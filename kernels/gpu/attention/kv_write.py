@@ -1,4 +1,5 @@
-"""One pass between the projection of queries, keys and values and attention: norms, rotates and stores.
+"""Does all work between the projection of queries, keys and values and attention in one pass: it norms, rotates and
+stores.
 
     qkv --[norm of each query and key head]--[rotary embedding]--+--> queries, in place
                                                                  +--> keys and values, into the pool's rows
@@ -6,11 +7,11 @@
 Arithmetic is in float32 and rounded once, when a value is stored, which is closer to the exact result than a rounding
 after every operation. So "plain" and "wide" norms only differ in the type of their weights here.
 
-A block is not cleared before its first write. Rows behind a sequence's last token keep old contents, possibly NaN;
+A block is not cleared before its first write. Rows after a sequence's last token keep old contents, possibly NaN;
 attention excludes them by position, from values as well as from scores.
 
 Pools are [slots, layers, 2, kv_heads, block_size, head_dim], K before V. In one of "fp8-rows-1", a piece (one layer's
-keys or values of one head) is block_size rows of head_dim e4m3 codes, and behind them one float32 scale for each row:
+keys or values of one head) is block_size rows of head_dim e4m3 codes, and after them one float32 scale for each row:
 block_size * (head_dim + 4) bytes. A value is its code's times its row's scale, which is the row's largest by size over
 448, and at least 2**-100.
 """
@@ -35,14 +36,17 @@ SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or float32."""
+    """Describes the RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or
+    float32. ``last``: it comes after the rotation."""
 
     weight: torch.Tensor
     eps: float
+    last: bool = False
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], unchecked, below max_len.
+    """Holds cosines and sines [max_len, head_dim / 2], one of DTYPES, and int32 positions [T], unchecked, below
+    max_len.
 
     Values i and i + head_dim / 2 of a head are a pair.
     """
@@ -59,6 +63,16 @@ def _rotated(low, high, cos, sin, position, column, HALF: tl.constexpr):
     c = tl.load(cos + at, mask=column < HALF, other=0.0).to(tl.float32)
     s = tl.load(sin + at, mask=column < HALF, other=0.0).to(tl.float32)
     return low * c - high * s, high * c + low * s
+
+
+@triton.jit
+def _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM: tl.constexpr):
+    """Norms both halves of the heads that change."""
+    inverse = tl.rsqrt(tl.sum(low * low + high * high, 1)[:, None] / HEAD_DIM + eps)
+    factors = weight + head * HEAD_DIM + column
+    low_factor = tl.load(factors, mask=inside & changes, other=0.0).to(tl.float32)
+    high_factor = tl.load(factors + HEAD_DIM // 2, mask=inside & changes, other=0.0).to(tl.float32)
+    return tl.where(changes, low * inverse * low_factor, low), tl.where(changes, high * inverse * high_factor, high)
 
 
 @triton.jit
@@ -94,6 +108,7 @@ def _kv_write(
     LAYERS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
+    NORM_LAST: tl.constexpr,
     ROPE: tl.constexpr,
     FP8: tl.constexpr,
     TILE: tl.constexpr,
@@ -110,17 +125,14 @@ def _kv_write(
     low = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     changes = head < HEADS + KV_HEADS
-    if NORM:
-        inverse = tl.rsqrt(tl.sum(low * low + high * high, 1)[:, None] / HEAD_DIM + eps)
-        factors = weight + head * HEAD_DIM + column
-        low_factor = tl.load(factors, mask=inside & changes, other=0.0).to(tl.float32)
-        high_factor = tl.load(factors + HALF, mask=inside & changes, other=0.0).to(tl.float32)
-        low = tl.where(changes, low * inverse * low_factor, low)
-        high = tl.where(changes, high * inverse * high_factor, high)
+    if NORM and not NORM_LAST:
+        low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM)
     if ROPE:
         rotated_low, rotated_high = _rotated(low, high, cos, sin, tl.load(positions + token), column, HALF)
         low = tl.where(changes, rotated_low, low)
         high = tl.where(changes, rotated_high, high)
+    if NORM and NORM_LAST:
+        low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM)
     if FIRST == 0:
         tl.store(source, low.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
         tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
@@ -186,9 +198,10 @@ def kv_write(
         check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, qkv.device)
         check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
     flags = {"NORM": norm is not None, "ROPE": rotary is not None, "FP8": is_fp8}
+    flags["NORM_LAST"] = norm is not None and norm.last
     constants = _constants(heads, mine, pool_heads, head_dim, layers, block_size, arch_of(qkv.device))
     visited = 2 * len(mine) if norm is None and rotary is None else heads + 2 * len(mine)
-    weight, eps = norm or (qkv, 0.0)
+    weight, eps, _ = norm or HeadNorm(qkv, 0.0)
     scales = pool.view(torch.float32) if is_fp8 else pool
     _kv_write[(tokens, triton.cdiv(visited, constants["TILE"]))](
         qkv, weight, *(rotary or (qkv, qkv, rows)), rows, pool, scales, layer, eps, **flags, **constants
@@ -198,7 +211,8 @@ def kv_write(
 def _constants(
     heads: int, kv_heads: range, pool_heads: int, head_dim: int, layers: int, block_size: int, arch: int
 ) -> dict[str, int]:
-    """Constants whose tiles have a value for every thread: no query, written in place, may be read by two threads."""
+    """Returns the kernel's constants. Tiles are so large that each thread has a value: queries are written in place, so
+    no two threads may read the same one."""
     use = tuned("kv_write", arch)
     block = triton.next_power_of_2(head_dim // 2)
     shape = {"HEADS": heads, "KV_HEADS": len(kv_heads), "POOL_HEADS": pool_heads, "FIRST_HEAD": kv_heads.start}
@@ -207,13 +221,14 @@ def _constants(
 
 
 def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
+    """Lists the uses that are built ahead of time: Llama 3 8B and heads of other sizes, norms, and KV in fp8."""
     return [
         _spec("llama3-bf16", 32, 8, 128, "bf16", "bf16"),
         _spec("llama3-fp16", 32, 8, 128, "fp16", "fp16"),
         _spec("llama3-fp8", 32, 8, 128, "bf16", "u8"),
         _spec("qwen3-bf16", 32, 8, 128, "bf16", "bf16", norm=True),
         _spec("qwen3-fp8", 32, 8, 128, "bf16", "u8", norm=True),
+        _spec("hunyuan-bf16", 32, 8, 128, "bf16", "bf16", norm=True, norm_last=True),
         _spec("nope-bf16", 16, 4, 128, "bf16", "bf16", rope=False),
         _spec("head64-bf16", 9, 3, 64, "bf16", "bf16"),
         _spec("head80-fp8", 32, 32, 80, "fp16", "u8"),
@@ -234,10 +249,12 @@ def _spec(
     kv: str,
     *,
     norm: bool = False,
+    norm_last: bool = False,
     rope: bool = True,
     pool_heads: int = 0,
 ) -> BuildSpec:
-    """``pool_heads``: heads of a pool of which the kernel writes the last ones; 0: as many as it writes."""
+    """Describes one use of the kernel to be built ahead of time. The kernel writes the last heads of a pool of
+    ``pool_heads`` heads; 0 means as many as it writes."""
     pool_heads = pool_heads or kv_heads
     mine = range(pool_heads - kv_heads, pool_heads)
     scales = "*fp32" if kv == "u8" else f"*{kv}"
@@ -247,6 +264,7 @@ def _spec(
         signature=f"*{dtype}:16, *{dtype}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16, i32, fp32",
         constants={
             "NORM": norm,
+            "NORM_LAST": norm_last,
             "ROPE": rope,
             "FP8": kv == "u8",
             **_constants(heads, mine, pool_heads, head_dim, 32, 16, 90),

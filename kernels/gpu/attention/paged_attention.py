@@ -1,4 +1,4 @@
-"""Attention of ragged batches over the paged pool: the interface to the engine.
+"""Computes attention of ragged batches over the paged pool: the interface to the engine.
 
     plan (host, once per step) --record, one copy--> device --attend (each layer)--> decodes; chunks; merge
 
@@ -35,10 +35,12 @@ from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 PlainOrFloat8 = Literal["plain", "fp8_e4m3"]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Rows of a decode tile: least for tensor cores, and most with which attention is still bound by memory.
+# A decode tile has this many rows: the fewest that tensor cores multiply, and the most with which memory still limits
+# attention.
 LEAST_DECODE_ROWS, MOST_DECODE_ROWS = 16, 64
 LEAST_HEAD_DIM, MOST_HEAD_DIM = 16, 256
-# A chunk's tile of this width fills all registers; a few values that are not used in the loops over keys are spilled.
+# With heads of this width a chunk's tile fills all registers, and a few values that the loops over keys do not use are
+# spilled.
 WIDE_HEAD_DIM, WIDE_SPILL_BYTES = 256, 32
 
 
@@ -62,7 +64,7 @@ def piece_size(kv: PlainOrFloat8, block_size: int, head_dim: int) -> int:
 
 
 class PagedAttention:
-    """Attention over one pool for all layers of a model. It is called from the step loop's thread."""
+    """Computes attention over one pool for all layers of a model. It is called from the step loop's thread."""
 
     def __init__(
         self,
@@ -179,7 +181,7 @@ class PagedAttention:
 
 
 def _check_heads(num_heads: int, num_kv_heads: int, head_dim: int, scale: float, dtype: torch.dtype) -> None:
-    """Raises Internal for queries that the kernels do not attend."""
+    """Raises Internal for numbers or sizes of heads for which the kernels cannot compute attention."""
     check(num_heads % num_kv_heads == 0, f"{num_heads} heads over {num_kv_heads} KV heads")
     check(LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM and head_dim % 16 == 0, f"heads of {head_dim}")
     check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
@@ -212,7 +214,7 @@ def _attend_constants(
     decode_rows: int = 1,
     processors: int = 1,
 ) -> tuple[dict[str, int], Tiling]:
-    """Constants of the decode or the chunk kernel under their names, but for the window, and how its work is cut."""
+    """Returns the constants of the decode or the chunk kernel by name, without the window, and how its work is cut."""
     width, chunk, fp8 = padded_head_dim(shape["HEAD_DIM"]), kernel == "attention_chunk", kv == "fp8_e4m3"
     use = tuned(kernel, arch, head_dim=width, kv=kv, bytes=item_bytes)
     rows = use["rows"] if chunk else decode_tile_rows(shape["GROUP"] * decode_rows, width)

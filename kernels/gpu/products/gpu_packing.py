@@ -1,4 +1,4 @@
-"""The layout of a matrix in few bits in GPU memory.
+"""Lays out a matrix in few bits in GPU memory.
 
     words[unit, output, column] : int32, PER_WORD codes: code i is that of input unit * UNIT + i * COLUMNS + column
     scales, offsets[group, output] : float32
@@ -18,19 +18,19 @@ from torch.nn.functional import pad
 
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
-# Words of a row in a unit, which is the depth of the kernels' products of tiles, too.
+# A row has this many words in a unit; it is also the depth of the kernels' products of tiles.
 COLUMNS = 32
 # Outputs are padded to a multiple of this, the largest tile of the kernels.
 OUTPUTS = 128
-# The bits of a code, by coding (pillion.kernels.torch.quantized_matrix.CODINGS).
+# A code has this many bits, by coding (pillion.kernels.torch.quantized_matrix.CODINGS).
 BITS = {"uint4": 4, "int4": 4, "nf4": 4, "int8": 8, "fp8_e4m3": 8}
-# Groups of other sizes are cut into groups of this many inputs, with equal scales.
+# Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
 
 
 @dataclass(frozen=True, slots=True)
 class PackedKind:
-    """What a plan of memory must know of a packed matrix [outputs, inputs].
+    """Describes a packed matrix [outputs, inputs] as far as its size in memory depends on it.
 
     Attributes:
         group: inputs that share a scale: LEAST_GROUP or a multiple of COLUMNS; 0 for one scale for each output.
@@ -43,12 +43,12 @@ class PackedKind:
 
     @property
     def per_word(self) -> int:
-        """Codes in a word of 32 bits."""
+        """Returns how many codes are in a word of 32 bits."""
         return 32 // BITS[self.coding]
 
     @property
     def unit(self) -> int:
-        """Inputs of a unit."""
+        """Returns how many inputs of the matrix one unit has."""
         return COLUMNS * self.per_word
 
     @property
@@ -57,13 +57,13 @@ class PackedKind:
 
     @property
     def padded(self) -> int:
-        """Outputs with padding."""
+        """Returns how many outputs the packed matrix has, with padding."""
         return -(-self.outputs // OUTPUTS) * OUTPUTS
 
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A packed matrix.
+    """Holds a packed matrix.
 
     Attributes:
         words: int32 [units, padded outputs, COLUMNS].
@@ -80,13 +80,14 @@ class PackedMatrix:
 
     @property
     def parts(self) -> dict[str, torch.Tensor]:
-        """The tensors that are there, by attribute."""
+        """Returns the matrix's tensors by attribute, without those that are None."""
         found = {"words": self.words, "scales": self.scales, "offsets": self.offsets, "order": self.order}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
 
 def can_pack(matrix: QuantizedMatrix) -> bool:
-    """Whether the kernels multiply by this matrix: its groups are all of its inputs, or a multiple of LEAST_GROUP."""
+    """Returns whether the kernels multiply by this matrix: its groups have all of its inputs, or a multiple of
+    LEAST_GROUP."""
     return matrix.group % LEAST_GROUP == 0 or matrix.group >= matrix.shape[1]
 
 
@@ -108,7 +109,7 @@ def pack(matrix: QuantizedMatrix) -> PackedMatrix:
         words |= places[:, :, place].transpose(0, 1).int() << (BITS[matrix.coding] * place)
 
     def columns(values: torch.Tensor) -> torch.Tensor:
-        """float32 [outputs, groups] -> [groups, padded outputs], with groups for the padding of the inputs."""
+        """Turns float32 [outputs, groups] into [groups, padded outputs], with groups for the padding of the inputs."""
         spread = values if whole else values.repeat_interleave(matrix.group // group, 1)
         groups = 1 if whole else -(-kind.units * kind.unit // group)
         return pad(spread[:, :groups], (0, max(0, groups - spread.shape[1]), 0, kind.padded - outputs)).T.contiguous()

@@ -1,16 +1,18 @@
-"""What the adapters of a step's rows add to a product (LoRA): a shrink and an expand kernel (Punica's SGMV).
+"""Adds what the adapters of a step's rows contribute to a product (LoRA), by a shrink and an expand kernel (Punica's
+SGMV).
 
     shrink: shrunk = A x for each row that has an adapter      expand: out += B shrunk
 
 Rows of one adapter are in runs of at most 16, a tile of the tensor cores, whoever stands between them in the batch. The
 runs come in the step's record, padded by runs of no rows, and both grids depend on the padded number alone; matrices
-stay where they are when another adapter takes a place. So CUDA graphs replay both kernels for any step.
+stay where they are when another adapter takes a slot. So CUDA graphs replay both kernels for any step.
 
-An adapter's matrices of a layer lie in its place's slice of one buffer, at an offset that all places share:
+An adapter's matrices of a layer lie in its slot's slice of one buffer, at an offset that all slots share:
 
     A [slices, max_rank, inputs]      B [outputs, max_rank]
 
-A slice is a projection of a fused layer, such as the keys of QKV: the outputs of each slice see the ranks of their own.
+A slice is one projection of a fused layer, such as the keys of QKV. The outputs of a slice are computed from the rows
+    of A that belong to this slice only.
 """
 
 from __future__ import annotations
@@ -25,11 +27,12 @@ from pillion.kernels.gpu.build import BuildSpec
 from pillion.kernels.gpu.dot import dot
 from pillion.kernels.gpu.launch import check, check_tensor
 
-# Rows of a run: the least that tensor cores multiply.
+# A run has this many rows, the least that tensor cores multiply.
 RUN_ROWS = 16
-# Ranks are padded to a multiple of this, for the same reason.
+# Ranks are padded to a multiple of this, because it is the least that tensor cores multiply.
 RANK_MULTIPLE = 16
-# int32 words of a run: its place (-1 for padding), its first number in the list of rows, and how many rows it has.
+# A run has three int32 words: its adapter slot (-1 for padding), the place of its first row in the list of rows, and
+# its number of rows.
 RUN_WORDS = 3
 MAX_SLICES = 3
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,24 +40,25 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 @triton.jit
 def _run_of(runs, rows, run, RUN_ROWS: tl.constexpr):
-    """A run's place, its rows' numbers, and which of the 16 are there."""
-    place = tl.load(runs + run * 3)
+    """Returns a run's adapter slot, the numbers of its rows in the batch, and a mask of those of its 16 rows that
+    exist."""
+    slot = tl.load(runs + run * 3)
     first = tl.load(runs + run * 3 + 1)
     numbers = tl.arange(0, RUN_ROWS)
     inside = numbers < tl.load(runs + run * 3 + 2)
-    return place, tl.load(rows + first + numbers, mask=inside, other=0).to(tl.int64), inside
+    return slot, tl.load(rows + first + numbers, mask=inside, other=0).to(tl.int64), inside
 
 
 @triton.jit
 def _shrink(
-    x, places, runs, rows, shrunk, inputs, width, place_values, at,
+    x, slots, runs, rows, shrunk, inputs, width, slot_values, at,
     RUN_ROWS: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_INPUTS: tl.constexpr,
 ):  # fmt: skip
-    place, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
-    if place >= 0:
+    slot, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
+    if slot >= 0:
         ranks = tl.program_id(1) * BLOCK_RANKS + tl.arange(0, BLOCK_RANKS)
         columns = tl.arange(0, BLOCK_INPUTS)
-        a = places + place.to(tl.int64) * place_values + at + ranks[:, None].to(tl.int64) * inputs
+        a = slots + slot.to(tl.int64) * slot_values + at + ranks[:, None].to(tl.int64) * inputs
         sums = tl.zeros((RUN_ROWS, BLOCK_RANKS), tl.float32)
         for begin in range(0, inputs, BLOCK_INPUTS):
             here = begin + columns < inputs
@@ -66,17 +70,17 @@ def _shrink(
 
 @triton.jit
 def _expand(
-    shrunk, places, runs, rows, out, outputs, width, place_values, at, first_end, second_end,
+    shrunk, slots, runs, rows, out, outputs, width, slot_values, at, first_end, second_end,
     RUN_ROWS: tl.constexpr, RANK: tl.constexpr, BLOCK_RANKS: tl.constexpr, BLOCK_OUTPUTS: tl.constexpr,
 ):  # fmt: skip
-    place, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
-    if place >= 0:
+    slot, row, inside = _run_of(runs, rows, tl.program_id(0), RUN_ROWS)
+    if slot >= 0:
         begin = tl.program_id(1) * BLOCK_OUTPUTS
         columns = begin + tl.arange(0, BLOCK_OUTPUTS)
         ranks = tl.arange(0, BLOCK_RANKS)
-        # A block of outputs lies in one slice, whose ranks it sees.
+        # A block of outputs lies in one slice, and uses the ranks of that slice.
         part = (begin >= first_end).to(tl.int32) + (begin >= second_end).to(tl.int32)
-        b = places + place.to(tl.int64) * place_values + at + columns[:, None].to(tl.int64) * RANK + ranks
+        b = slots + slot.to(tl.int64) * slot_values + at + columns[:, None].to(tl.int64) * RANK + ranks
         source = shrunk + row[:, None] * width + part * RANK + ranks
         sums = tl.zeros((RUN_ROWS, BLOCK_OUTPUTS), tl.float32)
         for begin_rank in range(0, RANK, BLOCK_RANKS):
@@ -90,14 +94,14 @@ def _expand(
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPlace:
-    """Where the matrices of a fused layer lie in each place.
+class LayerSlot:
+    """Says where the matrices of a fused layer lie in each slot.
 
     Attributes:
-        a_at, b_at: values from the begin of a place to A [slices * rank, inputs] and to B [outputs, rank].
+        a_at, b_at: values from the begin of a slot to A [slices * rank, inputs] and to B [outputs, rank].
         inputs, outputs: sizes of the layer.
-        ends: the end of each slice of the outputs; the last one is ``outputs``.
-        rank: padded to RANK_MULTIPLE.
+        ends: for each slice, the number of the output after its last one; the last slice ends at ``outputs``.
+        rank: the rank that slots have room for, a multiple of RANK_MULTIPLE.
     """
 
     a_at: int
@@ -109,12 +113,12 @@ class LayerPlace:
 
     @property
     def values(self) -> int:
-        """Values of both matrices."""
+        """Returns how many values both matrices of a slot have."""
         return self.rank * (len(self.ends) * self.inputs + self.outputs)
 
     @property
     def block_outputs(self) -> int:
-        """Outputs of an expand program: so many that no block spans two slices."""
+        """Returns the number of outputs of an expand program, so many that no block spans two slices."""
         block = 128
         while any(end % block for end in self.ends[:-1]):
             block //= 2
@@ -123,23 +127,23 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class RunRecord:
-    """The runs of a step on the device: int32 ``runs`` [N, RUN_WORDS] and ``rows`` [T], rows ordered by place."""
+    """Holds the runs of a step on the device: int32 ``runs`` [N, RUN_WORDS] and ``rows`` [T], rows ordered by slot."""
 
     runs: torch.Tensor
     rows: torch.Tensor
 
 
 def add_low_rank(
-    x: torch.Tensor, places: torch.Tensor, layer: LayerPlace, record: RunRecord, shrunk: torch.Tensor, out: torch.Tensor
+    x: torch.Tensor, slots: torch.Tensor, layer: LayerSlot, record: RunRecord, shrunk: torch.Tensor, out: torch.Tensor
 ) -> None:
-    """Adds to ``out`` [T, outputs] what the adapters of ``record``'s rows make of ``x`` [T, inputs].
+    """Adds to ``out`` [T, outputs] the products of ``x`` [T, inputs] with the adapters of the rows in ``record``.
 
-    places: [P, values], one place after another, of x's type like ``out`` and ``shrunk`` [T or more, at least
+    slots: [P, values], one slot after another, of x's type like ``out`` and ``shrunk`` [T or more, at least
     slices * rank], which is overwritten. Raises Internal for misshapen tensors.
     """
     check_tensor("x", x, (None, layer.inputs), _DTYPES)
     check_tensor("out", out, (len(x), layer.outputs), x.dtype, x.device)
-    check_tensor("places", places, (None, None), x.dtype, x.device)
+    check_tensor("slots", slots, (None, None), x.dtype, x.device)
     check_tensor("runs", record.runs, (None, RUN_WORDS), torch.int32, x.device)
     check_tensor("shrunk", shrunk, (None, None), x.dtype, x.device)
     ranks = len(layer.ends) * layer.rank
@@ -148,15 +152,15 @@ def add_low_rank(
     check(layer.rank % RANK_MULTIPLE == 0 and layer.ends[-1] == layer.outputs, f"{layer} does not fit together")
     if not len(record.runs):
         return
-    place_values, width = places.shape[1], shrunk.shape[1]
+    slot_values, width = slots.shape[1], shrunk.shape[1]
     constants = _shrink_constants()
     _shrink[(len(record.runs), ranks // constants["BLOCK_RANKS"])](
-        x, places, record.runs, record.rows, shrunk, layer.inputs, width, place_values, layer.a_at, **constants
+        x, slots, record.runs, record.rows, shrunk, layer.inputs, width, slot_values, layer.a_at, **constants
     )
     ends = (*layer.ends[:-1], layer.outputs, layer.outputs)
     constants = _expand_constants(layer, x.element_size())
     _expand[(len(record.runs), triton.cdiv(layer.outputs, constants["BLOCK_OUTPUTS"]))](
-        shrunk, places, record.runs, record.rows, out, layer.outputs, width, place_values, layer.b_at, ends[0], ends[1],
+        shrunk, slots, record.runs, record.rows, out, layer.outputs, width, slot_values, layer.b_at, ends[0], ends[1],
         **constants,
     )  # fmt: skip
 
@@ -165,10 +169,10 @@ def _shrink_constants() -> dict[str, int]:
     return {"RUN_ROWS": RUN_ROWS, "BLOCK_RANKS": RANK_MULTIPLE, "BLOCK_INPUTS": 128, "num_warps": 4, "num_stages": 3}
 
 
-def _expand_constants(layer: LayerPlace, item_bytes: int) -> dict[str, int]:
+def _expand_constants(layer: LayerSlot, item_bytes: int) -> dict[str, int]:
     check(padded_rank(layer.rank) == layer.rank, f"the kernels need ranks of 16, 32, 64 ..., not {layer.rank}")
     ranks = min(layer.rank, 64)
-    # Weights of float32 take more registers.
+    # Weights of float32 take more registers than those of 16 bits, so that fewer outputs fit into a tile.
     outputs = min(layer.block_outputs, 128 if item_bytes == 2 else max(RUN_ROWS, 2048 // ranks))
     return {
         "RUN_ROWS": RUN_ROWS,
@@ -180,16 +184,16 @@ def _expand_constants(layer: LayerPlace, item_bytes: int) -> dict[str, int]:
 
 
 def padded_rank(max_rank: int) -> int:
-    """The rank that places have room for: a power of two, at least RANK_MULTIPLE."""
+    """Returns the rank that slots have room for: a power of two, at least RANK_MULTIPLE."""
     return max(RANK_MULTIPLE, int(triton.next_power_of_2(max_rank)))
 
 
 def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time."""
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
     specs = []
     for dtype in ("bf16", "fp16", "fp32"):
         for rank in (16, 64, 256):
-            layer = LayerPlace(0, 0, 4096, 6144, (4096, 5120, 6144), rank)
+            layer = LayerSlot(0, 0, 4096, 6144, (4096, 5120, 6144), rank)
             pointers = f"*{dtype}:16, *{dtype}:16, *i32:16, *i32:16, *{dtype}:16"
             if rank == RANK_MULTIPLE:
                 specs.append(

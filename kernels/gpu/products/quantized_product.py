@@ -1,4 +1,4 @@
-"""Products of rows by a matrix in few bits, whose weights a kernel makes of the codes in its registers.
+"""Multiplies rows by a matrix in few bits, whose weights a kernel computes from the codes in its registers.
 
     rows [T, K] --gathered in the matrix's order, where it has one--> tiles --'
     words --shift, mask--> codes --value * scale + offset in float32--> rounded to the rows' type --dot--> out [T, N]
@@ -31,29 +31,32 @@ from pillion.kernels.gpu.products.gpu_packing import BITS, COLUMNS, LEAST_GROUP,
 from pillion.kernels.gpu.tuned import tuned
 from pillion.kernels.torch.quantized_matrix import CODINGS
 
-# Rows of a tile; a launch takes the smallest tile that holds its rows, or several of the largest.
+# A tile has one of these numbers of rows; a launch takes the smallest tile that holds its rows, or several of the
+# largest.
 ROW_TILES = (16, 32, 64, 128)
-# Launches of at most so many rows share the parts of a matrix among programs.
+# Launches of at most this many rows share the parts of a matrix among programs.
 SHARED_ROWS = 64
 # The parts of a matrix are as many as fill two programs for each of an H200's 132 multiprocessors, 64 outputs each.
 _PROGRAMS, _PROGRAM_OUTPUTS = 264, 64
 _LEAST_UNITS, _MOST_SPLITS = 2, 16
-# What a code stands for above the number that its bits are, by coding.
+# For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
 _BIAS = {"uint4": 0.0, "int4": 8.0, "int8": 128.0}
 _COLUMNS, _LEAST_GROUP = tl.constexpr(COLUMNS), tl.constexpr(LEAST_GROUP)
-# The bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it.
+# These are the bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it.
 _MAGIC, _MAGIC_VALUE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
 
 
 @triton.jit
 def _values(words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """float32 values of the codes at one place of each word, as multiples of the result of :func:`_step`."""
+    """Returns the float32 values of the codes at one place of each word, as multiples of the result of
+    :func:`_step`."""
     if CODING == "fp8_e4m3":
         return decode_e4m3(((words >> (8 * PLACE)) & 0xFF).to(tl.uint8), tl.float32, NATIVE_FP8)
     if CODING == "nf4":
         return tl.load(table + ((words >> (4 * PLACE)) & 0xF))
-    # A code stays where it is in its half of the word, as a multiple of a power of 2: one instruction takes it out of
-    # its neighbours and into the number. A conversion of integers would take longer than the sum, which is exact.
+    # A code stays at its place in its half of the word, where it is a multiple of a power of 2: one instruction masks
+    # its neighbours and adds the bits of a float. A conversion of integers would take longer than that sum, which is
+    # exact.
     if CODING == "int8":
         half, shift, mask = words >> (16 * (PLACE // 2)), 8 * (PLACE % 2), 0xFF
     else:
@@ -63,7 +66,8 @@ def _values(words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.co
 
 @triton.jit
 def _step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """The factor by which :func:`_values` are too small, a power of 2, with which scales are multiplied exactly."""
+    """Returns the factor by which the results of :func:`_values` are too small; it is a power of 2, so that scales are
+    multiplied by it exactly."""
     if CODING == "fp8_e4m3":
         return 1.0 if NATIVE_FP8 else 256.0
     if CODING == "nf4":
@@ -73,7 +77,7 @@ def _step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def _factors(values, first, output, padded, columns, GROUP: tl.constexpr):
-    """Scales or offsets of a tile of codes [outputs, COLUMNS] whose first input is ``first``."""
+    """Loads scales or offsets of a tile of codes [outputs, COLUMNS] whose first input is ``first``."""
     if GROUP == 0:
         found = tl.load(values + output)[:, None]
     else:
@@ -92,10 +96,10 @@ def _part(
     ONCE: tl.constexpr, PER_WORD: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     # fmt: on
-    """Sums of units ``begin`` .. ``end`` - 1: float32 [outputs, tokens]."""
+    """Sums units ``begin`` .. ``end`` - 1: float32 [outputs, tokens]."""
     columns = tl.arange(0, _COLUMNS)
     acc = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
-    # No matrix has 2**31 words.
+    # Offsets into the matrix have 32 bits, because no matrix has 2**31 words.
     cells = words + output[:, None] * _COLUMNS + columns[None, :]
     row = rows + token.to(tl.int64)[None, :] * inputs + columns[:, None]
     for unit in range(begin, end):
@@ -129,11 +133,13 @@ def _product(
     SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
 ):
     # fmt: on
-    """One tile of outputs and tokens; with SHARED of one part of the inputs, which goes to ``out`` [SPLITS, T, N]."""
+    """Computes one tile of outputs and tokens. With SHARED it takes one part of the inputs, and writes to ``out``
+    [SPLITS, T, N]."""
     wide = padded // BLOCK_N
     long = tl.cdiv(tokens, BLOCK_T)
     part = tl.program_id(1)
-    # Programs that run side by side share rows and words, which are then in the cache.
+    # Programs are numbered so that those which run at the same time read the same rows and words, which are then in the
+    # cache.
     n, t = tl.swizzle2d(tl.program_id(0) // long, tl.program_id(0) % long, wide, long, GROUP_N)
     output = n * BLOCK_N + tl.arange(0, BLOCK_N)
     token = t * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -175,10 +181,10 @@ def _sum(partials, bias, out, tokens, outputs, SPLITS: tl.constexpr, ADDED: tl.c
 
 
 def splits_of(kind: PackedKind) -> int:
-    """Parts into which the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
+    """Returns into how many parts the inputs are cut, by the matrix's shape alone: a row's bits depend on them."""
     tiles = -(-kind.outputs // _PROGRAM_OUTPUTS)
     wanted = max(1, min(_PROGRAMS // tiles, kind.units // _LEAST_UNITS, _MOST_SPLITS))
-    # No part may be empty.
+    # The number of parts is rounded so that each part has at least one unit of inputs.
     return -(-kind.units // -(-kind.units // wanted))
 
 
@@ -189,7 +195,8 @@ class QuantizedProduct:
     """
 
     def __init__(self, matrices: Iterable[PackedMatrix], max_rows: int, dtype: torch.dtype, device: torch.device):
-        """``matrices``: all by which rows [max_rows, K] of ``dtype`` will be multiplied."""
+        """Reserves the workspace. ``matrices`` are all those by which rows [max_rows, K] of ``dtype`` will be
+        multiplied."""
         kinds, ordered = set(), [0]
         for matrix in matrices:
             kinds.add(matrix.kind)
@@ -274,7 +281,7 @@ def _constants(kind: PackedKind, shifted: bool, rows: int, item_bytes: int, arch
         "GROUP": kind.group,
         "SHIFTED": shifted,
         "RAGGED": kind.inputs % kind.unit != 0,
-        # Whether a unit has one scale for each output.
+        # The kernel may load one scale for each output and unit where no group ends within a unit.
         "ONCE": kind.group % kind.unit == 0,
         "PER_WORD": kind.per_word,
         "NATIVE_FP8": kind.coding == "fp8_e4m3" and arch >= NATIVE_FP8_ARCH and not interpreting(),

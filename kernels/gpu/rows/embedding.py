@@ -1,4 +1,4 @@
-"""Embedding of a step's tokens, some of which only the device knows yet.
+"""Embeds a step's tokens, some of which only the device knows yet.
 
 A step may be launched before the host knows the tokens that the previous step chose. Such a token is ``-1 - row`` in
 the batch: it stands for ``sampled[row]`` on the device, the token of row ``row`` of the previous step's samples, or for
@@ -87,7 +87,7 @@ def _tile(arch: int) -> dict[str, int]:
 
 
 def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time."""
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
     signature = "*i32:16, *i32, *bf16:16, *bf16:16, i32:16, fp32"
     return [
         BuildSpec(

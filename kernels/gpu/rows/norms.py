@@ -1,4 +1,5 @@
-"""RMS norms (arXiv 1910.07467), alone or fused with the sum of the residual stream.
+"""Computes RMS norms (arXiv 1910.07467) and LayerNorms (arXiv 1607.06450), alone or fused with the sum of the residual
+stream.
 
 The end of one layer and the beginning of the next are one pass over the rows:
 
@@ -24,15 +25,19 @@ from pillion.kernels.gpu.launch import arch_of, check, check_tensor
 from pillion.kernels.gpu.tuned import tuned
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# A row is held in registers as a whole.
+# A kernel holds a whole row in registers, so rows of more values than this are refused.
 MAX_COLUMNS = 16384
-# Least width of a tile, so that every thread has a value: in a norm in place no value may be read by two threads.
+# A tile is at least wide enough for every thread to have a value, because in a norm in place no two threads may read
+# the same value.
 _MIN_TILE_COLUMNS = 32
 
 
 @triton.jit
-def _normed(values, weight, columns, eps, WIDE: tl.constexpr, TYPE: tl.constexpr):
-    """values [rows, columns] and weight [1, columns], float32, zeros behind the last column -> TYPE."""
+def _normed(values, weight, inside, columns, eps, CENTERED: tl.constexpr, WIDE: tl.constexpr, TYPE: tl.constexpr):
+    """Norms values [rows, columns] by weight [1, columns], float32, with zeros after the last column, and converts to
+    TYPE. CENTERED takes each row's mean from its values."""
+    if CENTERED:
+        values = tl.where(inside, values - (tl.sum(values, 1) / columns)[:, None], 0.0)
     scale = tl.rsqrt(tl.sum(values * values, 1) / columns + eps)
     normed = values * scale[:, None]
     if not WIDE:
@@ -42,7 +47,7 @@ def _normed(values, weight, columns, eps, WIDE: tl.constexpr, TYPE: tl.constexpr
 
 @triton.jit
 def _tile(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows [ROWS, 1] and columns [1, BLOCK] of this program, and a mask of those that exist."""
+    """Returns the rows [ROWS, 1] and columns [1, BLOCK] of this program, and a mask of those that exist."""
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     return row.to(tl.int64), column, (row < rows) & (column < columns)
@@ -52,12 +57,15 @@ def _tile(rows, columns, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 def _rms_norm(
     values,
     weight,
+    bias,
     out,
     rows,
     columns,
     values_stride,
     out_stride,
     eps,
+    CENTERED: tl.constexpr,
+    BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -65,7 +73,13 @@ def _rms_norm(
     row, column, inside = _tile(rows, columns, ROWS, BLOCK)
     loaded = tl.load(values + row * values_stride + column, mask=inside, other=0.0)
     factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
-    normed = _normed(loaded.to(tl.float32), factor, columns, eps, WIDE, loaded.dtype)
+    if BIAS:
+        # It is read before the sums: when it is read after them, the compiler for sm_80 puts an address on the stack.
+        shift = tl.load(bias + column, mask=column < columns, other=0.0)
+    kind: tl.constexpr = tl.float32 if BIAS else loaded.dtype
+    normed = _normed(loaded.to(tl.float32), factor, inside, columns, eps, CENTERED, WIDE, kind)
+    if BIAS:
+        normed = (normed + shift).to(loaded.dtype)
     tl.store(out + row * out_stride + column, normed, mask=inside)
 
 
@@ -75,6 +89,7 @@ def _add_rms_norm(
     found,
     post_weight,
     weight,
+    bias,
     out,
     rows,
     columns,
@@ -82,6 +97,8 @@ def _add_rms_norm(
     eps,
     POST: tl.constexpr,
     NORM: tl.constexpr,
+    CENTERED: tl.constexpr,
+    BIAS: tl.constexpr,
     WIDE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -92,20 +109,33 @@ def _add_rms_norm(
     added = tl.load(found + at, mask=inside, other=0.0)
     if POST:
         factor = tl.load(post_weight + column, mask=column < columns, other=0.0).to(tl.float32)
-        added = _normed(added.to(tl.float32), factor, columns, eps, WIDE, added.dtype)
+        added = _normed(added.to(tl.float32), factor, inside, columns, eps, CENTERED, WIDE, added.dtype)
     total = (stream.to(tl.float32) + scale * added.to(tl.float32)).to(stream.dtype)
     tl.store(residual + at, total, mask=inside)
     if NORM:
         factor = tl.load(weight + column, mask=column < columns, other=0.0).to(tl.float32)
-        normed = _normed(total.to(tl.float32), factor, columns, eps, WIDE, stream.dtype)
+        kind: tl.constexpr = tl.float32 if BIAS else stream.dtype
+        normed = _normed(total.to(tl.float32), factor, inside, columns, eps, CENTERED, WIDE, kind)
+        if BIAS:
+            normed = (normed + tl.load(bias + column, mask=column < columns, other=0.0)).to(stream.dtype)
         tl.store(out + at, normed, mask=inside)
 
 
-def rms_norm(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float, wide: bool) -> None:
+def rms_norm(
+    values: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    eps: float,
+    wide: bool,
+    *,
+    centered: bool = False,
+    bias: torch.Tensor | None = None,
+) -> None:
     """Norms every row of ``values`` [T, columns] into ``out``, of the same shape and type; both may be the same memory.
 
     Both may be columns of wider rows: each row is contiguous, and rows are ``stride(0)`` apart.
     weight: [columns], float32 where ``wide``, else of the type of the values. Raises Internal for misshapen tensors.
+    centered: takes the mean from each row, a LayerNorm. bias: float32 [columns], added at the end.
     """
     rows, columns = _check_rows("values", values)
     check(out.shape == values.shape and out.dtype == values.dtype, "out is not like values")
@@ -114,7 +144,10 @@ def rms_norm(values: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps:
     tile = _row_tile(columns, arch_of(values.device))
     grid = (triton.cdiv(rows, tile["ROWS"]),)
     strides = values.stride(0), out.stride(0)
-    _rms_norm[grid](values, weight, out, rows, columns, *strides, eps, WIDE=wide, **tile)
+    flags = {"CENTERED": centered, "BIAS": bias is not None, "WIDE": wide}
+    shift = values if bias is None else bias
+    _check_bias(bias, values)
+    _rms_norm[grid](values, weight, shift, out, rows, columns, *strides, eps, **flags, **tile)
 
 
 def add_rms_norm(
@@ -127,11 +160,15 @@ def add_rms_norm(
     scale: float = 1.0,
     eps: float,
     wide: bool,
+    centered: bool = False,
+    bias: torch.Tensor | None = None,
 ) -> None:
-    """residual += scale * post_norm(found), in place, and out = norm(residual); all [T, columns] and of one type.
+    """Adds to the residual stream and norms it: residual += scale * post_norm(found), in place, and out =
+    norm(residual). All are [T, columns] and of one type.
 
-    weight, post_weight: as in :func:`rms_norm`; None omits that norm. ``out`` is None if and only if ``weight`` is.
-    ``out`` may be the memory of ``found``. Raises Internal for misshapen tensors.
+    weight, post_weight, centered, bias: as in :func:`rms_norm`; None omits that norm. ``bias`` is that of the norm
+    after the sum. ``out`` is None if and only if ``weight`` is. ``out`` may be the memory of ``found``. Raises Internal
+    for misshapen tensors.
     """
     rows, columns = _check_rows("residual", residual)
     for name, tensor in (("residual", residual), ("found", found), ("out", out)):
@@ -141,10 +178,12 @@ def add_rms_norm(
     for each in (weight, post_weight):
         if each is not None:
             _check_weight(each, residual, wide)
+    _check_bias(bias, residual)
     tile = _row_tile(columns, arch_of(residual.device))
-    # A tensor that is not read is any pointer.
-    optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, out))
+    # Where a tensor is left out the kernel does not read it, so any pointer may be passed.
+    optional = (residual if tensor is None else tensor for tensor in (post_weight, weight, bias, out))
     flags = {"POST": post_weight is not None, "NORM": weight is not None, "WIDE": wide}
+    flags |= {"CENTERED": centered, "BIAS": bias is not None}
     grid = (triton.cdiv(rows, tile["ROWS"]),)
     _add_rms_norm[grid](residual, found, *optional, rows, columns, scale, eps, **flags, **tile)
 
@@ -161,6 +200,11 @@ def _check_weight(weight: torch.Tensor, values: torch.Tensor, wide: bool) -> Non
     check_tensor("weight", weight, (values.shape[1],), torch.float32 if wide else values.dtype, values.device)
 
 
+def _check_bias(bias: torch.Tensor | None, values: torch.Tensor) -> None:
+    if bias is not None:
+        check_tensor("bias", bias, (values.shape[1],), torch.float32, values.device)
+
+
 def _row_tile(columns: int, arch: int) -> dict[str, int]:
     block = max(triton.next_power_of_2(columns), _MIN_TILE_COLUMNS)
     use = tuned("norms", arch, columns=block)
@@ -172,11 +216,19 @@ def build_specs() -> list[BuildSpec]:
     return [
         _spec(_rms_norm, 4096, "bf16", {"WIDE": False}, max_registers=96),
         _spec(_rms_norm, 2048, "bf16", {"WIDE": True}, max_registers=96),
+        _spec(_rms_norm, 2048, "bf16", {"WIDE": True, "CENTERED": True, "BIAS": True}, max_registers=96),
         _spec(_rms_norm, 576, "fp16", {"WIDE": False}, max_registers=96),
         _spec(_add_rms_norm, 4096, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
         _spec(_add_rms_norm, 4096, "fp32", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128),
         _spec(_add_rms_norm, 4608, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
         _spec(_add_rms_norm, 4096, "bf16", {"WIDE": True, "POST": True, "NORM": False}, max_registers=96),
+        _spec(
+            _add_rms_norm,
+            4096,
+            "bf16",
+            {"WIDE": True, "POST": False, "NORM": True, "CENTERED": True, "BIAS": True},
+            max_registers=96,
+        ),
         _spec(_add_rms_norm, 16384, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=128),
         _spec(_add_rms_norm, 16384, "bf16", {"WIDE": True, "POST": True, "NORM": True}, max_registers=128),
         _spec(_add_rms_norm, 576, "bf16", {"WIDE": False, "POST": False, "NORM": True}, max_registers=96),
@@ -185,9 +237,11 @@ def build_specs() -> list[BuildSpec]:
 
 def _spec(kernel: Any, columns: int, dtype: str, options: dict[str, bool], max_registers: int) -> BuildSpec:
     row, weight = f"*{dtype}:16", "*fp32:16" if options["WIDE"] else f"*{dtype}:16"
-    types = [row, weight, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
+    options = {"CENTERED": False, "BIAS": False, **options}
+    bias = "*fp32:16" if options["BIAS"] else row
+    types = [row, weight, bias, row, "i32", "i32:16", "i32:16", "i32:16", "fp32"]
     if kernel is _add_rms_norm:
-        types = [row, row, weight, weight, row, "i32", "i32:16", "fp32", "fp32"]
+        types = [row, row, weight, weight, bias, row, "i32", "i32:16", "fp32", "fp32"]
     flags = "-".join(name.lower() for name, on in options.items() if on)
     return BuildSpec(
         name=f"{kernel.__name__[1:]}-{columns}-{dtype}" + (f"-{flags}" if flags else ""),

@@ -1,4 +1,4 @@
-"""Choosing tokens on the device, with the same results as engine/sampling.
+"""Chooses tokens on the device, with the same results as engine/sampling.
 
     gpu_sampling.py      ``choose``: draws each row's token
     sampling_cuts.py     top_k, top_p and min_p

@@ -1,4 +1,4 @@
-"""Stateless random numbers on the device: Philox-4x32-10 (Salmon et al., 2011), bit for bit those of the CPU.
+"""Draws stateless random numbers on the device: Philox-4x32-10 (Salmon et al., 2011), bit for bit those of the CPU.
 
 These are device functions for other kernels. The key is a row's seed (low word, high word); the counter is (position
 low, position high, index, stream).
@@ -19,7 +19,7 @@ MULTIPLIER_0: tl.constexpr = tl.constexpr(0xD2511F53)
 MULTIPLIER_1: tl.constexpr = tl.constexpr(0xCD9E8D57)
 KEY_STEP_0: tl.constexpr = tl.constexpr(0x9E3779B9)
 KEY_STEP_1: tl.constexpr = tl.constexpr(0xBB67AE85)
-# The largest float32 below 1.
+# This is the largest float32 below 1.
 LARGEST_UNIFORM: tl.constexpr = tl.constexpr(1 - 2.0**-24)
 
 

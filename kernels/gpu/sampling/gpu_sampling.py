@@ -46,19 +46,20 @@ from pillion.kernels.gpu.sampling.sampling_device import (
 from pillion.kernels.gpu.sampling.sampling_record import RECORD_FIELDS
 from pillion.kernels.gpu.tuned import tuned
 
-# Absolute, in units of scores: totals that can win are between -30 and 30, where float32 has steps of 2^-19.
+# This tolerance of totals is absolute, in units of scores: totals that can win are between -30 and 30, where float32
+# has steps of 2^-19.
 TOTAL_TOLERANCE = 2e-5
-# Relative: sums of up to 2^18 float32 weights, in different orders.
+# This tolerance of masses is relative: sums of up to 2^18 float32 weights are added in different orders.
 MASS_TOLERANCE = 2e-5
 
 _LOGIT_TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-# In units of scores: far more than the difference in rounding between a bound and what it bounds.
+# This margin, in units of scores, is far more than the difference in rounding between a bound and what it bounds.
 SLACK: tl.constexpr = tl.constexpr(1e-3)
 NO_TOKEN: tl.constexpr = tl.constexpr(2**31 - 1)
 TOKEN_STREAM: tl.constexpr = tl.constexpr(0)
 GROUP_STREAM: tl.constexpr = tl.constexpr(1)
-# Bits of a group's word: the lower ones choose the token with the largest noise, the upper ones give its wait.
+# The lower bits of a group's word choose the token with the largest noise, the upper ones give its wait.
 GROUP_BITS: tl.constexpr = tl.constexpr(7)
 WAIT_BITS: tl.constexpr = tl.constexpr(25)
 MINUS_INFINITY_BITS: tl.constexpr = tl.constexpr(-(2**23))
@@ -89,7 +90,7 @@ def _winner(source, fields, vocab, top, maxima, groups, temperature, cut):
     highest = tl.max(bounds, axis=0)
     while (highest > float("-inf")) & (highest >= best):
         group = tl.min(tl.where(bounds == highest, groups, NO_TOKEN), axis=0)
-        # Only one lane has the group's word; the others contribute 0 to the sum.
+        # A sum over all lanes reads the group's random word: one lane has it, and the others contribute 0.
         word = tl.sum(tl.where(groups == group, words, 0), axis=0).to(tl.uint32)
         tokens = group * GROUP + tl.arange(0, GROUP)
         inside = tokens < vocab
@@ -143,7 +144,7 @@ def _settle(logits, record, report, out, vocab, num_slices, SLICES: tl.constexpr
         odd = tl.max(tl.load(base + 2 * num_slices, mask=inside, other=0), axis=0)
         top = tl.max(tops, axis=0)
         sound = (odd == 0) & (top > float("-inf")) & (top < float("inf"))
-        # The lowest id of those with the greatest value wins.
+        # Where several tokens have the greatest value, the one with the lowest id is chosen.
         chosen = tl.where(sound, tl.min(tl.where(tops == top, leaders, NO_TOKEN), axis=0), -1)
         if (temperature > 0.0) & sound:
             winners = tl.load(base + 3 * num_slices, mask=inside, other=NO_TOKEN)

@@ -1,4 +1,4 @@
-"""top_k, top_p and min_p on the device, each as a cut: the smallest logit that a row may still draw
+"""Applies top_k, top_p and min_p on the device, each as a cut: the smallest logit that a row may still draw
 (engine/sampling/cuts.py).
 
     _survey   for each slice of each row: every group's largest logit, and its mass if a nucleus needs it
@@ -35,11 +35,11 @@ from pillion.kernels.gpu.tuned import tuned
 # A nucleus's bound lies at most DEEPEST temperatures below the largest logit and is found by this many halvings.
 DEEPEST: tl.constexpr = tl.constexpr(64.0)
 HALVINGS: tl.constexpr = tl.constexpr(12)
-# Share of the mass outside a nucleus that may lie below the bound; the rest allows for rounding.
+# At most this share of the mass outside a nucleus may lie below the bound; the rest allows for rounding.
 SHARE_BELOW: tl.constexpr = tl.constexpr(0.5)
 # A nucleus that leaves out less than this share of the mass is sought among all tokens.
 LEAST_SHARE: tl.constexpr = tl.constexpr(1e-5)
-# The key of the smallest float32, -inf.
+# The search compares floats by integers in the same order (see _key); this is the integer of -inf, the smallest one.
 LOWEST_KEY: tl.constexpr = tl.constexpr(-(2**31) + 0x7FFFFF)
 
 
@@ -84,7 +84,8 @@ def _largest(values, count, low, high, goal, top, rate, BY_MASS: tl.constexpr, B
         b = tl.minimum(a + quarter, high)
         c = tl.minimum(b + quarter, high)
         at_a, at_b, at_c = _reaching(values, count, _value(a), _value(b), _value(c), top, rate, BY_MASS, BLOCK)
-        # A logit that reaches a larger key reaches a smaller one, too: the answers change from yes to no once.
+        # A logit that is at least as large as a key is so for every smaller key, too. So the larger the key, the fewer
+        # logits reach it, and the largest key that enough of them reach can be searched for.
         high = tl.where(at_a < goal, a - 1, tl.where(at_b < goal, b - 1, tl.where(at_c < goal, c - 1, high)))
         low = tl.where(at_c >= goal, c, tl.where(at_b >= goal, b, tl.where(at_a >= goal, a, low)))
     return low
@@ -92,7 +93,7 @@ def _largest(values, count, low, high, goal, top, rate, BY_MASS: tl.constexpr, B
 
 @triton.jit
 def _cut_among(values, count, low, top, rate, top_k, top_p, total, BLOCK: tl.constexpr):
-    """Finds the cut's key among logits that include all that are kept."""
+    """Finds the key of a row's cut among logits that include all that are kept."""
     high = _key(top)
     if top_k > 0:
         low = _largest(values, count, low, high, top_k.to(tl.float32), top, rate, False, BLOCK)

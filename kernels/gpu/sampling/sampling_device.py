@@ -1,4 +1,4 @@
-"""Shared by the sampler's kernels: groups and slices of a vocabulary, scratch memory, and device functions.
+"""Holds what the sampler's kernels share: groups and slices of a vocabulary, scratch memory, and device functions.
 
 A group is 128 tokens, as on the CPU, where one random word gives a group's noise. A slice is the groups of one program
 of a kernel. A vocabulary's last group and last slice need not be full.
@@ -16,9 +16,9 @@ from pillion.kernels.gpu.tuned import tuned
 
 GROUP: tl.constexpr = tl.constexpr(128)
 FIELDS: tl.constexpr = tl.constexpr(RECORD_FIELDS)
-# Reported for each slice of each row: the largest logit's bits, its token, whether there is a NaN, and the winner.
+# Each slice of each row reports the largest logit's bits, its token, whether there is a NaN, and the winner.
 REPORT_FIELDS = 4
-# Counts are summed in float32, which is exact up to here.
+# Counts are summed in float32, which is exact up to this number.
 MAX_VOCAB_TOKENS = 2**24
 
 GROUP_TOKENS = 128
@@ -27,7 +27,7 @@ HEAD_TOKENS = 4096
 
 
 class SamplerScratch:
-    """Device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
+    """Holds device memory for ``choose`` of up to R rows, at fixed addresses, so that a graph can capture launches.
 
     report: int32 [R, REPORT_FIELDS, slices]. maxima, masses: float32 [R, groups], each group's largest logit and its
     sum of exp((logit - largest) / temperature). able: int32 [R, groups], groups that reach the bound. heads: float32
@@ -54,7 +54,7 @@ class SamplerScratch:
 
 @triton.jit
 def float_field(fields, PLACE: tl.constexpr):
-    """Loads a float of a row's record."""
+    """Loads a floating-point field of a row's record."""
     return tl.load(fields + PLACE).to(tl.float32, bitcast=True)
 
 
@@ -70,9 +70,8 @@ def noise_key(fields):
 
 @triton.jit
 def slice_tile(source, groups, vocab):
-    """Loads the logits of ``groups`` [N] of one row: returns tokens [N, 128], float32 values, -inf for NaN and behind
-    the vocabulary, and whether there is a NaN (1 or 0).
-    """
+    """Loads the logits of ``groups`` [N] of one row: returns tokens [N, 128], float32 values, -inf for NaN and after
+    the vocabulary, and whether there is a NaN (1 or 0)."""
     tokens = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     values = tl.load(source + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
     broken = values != values

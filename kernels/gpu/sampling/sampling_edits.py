@@ -1,4 +1,4 @@
-"""Bias, penalties and banned ids on the device: changes of single logits, in place.
+"""Applies bias, penalties and banned ids on the device: changes of single logits, in place.
 
 The number of edits differs from step to step, so they are launched outside graphs, between the model and the sampler.
 Log probabilities are those of masked logits without edits. So the order of a step is:
@@ -73,7 +73,7 @@ def keep_raw(logits: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor) -> No
 
 
 def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time."""
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
     signature = "*fp32:16, *i32:16, i32, i32, i32:16"
     return [
         BuildSpec(name="sample_edits", kernel=_edit, signature=signature, constants=_constants(90), max_registers=64)

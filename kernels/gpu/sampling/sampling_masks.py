@@ -1,4 +1,5 @@
-"""Grammar masks on the device: what a row may not choose gets minus infinity, in place, before anything else is done.
+"""Applies grammar masks on the device: the logits of tokens that a row may not choose become minus infinity, in place,
+before anything else is done.
 
 A mask is a bit for each token of the vocabulary, 32 to a word, the lowest bit first; a token whose bit is 0 is
 forbidden. Only forbidden logits are written and none is read, so a mask that allows nearly everything costs nearly
@@ -57,7 +58,7 @@ def _constants(arch: int) -> dict[str, int]:
 
 
 def build_specs() -> list[BuildSpec]:
-    """Lists what is built ahead of time."""
+    """Lists the uses of the kernels that are built ahead of time, without a GPU."""
     signature = "*fp32:16, *i32:16, *i32:16, i32, i32:16, i32"
     return [
         BuildSpec(name="sample_masks", kernel=_mask, signature=signature, constants=_constants(90), max_registers=64)

@@ -1,4 +1,4 @@
-"""The parameters of the sampler's kernels as arrays of int32, one copy to the device each. Imports no torch.
+"""Packs the parameters of the sampler's kernels as arrays of int32, one copy to the device each. Imports no torch.
 
 A row's record has RECORD_FIELDS numbers, floats by their bits:
 
@@ -34,7 +34,7 @@ _GREEDY, _NO_ROW = np.float32(0.0), np.float32(-1.0)
 
 
 class Rows(Protocol):
-    """Parameters of R rows, each [R]; ``engine.sampling.sampling_rows.SamplingRows`` explains them."""
+    """Holds the parameters of R rows, each [R]; ``engine.sampling.sampling_rows.SamplingRows`` explains them."""
 
     @property
     def temperature(self) -> Float32: ...
@@ -51,7 +51,7 @@ class Rows(Protocol):
 
 
 class Edit(Protocol):
-    """Changes of single logits of one row, which ``engine.sampling.sampling_rows.RowEdit`` explains."""
+    """Holds changes of single logits of one row, which ``engine.sampling.sampling_rows.RowEdit`` explains."""
 
     @property
     def row(self) -> int: ...
@@ -74,7 +74,8 @@ class Edit(Protocol):
 
 
 def cuts_any(rows: Rows) -> bool:
-    """Whether a drawn row keeps less than its whole vocabulary, so that the step needs the kernels that find cuts."""
+    """Returns whether a drawn row keeps less than its whole vocabulary, so that the step needs the kernels that find
+    cuts."""
     some = (rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)
     return bool((some & (rows.temperature >= MIN_TEMPERATURE)).any())
 
@@ -86,7 +87,7 @@ def pack_rows(rows: Rows, padded_to: int = 0) -> Int32:
     floats = table.view(np.float32)
     floats[:, 0] = _NO_ROW
     floats[:count, 0] = np.where(rows.temperature >= MIN_TEMPERATURE, rows.temperature, _GREEDY)
-    # A top_k beyond int32 is beyond any vocabulary, too.
+    # A top_k that int32 cannot hold is larger than any vocabulary, so it is cut.
     table[:count, 1] = np.minimum(rows.top_k, np.iinfo(np.int32).max)
     floats[:count, 2] = rows.top_p
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -101,7 +102,7 @@ class EditPacker:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        # The index of each id's last occurrence. It is written before it is read, and so never cleared.
+        # By id, this is the index of its last occurrence. It is written before it is read, and so never cleared.
         self._slots = np.zeros(vocab_size, np.int32)
 
     def pack(self, edits: Sequence[Edit]) -> Int32:

@@ -2,7 +2,7 @@
 -- greater one, byte by byte. Where there are too many names, those that were emptied first make room for new values.
 -- KEYS: the names. ARGV: the version that the caller knows, the most names, the age in ms at which an empty value is
 -- forgotten; then name, stamp in ms, value of each that the caller brings. Returns the version, and if it is another one
--- than the caller's all names and values, each value behind its stamp and a space.
+-- than the caller's all names and values, each value after its stamp and a space.
 local function less(one, other)
   -- What the operator < says of texts depends on the server's locale.
   for at = 1, math.min(#one, #other) do

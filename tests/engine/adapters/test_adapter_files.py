@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from pillion.adapter_folders import MAX_HEADER_BYTES
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from tests.support.adapters import edit_config, edit_tensors, make_adapter
 from tests.support.families import FAMILIES, make_model
@@ -62,12 +62,12 @@ def test_a_good_one(adapter, model_folder):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported: only LORA"),
-        ({"use_dora": True}, "use_dora = True is not supported: DoRA"),
-        ({"bias": "all"}, "bias = 'all' is not supported"),
-        ({"bias": "lora_only"}, "bias = 'lora_only' is not supported"),
-        ({"lora_bias": True}, "lora_bias"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save = ['lm_head'] is not supported"),
+        ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported: only LORA, PREFIX_TUNING"),
+        ({"use_dora": True}, "o_proj.lora_A.weight and no lora_magnitude_vector of model.layers.0.self_attn.o_proj"),
+        ({"bias": "some"}, "bias = 'some' is not supported: it is one of none, all and lora_only"),
+        ({"lora_bias": True}, "o_proj.lora_A.weight and no lora_B of model.layers.0.self_attn.o_proj"),
+        ({"lora_bias": True, "use_dora": True}, "lora_bias = True is not supported: PEFT has no biases beside DoRA"),
+        ({"modules_to_save": ["lm_head"]}, "PEFT's merge_and_unload makes a model of it that can be"),
         ({"target_parameters": ["mlp.experts.down_proj"]}, "target_parameters"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
@@ -156,8 +156,8 @@ def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
         (lambda t: t | {Q_A: t[Q_A] * 0 + 400, Q_B: t[Q_B] * 0 - 400}, "may change weights by more than 1000000"),
         (lambda t: t | {Q_A: t[Q_A].double()}, "q_proj.lora_A.weight is F64; only F32, F16, BF16 are read"),
         (lambda t: t | {"other.weight": t[Q_A]}, "it has a tensor other.weight: no adapter has such a one"),
-        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q_A]}, "DoRA is not served"),
-        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_B.bias"): t[Q_A]}, "adapters add no biases here"),
+        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_magnitude_vector"): t[Q_A]}, "no adapter has such a one"),
+        (lambda t: t | {Q_A.replace("lora_A.weight", "lora_B.bias"): t[Q_A]}, "no adapter has such a one"),
         (
             lambda t: t | {"base_model.model.model.embed_tokens.lora_embedding_A": t[Q_A]},
             "embed_tokens.lora_embedding_A: embeddings have no adapters here",

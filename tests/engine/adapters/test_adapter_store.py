@@ -11,7 +11,7 @@ from pillion.adapter_folders import ADAPTER_FILES, StoreLimits
 from pillion.engine.adapters import adapter_store
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError, NotFound, Overloaded, PermissionDenied
 from tests.support.adapters import edit_tensors, make_adapter
 from tests.support.families import FAMILIES, make_model

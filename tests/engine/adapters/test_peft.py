@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
 from pillion.engine.adapters.adapter_files import AdapterFiles
-from pillion.engine.adapters.adapter_reader import read_pairs
+from pillion.engine.adapters.adapter_reader import read_adapter
 from pillion.engine.adapters.adapter_weights import weights_of
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.model_config import load_config
-from tests.support.adapters import ATTENTION, adapted_model, make_adapter
+from pillion.engine.models.config_parser import load_config
+from pillion.errors import ConfigError
+from tests.support.adapters import ATTENTION, adapted_model, make_adapter, own_vectors
+from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
@@ -22,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 TOLERANCE = 2e-4
+BACKENDS = [pytest.param(BackendDriver, id="torch"), pytest.param(CpuDriver, id="cpu", marks=needs_kernels)]
 # A model of each family, and those whose tensors have other shapes or names.
 MODELS = (
     "llama-odd-hidden",
@@ -39,6 +43,17 @@ MODELS = (
     "gemma3",
     "olmo2",
     "granite",
+    # Neighbours that are rotated, one of two fused layers, MLPs without a gate and beside experts, other names.
+    "ernie4-5",
+    "glm",
+    "cohere",
+    "stablelm-parallel",
+    "starcoder2",
+    "arcee",
+    "hunyuan-dense",
+    "glm4-moe",
+    "granitemoeshared",
+    "ernie4-5-moe",
 )
 CONFIGS = {
     "attention": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "qkv_proj"]},
@@ -74,24 +89,25 @@ def logits_of(model, text):
     return model(torch.tensor([text])).logits[0].float()
 
 
-def driver_with(flags, *adapters, num_slots=64):
+def driver_with(flags, *adapters, num_slots=64, make=BackendDriver):
     prepared = prepare(flags)
-    driver = BackendDriver(prepared, 16, num_slots)
+    driver = make(prepared, 16, num_slots)
     driver.backend.bind_adapters(len(adapters), 16)
-    for place, folder in enumerate(adapters):
-        driver.backend.place_adapter(place, take(driver.backend, folder, prepared))
+    for slot, folder in enumerate(adapters):
+        driver.backend.place_adapter(slot, take(driver.backend, folder, prepared))
     return driver
 
 
-def check_adapter(folder, flags, adapter):
+def check_adapter(folder, flags, adapter, make=BackendDriver):
     """Logits of a text in chunks, and greedy tokens; the adapter must matter."""
-    oracle, driver, text = adapted_model(folder, adapter), driver_with(flags, adapter), tokens_of(PROMPT_TOKENS, 2)
+    oracle, text = adapted_model(folder, adapter), tokens_of(PROMPT_TOKENS, 2)
+    driver = driver_with(flags, adapter, make=make)
     wanted = logits_of(oracle, text)
     (number,) = driver.sequences.add(adapter=0)
     found = driver.run_all(number, text, [17, 1])
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
-    with oracle.disable_adapter():
-        plain = logits_of(oracle, text)
+    # PEFT leaves the biases of an adapter in the model when it disables it.
+    plain = logits_of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), text)
     assert (plain - wanted).std() > 0.01 * wanted.std()
     (number,) = driver.sequences.add()
     torch.testing.assert_close(driver.run_all(number, text, []), plain, atol=TOLERANCE, rtol=TOLERANCE)
@@ -108,7 +124,11 @@ DIFFERENT = ("llama-odd-hidden", "qwen2-bias", "qwen3-moe-some-dense", "phi3", "
 def test_a_model_of_each_family(family, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     # PEFT counts experts among the linear layers.
-    targets = list(ATTENTION) if FAMILIES[family].get("stacked_experts") or "mix" in family else "all-linear"
+    targets = (
+        list(ATTENTION)
+        if FAMILIES[family].get("stacked_experts") or "mix" in family or "-moe" in family
+        else "all-linear"
+    )
     adapter = make_adapter(folder, tmp_path / "adapter", r=6, lora_alpha=12, target_modules=targets)
     oracle, driver = check_adapter(folder, flags, adapter)
     prompt = tokens_of(20, 5)
@@ -143,19 +163,19 @@ def test_one_step_mixes_adapters_and_the_base(llama, tmp_path):
     adapters = [make_adapter(folder, tmp_path / str(seed), seed=seed, r=2 + 3 * seed) for seed in range(3)]
     driver, text = driver_with(flags, *adapters), tokens_of(40, 3)
     wanted = [logits_of(adapted_model(folder, adapter), text) for adapter in adapters]
-    places = [2, -1, 0, 1, 0]
-    numbers = [driver.sequences.add(adapter=place)[0] for place in places]
+    slots = [2, -1, 0, 1, 0]
+    numbers = [driver.sequences.add(adapter=slot)[0] for slot in slots]
     cuts = [(0, 13), (13, 14), (14, 40)]
     for begin, end in cuts:
         found = driver.step(*((number, text[begin:end]) for number in numbers))
-        for place, logits in zip(places, found, strict=True):
-            if place >= 0:
-                torch.testing.assert_close(logits, wanted[place][end - 1], atol=TOLERANCE, rtol=TOLERANCE)
+        for slot, logits in zip(slots, found, strict=True):
+            if slot >= 0:
+                torch.testing.assert_close(logits, wanted[slot][end - 1], atol=TOLERANCE, rtol=TOLERANCE)
     assert (found[2] == found[4]).all()
     assert not torch.allclose(found[0], found[1])
 
 
-def test_a_place_takes_another_adapter(llama, tmp_path):
+def test_a_slot_takes_another_adapter(llama, tmp_path):
     folder, flags = llama
     first, second = (make_adapter(folder, tmp_path / str(seed), seed=seed, r=4) for seed in (1, 2))
     driver, text = driver_with(flags, first), tokens_of(20, 3)
@@ -169,8 +189,41 @@ def test_bfloat16_rounds_the_scaled_matrix_once(llama, tmp_path):
     folder, flags = llama
     files = AdapterFiles(make_adapter(folder, tmp_path / "adapter", r=4, lora_alpha=10))
     config, digest = load_config(prepare(flags).folder), files.digest()
-    wide, short = (weights_of(digest, read_pairs(files, config, dtype, digest)) for dtype in ("float32", "bfloat16"))
+    wide, short = (weights_of(digest, read_adapter(files, config, dtype, digest)) for dtype in ("float32", "bfloat16"))
     for name, pairs in wide.layers.items():
         for pair, rounded in zip(pairs, short.layers[name], strict=True):
             assert (pair.b.bfloat16() == rounded.b).all()
             assert (pair.a.bfloat16() == rounded.a).all()
+
+
+# What has a number for each output: biases of pairs; DoRA; trained biases of the model, beside pairs and without.
+VECTORS = {
+    "lora-bias": ("llama-gqa-tied", {"lora_bias": True, "lora_alpha": 12}),
+    "dora": ("llama-gqa-tied", {"use_dora": True, "lora_alpha": 12}),
+    "dora-partial-rope": ("phi3-partial-rope", {"use_dora": True}),
+    "dora-biases": ("llama-mqa-biases", {"use_dora": True, "target_modules": list(ATTENTION)}),
+    "biases": ("llama-mqa-biases", {"bias": "all", "target_modules": ["q_proj", "down_proj"]}),
+    "targets-biases": ("qwen2-bias", {"bias": "lora_only", "target_modules": ["q_proj", "o_proj"]}),
+    "dora-own-biases": ("qwen2-bias", {"bias": "all", "use_dora": True, "target_modules": ["q_proj", "o_proj"]}),
+    "no-biases": ("llama-gqa-tied", {"bias": "all"}),
+}
+
+
+@pytest.mark.parametrize("kind", VECTORS)
+@pytest.mark.parametrize("make", BACKENDS)
+def test_biases_and_norms(make, kind, tmp_path):
+    family, config = VECTORS[kind]
+    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    adapter = own_vectors(make_adapter(folder, tmp_path / "adapter", r=4, **config))
+    check_adapter(folder, flags, adapter, make)
+
+
+def test_norms_of_quantized_weights_are_refused(tmp_path):
+    """DoRA depends on the model's own weights; its biases are plain numbers beside quantized weights, too."""
+    wide, _ = make_model(tmp_path / "model", FAMILIES["qwen2-bias"])
+    few, _ = quantize_folder(wide, tmp_path / "quantized", PRODUCERS["gptq"](16))
+    flags, config = ModelFlags(model=str(few), dtype="float32"), {"r": 4, "target_modules": ["q_proj", "o_proj"]}
+    adapter = make_adapter(wide, tmp_path / "dora", use_dora=True, **config)
+    with pytest.raises(ConfigError, match=r"needs layers.0.self_attn.\w+.weight in plain numbers: it is missing there"):
+        driver_with(flags, adapter)
+    driver_with(flags, make_adapter(wide, tmp_path / "biases", bias="all", **config))

@@ -1,4 +1,5 @@
-"""Batches and sampling parameters made of plans: rows, positions, histories and seeds of decodes, drafts and forks."""
+"""Batches and sampling parameters made of plans: rows, positions, histories and seeds of decodes, drafts and
+siblings."""
 
 from __future__ import annotations
 
@@ -9,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from pillion.engine.backends.batch import adapted_runs
-from pillion.engine.backends.batching import build_batch, build_guess_sampling, build_sampling
+from pillion.engine.adapters.adapter_rows import adapted_runs
+from pillion.engine.backends.batching import build_guess_sampling, build_sampling, build_step_batch
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence, SequenceSpec
+from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.types import SamplingParams
 
@@ -21,7 +23,7 @@ BLOCK = 4
 
 
 def sequence(
-    seq_id: int, tokens: Seq[int], *, prompt: int | None = None, span: bool = False, **overrides: Any
+    seq_id: int, tokens: Seq[int], *, prompt: int | None = None, prefill_range: bool = False, **overrides: Any
 ) -> Sequence:
     params = {"temperature": 0.0, "top_p": 1.0, "top_k": 0, "seed": 100 + seq_id}
     spec = SequenceSpec(
@@ -29,35 +31,35 @@ def sequence(
         token_ids=np.array(tokens, np.int32),
         parent_hash=b"\7" * 32,
         prompt_tokens=len(tokens) if prompt is None else prompt,
-        sampling=None if span else SamplingParams(**params | overrides),
+        sampling=None if prefill_range else SamplingParams(**params | overrides),
         stop_token_ids=frozenset({9, 11}),
         max_tokens=50,
         max_model_len=100,
-        chunk_ends=(len(tokens),) if span else (),
+        chunk_ends=(len(tokens),) if prefill_range else (),
     )
     slots = tuple(range(1000 * seq_id, 1000 * seq_id + len(tokens) // BLOCK + 3))
     return Sequence(spec, Holding(seq_id, (), slots), BLOCK, 0.0)
 
 
 def with_drafts(stream: Sequence, drafts: Seq[int]) -> Sequence:
-    stream.draft(np.array(drafts, np.int32))
+    stream.propose(np.array(drafts, np.int32), StepFeature())
     return stream
 
 
 def test_a_mixed_step() -> None:
     decode, prompt_tail = sequence(1, range(10)), sequence(2, range(50, 57))
-    part, span = sequence(3, range(20)), sequence(4, range(8), span=True)
+    part, prefill_range = sequence(3, range(20)), sequence(4, range(8), prefill_range=True)
     drafted = with_drafts(sequence(5, range(30, 36)), [90, 91])
     plan = StepPlan(
         (
             SequencePiece(decode, 9, 1, 1),
             SequencePiece(drafted, 5, 3, 3),
-            SequencePiece(prompt_tail, 4, 3, 1, fork_seeds=(7, -8)),
+            SequencePiece(prompt_tail, 4, 3, 1, sibling_seeds=(7, -8)),
             SequencePiece(part, 8, 4, 0),
-            SequencePiece(span, 0, 8, 0),
+            SequencePiece(prefill_range, 0, 8, 0),
         )
     )
-    batch, rows = build_batch(plan, BLOCK), build_sampling(plan)
+    batch, rows = build_step_batch(plan, BLOCK), build_sampling(plan)
     assert batch.token_ids.tolist() == [9, 35, 90, 91, 54, 55, 56, *range(8, 12), *range(8)]
     assert batch.positions.tolist() == [9, 5, 6, 7, 4, 5, 6, *range(8, 12), *range(8)]
     assert batch.query_starts.tolist() == [0, 1, 4, 7, 11, 19]
@@ -79,9 +81,9 @@ def test_a_mixed_step() -> None:
 
 def test_rows_of_a_plain_step() -> None:
     plan = StepPlan((SequencePiece(sequence(1, range(10)), 9, 1, 1), SequencePiece(sequence(2, range(8)), 2, 3, 0)))
-    assert build_batch(plan, BLOCK).sample_rows.tolist() == [0]
+    assert build_step_batch(plan, BLOCK).sample_rows.tolist() == [0]
     nothing = StepPlan(plan.pieces[1:])
-    assert build_batch(nothing, BLOCK).sample_rows.tolist() == []
+    assert build_step_batch(nothing, BLOCK).sample_rows.tolist() == []
     assert len(build_sampling(nothing)) == 0
 
 
@@ -150,7 +152,7 @@ def test_guesses_are_drawn_as_the_rows_that_judge_them() -> None:
     # Tokens that are only guessed are in no penalty, and nothing is reported.
     assert [edit.answered.tolist() for edit in guessing.edits] == [[4], [4]]
     assert guessing.logprobs.tolist() == [-1, -1, -1]
-    stream.drop_drafts()
+    stream.drop_proposed()
     biased = sequence(3, [1], logit_bias={63: 1.0})
     assert build_guess_sampling([(biased, 0)], 64).edits
     assert not build_guess_sampling([(biased, 0)], 63).edits
@@ -158,10 +160,10 @@ def test_guesses_are_drawn_as_the_rows_that_judge_them() -> None:
 
 @pytest.mark.parametrize("most", [1, 4, 8])
 def test_runs_of_adapters_cover_each_row_once(most):
-    places = np.array([2, -1, 0, 5, 0, 5, 0, -1, 0, 0, 0, 0, 0, 0, 5], np.int32)
-    rows, runs = adapted_runs(places, most)
+    slots = np.array([2, -1, 0, 5, 0, 5, 0, -1, 0, 0, 0, 0, 0, 0, 5], np.int32)
+    rows, runs = adapted_runs(slots, most)
     assert (runs[:, 2] <= most).all()
-    covered = [(rows[at], place) for place, first, count in runs.tolist() for at in range(first, first + count)]
-    assert sorted(covered) == [(row, place) for row, place in enumerate(places) if place >= 0]
+    covered = [(rows[at], slot) for slot, first, count in runs.tolist() for at in range(first, first + count)]
+    assert sorted(covered) == [(row, slot) for row, slot in enumerate(slots) if slot >= 0]
     assert len(runs) == 1 + -(-9 // most) + -(-3 // most)
     assert adapted_runs(np.full(3, -1, np.int32), most)[1].shape == (0, 3)

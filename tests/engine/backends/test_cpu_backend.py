@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.cpu.runtime.program import Buffer, Program, Workspace
@@ -167,10 +167,10 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(prepared, leng
     alone, shared = driver.sequences.add(2)
     driver.step((alone, prompt))
     driver.step((shared, prompt))
-    fork, sources, targets = driver.sequences.fork(shared)
+    sibling, sources, targets = driver.sequences.sibling(shared)
     driver.backend.copy_blocks(sources, targets)
     first = driver.step((alone, [11, 12, 13]))
-    driver.step((fork, [200, 201, 202]))
+    driver.step((sibling, [200, 201, 202]))
     assert torch.equal(driver.step((shared, [11, 12, 13])), first)
 
 
@@ -305,7 +305,7 @@ def test_kv_in_8_bits_is_close(llama, kernels):
     assert len(layouts) == 3
 
 
-def test_a_write_behind_a_buffer_is_noticed(llama, monkeypatch):
+def test_a_write_after_a_buffer_is_noticed(llama, monkeypatch):
     arrays, array = {}, Workspace.array
 
     def recorded(workspace, buffer):
@@ -319,5 +319,5 @@ def test_a_write_behind_a_buffer_is_noticed(llama, monkeypatch):
     hidden = arrays["tokens.hidden"]
     whole = hidden.base
     whole[hidden.ctypes.data - whole.ctypes.data + hidden.nbytes] = 0
-    with pytest.raises(Internal, match="behind the end"):
+    with pytest.raises(Internal, match="after the end"):
         driver.step((number, [4]))

@@ -6,21 +6,19 @@ import logging
 import subprocess
 import sys
 from dataclasses import replace
-from math import inf, nan
 from pathlib import Path
 
 import pytest
 import torch
 
 from pillion.config import ComputeFlags, DecodeFlags, ModelFlags, PrepareFlags
-from pillion.cores import parse_cores, shared_cores
-from pillion.engine.backends.cpu import cpu_weights
+from pillion.cores import parse_cores
 from pillion.engine.backends.cpu.cpu_weights import CpuWeights, load_cpu_weights
-from pillion.engine.backends.loading import check_ranks, choose_kernels, is_ready, load_model, make_ready
+from pillion.engine.backends.loading import choose_kernels, is_ready, load_model, make_ready
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.packed_file import PackedFile, write_packed
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
@@ -205,49 +203,6 @@ def test_everything_can_be_made_ready_before_the_first_worker(tmp_path, monkeypa
     assert not is_ready(flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "device", "words"),
-    [
-        ({"tensor_parallel_size": 2, "cpu_kernels": "torch"}, "cpu", "2 needs the CPU kernels: --cpu-kernels torch"),
-        ({"tensor_parallel_size": 3}, "cpu", "3 does not fit 4 heads over 2 KV heads"),
-        ({"tensor_parallel_size": 4}, "cuda", "4 needs a GPU for each rank, and there are 2"),
-    ],
-)
-def test_ranks_that_cannot_be_are_refused_by_name(tmp_path, monkeypatch, flags, device, words):
-    monkeypatch.setattr("pillion.engine.backends.loading.device_count", lambda: 2)
-    named = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", **flags)
-    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
-        check_ranks(named, device, prepare(named))
-    if device == "cpu":
-        with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
-            make_ready(named, print)
-        with pytest.raises(ConfigError, match=f"--tensor-parallel-size {words}"):
-            is_ready(named)
-
-
-def test_ranks_need_linux(tmp_path, monkeypatch):
-    flags = PrepareFlags(model=str(save_model(tmp_path / "model")), dtype="float32", tensor_parallel_size=2)
-    monkeypatch.setattr("pillion.engine.backends.loading.sys.platform", "win32")
-    with pytest.raises(ConfigError, match="--tensor-parallel-size 2 needs Linux"):
-        check_ranks(flags, "cpu", prepare(flags))
-
-
-@pytest.mark.parametrize(
-    ("threads", "ranks", "shares"),
-    [
-        (4, 2, [(2, (4, 5)), (2, (6, 7))]),
-        (3, 2, [(1, (4,)), (2, (5, 6))]),
-        (1, 2, [(1, (4,)), (1, (4,))]),
-        (2, 4, [(1, (4,)), (1, (5,)), (1, (4,)), (1, (5,))]),
-        (2, 1, [(2, (4, 5))]),
-    ],
-)
-def test_ranks_share_the_cores_of_their_worker(threads, ranks, shares):
-    cores = tuple(range(4, 4 + threads))
-    assert [shared_cores(threads, cores, rank, ranks) for rank in range(ranks)] == shares
-    assert [shared_cores(threads, (), rank, ranks) for rank in range(ranks)] == [(count, ()) for count, _ in shares]
-
-
 @needs_kernels
 def test_backends_share_no_blocks(tmp_path):
     """Backends with another layout of the pool or other weights have other namespaces (I2)."""
@@ -270,27 +225,6 @@ def test_sizes_that_contradict_the_weights_are_refused(tmp_path, name, number):
         weights.numbers[f"{name}.{number}"] = wrong
         with pytest.raises(ConfigError, match="do not fit together"):
             weights.linear(name)
-
-
-def test_damaged_numbers_of_rounded_rows_are_refused(tmp_path, monkeypatch):
-    folder = str(save_model(tmp_path / "model"))
-    prepared = prepare(ModelFlags(model=folder, dtype="float32", quantization="int8-dynamic"))
-    weights = load_cpu_weights(prepared, load_config(prepared.folder), lambda line: None)
-    codes = weights.tensors["layers.0.o.row_codes"]
-    assert weights.linear("layers.0.o").row_codes is not None
-    for place, wrong in ((0, nan), (0, 3), (0, 0.5), (1, 0), (1, -1), (1, inf), (1, nan), (2, nan), (2, 128), (2, 0.5)):
-        weights.tensors["layers.0.o.row_codes"] = codes.clone()
-        weights.tensors["layers.0.o.row_codes"][place] = wrong
-        with pytest.raises(ConfigError, match="do not fit together"):
-            weights.linear("layers.0.o")
-    weights.tensors["layers.0.o.row_codes"] = codes[:2]
-    with pytest.raises(ConfigError, match="do not fit together"):
-        weights.linear("layers.0.o")
-    weights.tensors["layers.0.o.row_codes"] = codes
-    # Sums of more products than this leave 32 bits.
-    monkeypatch.setattr(cpu_weights, "MAX_DOT_INPUTS", weights.linear("layers.0.o").depth - 16)
-    with pytest.raises(ConfigError, match="do not fit together"):
-        weights.linear("layers.0.o")
 
 
 def test_files_that_others_could_have_written_are_refused(path):

@@ -31,17 +31,17 @@ def test_answers_of_one_prompt_share_its_blocks_and_copy_the_last(driver, length
     alone, shared = driver.sequences.add(2)
     driver.step((alone, prompt))
     driver.step((shared, prompt))
-    fork, sources, targets = driver.sequences.fork(shared)
+    sibling, sources, targets = driver.sequences.sibling(shared)
     assert len(sources) == (1 if length % 16 else 0)
     driver.backend.copy_blocks(sources, targets)
     first = driver.step((alone, [11, 12, 13]))
-    # The fork writes other tokens into its copy; the original must not see them.
-    driver.step((fork, [200, 201, 202]))
+    # The sibling writes other tokens into its copy; the original must not see them.
+    driver.step((sibling, [200, 201, 202]))
     assert torch.equal(driver.step((shared, [11, 12, 13])), first)
     other = driver.sequences.add()[0]
     driver.step((other, prompt))
     driver.step((other, [200, 201, 202]))
-    assert torch.equal(driver.step((fork, [3])), driver.step((other, [3])))
+    assert torch.equal(driver.step((sibling, [3])), driver.step((other, [3])))
 
 
 def test_what_a_replay_computes_anew_is_as_near_as_is_promised(driver):
@@ -124,9 +124,9 @@ def test_an_adapter_that_does_not_fit_is_refused_by_name(driver, rank, name, fir
     weights = AdapterWeights("ab" * 32, rank, {name: (pair,)})
     if refused:
         with pytest.raises(ConfigError, match=refused):
-            backend.pack_adapter(weights)
+            backend.adapters.pack(weights)
         return
-    packed = backend.pack_adapter(weights)
+    packed = backend.adapters.pack(weights)
     backend.place_adapter(1, packed)
-    with pytest.raises(Internal, match="adapter place 2 is none of 2"):
+    with pytest.raises(Internal, match="adapter slot 2 is none of 2"):
         backend.place_adapter(2, packed)

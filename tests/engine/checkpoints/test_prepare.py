@@ -26,7 +26,7 @@ from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate
 from pillion.engine.checkpoints.prepare import choose_dtype, prepare
 from pillion.engine.checkpoints.weights import load_weights
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
 from tests.support.torch_model import BackendDriver
@@ -271,7 +271,7 @@ def test_sharded_weights(folder):
 def test_unfused_weights_are_views_of_the_mapped_file(folder):
     config = load_config(folder)
     weights = load_weights(folder, config, torch.float32)
-    for tensor in (weights.embedding, weights.layers[0].o.weight, weights.layers[1].mlp.down.weight):
+    for tensor in (weights.embedding, weights.layers[0]["o"].weight, weights.layers[1]["down"].weight):
         with open("/proc/self/maps") as maps:
             ranges = [line.split()[0] for line in maps if "a-model/model.safetensors" in line]
         bounds = [tuple(int(end, 16) for end in addresses.split("-")) for addresses in ranges]
@@ -350,7 +350,7 @@ def test_weights_saved_in_bfloat16_run_in_float32_and_back(folder):
     narrow = save_model(folder.with_name("narrow"))
     model.save_pretrained(narrow)
     wide, whole = (
-        load_weights(path, load_config(path), torch.float32).layers[0].qkv.weight for path in (narrow, folder)
+        load_weights(path, load_config(path), torch.float32).layers[0]["qkv"].weight for path in (narrow, folder)
     )
     assert wide.dtype is torch.float32
     assert torch.equal(wide, whole.bfloat16().float())

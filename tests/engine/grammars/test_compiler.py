@@ -20,7 +20,7 @@ from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
 from testbed.conditions import WITHIN_S, result_of, wait_for
 from tests.support.fake_backend import EOS, VOCAB_SIZE
-from tests.support.grammars import text_of, write_tokenizer
+from tests.support.grammars import follow, text_of, write_tokenizer
 
 STOPS = frozenset([EOS])
 PERSON = (
@@ -59,7 +59,7 @@ def started(
 
 def allowed(state: GrammarState, *drafts: int) -> list[int]:
     """The tokens that may follow the drafts."""
-    assert state.follow()
+    follow(state)
     masks = state.place_masks(drafts, 1 + len(drafts))
     assert masks.wait(WITHIN_S), f"waited {WITHIN_S:g} s for the masks of {1 + len(drafts)} tokens"
     return np.flatnonzero(np.unpackbits(masks.bits[-1].view(np.uint8), bitorder="little")).tolist()
@@ -72,7 +72,7 @@ def walk(state: GrammarState, seed: int) -> list[int]:
         token = draws.choice(allowed(state))
         answer.append(token)
         state.take([token])
-        assert state.follow()
+        follow(state)
         assert state.failure is None
     return answer
 
@@ -86,7 +86,7 @@ def test_an_answer_replayed_from_any_token_meets_the_same_masks(compiler: Gramma
             assert (again.forced, again.completes) == (going.forced, going.completes)
             assert allowed(again) == allowed(going)
             going.take(answer[end : end + 1])
-            assert going.follow()
+            follow(going)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread has no niceness of its own there")
@@ -119,7 +119,7 @@ def test_long_forced_text_is_cut_and_joined(compiler: GrammarCompiler, monkeypat
         runs += 1
         answer += state.forced
         state.take(state.forced)
-        assert state.follow()
+        follow(state)
     assert text_of(answer) == text
     assert runs > 4
     assert allowed(state) == [ord("x") - 32, ord("y") - 32]
@@ -129,7 +129,7 @@ def test_guesses_are_cut_where_they_are_refused_forced_or_the_end(compiler: Gram
     state = started(compiler, 'start: /[a-f]+/ "-xyz" | /[a-f]+/ "."')
     letters = [ord(letter) - 32 for letter in "abc-xyz"]
     assert state.count_fitting([*letters[:3], 0]) == 3
-    assert state.count_fitting(letters) == 4, "behind the dash everything is forced"
+    assert state.count_fitting(letters) == 4, "after the dash everything is forced"
     assert state.count_fitting([letters[0], ord(".") - 32]) == 1, "the last token of an answer is chosen"
     before = allowed(state)
     assert allowed(state, *letters[:3]) == sorted([*before, ord("-") - 32, ord(".") - 32])
@@ -139,7 +139,7 @@ def test_guesses_are_cut_where_they_are_refused_forced_or_the_end(compiler: Gram
 def test_a_grammar_that_cannot_go_back_takes_no_guesses(compiler: GrammarCompiler) -> None:
     state = started(compiler, 'start: thought "!" /[0-9]+/\nthought[stop="."]: /[a-z ]+/')
     assert state.count_fitting([ord("a") - 32]) == 0
-    assert state.follow()
+    follow(state)
     assert state.failure is None
 
 
@@ -150,7 +150,7 @@ def test_ends_that_do_not_stop_the_stream_come_last(compiler: GrammarCompiler) -
     state = started(compiler, text, (65,), frozenset())
     assert allowed(state) == [65, 66]
     state.take([65, 65])
-    assert state.follow()
+    follow(state)
     assert state.completes
     # This grammar allows the empty answer alone, so only its end can be chosen.
     assert allowed(started(compiler, 'start: ""', (), frozenset())) == [EOS]
@@ -192,7 +192,7 @@ def test_a_limit_that_answers_share_is_met_by_none(compiler: GrammarCompiler, mo
         assert mask_of(other) == mask
         other.take([draws.choice(LETTERS)])
     assert other._grammar is not shared
-    assert mask_of(first.fork()) == expected[0]
+    assert mask_of(first.sibling()) == expected[0]
     assert mask_of(started(compiler, GROWING)) == expected[0]
 
 
@@ -202,7 +202,7 @@ LONG = 'start: "\'" /[a-z]{1500,2000}/ "\'"'
 def test_a_long_answer_is_followed_anew_as_often_as_that_helps(
     compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A mask looks at six places behind every other letter, of which an answer takes one.
+    # A mask looks at six places after every other letter, of which an answer takes one.
     text = 'start: "-" /(a[a-z]|b[a-y]|c[a-x]|d[a-w]|e[a-v]|f[a-u]){700,900}/ "-"'
     monkeypatch.setitem(compiler_module.PARSER_LIMITS, "max_lexer_states", 2600)
     state, first = started(compiler, text), None
@@ -272,7 +272,7 @@ def test_an_answer_so_far_is_followed_in_pieces(
         assert (again.forced, again.completes) == (going.forced, going.completes)
         assert allowed(again) == allowed(going)
         going.take(answer[end : end + 1])
-        assert going.follow()
+        follow(going)
 
 
 def test_what_is_kept_is_bounded_by_bytes(compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from pillion.engine.sampling.sampling_rows import UInt32
 from testbed.conditions import WITHIN_S, result_of, wait_for
 from tests.support.fake_backend import VOCAB_SIZE
 from tests.support.fake_grammar import NumberMatcher, place
+from tests.support.grammars import follow
 
 # A number whose first token is chosen freely.
 FREE = next(kind for kind in range(9) if place(kind, [])[1])
@@ -122,7 +123,8 @@ def test_behind_a_late_mask_others_get_theirs(threads: MaskThreads, woken: Woken
     # The step that finds masks missing has another thread started.
     wait_for("another thread", lambda: not late.follow() and masks[-1].wait(0))
     check_that_all_come(masks)
-    assert all(other.follow() for other in others)
+    for other in others:
+        follow(other)
 
 
 def test_late_masks_of_one_grammar_take_one_thread(threads: MaskThreads, gate: threading.Event) -> None:
@@ -173,12 +175,12 @@ def test_a_grammar_whose_masks_are_slow_asks_for_them_ahead(
     assert state.forced or HeldMatcher.begun == 1
 
 
-def test_a_fork_begins_where_the_answer_does(threads: MaskThreads, gate: threading.Event) -> None:
+def test_a_sibling_begins_where_the_answer_does(threads: MaskThreads, gate: threading.Event) -> None:
     gate.set()
     state = state_of(held(gate), threads)
     state.take([place(FREE, [])[1][0]])
     assert state.follow()
-    child = state.fork()
+    child = state.sibling()
     assert child.follow()
     assert child.num_tokens == 0
     check_that_all_come([child.place_masks((), 1)])

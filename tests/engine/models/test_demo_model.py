@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.models.model_config import load_config
+from pillion.engine.models.config_parser import load_config
 from testbed.plain_model import plain_folder
 from tests.support.oracle import Oracle, first_difference
 from tests.support.torch_model import BackendDriver
@@ -26,11 +26,9 @@ pytestmark = [
 # A token may differ where the oracle's two best logits are this close: fp32 sums in another order move them by 1e-4.
 EPSILON = 1e-3
 
+# tests/cluster/test_parity.py has one token, code, other languages and chats, with a whole cluster.
 PROMPTS = {
-    "one token": "The",
     "raw": "Once upon a time, in a small village by the sea, there lived",
-    "not English": "Die Hauptstadt von Österreich heißt",
-    "code": "def fibonacci(n):\n    ",
     "long": "The quick brown fox jumps over the lazy dog. " * 40,
 }
 
@@ -80,9 +78,8 @@ def test_greedy_tokens_are_those_of_transformers(exact, oracle, driver, name):
     assert not first_difference(oracle.greedy(prompt, 20), got, EPSILON)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
-def test_the_capital_of_france(dtype):
-    prepared = prepare(ModelFlags(model="demo", dtype=dtype))
+def test_the_capital_of_france():
+    prepared = prepare(ModelFlags(model="demo", dtype="bfloat16"))
     prompt = chat(prepared.folder, "What is the capital of France?")
     tokens = BackendDriver(prepared, num_slots=20).greedy(prompt, 20, prepared.eos_token_ids)
     text = Tokenizer.from_file(str(prepared.folder / "tokenizer.json")).decode(tokens)

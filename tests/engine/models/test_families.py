@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM
 
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.errors import ConfigError
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
-from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import BY_ROWS, FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.scored_prompts import check_scores, run_scored
 from tests.support.torch_model import BackendDriver
@@ -79,7 +80,9 @@ def flags_of(own_cache, tmp_path_factory):
     return functools.cache(lambda name: make_model(tmp_path_factory.mktemp("model"), FAMILIES[name])[1])
 
 
-@pytest.fixture(params=FAMILIES, scope="module")
+@pytest.fixture(
+    params=[pytest.param(name, marks=pytest.mark.long if name in BY_ROWS else ()) for name in FAMILIES], scope="module"
+)
 def on_torch(request, flags_of):
     flags = flags_of(request.param)
     return FamilyCase(prepare(flags), AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval())
@@ -129,6 +132,15 @@ def test_many_chunks_and_single_tokens(case):
         for chunks in splits:
             (number,) = driver.sequences.add()
             close(driver.run_all(number, text, chunks), wanted)
+
+
+@pytest.mark.parametrize("on_torch", BY_ROWS, indirect=True)
+def test_a_familys_logits(case):
+    text = tokens_of(PROMPT_TOKENS, 2)
+    wanted = case.logits(text)
+    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    driver = case.driver(32, num_slots=20)
+    close(driver.run_all(driver.sequences.add()[0], text, [33, 1, 2]), wanted)
 
 
 @needs_kernels
@@ -204,6 +216,23 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
         assert prepared.eos_token_ids == (1, 5)
         driver = BackendDriver(prepared)
         assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), wanted)
+
+
+def test_layers_that_only_guess_tokens_are_not_read(tmp_path):
+    """GLM-4-MoE's checkpoints have a layer more than the model (multi-token prediction)."""
+    text, found = tokens_of(PROMPT_TOKENS, 2), []
+    for case, words in (("glm4-moe", ""), ("qwen3-moe", "model.layers.2.eh_proj.weight")):
+        folder, flags = make_model(tmp_path / case, FAMILIES[case])
+        found.append((driver := BackendDriver(prepare(flags))).run_all(driver.sequences.add()[0], text, []))
+        tensors = load_file(folder / "model.safetensors")
+        behind = {"model.layers.2.eh_proj.weight": torch.ones(3)}
+        save_file({**tensors, **behind}, folder / "model.safetensors", metadata={"format": "pt"})
+        if words:
+            with pytest.raises(ConfigError, match=words):
+                BackendDriver(prepare(flags))
+            continue
+        driver = BackendDriver(prepare(flags))
+        assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), found[0])
 
 
 @pytest.mark.parametrize("runs_on", ["torch", pytest.param("cpu", marks=needs_kernels)])

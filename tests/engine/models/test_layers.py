@@ -9,8 +9,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from pillion.engine.models.layers import GATED, GatedMLP, MoeWeights, RmsNorm, route
+from pillion.engine.models.layers import GATED, RmsNorm, mix_experts, route
 from pillion.kernels.torch.torch_linear import Linear
+from tests.support.families import mixed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -27,18 +28,8 @@ def test_norms(theirs, offset, wide, dtype):
     assert torch.equal(ours, module(rows))
 
 
-class CountedLinear:
-    """An expert that records the number of rows of each call."""
-
-    def __init__(self, expert: GatedMLP, calls: list[int]) -> None:
-        self.expert, self.calls = expert, calls
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        self.calls.append(len(rows))
-        return self.expert(rows)
-
-
-def mixture(hidden: int = 32, inner: int = 48, count: int = 6) -> tuple[MixtralSparseMoeBlock, MoeWeights, list[int]]:
+def mixture(hidden: int = 32, inner: int = 48, count: int = 6):
+    """A mixture of transformers and the same of ours, and the number of rows of each call of an expert of ours."""
     torch.manual_seed(0)
     config = MixtralConfig(
         hidden_size=hidden, intermediate_size=inner, num_local_experts=count, num_experts_per_tok=2, pad_token_id=None
@@ -46,12 +37,17 @@ def mixture(hidden: int = 32, inner: int = 48, count: int = 6) -> tuple[MixtralS
     theirs = MixtralSparseMoeBlock(config).eval()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
-    calls: list[int] = []
-    experts = tuple(
-        CountedLinear(GatedMLP(Linear(gate_up), Linear(down), GATED["silu"]), calls)
-        for gate_up, down in zip(theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data, strict=True)
+    ups, downs = (
+        [Linear(matrix) for matrix in stacked]
+        for stacked in (theirs.experts.gate_up_proj.data, theirs.experts.down_proj.data)
     )
-    return theirs, MoeWeights(theirs.gate.weight.data, experts, 2, True), calls
+    calls: list[int] = []
+
+    def run(number: int, rows: torch.Tensor) -> torch.Tensor:
+        calls.append(len(rows))
+        return downs[number](GATED["silu"](ups[number](rows)))
+
+    return theirs, lambda rows: mix_experts(rows, theirs.gate.weight.data, run, mixed(2, True)), calls
 
 
 @torch.inference_mode()
@@ -78,8 +74,8 @@ def test_a_token_gets_the_same_in_any_batch():
 
 def test_scores_sum_up_to_one_only_where_they_shall():
     rows, router = torch.randn(9, 8), torch.randn(5, 8)
-    normalized, chosen = route(rows, router, 2, True)
-    plain, same = route(rows, router, 2, False)
+    normalized, chosen = route(rows, router, mixed(2, True))
+    plain, same = route(rows, router, mixed(2, False))
     assert torch.equal(chosen, same)
     torch.testing.assert_close(normalized.sum(-1), torch.ones(9))
     torch.testing.assert_close(plain / plain.sum(-1, keepdim=True), normalized)

@@ -10,10 +10,11 @@ import torch
 from transformers import AutoConfig, LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+import docs.models_page
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.models.config_keys import BOOKKEEPING
-from pillion.engine.models.families import FAMILIES
-from pillion.engine.models.model_config import known_architectures, load_config, parse_config
+from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
+from pillion.engine.models.families import FAMILIES, TEXT_OF
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant
 from pillion.errors import ConfigError
@@ -28,6 +29,8 @@ BASE = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+# transformers has no values for these keys.
+REQUIRED = {"dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}}
 SETS = {"short_factor": [1.0, 2.0] * 4, "long_factor": [1.0, 3.0] * 4, "original_max_position_embeddings": 64}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
@@ -42,12 +45,17 @@ def test_old_and_new_spelling_of_rope_are_the_same():
     assert parse_config(BASE).ropes[0].theta == 10_000.0
 
 
+def test_the_page_about_models_is_current():
+    assert docs.models_page.unsorted() == set()
+    assert docs.models_page.PAGE.read_text() == docs.models_page.render(), "run make dashboards"
+
+
 def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'mamba'.*llama, ministral, mistral, .*qwen3, qwen3_moe"):
+    with pytest.raises(ConfigError, match=r"'mamba'.*llama, mellum, minimax_m2, ministral, .*qwen3, qwen3_moe"):
         parse_config({**BASE, "model_type": "mamba"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})
-    assert set(known_architectures()) == {*FAMILIES, "gemma3"}
+    assert set(known_architectures()) == {*FAMILIES, *TEXT_OF}
 
 
 @pytest.mark.parametrize(
@@ -106,15 +114,22 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     required = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     shape = {**BASE, "num_attention_heads": 8}
     given = {key: shape[key] for key in required if not name.startswith("gemma")} | {"model_type": name}
-    if name in ("qwen2", "qwen3"):
-        given["num_key_value_heads"] = 8  # transformers assumes the number of query heads of its own default.
+    given |= REQUIRED.get(name, {})
+    if name == "stablelm":
+        given["num_attention_heads"] = 4  # It rotates a quarter of each head.
+    if name in ("qwen2", "qwen3", "exaone4", "helium", "stablelm", "nemotron", "dots1", "exaone_moe"):
+        given["num_key_value_heads"] = given[
+            "num_attention_heads"
+        ]  # transformers assumes the number of query heads of its own default.
     theirs, ours = AutoConfig.for_model(**given), parse_config(given)
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings", "rms_norm_eps"):
-        assert getattr(ours, key) == getattr(theirs, key), key
+    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
+        if key != "max_position_embeddings" or not FAMILIES[name].query_growth:
+            assert getattr(ours, key) == getattr(theirs, key), key
+    assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OLMo has no key for it.
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
     assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 8)
+    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // given["num_attention_heads"])
     rope = theirs.rope_parameters
     by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
@@ -126,7 +141,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         for kind, rope in zip(kinds, getattr(theirs, "no_rope_layers", None) or [1] * len(kinds), strict=True)
     )
     if ours.moe is not None:
-        assert ours.moe.num_experts == theirs.num_local_experts
+        assert ours.moe.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
         assert ours.moe.experts_per_token == theirs.num_experts_per_tok
         assert ours.moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
         assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", True)
@@ -134,7 +149,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, tmp_path):
-    given = {**BASE, "model_type": name, "num_key_value_heads": 2, "head_dim": 16}
+    given = {**BASE, **REQUIRED.get(name, {}), "model_type": name, "num_key_value_heads": 2, "head_dim": 16}
     AutoConfig.for_model(**given).save_pretrained(tmp_path)
     saved = dataclasses.asdict(load_config(tmp_path))
     plain = dataclasses.asdict(parse_config(given))
@@ -183,8 +198,10 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     """Another value of a field changes what is computed, or is refused: none is silently left out."""
     options = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "no_rope_layer_interval": 2}
     fields = {field.name: field.default for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
-    base = {**BASE, "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 4}
+    base = {**BASE, **REQUIRED.get(name, {}), "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 4}
     base |= {key: value for key, value in options.items() if key in fields}
+    if name == "mellum":
+        base["layer_types"] = ["sliding_attention"] * 5  # No layer has a window by itself.
     plain = parse_config(base)
     # The length before scaling means something only beside scaling, and the first embedding has no other key.
     of_text = {"bos_token_id", "eos_token_id"}
@@ -257,6 +274,30 @@ def test_rope_frequencies_are_those_of_transformers_at_the_served_length(rope, s
     (ours,) = make_ropes(parse_config(config), served)
     torch.testing.assert_close(ours.frequencies, theirs, atol=0, rtol=1e-6)
     assert ours.scales.tolist() == pytest.approx([scale] * 8)
+
+
+def test_queries_that_would_grow_end_the_longest_text():
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
+    config = parse_config({**BASE, "model_type": "ministral3", "num_key_value_heads": 4, "rope_parameters": rope})
+    assert (config.max_position_embeddings, config.ropes[0].kind) == (64, "yarn")
+    with pytest.raises(ConfigError, match=r"llama_4_scaling_beta = 0\.1"):
+        parse_config({**BASE, "rope_parameters": rope})
+
+
+def test_the_text_model_of_mistral_3():
+    text = {**BASE, "num_key_value_heads": 4}
+    images = {"vision_config": {}, "spatial_merge_size": 2, "vision_feature_layer": -1, "projector_hidden_act": "gelu"}
+    for name in ("mistral", "ministral3"):
+        outer = {"model_type": "mistral3", "text_config": {**text, "model_type": name}, **images}
+        assert parse_config(outer) == parse_config({**text, "model_type": name})
+    assert parse_config({"model_type": "mistral3", "text_config": text}).family == "mistral"
+
+
+def test_a_choice_among_groups_of_experts_is_refused():
+    config = {**BASE, "model_type": "glm4_moe", "num_key_value_heads": 4, "n_routed_experts": 8}
+    assert parse_config({**config, "n_group": 1, "topk_group": 1}).moe.shared == 1408
+    with pytest.raises(ConfigError, match=r"glm4_moe: config\.json has n_group = 2"):
+        parse_config({**config, "n_group": 2})
 
 
 def test_the_longest_text_with_scaling():

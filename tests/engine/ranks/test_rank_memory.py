@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from pillion.engine.models.model_config import parse_config
+from pillion.engine.models.config_parser import parse_config
 from pillion.engine.ranks.rank_memory import TURNS, RankMemory
 from pillion.errors import ConfigError, Internal
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.ranks import rank_messages
 from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, step_from_bytes, step_to_bytes
 from pillion.errors import Internal

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from pillion.engine.adapters.adapter_forms import PlainForm
-from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, layers_of
+from pillion.engine.adapters.adapter_weights import AdapterWeights, LowRank, bits_of
 from pillion.engine.backends.backend import BackendLost, warm_up_batches
 from pillion.engine.ranks import rank_processes
-from pillion.engine.ranks.ranked_backend import RankedAdapter, RankedBackend, RankedGpuBackend
+from pillion.engine.ranks.ranked_backend import RankedAdapter, RankedAheadBackend, RankedBackend
 from pillion.errors import ConfigError, Internal
 from pillion.kvstore.memory.segment import Segment, map_shared
-from pillion.wire.attach import AttachReply, line_to_bytes
+from pillion.wire.attach import AttachReply
+from pillion.wire.json_lines import line_to_bytes
 from testbed.cluster import alive
 from testbed.conditions import until, wait_for, within
 from tests.support import fake_ranks
@@ -78,7 +79,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         assert isinstance(backend, RankedBackend)
         own = backend.own
         assert isinstance(own, fake_ranks.FakeShare)
-        own.hold_behind = 10
+        own.hold_after = 10
         tickets = [await workers.ticket(TOKENS)]
         answer = await connection.submit(submit_of(1, tickets[0], TOKENS, 800))
         await until("some tokens and a step at the gate", lambda: answer.token_ids and own.waiting.is_set())
@@ -98,7 +99,7 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         assert answer.last is not None
         assert answer.last.error is not None
         assert answer.last.error.code == UNAVAILABLE
-        # What was said before is right: the stream goes on behind it elsewhere.
+        # What was said before is right: the stream goes on after it elsewhere.
         assert answer.token_ids == greedy(TOKENS, len(answer.token_ids))
         assert len(answer.token_ids) >= len(said)
         with pytest.raises(BackendLost):
@@ -110,9 +111,9 @@ async def test_a_worker_ends_with_a_rank_that_is_lost(how: str, monkeypatch: pyt
         await workers.quiet()
 
 
-def take(backend: RankedGpuBackend, weights: AdapterWeights) -> RankedAdapter:
+def take(backend: RankedAheadBackend, weights: AdapterWeights) -> RankedAdapter:
     """Gives a backend an adapter in the form in which the process that reads adapters brings it."""
-    return backend.take_adapter(weights.digest, *PlainForm().pack(layers_of(weights)))
+    return backend.take_adapter(weights.digest, *PlainForm().pack(bits_of(weights)))
 
 
 def test_what_a_rank_refuses_is_an_error_of_the_start() -> None:
@@ -128,7 +129,7 @@ def test_a_rank_that_cannot_start_is_an_error_of_the_start(monkeypatch: pytest.M
         fake_ranks.fake_ranks(2)
 
 
-def check_adapters(backend: RankedGpuBackend, packed: list[RankedAdapter]) -> None:
+def check_adapters(backend: RankedAheadBackend, packed: list[RankedAdapter]) -> None:
     """What a rank cannot pack is an error of the adapter, and what nobody holds any more is dropped in all ranks."""
     assert backend.max_adapters == 2
     assert packed[0].nbytes == 2 * 8
@@ -148,7 +149,7 @@ def test_steps_wait_for_a_rank_that_stands_still_adapters_are_in_all_and_a_stopp
     """Two steps are under way while the other rank stands still; what is said to it between them keeps the order."""
     monkeypatch.setattr(rank_processes, "END_TIMEOUT_S", 0.1)
     backend = fake_ranks.fake_ranks(2, ahead=True).backend
-    assert isinstance(backend, RankedGpuBackend)
+    assert isinstance(backend, RankedAheadBackend)
     size_bytes = 8 * backend.layout.block_bytes
     pool, connection = Segment(size_bytes), socket.socket()
     text, pid = TOKENS[:6], backend.ranks.pids()[0]

@@ -7,18 +7,19 @@ from itertools import product
 import pytest
 import torch
 
+from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.decoder import LayerWeights
-from pillion.engine.models.layers import GATED, GatedMLP, RmsNorm
-from pillion.engine.models.model_config import parse_config
-from pillion.engine.models.rank_split import RankSplit
-from pillion.engine.ranks.rank_weights import inner_values, split_layer
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layers import GATED, RmsNorm
+from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.ranks.rank_weights import inner_values, shard_layer
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain, select_inputs
 from pillion.kernels.torch.torch_linear import Linear
 
 HEAD_DIM, HIDDEN, INNER = 16, 64, 208
 CONFIG = parse_config(
     {
-        "model_type": "llama",
+        "model_type": "olmo2",
         "vocab_size": 258,
         "hidden_size": HIDDEN,
         "intermediate_size": INNER,
@@ -28,6 +29,7 @@ CONFIG = parse_config(
         "head_dim": HEAD_DIM,
     }
 )
+(OPERATIONS,) = layers_of(CONFIG)
 WIDTH = CONFIG.num_heads * HEAD_DIM
 
 
@@ -71,16 +73,14 @@ def layer_of(order):
 
     down = shuffled(INNER) if order == "across" else None
     return LayerWeights(
-        attention_norm=RmsNorm(torch.ones(HIDDEN), 1e-6, False),
         qkv=linear(WIDTH + 2 * 3 * HEAD_DIM, HIDDEN),
-        qk_norm=None,
         q_norm=RmsNorm(torch.arange(float(WIDTH)), 1e-6, False),
         k_norm=RmsNorm(torch.arange(3.0 * HEAD_DIM), 1e-6, False),
         o=linear(HIDDEN, WIDTH, ORDERS[order or "plain"]),
-        attention_post_norm=None,
-        mlp_norm=None,
-        mlp=GatedMLP(linear(2 * INNER, HIDDEN), linear(HIDDEN, INNER, down), GATED["silu"]),
-        mlp_post_norm=None,
+        attention_post_norm=RmsNorm(torch.ones(HIDDEN), 1e-6, False),
+        gate_up=linear(2 * INNER, HIDDEN),
+        down=linear(HIDDEN, INNER, down),
+        mlp_post_norm=RmsNorm(torch.ones(HIDDEN), 1e-6, False),
     )
 
 
@@ -88,8 +88,8 @@ def widened(linear):
     return Linear.plain(plain(linear.weight, torch.float32), linear.bias)
 
 
-def mlp_of(layer):
-    return GatedMLP(widened(layer.mlp.gate_up), widened(layer.mlp.down), layer.mlp.gated)
+def mlp_of(layer, rows):
+    return widened(layer["down"])(GATED["silu"](widened(layer["gate_up"])(rows)))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 6])
@@ -97,21 +97,21 @@ def mlp_of(layer):
 def test_all_ranks_together_do_what_the_layer_does(size, order):
     """Shares of two and one KV heads, and of two ranks for each KV head; biases count once."""
     layer, rows = layer_of(order), torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(5))
-    qkv = widened(layer.qkv)(rows).view(7, -1, HEAD_DIM)
+    qkv = widened(layer["qkv"])(rows).view(7, -1, HEAD_DIM)
     attended = torch.randn(7, WIDTH, generator=torch.Generator().manual_seed(6))
     outputs, inner, seen = torch.zeros(7, HIDDEN), torch.zeros(7, HIDDEN), []
     for rank in range(size):
-        split = RankSplit.of(CONFIG, rank, size)
-        share = split_layer(layer, CONFIG, split)
-        heads = [*split.heads, *(12 + head for head in split.kv_heads), *(15 + head for head in split.kv_heads)]
-        found = widened(share.qkv)(rows).view(7, -1, HEAD_DIM)
+        shard = RankShard.of(CONFIG, rank, size)
+        share = shard_layer(layer, OPERATIONS, shard)
+        heads = [*shard.heads, *(12 + head for head in shard.kv_heads), *(15 + head for head in shard.kv_heads)]
+        found = widened(share["qkv"])(rows).view(7, -1, HEAD_DIM)
         torch.testing.assert_close(found, qkv[:, heads])
-        queries = range(split.heads.start * HEAD_DIM, split.heads.stop * HEAD_DIM)
-        assert share.q_norm.weight.tolist() == list(map(float, queries))
-        assert len(share.k_norm.weight) == len(split.kv_heads) * HEAD_DIM
-        outputs += widened(share.o)(attended[:, queries.start : queries.stop])
-        inner += mlp_of(share)(rows)
-        seen += inner_values(layer.mlp, split).tolist()
-    torch.testing.assert_close(outputs, widened(layer.o)(attended), atol=1e-3, rtol=1e-4)
-    torch.testing.assert_close(inner, mlp_of(layer)(rows), atol=1e-1, rtol=1e-4)
+        queries = range(shard.heads.start * HEAD_DIM, shard.heads.stop * HEAD_DIM)
+        assert share["q_norm"].weight.tolist() == list(map(float, queries))
+        assert len(share["k_norm"].weight) == len(shard.kv_heads) * HEAD_DIM
+        outputs += widened(share["o"])(attended[:, queries.start : queries.stop])
+        inner += mlp_of(share, rows)
+        seen += inner_values(layer["down"], shard).tolist()
+    torch.testing.assert_close(outputs, widened(layer["o"])(attended), atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(inner, mlp_of(layer, rows), atol=1e-1, rtol=1e-4)
     assert sorted(seen) == list(range(INNER))

@@ -16,10 +16,10 @@ from pillion.engine.backends.backend import BackendLost
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.ranks.rank_memory import NEVER
 from pillion.errors import Internal
-from pillion.kernels.cpu.products.packing import FEW_BITS
+from pillion.kernels.cpu.few_bits.few_bit_packing import KINDS
 from testbed.conditions import result_of, wait_for
 from tests.support.cpu_model import cpu_backend, needs_kernels
-from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.families import BY_ROWS, FAMILIES, make_model, tokens_of
 from tests.support.mixed_adapters import mixed_steps, with_adapters
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
@@ -43,7 +43,10 @@ MODELS = FAMILIES | {
 # All families by two ranks. By four: biases and one KV head for all, multipliers, a norm over projections, heads of
 # which a part rotates, and experts.
 BY_FOUR = ["llama-mqa-biases", "granite", "olmo2-wide", "phi3-partial-rope", "mixtral"]
-CASES = [*((name, 2) for name in MODELS), *((name, 4) for name in BY_FOUR)]
+CASES = [
+    *(pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ()) for name in MODELS),
+    *((name, 4) for name in BY_FOUR),
+]
 TEXT = tokens_of(70, 2)
 
 
@@ -230,8 +233,8 @@ def test_matrices_in_few_bits(kind, tmp_path):
     else:
         torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
     weights = group.backends[1].model.weights
-    assert {weights.linear(f"layers.0.{name}").kind in FEW_BITS for name in ("qkv", "gate_up", "down")} == {True}
-    assert (weights.linear("layers.0.o").kind in FEW_BITS) == (kind == "w8a8")
+    assert {weights.linear(f"layers.0.{name}").kind in KINDS for name in ("qkv", "gate_up", "down")} == {True}
+    assert (weights.linear("layers.0.o").kind in KINDS) == (kind == "w8a8")
     group.close()
 
 

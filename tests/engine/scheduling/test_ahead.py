@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.backends.batch import Int32
+from pillion.engine.backends.backend import Int32
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -22,7 +22,7 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SequenceS
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from pillion.kvstore.ledger.integrity import check_integrity
-from tests.engine.scheduling.test_drafts import OracleDrafter
+from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.engine.scheduling.test_properties import ANSWER, CANCEL, LOAD, PUNCTUAL, STEP
 from tests.engine.scheduling.test_step_cost import decodes
 from tests.support.ahead_harness import BROKEN, AheadHarness
@@ -50,7 +50,7 @@ def test_a_plain_stream_never_waits() -> None:
     assert harness.void_rows == 0
 
 
-def test_prompt_tails_and_spans_follow_themselves() -> None:
+def test_prompt_tails_and_prefill_ranges_follow_themselves() -> None:
     harness = AheadHarness(budget=8, slots=200)
     harness.submit(prompt(1, 80), 0, chunks=(24, 48, 80))
     run_out(harness)
@@ -61,7 +61,7 @@ def test_prompt_tails_and_spans_follow_themselves() -> None:
     assert [chunk.end_tokens for chunk in harness.records[1].chunks] == [24, 48, 80]
 
 
-def test_a_stop_id_voids_the_row_behind_it() -> None:
+def test_a_stop_id_voids_the_row_after_it() -> None:
     """The stream ends there; what it held is let go when the row that nobody wants has landed, and not before."""
     expected = answer(prompt(1, 9), 0, 40)
     at = next(place for place in range(8, 40) if expected[place] not in expected[:place])
@@ -106,9 +106,9 @@ def test_who_reads_its_history_loses_no_step() -> None:
     assert harness.late_choices == 11, "the other one is chosen at its launch when it is alone"
 
 
-def test_a_fork_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
+def test_a_sibling_that_is_cancelled_under_way_takes_only_its_own_token() -> None:
     harness = AheadHarness()
-    harness.submit(prompt(1, 9), 6, seed=1, fork_seeds=(2, 3, 4))
+    harness.submit(prompt(1, 9), 6, seed=1, sibling_seeds=(2, 3, 4))
     harness.step()
     harness.cancel(3)
     run_out(harness)
@@ -326,7 +326,7 @@ ARRIVE = st.tuples(
     # The number of its adapter; 3 cannot be loaded.
     st.sampled_from([0, 0, 0, 1, 2, 3]),
 )
-SPAN = st.tuples(st.just("span"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
+SPAN = st.tuples(st.just("prefill range"), st.integers(0, 3), st.integers(1, 5), st.integers(1, 5), st.integers(0, 2))
 TROUBLE = st.tuples(st.sampled_from(["scribble", "refuse", "launch", "landing"]))
 SHAPES = st.tuples(st.integers(17, 60), st.integers(4, 24), st.integers(1, 4))
 EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSWER, LOAD, CANCEL, TROUBLE), max_size=60)
@@ -334,20 +334,20 @@ EVENTS = st.lists(st.one_of(ARRIVE, ARRIVE, SPAN, STEP, STEP, STEP, ANSWER, ANSW
 
 def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
     if kind == "arrive":
-        text, length, most, priority, seed, forks, stops, penalized, grammar, scored, adapter = numbers
+        text, length, most, priority, seed, siblings, stops, penalized, grammar, scored, adapter = numbers
         harness.submit(
             prompt(text, length),
             most,
             stop=frozenset(range(stops)),
             priority=priority,
             seed=seed,
-            fork_seeds=tuple(seed + 1 + number for number in range(forks if most else 0)),
+            sibling_seeds=tuple(seed + 1 + number for number in range(siblings if most else 0)),
             penalty=float(penalized),
             grammar=None if grammar < 0 else grammar,
             scored=bool(scored),
             adapter=adapter if harness.max_loras else 0,
         )
-    elif kind == "span":
+    elif kind == "prefill range":
         text, first, second, adapter = numbers
         ends = BLOCK * first, BLOCK * (first + second)
         harness.submit(prompt(text, ends[1]), 0, chunks=ends, adapter=adapter if harness.max_loras else 0)
@@ -367,7 +367,7 @@ def play(harness: AheadHarness, kind: str, numbers: list[int]) -> None:
         harness.load(numbers[0])
     elif kind == "preload":
         if harness.max_loras:
-            harness.scheduler.preload(str(numbers[0]), harness.now)
+            harness.scheduler.expected("adapter", str(numbers[0]), harness.now)
     elif kind == "scribble":
         harness.scribble()
     elif kind == "refuse":
@@ -407,3 +407,43 @@ def test_any_history_with_a_step_under_way(
     harness.breaks, harness.refuse_commits = "", 0
     run_out(harness)
     assert all(s.state is not SequenceState.RUNNING for s in harness.scheduler.sequences.values())
+
+
+@settings(max_examples=examples(100))
+@given(
+    SHAPES,
+    st.lists(st.one_of(SPAN, SPAN, STEP, STEP, ANSWER, CANCEL, TROUBLE), max_size=60),
+    st.integers(0, 99),
+    st.integers(0, 2),
+    st.integers(3, 5),
+)
+def test_any_history_of_prefill_ranges_in_a_pipeline(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, max_loras: int, stages: int
+) -> None:
+    slots, budget, max_num_seqs = shape
+    harness = AheadHarness(
+        slots=slots,
+        budget=max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        draws=draws,
+        max_loras=max_loras,
+        max_under_way=stages,
+    )
+    for kind, *arguments in events:
+        play(harness, str(kind), [number for number in arguments if isinstance(number, int)])
+    harness.breaks, harness.refuse_commits = "", 0
+    run_out(harness)
+
+
+def test_the_chunks_of_a_prompt_are_under_way_together() -> None:
+    """As many as there are stages; a prompt behind it follows without a gap."""
+    harness = AheadHarness(budget=8, slots=200, max_under_way=4)
+    for kind in (1, 2):
+        harness.submit(prompt(kind, 40), 0, chunks=(40,))
+    under_way = []
+    for _ in range(10):
+        harness.step()
+        under_way.append(len(harness.out))
+    assert under_way == [1, 2, *[3] * 8], "one more is under way while it waits for the oldest"
+    run_out(harness)
+    assert harness.launches == 10

@@ -98,7 +98,7 @@ def test_who_gives_way_to_a_later_one_does_not_run_in_that_step() -> None:
     harness.submit(prompt(0, 8), 40)
     patient = harness.submit(prompt(1, 10), 40, priority=1)
     harness.now = 3 * PRIORITY_AGING_S
-    # Behind the patient one by rank, so the step has planned that one already when these ask for memory.
+    # After the patient one in queue order, so the step has planned that one already when these ask for memory.
     later = [harness.submit(prompt(seed, 8), 40) for seed in (2, 3)]
     assert patient is not None
     ids = served(harness)

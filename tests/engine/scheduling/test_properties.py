@@ -1,4 +1,4 @@
-"""Any order of arrivals, lengths, priorities, forks, cancels and slow answers, tiny pools: budget exact, nobody
+"""Any order of arrivals, lengths, priorities, siblings, cancels and slow answers, tiny pools: budget exact, nobody
 starves, nothing leaks, and every stream says what it would say alone, whatever happened to it.
 
 Every step's plan is checked in :class:`SchedulerHarness`; every slot after every step and every answer.
@@ -9,9 +9,9 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.scheduling.drafts import Drafter
-from pillion.engine.scheduling.lookup_drafters import SuffixDrafter
-from tests.engine.scheduling.test_drafts import OracleDrafter
+from pillion.engine.drafts.drafter import Drafter
+from pillion.engine.drafts.lookup_drafters import SuffixDrafter
+from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.support.drafts import guessing
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
@@ -42,14 +42,14 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     for kind, *arguments in events:
         numbers = [number for number in arguments if isinstance(number, int)]
         if kind == "arrive":
-            kind_of_text, length, most, priority, seed, forks, grammar, scored, adapter = numbers
+            kind_of_text, length, most, priority, seed, siblings, grammar, scored, adapter = numbers
             harness.submit(
                 prompt(kind_of_text, length),
                 most,
                 priority=priority,
                 seed=seed,
                 grammar=None if grammar < 0 else grammar,
-                fork_seeds=tuple(seed + 1 + number for number in range(forks if most else 0)),
+                sibling_seeds=tuple(seed + 1 + number for number in range(siblings if most else 0)),
                 scored=bool(scored),
                 adapter=adapter if harness.max_loras else 0,
             )
@@ -65,7 +65,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
         elif kind == "load":
             harness.load(numbers[0])
         elif kind == "preload" and harness.max_loras:
-            harness.scheduler.preload(str(numbers[0]), harness.now)
+            harness.scheduler.expected("adapter", str(numbers[0]), harness.now)
         elif kind == "answer":
             for _ in range(numbers[0]):
                 harness.answer()
@@ -107,7 +107,7 @@ def test_any_history(
 
 @settings(max_examples=examples(60))
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 30), st.integers(1, 9))
-def test_spans_of_any_chunks_are_acknowledged_in_order(lengths: list[int], budget: int, answers: int) -> None:
+def test_prefill_ranges_of_any_chunks_are_acknowledged_in_order(lengths: list[int], budget: int, answers: int) -> None:
     harness = SchedulerHarness(slots=64, budget=budget, max_num_seqs=min(budget, 3))
     ends = tuple(4 * sum(lengths[: index + 1]) for index in range(len(lengths)))
     first = harness.submit(prompt(1, ends[-1]), 0, chunks=ends)

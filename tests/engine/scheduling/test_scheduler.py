@@ -179,23 +179,40 @@ def test_a_lost_race_swaps_the_table_and_returns_the_own_slot() -> None:
     assert harness.ledger.status().committed_blocks == 25 // BLOCK
 
 
-def test_a_refused_commit_does_not_stop_a_stream_but_fails_a_span() -> None:
+def test_a_refused_commit_does_not_stop_a_stream_but_fails_a_prefill_range() -> None:
     harness = SchedulerHarness(budget=64)
-    stream, span = harness.submit(prompt(1, 10), 20), harness.submit(prompt(2, 16), 0, chunks=(8, 16))
+    stream, prefill_range = harness.submit(prompt(1, 10), 20), harness.submit(prompt(2, 16), 0, chunks=(8, 16))
     assert stream is not None
-    assert span is not None
+    assert prefill_range is not None
     harness.step()
     for order in harness.unsent[0].commits:
         harness.scheduler.committed(order.seq_id, (), "somebody broke it", harness.now)
     harness.unsent[0].commits.clear()
     harness.finish()
-    end = harness.records[span].end
+    end = harness.records[prefill_range].end
     assert end is not None
     assert end.ending is not None
     assert end.ending.error is not None
-    assert not harness.records[span].chunks
+    assert not harness.records[prefill_range].chunks
     assert harness.records[stream].token_ids == greedy(prompt(1, 10), 20)
     assert harness.ledger.status().committed_blocks == 0
+
+
+def test_a_step_computes_as_many_chunks_as_fit() -> None:
+    """A prefill worker with a budget of several chunks computes them in one step, and each is acknowledged."""
+    harness = SchedulerHarness(slots=100, budget=40)
+    prefill_range = harness.submit(prompt(2, 64), 0, chunks=(16, 32, 48, 64))
+    assert prefill_range is not None
+    harness.now = 1.0
+    plan = harness.scheduler.schedule(harness.now)
+    assert [piece.count for piece in plan.pieces] == [40]
+    sampled, harness.now = harness.run_plan(plan), 2.0
+    harness.receive(harness.scheduler.commit(plan, sampled, harness.now))
+    harness.finish()
+    chunks = harness.records[prefill_range].chunks
+    assert [(chunk.index, chunk.end_tokens) for chunk in chunks] == [(0, 16), (1, 32), (2, 48), (3, 64)]
+    assert [chunk.started_s == 1.0 for chunk in chunks] == [True, True, True, False]
+    assert [chunk.computed_s == 2.0 for chunk in chunks] == [True, True, False, False]
 
 
 def test_a_failed_step_fails_its_sequences_only() -> None:

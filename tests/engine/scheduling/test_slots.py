@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pillion.engine.scheduling.slot_stock import LEASE_RETRY_S, SPARE_BLOCKS, SlotStock
+from pillion.engine.scheduling.block_manager import LEASE_RETRY_S, SPARE_BLOCKS, SlotStock
 
 
 def test_it_asks_below_low_up_to_the_target_and_once() -> None:

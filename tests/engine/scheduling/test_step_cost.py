@@ -12,15 +12,8 @@ from hypothesis import strategies as st
 
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_cost import (
-    AUTO_TARGET_STEPS,
-    FIRST_STEP_TOKENS,
-    LEAST_THROUGHPUT,
-    MIN_TAIL_TOKENS,
-    StepCost,
-    TokenBudget,
-    features,
-)
+from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS, FIRST_STEP_TOKENS, StepCost, TokenBudget, features
+from pillion.engine.scheduling.step_model import LEAST_THROUGHPUT, MIN_TAIL_TOKENS
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
@@ -282,10 +275,48 @@ def test_auto_gives_up_a_tenth_of_the_throughput_at_most(cost: dict[str, float],
     assert count >= budget.left(plain, start, 1)
 
 
-def test_auto_holds_back_no_prompt_where_nobody_decodes_and_no_draft() -> None:
+def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
+    """A chunk is as long as the budget then: before any step was measured, and when all were."""
+    machine = SimulatedMachine()
+    for target in ({"target_steps": AUTO_TARGET_STEPS}, {"target_s": 0.010}):
+        budget = TokenBudget(256, **target)
+        assert budget.left([], 0, 1) == 256
+        trained(machine, budget, (500,))
+        assert budget.left([], 0, 3) == 256
+        assert budget.left(decodes(1, 500), 0, 1) < 248
+        # The only stream has no piece in this step, and waits for it all the same.
+        assert budget.left([], 0, 1, streams=1) < 248
+
+
+@pytest.mark.parametrize("even", [False, True])
+def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) -> None:
+    """Without a fit they have equal tokens. The prompt is computed twice: the fit of the first time cuts the second."""
+    machine, budget = SimulatedMachine(per_pair=2e-8), TokenBudget(256, even=even)
+    assert budget.left([], 3000) == 256
+    for _ in range(2):
+        start, seconds, counts = 0, [], []
+        while start < 6000:
+            counts.append(budget.left([], start))
+            pieces = [chunk(start, counts[-1])]
+            seconds.append(machine.seconds(pieces))
+            budget.begin(pieces, start)
+            budget.end(start + seconds[-1])
+            start += counts[-1]
+    assert counts[0] == 256
+    assert (max(seconds) / min(seconds) < 1.15) == even
+    # A prompt that is too long for that has steps that are not too short.
+    assert budget.left([], 1_000_000) == (64 if even else 256)
+
+
+def test_whole_prompts_are_not_even() -> None:
+    shape = {"block_size": 16, "max_num_batched_tokens": 512, "max_num_seqs": 2, "even_steps": True}
+    assert Scheduler(**shape).budget.even
+    assert not Scheduler(**shape, max_whole_tokens=500).budget.even
+
+
+def test_auto_holds_back_no_draft() -> None:
     machine, budget = SimulatedMachine(), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (500,))
-    assert budget.left([], 0, 3) == 256
     assert budget.left(decodes(8, 500), 0, 0, least_tokens=0) == 248
     assert budget.left(decodes(8, 500), 0, 1) < 248
 

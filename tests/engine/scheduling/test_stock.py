@@ -43,15 +43,15 @@ def decode(room_tokens: int) -> Any:
 def test_the_stock_is_recallable_but_for_what_is_needed_at_once() -> None:
     block_manager = BlockManager(16, InFlightSteps())
     decodes = [decode(2), decode(10), decode(10), decode(16)]
-    out = block_manager.finish_outcome(decodes, 0.0, urgent=False, draft_blocks=0)
+    out = block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0)
     assert out.lease_blocks == 3, "a slot for each decode that fills its block within STOCK_TARGET_TOKENS"
     block_manager.granted((7, 8, 9), 0.0)
     block_manager.stock.recall(100)
-    out = block_manager.finish_outcome(decodes, 0.0, urgent=False, draft_blocks=0)
+    out = block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0)
     assert len(out.give_back) == 2, "the one that grows within STOCK_LOW_TOKENS keeps its slot"
     assert out.lease_blocks == 0, "what was recalled is not asked for again at once"
-    assert block_manager.finish_outcome(decodes, 0.0, urgent=False, draft_blocks=0).give_back == [], (
+    assert block_manager.finish_outcome(decodes, 0.0, urgent=False, wanted_blocks=0).give_back == [], (
         "a recall is for once"
     )
-    out = block_manager.finish_outcome([], 0.0, urgent=False, draft_blocks=0)
+    out = block_manager.finish_outcome([], 0.0, urgent=False, wanted_blocks=0)
     assert len(out.give_back) == 1, "without decodes nothing is kept"

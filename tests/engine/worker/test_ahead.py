@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pillion.engine.backends.batch import StepBatch
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.worker.worker import Worker
 from pillion.types import SamplingParams, TokenLogprob
 from testbed.conditions import WITHIN_S, loop_turns, until, within
@@ -71,8 +71,12 @@ async def test_a_prompt_is_prefilled_and_answered_while_the_host_does_not_know_t
     ):
         tokens = prompt(1, 45)
         ticket = await workers.ticket(tokens)
-        span = workers.span(ticket, tokens, (16, 28))
-        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S) if not one.HasField("queued")]
+        prefill_range = workers.prefill_range(ticket, tokens, (16, 28))
+        acks = [
+            one
+            async for one in workers.prefill_stub.RunPrefill(prefill_range, timeout=WITHIN_S)
+            if not one.HasField("queued")
+        ]
         assert [ack.end_tokens for ack in acks] == [16, 44]
         answer = await connection.submit(submit_of(1, ticket, tokens, 60))
         await over(answer)

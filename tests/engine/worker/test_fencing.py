@@ -15,7 +15,7 @@ import pytest
 from pillion.config import WorkerFlags
 from pillion.engine.scheduling.step_plan import Outcome
 from pillion.engine.worker import worker_epoch
-from pillion.engine.worker.heartbeat import Heartbeats, Lease
+from pillion.engine.worker.heartbeat import EpochTerm, Heartbeats
 from pillion.engine.worker.worker import Worker
 from pillion.errors import DeadlineExceeded, Unavailable
 from pillion.kvstore.index.registry import Registry
@@ -60,12 +60,12 @@ async def test_a_fenced_decode_worker_comes_back_without_loading_again() -> None
     async with running_workers() as workers, connected(workers) as connection:
         worker, backend = workers.decode.worker, workers.decode_backend
         ticket = await workers.ticket(PROMPT)
-        backend.hold_behind = 40
+        backend.hold_after = 40
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
         await until("a token and the commits", lambda: answer.token_ids and len(workers.kvnode.pool.ledger.tree) >= 5)
         old = fence(workers, worker)
         await lost(answer)
-        backend.hold_behind = None
+        backend.hold_after = None
         backend.gate.set()
         received = list(answer.token_ids)
         assert received == greedy(PROMPT, len(received))
@@ -93,16 +93,20 @@ async def test_a_fenced_prefill_worker_comes_back_too() -> None:
         tokens = list(range(41))
         ticket = await workers.ticket(tokens)
         workers.prefill_backend.gate.clear()
-        call = workers.prefill_stub.RunSpan(workers.span(ticket, tokens, (16, 24)), timeout=WITHIN_S)
-        await until("the span", lambda: workers.prefill.worker.epoch.listeners)
+        call = workers.prefill_stub.RunPrefill(workers.prefill_range(ticket, tokens, (16, 24)), timeout=WITHIN_S)
+        await until("the prefill range", lambda: workers.prefill.worker.epoch.listeners)
         old = fence(workers, workers.prefill.worker)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             assert [one async for one in call if not one.HasField("queued")] == []
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
         workers.prefill_backend.gate.set()
         await returned(workers.prefill.worker, old)
-        span = workers.span(ticket, tokens, (16, 24))
-        acks = [one async for one in workers.prefill_stub.RunSpan(span, timeout=WITHIN_S) if not one.HasField("queued")]
+        prefill_range = workers.prefill_range(ticket, tokens, (16, 24))
+        acks = [
+            one
+            async for one in workers.prefill_stub.RunPrefill(prefill_range, timeout=WITHIN_S)
+            if not one.HasField("queued")
+        ]
         assert [ack.end_tokens for ack in acks] == [16, 40]
         await workers.release(ticket)
         await workers.quiet()
@@ -164,7 +168,7 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
         worker, backend = workers.decode.worker, workers.decode_backend
         asked, asking, sent = asyncio.Event(), asyncio.Event(), list[int]()
         # The last block has room for three more tokens then: outcomes that are held back ask for slots in vain.
-        backend.hold_behind = 22
+        backend.hold_after = 22
         real, publish = worker.node.heartbeat, worker.epoch._steps._on_outcome
 
         def counted(outcome: Outcome) -> None:
@@ -184,10 +188,10 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
         monkeypatch.setattr(worker.node, "heartbeat", unanswered)
         # The answer to the question before it has come by then.
         await asked.wait()
-        await until("the lease's end", lambda: not worker.epoch._steps._may_publish())
+        await until("the term's end", lambda: not worker.epoch._steps._may_publish())
         received = len(sent)
         await until("everything that was sent before", lambda: len(answer.token_ids) == received)
-        backend.hold_behind = None
+        backend.hold_after = None
         backend.gate.set()
         await until("outcomes that are held back", lambda: worker.epoch.held_back >= 3)
         await loop_turns()
@@ -201,12 +205,12 @@ async def test_what_the_node_has_not_acknowledged_in_time_is_not_sent(monkeypatc
 
 def test_a_lease_is_over_before_the_node_can_fence() -> None:
     now = [100.0]
-    lease = Lease(5.0, lambda: now[0])
-    assert not lease.held(), "nobody has acknowledged anything yet"
-    lease.renew(99.0)
-    assert lease.held()
+    term = EpochTerm(5.0, lambda: now[0])
+    assert not term.held(), "nobody has acknowledged anything yet"
+    term.renew(99.0)
+    assert term.held()
     now[0] = 104.1
-    assert not lease.held(), "the node may have received it as early as it was begun"
+    assert not term.held(), "the node may have received it as early as it was begun"
 
 
 class SlowNode:
@@ -225,16 +229,16 @@ class SlowNode:
 
 async def test_an_answer_to_an_old_question_renews_nothing() -> None:
     node, held, failures = SlowNode(), list[bool](), list[object]()
-    lease = Lease(0.2, lambda: node.now)
+    term = EpochTerm(0.2, lambda: node.now)
     heartbeat = Heartbeats(
         WorkerFlags(heartbeat_ms=10, heartbeat_timeout_ms=200),
         node,  # type: ignore[arg-type]
         1,
-        lease,
+        term,
         describe=lambda: ComponentRecord(component_id="w", role="decode", address=""),
         on_lost=failures.append,
         on_fail=failures.append,
-        on_renewed=lambda: held.append(lease.held()),
+        on_renewed=lambda: held.append(term.held()),
         on_recall=failures.append,
     )
     beating = asyncio.create_task(heartbeat.run())
@@ -376,7 +380,7 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
             tickets.append(await workers.ticket(prompt))
             answers.append(await connection.submit(submit_of(key, tickets[-1], prompt, 900)))
         await until("all streams", lambda: len(workers.decode.worker.epoch.listeners) == 4)
-        backend.hold_behind = 12
+        backend.hold_after = 12
         backend.gate.set()
         await until("a token of each", lambda: backend.waiting.is_set() and all(a.token_ids for a in answers))
         await workers.release(*tickets)
@@ -385,16 +389,23 @@ async def test_the_nodes_recall_reaches_the_stock(monkeypatch: pytest.MonkeyPatc
             await connection.cancel(key)
         assert not returned
         waiting = asyncio.create_task(workers.node.open_ticket(workers.session.epoch, b"", pool.ledger.num_slots))
-        await until("a heartbeat's answer with a recall that has arrived", lambda: len(recalls) >= 2)
-        backend.hold_behind = len(backend.steps) + 12
-        backend.gate.set()
-        await until("slots of the stock", lambda: returned)
+        asked = 0
+
+        def let_steps_pass() -> list[int]:
+            """Runs some steps for each recall that has arrived: the first may come before the streams have ended."""
+            nonlocal asked
+            if not returned and len(recalls) >= asked + 2:
+                asked, backend.hold_after = len(recalls), len(backend.steps) + 12
+                backend.gate.set()
+            return returned
+
+        await until("slots of the stock", let_steps_pass)
         assert answers[0].last is None, "the stream still runs"
         assert not waiting.done()
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
         await connection.cancel(1)
-        backend.hold_behind = None
+        backend.hold_after = None
         backend.gate.set()
         await workers.quiet()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,7 +45,7 @@ def step_loop(
 ) -> Any:
     """A started loop over ``scheduler``, which has its first event."""
     options: dict[str, Any] = {
-        "ahead": False,
+        "max_under_way": 1,
         "on_outcome": lambda outcome: None,
         "on_death": lambda reason: None,
         "on_step": lambda plan, seconds, ok: None,
@@ -57,7 +58,7 @@ def step_loop(
 
 
 async def all_that_may_be_unread(scheduler: Counting) -> None:
-    """Returns when the thread has run the step behind those that may wait, and waits with its outcome."""
+    """Returns when the thread has run the step after those that may wait, and waits with its outcome."""
     await until("the last step", lambda: scheduler.steps == MAX_UNREAD_OUTCOMES + 1)
 
 
@@ -119,7 +120,7 @@ class _Ahead(Counting):
 async def test_a_step_lands_before_the_next_one_is_scheduled_where_the_scheduler_says_so() -> None:
     scheduler = _Ahead()
     scheduler.may_run_ahead = False
-    loop = step_loop(scheduler, ahead=True)
+    loop = step_loop(scheduler, max_under_way=2)
     await until("some steps", lambda: scheduler.steps > 2)
     await loop.stop()
     assert scheduler.story[:4] == ["launched 1", "committed 1", "launched 2", "committed 2"]
@@ -135,12 +136,38 @@ async def test_choices_begin_when_the_step_before_is_committed(broken: bool) -> 
         if broken and plan.budget_tokens == 3:
             raise ArithmeticError("broken")
 
-    loop = step_loop(scheduler, choose=choose, ahead=True)
+    loop = step_loop(scheduler, choose=choose, max_under_way=2)
     await until("some steps", lambda: scheduler.steps > 4)
     await loop.stop()
     between = ["failed 3", "launched 4", "chosen 4"] if broken else ["launched 4", "committed 3", "chosen 4"]
     expected = ["launched 1", "launched 2", "committed 1", "chosen 2", "launched 3", "committed 2", "chosen 3"]
     assert scheduler.story[:11] == [*expected, *between, "launched 5"]
+
+
+class _Pipeline(_Ahead):
+    """Five steps are there, none of which chooses tokens; then there is nothing to schedule until one has landed."""
+
+    def schedule(self, now: float) -> StepPlan:
+        self.story.append("scheduled")
+        if self.plans == 5:
+            return StepPlan(())
+        return replace(super().schedule(now), unknown=())
+
+
+async def test_a_pipeline_has_as_many_steps_under_way_as_stages() -> None:
+    """With nothing to schedule one step is committed at a time: what comes meanwhile need not wait for all of them."""
+    scheduler = _Pipeline()
+    loop = step_loop(scheduler, max_under_way=3)
+    await until("all steps", lambda: scheduler.steps == 5)
+    await loop.stop()
+    steps = [f"launched {number}" for number in (1, 2, 3)]
+    for number in (1, 2):
+        steps += [f"committed {number}", f"launched {number + 3}"]
+    steps += [f"committed {number}" for number in (3, 4, 5)]
+    told = [step for step in scheduler.story if step != "scheduled"]
+    assert told == steps
+    last = scheduler.story[scheduler.story.index("launched 5") :]
+    assert last[:6] == ["launched 5", "committed 3", "scheduled", "committed 4", "scheduled", "committed 5"]
 
 
 class _Lost:

@@ -27,7 +27,7 @@ PROMPT = list(range(20))
 async def test_the_nodes_end_is_the_workers_end() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         ticket, backend = await workers.ticket(PROMPT), workers.decode_backend
-        backend.hold_behind = 20
+        backend.hold_after = 20
         answer = await connection.submit(submit_of(1, ticket, PROMPT, 900))
         await until("a step at the gate and a token", lambda: backend.waiting.is_set() and answer.token_ids)
         await workers.kvnode.stop(0.0)
@@ -148,7 +148,7 @@ async def test_a_registry_that_is_late_takes_nothing_from_the_time_until_a_worke
     loop, grace_s, left = asyncio.get_running_loop(), 3600.0, asyncio.Event()
     async with running_workers() as workers, connected(workers) as connection:
         worker, backend = workers.decode.worker, workers.decode_backend
-        backend.hold_behind = 20
+        backend.hold_after = 20
         answer = await connection.submit(submit_of(1, await workers.ticket(PROMPT), PROMPT, 900))
         await until("a token", lambda: answer.token_ids)
         with monkeypatch.context() as patch:
@@ -165,5 +165,5 @@ async def test_a_registry_that_is_late_takes_nothing_from_the_time_until_a_worke
             await left.wait()
         await within("the drain", drain)
         assert not worker.epoch.idle.is_set()
-        backend.hold_behind = None
+        backend.hold_after = None
         backend.gate.set()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 from collections.abc import AsyncGenerator, Sequence
 from types import SimpleNamespace
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 
@@ -15,7 +15,7 @@ from pillion.engine.adapters.adapter_store import AdapterStore
 from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.adapters import adapter_spread
 from pillion.gateway.adapters.adapter_spread import AdapterSpread
-from pillion.kvstore.transfer.adapter_pieces import open_files, pieces_of
+from pillion.kvstore.adapters.adapter_pieces import open_files, pieces_of
 from pillion.v1.kvnode_pb2 import AdapterPiece
 from tests.support.adapters import make_adapter
 from tests.support.families import FAMILIES, make_model
@@ -35,13 +35,12 @@ class FakeNodeClient:
         self.asked += 1
         return [digest for digest in digests if digest not in self.kept]
 
-    async def keep_adapter(self, digest: str, files: list[BinaryIO], timeout_s: float) -> None:
-        assert [file.read() for file in files] == [name.encode() for name in ADAPTER_FILES]
-        for file in files:
-            file.close()
+    async def keep_adapter(self, pieces: AsyncGenerator[AdapterPiece, None], timeout_s: float) -> None:
+        found = [piece async for piece in pieces]
+        assert [piece.data for piece in found if piece.data] == [name.encode() for name in ADAPTER_FILES]
         if self.full:
             raise Overloaded("full")
-        self.kept.append(digest)
+        self.kept.append(found[0].digest)
 
 
 def link(name: str) -> Any:

@@ -21,18 +21,18 @@ from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.errors import ConfigError, Conflict, InvalidRequest, NotFound, PermissionDenied
 from pillion.gateway.adapters import adapter_names
 from pillion.gateway.adapters.adapter_names import AdapterNames, AdapterOptions, parse_lora_modules
-from pillion.gateway.adapters.name_table import NamedAdapter
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.batches import batch_runner
 from pillion.gateway.gateway_server import start_gateway
+from pillion.gateway.named_adapters import NamedAdapter
 from pillion.kvstore.hashing import request_root
 from pillion.kvstore.index.shared_names import SharedNames
 from pillion.net import rpc
 from pillion.types import AnswerSoFar, Resume, SamplingParams, StreamOrigin
 from pillion.v1 import gateway_pb2_grpc
 from testbed.conditions import WITHIN_S, until
-from tests.gateway.http_api.test_batches import begun, client_of, ended, lines, said
-from tests.support.adapters import make_adapter
+from tests.gateway.batches.test_batches import begun, client_of, ended, lines, said
+from tests.support.adapters import make_adapter, make_virtual
 from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, toy_model
 from tests.support.families import FAMILIES, make_model
 from tests.support.http import call
@@ -133,6 +133,26 @@ async def test_a_request_is_computed_with_the_adapter_that_it_names(made, flags,
         await fakes.settled()
 
 
+async def test_virtual_tokens_stand_before_the_prompt_and_are_not_counted(made, flags, folder):
+    """They take room in the context, and their places have log probabilities for nobody."""
+    make_virtual(made[0], folder / "prefix", "prefix", 21)
+    async with running(made, **flags) as fakes:
+        address, ids = fakes.gateway.http_address, [5, 6, 7]
+        body = {"model": "far", "prompt": ids, "max_tokens": 4, "prompt_logprobs": 0}
+        assert (await load(fakes, "far", folder / "prefix")).status == 200
+        said = await call(address, "/v1/completions", body)
+        assert said.json["usage"]["prompt_tokens"] == 3
+        assert len(said.json["choices"][0]["prompt_logprobs"]) == 3
+        submit = fakes.decode.submits[-1]
+        assert ([*submit.token_ids], submit.prompt_tokens, submit.scored_tokens) == ([5] * 21 + ids, 24, 21)
+        most = (await call(address, "/v1/models/far")).json["max_model_len"] - 1
+        long = await call(address, "/v1/completions", body | {"prompt": [5] * (most - 20)})
+        assert long.status == 400
+        assert f"{most - 20} and 21 virtual tokens; the model takes at most {most}" in long.error["message"]
+        assert (await call(address, "/v1/completions", body | {"prompt": [5] * (most - 21)})).status == 200
+        await fakes.settled()
+
+
 async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
     async with running(made, **flags) as fakes:
         address, body = fakes.gateway.http_address, TEXT | {"model": "sql"}
@@ -198,7 +218,7 @@ async def test_a_resumed_stream_goes_on_under_the_version_that_began_it_or_fails
         origin = StreamOrigin(first.seed, first.digest, first.cached_tokens)
 
         async def go_on():
-            """What the rest of the stream is, behind its first three tokens."""
+            """What the rest of the stream is, after its first three tokens."""
             sent = replace_fields(request, resume=Resume(origin, (AnswerSoFar(tuple(tokens[:3])),)))
             try:
                 return [token async for message in stub.Generate(to_pb(sent)) for token in message.token_ids]
@@ -228,7 +248,7 @@ async def test_workers_that_cannot_have_the_adapter(made, flags, monkeypatch):
         address, cluster = fakes.gateway.http_address, fakes.gateway.gateway.cluster
 
         def sent():
-            return set(cluster.sent_adapters.workers(digest_of(made, 0), time.monotonic()))
+            return set(cluster.routes.sent_adapters.workers(digest_of(made, 0), time.monotonic()))
 
         fakes.decode.refusals = [(grpc.StatusCode.INTERNAL.value[0], False)]
         assert (await call(address, "/v1/completions", TEXT | {"model": "sql"})).status == 500
@@ -251,9 +271,9 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
     shutil.copytree(folder / "v0", folder / "astray")
     (folder / "astray" / "adapter_model.safetensors").unlink()
     (folder / "astray" / "adapter_model.safetensors").symlink_to(outside / "adapter_model.safetensors")
-    shutil.copytree(folder / "v0", folder / "dora")
-    config = folder / "dora" / "adapter_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    shutil.copytree(folder / "v0", folder / "qalora")
+    config = folder / "qalora" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_qalora": True}))
     async with running(made, lora_modules=(f"fixed={made[1][0]}",), **flags | {"max_lora_rank": 4}) as fakes:
         for name, path, status, words in (
             ("x", outside, 403, "is in none of the folders of --lora-path"),
@@ -264,7 +284,7 @@ async def test_what_may_not_be_loaded_is_refused_by_name(made, flags, folder, tm
             ("x", "nowhere", 404, "lora_path: there is no folder 'nowhere'"),
             ("x", "a\0b", 400, "lora_path"),
             ("x", "wide", 400, "it has no adapter_config.json"),
-            ("x", "dora", 400, "use_dora = True is not supported"),
+            ("x", "qalora", 400, "use_qalora = True is not supported"),
             ("", "v0", 400, "lora_name"),
             ("a b", "v0", 400, "lora_name"),
             ("toy", "v0", 409, "'toy' is the name of a model"),

@@ -1,4 +1,4 @@
-"""The queue between tenants: shares by weight, ranks within a tenant, no saving up, and predictions of a wait."""
+"""The queue between tenants: shares by weight, queue order within a tenant, no saving up, and predictions of a wait."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.admission.fairness import OUTPUT_COST, RATE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
 from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.admission.turns import OUTPUT_COST, RATE_HALF_LIFE_S, DepartureRate, FairQueue, WaitingRequest
 from tests.support.examples import examples
 
 A, B, HEAVY = Tenant(name="a"), Tenant(name="b"), Tenant(name="heavy", weight=3.0)
 NUMBERS = itertools.count()
 
 
-def asking(tokens: int = 10, rank: float = 0.0, answers: int = 1) -> WaitingRequest:
-    return WaitingRequest(rank, next(NUMBERS), tokens, answers)
+def asking(tokens: int = 10, queue_order: float = 0.0, answers: int = 1) -> WaitingRequest:
+    return WaitingRequest(queue_order, next(NUMBERS), tokens, answers)
 
 
 def served(queue: FairQueue, owners: dict[int, str], count: int) -> list[str]:
@@ -71,7 +71,7 @@ def test_nobody_saves_up_by_being_away() -> None:
 
 def test_within_a_tenant_the_rank_decides() -> None:
     queue = FairQueue()
-    late, urgent, early = asking(rank=5.0), asking(rank=-9.0), asking(rank=1.0)
+    late, urgent, early = asking(queue_order=5.0), asking(queue_order=-9.0), asking(queue_order=1.0)
     for request in (late, urgent, early):
         queue.push(A, request)
     assert [queue.pop() for _ in range(3)] == [urgent, early, late]
@@ -97,19 +97,19 @@ TENANTS = st.sampled_from([A, B, HEAVY])
 def test_everybody_is_served_once_and_waits_as_predicted(asked: list, data: st.DataObject) -> None:
     """``ahead`` of the last one to come is how many are really served before it."""
     queue, order = FairQueue(), []
-    for tenant, tokens, rank in asked[:-1]:
-        queue.push(tenant, asking(tokens, rank))
+    for tenant, tokens, queue_order in asked[:-1]:
+        queue.push(tenant, asking(tokens, queue_order))
         if data.draw(st.booleans(), label="serve one"):
             order.append(queue.pop())
-    tenant, tokens, rank = asked[-1]
-    last = asking(tokens, rank)
+    tenant, tokens, queue_order = asked[-1]
+    last = asking(tokens, queue_order)
     ahead = queue.ahead(tenant, last)
     queue.push(tenant, last)
     before = 0
     while (first := queue.pop()) is not last:
         before += 1
         order.append(first)
-    # Ties of two counters are decided by rank, which the prediction leaves out: one request of each tenant.
+    # Ties of two counters are decided by queue order, which the prediction leaves out: one request of each tenant.
     assert abs(ahead - before) <= 3
     order.append(last)
     while queue.first() is not None:

@@ -75,7 +75,7 @@ def test_who_has_no_key_is_nobody(header: str) -> None:
     assert len(caught.value.message) < 200
 
 
-def test_a_key_with_more_behind_it_is_another_key() -> None:
+def test_a_key_with_more_after_it_is_another_key() -> None:
     longest = "k" * keys.MAX_KEY_CHARS
     ring = parse_keys(tomllib.loads("[tenant.acme]\n" + ENTRY.replace(HASH, hash_of(longest))))
     assert ring.tenant_of(f"Bearer {longest}").name == "acme"

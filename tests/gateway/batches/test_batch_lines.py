@@ -53,7 +53,7 @@ def test_a_journal_cut_at_any_byte_says_what_is_whole(written: list[JournalEntry
 
 @given(st.lists(entries, min_size=1, max_size=4), st.data())
 @settings(max_examples=examples(100))
-def test_what_is_behind_a_damaged_entry_is_not_believed(written: list[JournalEntry], data: st.DataObject) -> None:
+def test_what_is_after_a_damaged_entry_is_not_believed(written: list[JournalEntry], data: st.DataObject) -> None:
     """After a power cut pages of the file may be missing, so zeros stand where an entry was."""
     journal = bytearray(b"".join(entry.packed() for entry in written))
     at = data.draw(st.integers(0, len(journal) - 1))

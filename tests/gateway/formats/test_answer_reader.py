@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, MAX_REREAD_CHARS, AnswerParts, call_id
-from pillion.gateway.formats.answer_reader import AnswerForm, AnswerReader
+from pillion.gateway.formats.answer_reader import AnswerReader, OutputFormat
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS
 from pillion.gateway.formats.xml_calls import typed, types_of
@@ -42,7 +42,7 @@ def read(
     ends: bool = True,
 ) -> Read:
     """Content, reasoning and calls of an answer that comes in pieces, and ends by itself or not."""
-    form = AnswerForm(REASONING_FORMATS.get(reasoning), opened, TOOL_FORMATS.get(tools), SCHEMAS, {})
+    form = OutputFormat(REASONING_FORMATS.get(reasoning), opened, TOOL_FORMATS.get(tools), SCHEMAS, {})
     reader = AnswerReader(form, AnswerParts("r", 0))
     content, thought = "", ""
     calls: list[list[str]] = []
@@ -73,7 +73,7 @@ def read(
     ("tools", "text", "content", "calls"),
     [
         ("hermes", "Hi <tool_ca", "Hi ", []),
-        ("hermes", "1 <", "1 <", []),
+        ("hermes", "1 <", "1 ", []),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_', "", [("f", "{}")]),
         ("mistral", "Hi [TOOL_", "Hi ", []),
         ("llama3_json", "Hi <|pyth", "Hi ", []),
@@ -228,7 +228,7 @@ def test_a_prompt_says_whether_its_answer_reasons(name: str, prompt: str, opened
 
 def test_arguments_come_as_they_are_written() -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {"s": "one two three"}}\n</tool_call>'
-    form = AnswerForm(None, None, TOOL_FORMATS["hermes"], SCHEMAS, {})
+    form = OutputFormat(None, None, TOOL_FORMATS["hermes"], SCHEMAS, {})
     reader, sizes = AnswerReader(form, AnswerParts("r", 0)), []
     for character in text:
         reader.push(character)
@@ -246,14 +246,14 @@ FALSE_CALLS = {
     "functions": ("qwen3_coder", "<tool_call> <function=x"),
     "parameters": ("qwen3_coder", "<function=f><parameter=a>1"),
     "white space": ("hermes", "      "),
-    "white space behind marks": ("mistral", "[TOOL_CALLS]      "),
+    "white space after marks": ("mistral", "[TOOL_CALLS]      "),
     "reasoning": ("hermes", "</thin"),
 }
 
 
 def count_work(text: str, tools: str) -> tuple[int, int]:
     """How many functions are called, of Python and of C, to read a text in small pieces; and the most at once."""
-    form = AnswerForm(REASONING_FORMATS["qwen3"], "</thin" in text or None, TOOL_FORMATS[tools], SCHEMAS, {})
+    form = OutputFormat(REASONING_FORMATS["qwen3"], "</thin" in text or None, TOOL_FORMATS[tools], SCHEMAS, {})
     reader, calls, most = AnswerReader(form, AnswerParts("r", 0)), 0, 0
 
     def count(_: FrameType, event: str, __: Any) -> None:
@@ -324,10 +324,10 @@ def test_white_space_that_waits_is_not_copied_for_each_token(unit: str) -> None:
 def test_no_more_is_held_of_one_call_than_the_bound(tools: str, begin: str, cuts: list[int]) -> None:
     filler = " " if begin.endswith((" ", "\n")) else "z"
     text = begin + filler * MAX_HELD_CHARS
-    form = AnswerForm(None, None, TOOL_FORMATS[tools], SCHEMAS, {})
+    form = OutputFormat(None, None, TOOL_FORMATS[tools], SCHEMAS, {})
     reader = AnswerReader(form, AnswerParts("r", 0))
     reader.push(text)
-    # Too long for a call, so it is content, and calls behind it are calls.
+    # Too long for a call, so it is content, and calls after it are calls.
     assert reader.parts.take_content() or filler == " "
     call = {"hermes": '<tool_call>{"name":"g"}', "llama3_json": '<|python_tag|>{"name":"g"}'}.get(tools)
     if call is None:
@@ -413,11 +413,10 @@ def test_an_answer_that_is_cut_within_a_call_shows_nothing_of_the_call_as_text(n
     whole = read(text, name)
     for end in range(len(before), len(text) + 1):
         content, _, calls = read(text[:end], name, ends=False)
-        # One character may be the beginning of a mark or an end in itself.
-        assert content.strip() == (text[:end] if end == len(before) + 1 else before).strip(), text[:end]
+        assert content.strip() == before.strip(), text[:end]
         assert [one for one, _ in calls] == [one for one, _ in whole[2]][: len(calls)]
 
 
-def test_text_behind_a_mark_that_is_no_call_is_content_in_a_cut_answer_too() -> None:
+def test_text_after_a_mark_that_is_no_call_is_content_in_a_cut_answer_too() -> None:
     assert read("a <tool_call> is a mark, and", "hermes", ends=False)[0] == "a <tool_call> is a mark, and"
     assert read("a <function=x\n is a mark", "qwen3_coder", ends=False)[0] == "a <function=x\n is a mark"

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 
 from pillion.gateway.formats.answer_parts import AnswerParts
-from pillion.gateway.formats.answer_reader import AnswerForm, AnswerReader
+from pillion.gateway.formats.answer_reader import AnswerReader, OutputFormat
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS
-from pillion.gateway.formats.tool_prompt import spelled_out
+from pillion.gateway.tokens.tool_prompt import spelled_out
 from pillion.types import ChatMessage, Tool, ToolCall
 
 TOOLS = (Tool(name="weather", description="Tells {it}.", parameters='{"type": "object"}'), Tool(name="now"))
@@ -35,7 +35,7 @@ def test_everything_becomes_text_and_turns_stay_turns() -> None:
 
 def test_calls_are_told_as_they_are_read() -> None:
     (told,) = spelled_out([TURNS[1]], ())
-    reader = AnswerReader(AnswerForm(None, None, TOOL_FORMATS["generic"], {}, {}), AnswerParts("r", 0))
+    reader = AnswerReader(OutputFormat(None, None, TOOL_FORMATS["generic"], {}, {}), AnswerParts("r", 0))
     reader.push(told.content)
     reader.flush()
     _, deltas = reader.parts.take()

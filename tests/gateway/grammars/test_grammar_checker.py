@@ -13,7 +13,7 @@ from pillion.errors import InvalidRequest, Overloaded, Unavailable
 from pillion.gateway.grammars import grammar_checker as module
 from pillion.gateway.grammars.answer_grammar import JoinedGrammar, join
 from pillion.gateway.grammars.grammar_checker import GrammarChecker
-from pillion.gateway.grammars.shapes import shape_piece
+from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.types import StructuredOutputs
 from testbed.conditions import loop_turns
 from testbed.toy_tokenizer import byte_tokenizer, write_tokenizer
@@ -34,13 +34,13 @@ async def checker(children: NewChildren, tmp_path: pathlib.Path):
     await made.aclose()
 
 
-def grammar_of(**shape: Any) -> JoinedGrammar:
-    return join([shape_piece(StructuredOutputs(**shape))])
+def grammar_of(**structured: Any) -> JoinedGrammar:
+    return join([structured_piece(StructuredOutputs(**structured))])
 
 
-async def refusal(checker: GrammarChecker, **shape: Any) -> tuple[str, str]:
+async def refusal(checker: GrammarChecker, **structured: Any) -> tuple[str, str]:
     with pytest.raises(InvalidRequest) as caught:
-        await checker.check(grammar_of(**shape))
+        await checker.check(grammar_of(**structured))
     return caught.value.violations[0].field.removeprefix(f"{FIELD}."), caught.value.violations[0].description
 
 
@@ -58,7 +58,7 @@ PLACES: dict[str, tuple[Any, str]] = {
         },
         "/$defs/a/items/$ref",
     ),
-    "behind references": (
+    "after references": (
         {
             "$defs": {"a": {"items": {"$ref": "#/$defs/b"}}, "b": {"maxLength": -1}},
             "properties": {"x": {"$ref": "#/$defs/a"}},
@@ -115,9 +115,9 @@ async def test_other_shapes_name_their_field(checker: GrammarChecker) -> None:
 
 
 async def test_gbnf_becomes_lark(checker: GrammarChecker) -> None:
-    shape = await checker.lark(StructuredOutputs(grammar='root ::= "a" [0-9]+'))
-    assert "start:" in str(shape.grammar)
-    await checker.check(join([shape_piece(shape)]))
+    structured = await checker.lark(StructuredOutputs(grammar='root ::= "a" [0-9]+'))
+    assert "start:" in str(structured.grammar)
+    await checker.check(join([structured_piece(structured)]))
     with pytest.raises(InvalidRequest, match=r"structured_outputs\.grammar: not GBNF"):
         await checker.lark(StructuredOutputs(grammar="root ::= ["))
     untouched = StructuredOutputs(grammar='start: "a"')
@@ -177,13 +177,13 @@ HARMLESS: dict[str, dict[str, Any]] = {
 
 async def test_hostile_grammars_are_refused_in_bounded_time(checker: GrammarChecker) -> None:
     turning = asyncio.create_task(loop_turns(100))
-    for name, shape in HOSTILE.items():
+    for name, structured in HOSTILE.items():
         with pytest.raises(InvalidRequest) as caught:
-            await checker.check(grammar_of(**shape))
+            await checker.check(grammar_of(**structured))
         assert caught.value.violations[0].field.startswith(FIELD), name
         assert len(caught.value.message) < 1000
-    for shape in HARMLESS.values():
-        await checker.check(grammar_of(**shape))
+    for structured in HARMLESS.values():
+        await checker.check(grammar_of(**structured))
     assert turning.done(), "the event loop went on"
 
 

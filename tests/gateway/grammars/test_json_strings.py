@@ -11,7 +11,8 @@ import pytest
 from pillion.errors import InvalidRequest
 from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.json_strings import rust_pattern
-from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES, shape_piece
+from pillion.gateway.grammars.structured_outputs import structured_piece
+from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
 from pillion.types import StructuredOutputs
 from tests.support.random_answers import allows, matcher_of
 
@@ -51,15 +52,15 @@ def test_a_pattern_is_one_of_ecma_262(pattern: str, matching: str, other: str) -
 )
 def test_a_hostile_pattern_is_read_in_one_pass(hostile: str) -> None:
     """These took minutes or for ever where a part was tried again at each place; the run's limit would end them."""
-    pattern = hostile * (MAX_SHAPE_BYTES // len(hostile))
+    pattern = hostile * (MAX_STRUCTURED_BYTES // len(hostile))
     with suppress(ValueError):
         assert len(rust_pattern(pattern)) >= len(pattern) // 2
 
 
 def test_a_pattern_that_no_worker_takes_is_refused_by_name() -> None:
-    shape = StructuredOutputs(json=json.dumps({"pattern": "." * 40_000}))
+    structured = StructuredOutputs(json=json.dumps({"pattern": "." * 40_000}))
     with pytest.raises(InvalidRequest, match=r"sampling\.structured_outputs\.json: a grammar of \d+ bytes; at most"):
-        join([shape_piece(shape)])
+        join([structured_piece(structured)])
 
 
 @pytest.mark.parametrize("year", [1, 4, 96, 100, 400, 1900, 1904, 2000, 2021, 2024, 2100, 9999])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import pathlib
 import random
+import re
 from typing import Any
 
 import jsonschema
@@ -16,16 +18,20 @@ from tokenizers import AddedToken, Tokenizer
 
 from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
+from pillion.errors import InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
+from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.grammars.answer_grammar import Piece, join
+from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.tool_pieces import answer_pieces
-from pillion.gateway.tokens.answer_text import ReadAnswerText
-from pillion.gateway.tokens.detokenizer import new_detokenizer
-from pillion.gateway.tokens.stops import stop_strings
+from pillion.gateway.http_api.custom_tools import InputText, ToolGrammar, custom_tool
+from pillion.gateway.tokens.answer_text import new_detokenizer, stop_strings
 from pillion.types import ChatMessage, GenerateRequest, Tool, ToolOptions
 from testbed.conditions import WITHIN_S, result_of
 from testbed.toy_tokenizer import byte_tokenizer
+from tests.support.grammars import follow
+from tests.support.patches import PATCH, PATCHED
 
 EOS = 257
 MOST_TOKENS = 3000
@@ -81,7 +87,7 @@ def written(codec: Tokenizer, grammar: str, seed: int) -> list[int] | None:
 
 def read(codec: Tokenizer, formats: ModelFormats, request: GenerateRequest, prompt: str, ids: list[int]) -> Any:
     """Content and calls of an answer."""
-    form = formats.answer_form(request, prompt)
+    form = formats.output_format(request, prompt)
     assert form is not None
     answer = ReadAnswerText(new_detokenizer(codec), stop_strings(()), frozenset([EOS]), 0, form, AnswerParts())
     deltas = [*(answer.push([one]) for one in ids), answer.flush()]
@@ -106,7 +112,7 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
     formats = choose_formats("", codec, MODELS[model][0], "none")
     options = ToolOptions(tools=TOOLS, choice=choice, name="weather", parallel_tool_calls=several)
     request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
-    grammar = join(answer_pieces(formats.answer_form(request, ""), formats, options, None)).text
+    grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None)).text
     ended = 0
     for seed in range(4):
         ids = written(codec, grammar, seed)
@@ -124,9 +130,21 @@ def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several:
     assert ended >= 2
 
 
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_only_allowed_tools_are_called(choice: str) -> None:
+    codec = codec_of("hermes")
+    formats = choose_formats("", codec, "hermes", "none")
+    options = ToolOptions(tools=TOOLS, choice=choice, allowed=("now",))
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None)).text
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    assert accepts(codec, grammar, call % ("now", "{}"))
+    assert not accepts(codec, grammar, call % ("weather", '{"city": "a", "days": 1}'))
+
+
 def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
-    """What a worker knows of an answer's place: the forced tokens, whether it ends behind them, and the mask there."""
-    assert state.follow()
+    """What a worker knows of an answer's place: the forced tokens, whether it ends after them, and the mask there."""
+    follow(state)
     masks = state.place_masks(state.forced, 1)
     assert masks.wait(WITHIN_S)
     return state.forced, state.completes, masks.bits.tobytes()
@@ -141,7 +159,7 @@ def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_p
     formats = choose_formats("", codec, MODELS[model][0], "none")
     options = ToolOptions(tools=TOOLS[:1], choice=choice, parallel_tool_calls=False)
     request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
-    grammar = join(answer_pieces(formats.answer_form(request, ""), formats, options, None)).text
+    grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None)).text
     ids = max((written(codec, grammar, seed) or [] for seed in range(4)), key=len)
     assert ids
     compiler = GrammarCompiler.load(tmp_path, codec.get_vocab_size(), [EOS])
@@ -151,7 +169,7 @@ def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_p
             again = result_of("a grammar", compiler.start(grammar, ids[:end], frozenset([EOS])))
             assert known_at(again) == known_at(going)
             going.take([token])
-        assert going.follow()
+        follow(going)
         assert going.failure is None
     finally:
         compiler.close()
@@ -162,16 +180,16 @@ def test_reasoning_comes_before_calls_and_shapes(prompt: str, opened: bool | Non
     codec = codec_of("hermes with tokens")
     formats = choose_formats("", codec, "hermes", "qwen3")
     thoughts = []
-    for options, shape in (
+    for options, structured in (
         (ToolOptions(tools=TOOLS, choice="required", parallel_tool_calls=False), None),
         (ToolOptions(), Piece('"yes" | "no"')),
         (ToolOptions(tools=TOOLS, parallel_tool_calls=False), Piece('"yes" | "no"')),
     ):
         request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
-        form = formats.answer_form(request, prompt)
+        form = formats.output_format(request, prompt)
         assert form is not None
         assert form.opened is opened
-        grammar = join(answer_pieces(form, formats, options, shape)).text
+        grammar = join(answer_pieces(form, formats, options, structured)).text
         for seed in range(6):
             ids = written(codec, grammar, seed)
             if ids is None:
@@ -192,7 +210,7 @@ def test_arguments_are_held_to_the_schema_where_it_is_wanted(strict: bool | None
         tools=(Tool(name="weather", parameters=json.dumps(SCHEMA), strict=strict),), choice="required"
     )
     request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
-    grammar = join(answer_pieces(formats.answer_form(request, ""), formats, options, None, loose)).text
+    grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None, loose)).text
     matcher = LLMatcher(LLTokenizer(codec.to_str(), eos_token=EOS), grammar)
     text = '<tool_call>\n{"name": "weather", "arguments": {"other": 1}}\n</tool_call>'
     ids = codec.encode(text).ids
@@ -210,3 +228,129 @@ def test_marks_are_named_as_llguidance_knows_them() -> None:
     known |= choose_formats("", codec, "llama3_json", "qwen3").mark_ids
     for text in (*special, *plain):
         assert tokenizer.is_special_token(codec.token_to_id(text)) is (text in known), text
+
+
+# ---- custom tools ------------------------------------------------------------------------------------------------
+
+ODD = 'say "hi" \\n \\\\ \t\x01 </tool> é😀 {"a": 1}'
+PATCHES = [
+    "*** Begin Patch\n*** Add File: a.py\n+x = 1\n+\n*** End Patch",
+    "*** Begin Patch\n*** Delete File: a b\n*** End Patch\n",
+    f"*** Begin Patch\n*** Update File: a\n*** Move to: {ODD}\n@@\n-{ODD}\n+{ODD}\n {ODD}\n@@ {ODD}\n+\n"
+    "*** End of File\n*** Add File: b\n+c\n*** End Patch\n",
+]
+NO_PATCHES = [
+    "",
+    "*** Begin Patch\n*** End Patch",
+    "*** Begin Patch\n*** Add File: a\n*** End Patch",
+    "*** Begin Patch\n*** Add File: a\\n+x\n*** End Patch",
+    "*** Begin Patch\n*** Add File: \n+x\n*** End Patch",
+    "*** Begin Patch\n*** Update File: a\nx\n*** End Patch",
+    "*** Begin Patch\n*** Delete File: a\n*** End Patch\n\n",
+    '*** Begin Patch\n*** Delete File: a\n*** End Patch"',
+]
+CLASSES = r"""
+start: "=\"" A B | C "\n"i WORD? ("\x5c" "a".."c" "\u00e9")+
+A: /[^a\n"]+"/ "x"i
+B: /(?s:.)\p{L}\/\x22\S?[\t"]{1,2}\s/ | /q+(\d|\\\\)*q/
+C: /("[^"]*")+/i
+%import common.WORD
+"""
+# Grammars, each with an expression for what it means, texts that it has, and others.
+INPUTS: dict[str, tuple[str, str, str, list[str], list[str]]] = {
+    "patch": (
+        "lark",
+        PATCH,
+        PATCHED,
+        PATCHES,
+        NO_PATCHES,
+    ),
+    "classes": (
+        "lark",
+        CLASSES,
+        r'="[^a\n"]+"[xX]((?s:.)[^\W\d_]/"\S?[\t"]{1,2}\s|q+(\d|\\\\)*q)|("[^"]*")+\n[a-zA-Z]*(\\[a-c]é)+',
+        [
+            '="b\t\\\\n"X\né/"\\"\t\n',
+            '="\x01"x\\b/"" ',
+            '="b"xqqq',
+            '="b"xq1\\\\2q',
+            '"a\n""\\"\n\\cé\\aé',
+            '""\nab\\bé',
+        ],
+        [
+            '="a"Xx/"""\n',
+            '="b"x11/"""\n',
+            '="b"xa/""""""\n',
+            '="b"xq',
+            '="b"xq1\\2q',
+            '"a\n"" \n\\cé',
+            '""\nab\\dé',
+            '""\nab\\b',
+        ],
+    ),
+    "a regex": (
+        "regex",
+        r'-?\d+(,"?[\w/]+"?\n?){0,2}',
+        r'-?\d+(,"?[\w/]+"?\n?){0,2}',
+        ["5", "-12", '7,ab,"c/d"\n', "7,a\n,b\n"],
+        ["", "x", "5,", "7,a,b,c", "7,a,\n"],
+    ),
+}
+# Each is as long as a grammar may be; were it read again from each of its characters, a test would not end.
+HOSTILE = {
+    "digits": "1" * 16_384,
+    "attributes": "a[" * 8192,
+    "classes": f"start: /{'[' * 16_000}/",
+    "groups": f"start: /{'(' * 16_000}/",
+    "imports": "%import common(" * 1000,
+    "quotes": 'start: "' + "\\" * 16_000,
+    "too long": " " * 16_385,
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_grammar_is_read_once(kind: str) -> None:
+    with contextlib.suppress(InvalidRequest):
+        assert spelled(HOSTILE[kind], "tools") == HOSTILE[kind]
+    if kind in ("classes", "groups", "imports", "too long"):
+        with pytest.raises(InvalidRequest):
+            spelled(HOSTILE[kind], "tools")
+
+
+CALL = {
+    "hermes": '<tool_call>\n{"name": "patch", "arguments": {"input": %s}}\n</tool_call>',
+    "qwen3_coder": "<tool_call>\n<function=patch>\n<parameter=input>\n%s\n</parameter>\n</function>\n</tool_call>",
+    "llama3_json": '{"name": "patch", "parameters": {"input": %s}}',
+    "mistral": '[TOOL_CALLS][{"name": "patch", "arguments": {"input": %s}}]',
+}
+
+
+def accepts(codec: Tokenizer, grammar: str, text: str) -> bool:
+    matcher = LLMatcher(LLTokenizer(codec.to_str(), eos_token=EOS), grammar)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = codec.encode(text).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("kind", INPUTS)
+@pytest.mark.parametrize("choice", ["required", "auto"])
+def test_the_input_of_a_custom_tool_is_held_to_its_grammar(model: str, kind: str, choice: str) -> None:
+    """A call can be written if its input is what the grammar means, as Python's expressions say it."""
+    syntax, definition, meant, good, bad = INPUTS[kind]
+    codec = codec_of(model)
+    formats = choose_formats("", codec, MODELS[model][0], "none")
+    tool = custom_tool("patch", "", ToolGrammar(syntax, definition))
+    options = ToolOptions(tools=(*TOOLS, tool), choice=choice, parallel_tool_calls=False)
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None)).text
+    call = '[TOOL_CALLS]patch[ARGS]{"input": %s}' if model == "mistral v11" else CALL[MODELS[model][0]]
+    for text in good + bad:
+        own = bool(re.fullmatch(meant, text))
+        assert own is (text in good), text
+        written = call % (text if model == "coder" else json.dumps(text, ensure_ascii=False))
+        assert accepts(codec, grammar, written) is own, (text, written)
+        if own:
+            content, calls, _ = read(codec, formats, request, "", codec.encode(written).ids)
+            ((name, arguments),) = calls
+            assert (content, name, InputText().push(arguments)) == ("", "patch", text)

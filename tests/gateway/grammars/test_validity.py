@@ -11,10 +11,10 @@ from typing import Any
 import jsonschema
 import pytest
 
-from pillion.gateway.grammars.shapes import MAX_SHAPE_BYTES
+from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
 from pillion.types import StructuredOutputs
 from tests.support.examples import examples
-from tests.support.random_answers import answer, exact, matcher_of, shape_matcher
+from tests.support.random_answers import answer, exact, matcher_of, structured_matcher
 
 FORMATS = ("date", "ipv4", "ipv6", "uuid", "email", "date-time", "time", "hostname", "duration", "uri")
 NAMES = ("name", "größe", 'a "quote"', "a/b~c", "x.y", "", "🙂", "back\\slash", "$ref", "line\nend")
@@ -137,7 +137,7 @@ def schemas() -> Iterator[tuple[str, Any]]:
         for n in range(OF_EACH_KIND):
             yield f"kind {number}, {n}", kind(random.Random(1000 * number + n))
     for file in sorted(importlib.resources.files("check_jsonschema.builtin_schemas.vendor").iterdir(), key=str):
-        if file.name.endswith(".json") and file.stat().st_size <= MAX_SHAPE_BYTES:  # type: ignore[attr-defined]
+        if file.name.endswith(".json") and file.stat().st_size <= MAX_STRUCTURED_BYTES:  # type: ignore[attr-defined]
             yield file.name, json.loads(file.read_text(encoding="utf-8"))
 
 
@@ -167,5 +167,5 @@ def test_every_answer_that_ends_fits_its_schema() -> None:
 
 @pytest.mark.parametrize("seed", range(2))
 def test_any_object_is_one(seed: int) -> None:
-    text = answer(shape_matcher(StructuredOutputs(json_object=True)), random.Random(seed))
+    text = answer(structured_matcher(StructuredOutputs(json_object=True)), random.Random(seed))
     assert text is None or isinstance(json.loads(text), dict)

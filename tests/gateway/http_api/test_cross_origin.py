@@ -6,7 +6,7 @@ import pathlib
 
 import pytest
 
-from pillion.gateway.http_api.cross_origin import is_foreign_write
+from pillion.gateway.http_api.http_call import is_foreign_write
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
 

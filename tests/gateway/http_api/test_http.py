@@ -51,6 +51,26 @@ async def test_pages() -> None:
         assert (head.status, head.body) == (200, b"")
 
 
+async def test_an_answers_header_names_the_fields_that_had_no_effect() -> None:
+    async with running_fake_cluster(ignored_fields=("shiny",)) as fakes:
+        address = fakes.gateway.http_address
+        for stream in (False, True):
+            answer = await call(address, "/v1/chat/completions", CHAT | {"stream": stream, "shiny": [1], "user": "u"})
+            assert (answer.status, answer.headers["x-pillion-ignored"]) == (200, "shiny, user")
+        for path, body in (("/v1/completions", TEXT), ("/tokenize", TEXT), ("/v1/responses", {"input": "hi"})):
+            answer = await call(address, path, body | {"shiny": {}})
+            assert (answer.status, answer.headers["x-pillion-ignored"]) == (200, "shiny")
+        counted = CHAT | {"betas": ["x"]}
+        for path, more in (("/v1/messages/count_tokens", {}), ("/v1/messages", {"max_tokens": 5})):
+            answer = await call(address, path, counted | more)
+            assert (answer.status, answer.headers["x-pillion-ignored"]) == (200, "betas")
+        assert "x-pillion-ignored" not in (await call(address, "/v1/chat/completions", CHAT)).headers
+        refused = await call(address, "/v1/chat/completions", CHAT | {"glossy": 1})
+        assert (refused.status, refused.error["param"]) == (400, "glossy")
+        document = (await call(address, "/openapi.json")).json["components"]["schemas"]
+        assert document["ChatBody"]["properties"]["shiny"]["x-pillion-policy"] == "no effect"
+
+
 async def test_a_port_without_connections_ends_without_a_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uvicorn itself rests 100 ms between looks whether it is to end, and as long again before it ends."""
     rests: list[float] = []

@@ -88,7 +88,15 @@ async def test_usage_comes_when_it_is_asked_for() -> None:
             "prompt_tokens": 20,
             "completion_tokens": count,
             "total_tokens": 20 + count,
-            "prompt_tokens_details": {"cached_tokens": 8},
+            "prompt_tokens_details": {
+                "cached_tokens": 8,
+                "cached_tokens_details": {
+                    "pool_tokens": 8,
+                    "fetched_tokens": 0,
+                    "restored_tokens": 0,
+                    "bucket_tokens": 0,
+                },
+            },
         }
         asked["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
         *events, last = (await call(address, "/v1/completions", asked)).events
@@ -120,7 +128,7 @@ async def test_several_prompts_answers_and_an_echo() -> None:
 
 
 async def test_many_prompts_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.delta_reader.MAX_PROMPTS_AT_ONCE", 2)
+    monkeypatch.setattr("pillion.gateway.http_api.model_calls.MAX_PROMPTS_AT_ONCE", 2)
     async with running_fake_cluster("ab", max_inflight_requests=2) as fakes:
         prompts = [f"p{n}" for n in range(7)]
         asked = {"model": "toy", "prompt": prompts, "echo": True}
@@ -170,7 +178,7 @@ async def test_a_client_that_leaves_before_the_first_token(where: str, stream: b
 @pytest.mark.parametrize(("more", "streams"), [({}, 1), ({"n": 3}, 3), ({"prompt": ["a", "b", "c"]}, 3)], ids=str)
 async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> None:
     async with running_fake_cluster("x" * 200) as fakes:
-        fakes.decode.hold_behind = 3
+        fakes.decode.hold_after = 3
         async with connected(fakes.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("POST", "/v1/completions", {**TEXT, **more, "ignore_eos": True}))
             await reader.readuntil(b'"text":"x')
@@ -181,7 +189,7 @@ async def test_a_client_that_leaves_in_mid_stream(more: dict, streams: int) -> N
 
 
 async def test_a_client_that_leaves_while_its_prompts_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.gateway.http_api.delta_reader.MAX_PROMPTS_AT_ONCE", 1)
+    monkeypatch.setattr("pillion.gateway.http_api.model_calls.MAX_PROMPTS_AT_ONCE", 1)
     async with running_fake_cluster() as fakes:
         fakes.decode.gate.clear()
         async with connected(fakes.gateway.http_address) as (_, writer):
@@ -218,7 +226,7 @@ async def test_streams_share_what_the_gateway_writes(monkeypatch: pytest.MonkeyP
 
 async def test_a_stop_finishes_streams_under_way() -> None:
     async with running_fake_cluster("x" * 20) as fakes:
-        fakes.decode.hold_behind = 3
+        fakes.decode.hold_after = 3
         async with connected(fakes.gateway.http_address) as (reader, writer):
             writer.write(request_bytes("POST", "/v1/completions", TEXT))
             await reader.readuntil(b'"text":"x')

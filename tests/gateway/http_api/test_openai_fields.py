@@ -9,7 +9,15 @@ import pytest
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
-from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, ChatBody, CompletionBody, unsupported_fields
+from pillion.gateway.http_api.openai_fields import (
+    HARMLESS,
+    READ_AS,
+    BodyReading,
+    ChatBody,
+    CompletionBody,
+    read_noting,
+    unsupported_fields,
+)
 from pillion.gateway.http_api.openai_requests import (
     DEFAULT_COMPLETION_TOKENS,
     MAX_PROMPTS,
@@ -17,7 +25,7 @@ from pillion.gateway.http_api.openai_requests import (
     completion_request,
 )
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS
-from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs
+from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, ToolOptions
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAMPLING = {
@@ -104,7 +112,6 @@ def test_labels_change_nothing_and_are_bounded(read) -> None:
     assert read(metadata={}, store=False).requests == read().requests
     for wrong in ({"a" * 65: "b"}, {"a": "b" * 513}, dict.fromkeys(map(str, range(17)), "x"), {"a": 5}, "a", [1]):
         assert str(refusal(read, metadata=wrong).param).startswith("metadata")
-    assert refusal(read, store=True).message == "store: this is not supported here, only false is"
 
 
 def test_what_nobody_said_is_nobodys() -> None:
@@ -251,6 +258,106 @@ def check_undone(read, name: str) -> None:
     for wanted in ("auto!", 17, 0, [1], {"type": "json_object"}, "x" * 10_000):
         error = refusal(read, **{name: wanted})
         assert (error.param, error.code) == (name, "unsupported_parameter")
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"user": "u", "metadata": {"a": "b"}, "service_tier": "flex", "store": True}, None),
+        ({"safety_identifier": "s", "prompt_cache_key": "k", "prompt_cache_retention": "24h"}, None),
+        ({"prompt_cache_options": {}, "prediction": {"type": "content", "content": "x"}, "verbosity": "low"}, None),
+        ({"service_tier": "auto", "store": False, "verbosity": "medium", "user": "", "metadata": None}, ""),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
+    reading = BodyReading()
+    asked, named = (
+        read_noting(reading, chat_request, json.dumps({"messages": MESSAGES, **fields}).encode(), "r"),
+        reading.ignored,
+    )
+    assert named == (", ".join(sorted(fields)) if ignored is None else ignored)
+    assert asked.requests == chat().requests
+
+
+def test_what_agents_put_into_messages_and_tools_has_no_effect_and_is_named() -> None:
+    mark = {"cache_control": {"type": "ephemeral"}}
+    call = {"id": "c1", "type": "function", "index": 1, "function": {"name": "f", "arguments": "{}"}}
+    echoed = {"provider_specific_fields": {"x": 1}, "reasoning_details": [{}], "annotations": [{}]}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "hi", **mark}], **mark},
+        {"role": "assistant", "content": "", "tool_calls": [call], **echoed},
+    ]
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = {"messages": messages, "tools": [tool | mark], "response_format": {"type": "text"}}
+    reading = BodyReading()
+    asked, named = read_noting(reading, chat_request, json.dumps(body).encode(), "r"), reading.ignored
+    assert named == (
+        "messages.annotations, messages.cache_control, messages.content.cache_control, "
+        "messages.provider_specific_fields, messages.reasoning_details, messages.tool_calls.index, tools.cache_control"
+    )
+    del call["index"]
+    plain = [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert asked.requests == chat(messages=plain, tools=[tool]).requests
+
+
+CUSTOM = {"type": "custom", "custom": {"name": "patch", "description": "Changes files."}}
+FUNCTION = {"type": "function", "function": {"name": "f"}}
+
+
+@pytest.mark.parametrize(
+    ("choice", "read_as"),
+    [
+        ({"type": "function", "function": {"name": "f"}}, ToolOptions(choice="named", name="f")),
+        ({"type": "custom", "custom": {"name": "patch"}}, ToolOptions(choice="named", name="patch")),
+        *(
+            (
+                {
+                    "type": "allowed_tools",
+                    "allowed_tools": {
+                        "mode": mode,
+                        "tools": [FUNCTION, {"type": "custom", "custom": {"name": "patch"}}],
+                    },
+                },
+                ToolOptions(choice=mode, allowed=("f", "patch")),
+            )
+            for mode in ("auto", "required")
+        ),
+    ],
+    ids=str,
+)
+def test_how_tools_and_custom_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
+    asked = chat(tools=[FUNCTION, CUSTOM], tool_choice=choice)
+    tools = asked.requests[0].tools
+    assert (tools.choice, tools.name, tools.allowed) == (read_as.choice, read_as.name, read_as.allowed)
+    assert ([tool.name for tool in tools.tools], asked.custom) == (["f", "patch"], {"patch"})
+    wrong = InvalidRequest.of(
+        FieldViolation("tools.tools[0].name", "x"),
+        FieldViolation("tools.tools[1].name", "x"),
+        FieldViolation("tools.tools[1].parameters", "x"),
+    )
+    named = from_pillion(wrong, asked.names[0]).message
+    assert named == "tools[0].function.name: x; tools[1].custom.name: x; tools[1].custom.format: x"
+
+
+def test_calls_of_custom_tools_come_back() -> None:
+    call = {"id": "c1", "type": "custom", "custom": {"name": "patch", "input": 'a"\n'}}
+    messages = [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    (made,) = chat(messages=messages).requests[0].messages[1].tool_calls
+    assert (made.name, json.loads(made.arguments)) == ("patch", {"input": 'a"\n'})
+    del call["custom"]
+    assert refusal(chat, messages=messages).param == "messages[1].tool_calls[0].custom"
+
+
+def test_an_operator_names_further_fields_that_have_no_effect() -> None:
+    body = json.dumps({"messages": MESSAGES, "new-field": [1], "audio": {"x": 1}, "temperature": 0.5}).encode()
+    reading = BodyReading(("new-field", "audio", "temperature"))
+    asked, named = read_noting(reading, chat_request, body, "r"), reading.ignored
+    assert named == "audio, new-field"
+    assert asked.requests == chat(temperature=0.5).requests
+    with pytest.raises(ApiError) as caught:
+        read_noting(BodyReading(("new-field",)), chat_request, body, "r")
+    assert caught.value.param == "audio"
 
 
 @pytest.mark.parametrize("read", [complete, chat])

@@ -9,29 +9,29 @@ import shlex
 from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
+from msgspec.structs import fields
 from starlette.routing import Route
 
-from pillion.gateway.http_api.anthropic_fields import CountTokensBody, MessagesBody
-from pillion.gateway.http_api.anthropic_requests import messages_request
-from pillion.gateway.http_api.batches_api import BatchBody
+from pillion.gateway.anthropic.anthropic_fields import CountTokensBody, MessagesBody
+from pillion.gateway.anthropic.anthropic_requests import messages_request
+from pillion.gateway.batches.batches_api import BatchBody
 from pillion.gateway.http_api.docs_page import ADDRESS, page
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import ApiError
 from pillion.gateway.http_api.openai_fields import (
-    HARMLESS,
     READ_AS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     TokenizeBody,
+    is_ignored,
     unsupported_fields,
 )
 from pillion.gateway.http_api.openai_requests import chat_request, completion_request
-from pillion.gateway.http_api.openapi import describe
-from pillion.gateway.http_api.responses_fields import ResponsesBody
-from pillion.gateway.http_api.responses_requests import responses_request
+from pillion.gateway.http_api.openapi import MORE, POLICY, describe
+from pillion.gateway.responses.responses_fields import ResponsesBody
+from pillion.gateway.responses.responses_requests import responses_request
 from pillion.types import GenerateRequest
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
@@ -70,6 +70,7 @@ RESPONSES: dict[str, Any] = {
     "reasoning": {"effort": "low", "summary": "auto"},
     "stream_options": {},
     "truncation": "disabled",
+    "prompt_cache_options": {},
 }
 
 
@@ -87,11 +88,14 @@ def valid(body: dict[str, Any], kind: str) -> bool:
 
 @pytest.mark.parametrize("kind", BODIES)
 def test_each_accepted_field_is_described(kind: type[Any]) -> None:
-    known = READ_AS.get(kind, kind)
-    refused = {name for name in unsupported_fields(known) if name not in HARMLESS}
+    """With the policy that its type has: carried out, without effect, or refused."""
+    known: Any = READ_AS.get(kind, kind)
     described = DOCUMENT["components"]["schemas"][kind.__name__]["properties"]
-    assert set(described) == {field.name for field in msgspec.structs.fields(known)} - refused
-    assert all(schema["description"] for schema in described.values()), "a field without a meaning"
+    policies = {field.encode_name: "no effect" if is_ignored(field) else "carried out" for field in fields(known)}
+    policies |= dict.fromkeys(unsupported_fields(known), "refused")
+    assert {name: schema[POLICY] for name, schema in described.items()} == policies
+    unexplained = [name for name, schema in described.items() if schema["description"] in ("", MORE)]
+    assert not unexplained, "a field without a meaning"
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def test_what_is_described_is_what_is_read(
         {"temprature": 1},
         {"temperature": "hot"},
         {"stop": [5]},
-        {"store": True},
+        {"mcp_servers": [1]},
         {"stream_options": {"x": 1}},
     ):
         assert not valid({**least, **wrong}, kind)

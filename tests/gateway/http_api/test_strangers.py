@@ -80,7 +80,7 @@ async def test_connections_that_ask_nothing_are_cut(monkeypatch: pytest.MonkeyPa
             async with connected(address) as (reader, writer):
                 writer.write(sent)
                 await closed(reader)
-        # The same behind a request that was good; an answer may take longer than that.
+        # A connection that has had a good request is closed after the same time; an answer may take longer than that.
         async with connected(address) as (reader, writer):
             fakes.decode.gate.clear()
             writer.write(whole)
@@ -185,7 +185,7 @@ async def test_two_lengths_of_one_body_end_the_connection() -> None:
                     said = await asyncio.wait_for(reader.read(), TIMEOUT_S)
                 assert said.startswith(b"HTTP/1.1 400 "), said
                 assert b"connection: close" in said.lower()
-                assert said.count(b"HTTP/1.1") == 1, "what stands behind it is no request"
+                assert said.count(b"HTTP/1.1") == 1, "what stands after it is no request"
         assert not fakes.decode.submits
 
 

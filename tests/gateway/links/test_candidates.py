@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from pillion.errors import Unavailable
 from pillion.gateway.links.cluster import FIRST_LOOK_S, LEAST_RETURN_WAIT_S, Cluster
-from pillion.gateway.planning.candidates import MAX_CANDIDATES
+from pillion.gateway.planning.cluster_view import MAX_CANDIDATES
 from pillion.wire.registry import ComponentRecord
 
 NODES, WORKERS_EACH = 100, 3
@@ -72,8 +72,9 @@ def test_the_few_that_live_are_found_wherever_they_stand(cluster: Cluster) -> No
 
 
 def test_board_mates_are_all_that_compute_there(cluster: Cluster) -> None:
-    """One of another model, and one that cannot be called, take cores; a fenced one and one of another board do not."""
-    on, other = {"core_board": "board", "core_share": 0.2}, {"core_board": "other", "core_share": 0.2}
+    """One of another model, and one that cannot be called, take cores; a fenced one and one of another lending table do
+    not."""
+    on, other = {"core_lending_table": "table", "core_share": 0.2}, {"core_lending_table": "other", "core_share": 0.2}
     first = [record for record in RECORDS if record.node_id == "kv-3"][1:]
     changed = [
         replace(first[0], model="n", **on),
@@ -85,8 +86,8 @@ def test_board_mates_are_all_that_compute_there(cluster: Cluster) -> None:
     cluster.view.update([*fencing, *changed], 101.0)
     cluster.view.suspect("prefill-3-2", 1e12)
     planned = [record for record in cluster.view.on_node("kv-3") if record.component_id in ("kv-3", "decode-3-0")]
-    assert {one.component_id for one in cluster.board_mates(planned)} == {"prefill-3-0", "decode-3-1", "prefill-3-2"}
-    assert cluster.board_mates(cluster.candidates(cluster.served("m", ""), 100, {"kv-5": 1}, 1)[:2]) == ()
+    assert {one.component_id for one in cluster.lending_mates(planned)} == {"prefill-3-0", "decode-3-1", "prefill-3-2"}
+    assert cluster.lending_mates(cluster.candidates(cluster.served("m", ""), 100, {"kv-5": 1}, 1)[:2]) == ()
 
 
 OURS = "ab" * 32
@@ -119,7 +120,7 @@ def test_those_that_have_the_adapter_are_candidates_of_every_turn(cluster: Clust
     names = [record.component_id for record in RECORDS if record.role == "decode"]
     loaded = {name: {"adapters": (OURS,)} for name in ("decode-33-0", "decode-66-1")}
     with_adapters(cluster, dict.fromkeys(names, 16), **loaded)
-    cluster.sent_adapters.note(OURS, {"decode-77-1"}, time.monotonic())
+    cluster.routes.sent_adapters.note(OURS, {"decode-77-1"}, time.monotonic())
     served = cluster.served("m", "", 16)
     for number in range(9):
         found = ids(cluster.candidates(served, 100, {"kv-1": 9}, number, OURS), "decode")

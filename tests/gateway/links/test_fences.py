@@ -20,13 +20,13 @@ from pillion.net.rpc import start_server
 from pillion.v1 import decode_pb2_grpc, prefill_pb2_grpc
 from pillion.v1.common_pb2 import SamplingParams
 from pillion.v1.decode_pb2 import Submit
-from pillion.v1.prefill_pb2 import RunSpanRequest
+from pillion.v1.prefill_pb2 import RunPrefillRequest
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.registry import ComponentRecord
 from testbed.conditions import WITHIN_S, until
 from tests.support.fake_components import FakeDecode
 
-SPAN = RunSpanRequest(
+PREFILL_RANGE = RunPrefillRequest(
     request_id="r",
     attempt=1,
     ticket_id=1,
@@ -81,18 +81,18 @@ def test_a_record_survives_the_registry() -> None:
 
 
 class Silent(prefill_pb2_grpc.PrefillServicer):
-    """Takes spans and never says anything, like a process that is paused."""
+    """Takes prefill ranges and never says anything, like a process that is paused."""
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
 
-    async def RunSpan(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
+    async def RunPrefill(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: N802
         self.asked.set()
         await asyncio.Event().wait()
         yield
 
 
-async def test_a_closed_link_ends_its_spans_though_the_worker_is_silent(folder: str) -> None:
+async def test_a_closed_link_ends_its_prefill_ranges_though_the_worker_is_silent(folder: str) -> None:
     silent = Silent()
 
     def add(server: Any) -> None:
@@ -102,7 +102,7 @@ async def test_a_closed_link_ends_its_spans_though_the_worker_is_silent(folder: 
     link = PrefillLink(ComponentRecord(component_id="prefill-0", role="prefill", address=server.address), "gateway-0")
 
     async def run() -> None:
-        async for _ in link.run_span(SPAN, None, print):
+        async for _ in link.run_prefill(PREFILL_RANGE, None, print):
             raise AssertionError("it never says anything")
 
     running = asyncio.create_task(run())

@@ -142,9 +142,7 @@ async def test_a_defect_does_not_end_the_telling(redis: RedisServer, monkeypatch
 
 
 @pytest.mark.usefixtures("patient")
-async def test_what_was_told_is_taken_back_behind_an_outage(
-    redis: RedisServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_what_was_told_is_taken_back_after_an_outage(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shared_loads, "LOAD_TTL_MS", 600_000)
     tell, errors = SharedLoads.tell, [Unavailable("away"), Unavailable("away")]
 

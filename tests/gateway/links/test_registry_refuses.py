@@ -83,7 +83,7 @@ async def go_on(fakes: FakeCluster, ttls: int) -> None:
     while time.monotonic() < over_s:
         assert await answer(fakes) == (0, 28)
         assert known(fakes.gateway) == {*IDS.values()}
-        # Requests one behind the other would only keep a core busy.
+        # Requests one after the other would only keep a core busy.
         await asyncio.sleep(HEARTBEAT_MS / 1000)
 
 

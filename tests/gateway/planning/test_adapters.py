@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from pillion.gateway.planning.cluster_snapshot import parse_policy
+from pillion.gateway.planning.cluster_view import parse_policy
 from pillion.gateway.planning.planner import make_plan
-from pillion.gateway.planning.sent_adapters import MAX_SENT_ADAPTERS, SENT_COUNTS_S, SentAdapters
+from pillion.gateway.planning.route_planner import MAX_SENT_ADAPTERS, SENT_COUNTS_S, SentAdapters
 from tests.support.planner_components import decode, node, prefill, snapshot
 
 OURS, OTHER = "ab" * 32, "cd" * 32

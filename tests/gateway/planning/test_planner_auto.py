@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pillion.gateway.planning.plan_auto import HYSTERESIS, ON_DECODE, ON_PREFILL, Fetched, StickyChoices
-from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, LEAST_FETCH_S, Demand, FetchPace, Models, StepModel
+from pillion.engine.scheduling.step_model import StepModel
+from pillion.gateway.planning.plan_cost import DEFAULT_MODEL, LEAST_FETCH_S, Demand, FetchPace, Models
 from pillion.gateway.planning.planner import make_plan, plan_fetch, replan, shorten
+from pillion.gateway.planning.split_decision import HYSTERESIS, ON_DECODE, ON_PREFILL, Fetched, StickyChoices
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
 from tests.support.planner_components import COST, decode, is_shared, line, node, prefill, snapshot
@@ -21,7 +22,7 @@ from tests.support.planner_components import COST, decode, is_shared, line, node
 @pytest.mark.parametrize(
     ("prompt", "components", "expected"),
     [
-        # Nobody is busy: a short prompt saves the call, a long one the small steps that the target leaves it.
+        # Nobody is busy: a short prompt saves the call, a long one the decode worker's smaller steps.
         (40, line(), False),
         (2000, line(), True),
         # Beside many streams a step leaves a prompt tail little.
@@ -62,7 +63,7 @@ def test_the_reason_says_what_was_compared() -> None:
     blind = make_plan(snapshot(index_available=False))
     assert blind.reason.endswith("; decode-0 is the only one, the index is away; no prefix")
     assert make_plan(snapshot(15)).reason == "auto: nothing to share out; decode-0 is the only one; no prefix"
-    assert shorten(decided, split - 16).reason == decided.reason + ": the span ended 16 tokens early"
+    assert shorten(decided, split - 16).reason == decided.reason + ": the prefill range ended 16 tokens early"
 
 
 def test_the_tickets_truth_turns_the_dial() -> None:
@@ -142,9 +143,9 @@ def test_what_this_gateway_sent_counts_at_once_and_old_news_fades() -> None:
     assert not is_shared(make_plan(snapshot(sent_tokens={"prefill-0": 50_000})))
     assert not is_shared(make_plan(snapshot(components=line(prefill=prefill(queued_tokens=20_000)))))
     # 1,600 tokens take some 2 s, and the report is 2 s old. Longer silence does not show that work is done.
-    few = prefill(queued_tokens=1600)
-    assert not is_shared(make_plan(snapshot(600, line(prefill=few))))
-    assert is_shared(make_plan(snapshot(600, line(prefill=replace(few, heartbeat_age_ms=2000)))))
+    few, beside = prefill(queued_tokens=1600), decode(streams=4)
+    assert not is_shared(make_plan(snapshot(600, line(decode=beside, prefill=few))))
+    assert is_shared(make_plan(snapshot(600, line(decode=beside, prefill=replace(few, heartbeat_age_ms=2000)))))
     assert not is_shared(
         make_plan(snapshot(components=line(prefill=prefill(queued_tokens=20_000, heartbeat_age_ms=30_000))))
     )
@@ -163,11 +164,11 @@ def test_who_has_not_measured_anything_is_judged_like_others() -> None:
 
 def test_chunks_read_again_what_stands_before_them() -> None:
     model = StepModel(0.0, 0.0, 0.0, 1.0, 0.0)
-    assert model.span_s(0, 1024, 1024) == pytest.approx(1024)
-    assert model.span_s(0, 1024, 256) == pytest.approx(256 + 512 + 768 + 1024)
-    assert model.span_s(100, 1124, 512) == pytest.approx(612 + 1124)
+    assert model.range_s(0, 1024, 1024) == pytest.approx(1024)
+    assert model.range_s(0, 1024, 256) == pytest.approx(256 + 512 + 768 + 1024)
+    assert model.range_s(100, 1124, 512) == pytest.approx(612 + 1124)
     pairs = StepModel(0.0, 0.0, 0.0, 0.0, 1.0)
-    assert pairs.span_s(0, 3, 1) == pairs.span_s(0, 3, 3) == 1 + 2 + 3
+    assert pairs.range_s(0, 3, 1) == pairs.range_s(0, 3, 3) == 1 + 2 + 3
 
 
 def test_the_pace_of_fetches() -> None:
@@ -203,23 +204,27 @@ def test_what_comes_from_where_is_weighed_by_the_pace_of_each() -> None:
         decided = make_plan(
             snapshot(1000, components, fetch_block_s=fetch_block_s, bucket_block_s=bucket_block_s, **facts)
         )
-        assert decided.dial is not None
-        assert (decided.dial.way.fetched, decided.cached_tokens) == (fetched, blocks * 16)
+        assert decided.split_decision is not None
+        assert (decided.split_decision.route.fetched, decided.cached_tokens) == (fetched, blocks * 16)
         assert sorted(source.node_id for source in decided.sources) == sources
         assert words in decided.reason
-        wanted = plan_fetch(decided.sources, "kv-0", 0, decided.limit_blocks, decided.dial)
+        wanted = plan_fetch(decided.sources, "kv-0", 0, decided.limit_blocks, decided.split_decision)
         assert (wanted.blocks if wanted else 0) == blocks
         if wanted is not None:
-            model = decided.dial.way.decode.model
-            assert wanted.limit_s == model.span_s(0, blocks * 16, decided.dial.way.decode.most) > LEAST_FETCH_S
-    assert decided.dial.fetch_limit_s(0, 1) == LEAST_FETCH_S
+            model = decided.split_decision.route.decode.model
+            assert (
+                wanted.limit_s
+                == model.range_s(0, blocks * 16, decided.split_decision.route.decode.most)
+                > LEAST_FETCH_S
+            )
+    assert decided.split_decision.fetch_limit_s(0, 1) == LEAST_FETCH_S
 
 
 def test_small_changes_do_not_flap() -> None:
-    """Both ways are about equal, and the loads that are heard of waver: after the first choice nothing changes."""
-    dial = make_plan(snapshot(1000, line(decode=decode(streams=4)))).dial
-    assert dial is not None
-    # As much prefill queue as makes both ways equal.
+    """Both routes are about equal, and the loads that are heard of waver: after the first choice nothing changes."""
+    decision = make_plan(snapshot(1000, line(decode=decode(streams=4)))).split_decision
+    assert decision is not None
+    # As much prefill queue as makes both routes equal.
     queue = next(
         tokens
         for tokens in range(0, 50_000, 20)

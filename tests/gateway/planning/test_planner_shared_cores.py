@@ -7,74 +7,88 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from pillion.engine.scheduling import step_cost
-from pillion.gateway.planning import plan_cost
-from pillion.gateway.planning.plan_auto import HYSTERESIS, Fetched
-from pillion.gateway.planning.plan_cost import Board, DecodeSide, StepModel
+from pillion.engine.scheduling.step_model import StepModel
+from pillion.gateway.planning.plan_cost import CoreBudget, DecodeSide, queued_token_s
 from pillion.gateway.planning.planner import make_plan
+from pillion.gateway.planning.split_decision import HYSTERESIS, Fetched
 from pillion.wire.registry import ComponentRecord
 from tests.support.examples import examples
 from tests.support.planner_components import COST, decode, is_shared, node, prefill, snapshot
 
-HALF = {"core_board": "board", "core_share": 0.5}
+HALF = {"core_lending_table": "table-1", "core_share": 0.5}
 AUTO = {"target_itl_ms": 0.0, "target_itl_steps": 2.5}
 
 
-def on_board(*, spans: int = 0, streams: int = 0, **fields: float) -> tuple[ComponentRecord, ...]:
-    """A host with a prefill worker that has ``spans`` tokens to compute, and a decode worker; each owns half the
-    cores."""
-    return (node(0), prefill(queued_tokens=spans, **HALF), decode(streams=streams, **(AUTO | HALF | fields)))
+def on_shared_cores(*, prefill_ranges: int = 0, streams: int = 0, **fields: float) -> tuple[ComponentRecord, ...]:
+    """A host with a prefill worker that has ``prefill_ranges`` tokens to compute, and a decode worker; each owns half
+    the cores."""
+    return (node(0), prefill(queued_tokens=prefill_ranges, **HALF), decode(streams=streams, **(AUTO | HALF | fields)))
 
 
-def board_of(components: tuple[ComponentRecord, ...], **sent_tokens: int) -> Board:
+def shared_cores_of(components: tuple[ComponentRecord, ...], **sent_tokens: int) -> CoreBudget:
     _, *workers = components
-    return Board.of(workers[-1], workers, {name.replace("_", "-"): n for name, n in sent_tokens.items()}, 100)
+    return CoreBudget.of(workers[-1], workers, {name.replace("_", "-"): n for name, n in sent_tokens.items()}, 100)
 
 
 def test_what_others_do_not_use_makes_a_decode_worker_faster() -> None:
-    alone = board_of(on_board(streams=4))
+    alone = shared_cores_of(on_shared_cores(streams=4))
     assert (alone.speed, alone.slower, alone.busy_s, alone.beside) == (2.0, 1.0, 0.0, 2.0)
-    assert alone.span_factor == 2.0
-    assert board_of(on_board()).span_factor == 1.0, "nobody computes, so a span would have all cores"
-    busy = board_of(on_board(spans=1000))
+    assert alone.range_factor == 2.0
+    assert shared_cores_of(on_shared_cores()).range_factor == 1.0, (
+        "nobody computes, so a prefill range would have all cores"
+    )
+    busy = shared_cores_of(on_shared_cores(prefill_ranges=1000))
     assert (busy.speed, busy.slower) == (2.0, 2.0)
-    token_s = StepModel._make(COST).queued_token_s(512, COST[0])
+    token_s = queued_token_s(StepModel._make(COST), 512, COST[0])
     assert busy.busy_s == pytest.approx(1000 * token_s)
-    assert board_of(on_board(), prefill_0=1000).busy_s == busy.busy_s, "what this gateway has sent counts at once"
+    assert shared_cores_of(on_shared_cores(), prefill_0=1000).busy_s == busy.busy_s, (
+        "what this gateway has sent counts at once"
+    )
     assert busy.passed_s(busy.busy_s / 4) == busy.busy_s / 2
     assert busy.passed_s(10.0) == 10.0 + busy.busy_s / 2
-    other = decode(1, streams=3, core_board="board", core_share=0.25)
-    three = (node(0), prefill(core_board="board", core_share=0.25), other, decode(core_board="board", core_share=0.5))
-    assert board_of(three).speed == pytest.approx(1.25), "another decode worker keeps its cores, and borrows, too"
+    other = decode(1, streams=3, core_lending_table="table-1", core_share=0.25)
+    three = (
+        node(0),
+        prefill(core_lending_table="table-1", core_share=0.25),
+        other,
+        decode(core_lending_table="table-1", core_share=0.5),
+    )
+    assert shared_cores_of(three).speed == pytest.approx(1.25), (
+        "another decode worker keeps its cores, and borrows, too"
+    )
 
 
 def test_prompts_wait_for_all_cores_rather_than_take_some_from_those_before_them() -> None:
     """With cores of its own an idle prefill worker helps a decode worker with a queue; on shared ones it does not."""
     demand = {"demand_per_s": (1.0, 0.0), "demand_tokens": 1024.0}
     queue = {"queued_tokens": 6 * 1024, "running_requests": 8}
-    crowd, apart = on_board(streams=2, **queue), (node(0), prefill(), decode(streams=2, **(AUTO | queue)))
+    crowd, apart = on_shared_cores(streams=2, **queue), (node(0), prefill(), decode(streams=2, **(AUTO | queue)))
     for prompt in (256, 1024, 2000):
         assert not is_shared(make_plan(snapshot(prompt, crowd, **demand)))
         assert is_shared(make_plan(snapshot(prompt, apart, **demand)))
-        # Workers of two boards lend each other nothing.
-        strangers = (node(0), prefill(core_board="other", core_share=0.5), crowd[-1])
+        # Workers of two lending tables lend each other nothing.
+        strangers = (node(0), prefill(core_lending_table="other", core_share=0.5), crowd[-1])
         assert is_shared(make_plan(snapshot(prompt, strangers, **demand)))
 
 
 def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
     """Both workers compute the same with the same cores: it does not matter which one was disturbed when it learnt."""
-    _, spans, streams = on_board(streams=2, queued_tokens=3000, running_requests=5)
+    _, prefill_ranges, streams = on_shared_cores(streams=2, queued_tokens=3000, running_requests=5)
     for slow in (1.0, 3.0, 9.0):
         disturbed = replace(streams, step_cost_s=tuple(weight * slow for weight in COST))
         demand = {"demand_per_s": (1.0 / slow, 0.0), "demand_tokens": 1024.0}
-        assert not is_shared(make_plan(snapshot(1024, (node(0), spans, disturbed), **demand)))
+        assert not is_shared(make_plan(snapshot(1024, (node(0), prefill_ranges, disturbed), **demand)))
 
 
 @pytest.mark.parametrize("share", [1e-9, 0.5, 1.0, 1e18])
 def test_absurd_records_of_a_board_are_no_error(share: float) -> None:
     free = (0.0, 0.0, 0.0, 1e-7, 0.0)
-    board = {"core_board": "board", "core_share": share, "step_cost_s": free}
-    parts = (node(0), prefill(**board), decode(streams=3, context_tokens=0, queued_tokens=10, **(AUTO | board)))
+    lending_table = {"core_lending_table": "table-1", "core_share": share, "step_cost_s": free}
+    parts = (
+        node(0),
+        prefill(**lending_table),
+        decode(streams=3, context_tokens=0, queued_tokens=10, **(AUTO | lending_table)),
+    )
     assert make_plan(snapshot(1000, parts, demand_per_s=(1.0, 1.0))).decode.component_id == "decode-0"
 
 
@@ -85,57 +99,63 @@ def test_a_prefill_worker_that_no_plan_may_use_takes_cores() -> None:
 
     def price(**more: tuple[ComponentRecord, ...]) -> float:
         decided = make_plan(snapshot(1000, alone, **more))
-        assert decided.dial is not None
-        return decided.dial.way.price_s
+        assert decided.split_decision is not None
+        return decided.split_decision.route.price_s
 
-    assert price(board_mates=(busy,)) > 1.5 * price()
+    assert price(lending_mates=(busy,)) > 1.5 * price()
 
 
 def test_a_fetch_is_compared_with_the_cores_that_the_decode_worker_has() -> None:
     """With the cores of an idle prefill worker it computes blocks sooner than they come."""
     other = replace(node(1), node_id="kv-1")
-    own_s = StepModel._make(COST).span_s(0, 960, 256)
+    own_s = StepModel._make(COST).range_s(0, 960, 256)
     for block_s, fetched in ((own_s / 60 / 3, True), (own_s / 60 / 1.5, False)):
-        parts = (*on_board(running_requests=1), other)
+        parts = (*on_shared_cores(running_requests=1), other)
         decided = make_plan(snapshot(1000, parts, hits={"kv-1": 60}, fetch_block_s=block_s))
-        assert decided.dial is not None
-        assert (decided.dial.way.fetched is Fetched.OF_NODES) == fetched
+        assert decided.split_decision is not None
+        assert (decided.split_decision.route.fetched is Fetched.OF_NODES) == fetched
 
 
 def test_the_margin_between_two_kinds_of_a_way_does_not_depend_on_the_load() -> None:
-    loads = on_board(streams=2), on_board(spans=5000, streams=20), (node(0), decode(streams=2, **AUTO))
-    dials = [dial for parts in loads if (dial := make_plan(snapshot(1000, parts)).dial) is not None]
-    expected_s = HYSTERESIS * StepModel._make(COST).span_s(0, 1000, 256)
-    assert [dial.margin_s(0) for dial in dials] == [expected_s] * 3
+    loads = (
+        on_shared_cores(streams=2),
+        on_shared_cores(prefill_ranges=5000, streams=20),
+        (node(0), decode(streams=2, **AUTO)),
+    )
+    decisions = [
+        decision for parts in loads if (decision := make_plan(snapshot(1000, parts)).split_decision) is not None
+    ]
+    expected_s = HYSTERESIS * StepModel._make(COST).range_s(0, 1000, 256)
+    assert [decision.margin_s(0) for decision in decisions] == [expected_s] * 3
 
 
 def test_a_long_prompt_leaves_the_decode_worker_to_short_ones() -> None:
     """Short ones would wait behind it there; beside it they only take longer."""
     short = {"demand_per_s": (2.0, 0.4), "demand_tokens": 100.0}
-    assert is_shared(make_plan(snapshot(2000, on_board(streams=2), **short)))
-    assert not is_shared(make_plan(snapshot(100, on_board(streams=2), **short)))
+    assert is_shared(make_plan(snapshot(2000, on_shared_cores(streams=2), **short)))
+    assert not is_shared(make_plan(snapshot(100, on_shared_cores(streams=2), **short)))
 
 
 LOADS = st.fixed_dictionaries(
-    {"spans": st.integers(0, 20_000), "streams": st.integers(0, 30), "queued_tokens": st.integers(0, 10_000)}
+    {"prefill_ranges": st.integers(0, 20_000), "streams": st.integers(0, 30), "queued_tokens": st.integers(0, 10_000)}
 )
 
 
 def price_s(prompt: int, demand: tuple[float, float], mean: float, load: dict[str, int]) -> float:
-    decided = make_plan(snapshot(prompt, on_board(**load), demand_per_s=demand, demand_tokens=mean))
-    assert decided.dial is not None
-    return decided.dial.way.price_s
+    decided = make_plan(snapshot(prompt, on_shared_cores(**load), demand_per_s=demand, demand_tokens=mean))
+    assert decided.split_decision is not None
+    return decided.split_decision.route.price_s
 
 
 @given(
     prompt=st.integers(17, 5000),
     load=LOADS,
-    kind=st.sampled_from(["spans", "streams", "queued_tokens"]),
+    kind=st.sampled_from(["prefill_ranges", "streams", "queued_tokens"]),
     more=st.integers(0, 20_000),
     demand=st.sampled_from([(0.0, 0.0), (2.0, 1.0)]),
     mean=st.sampled_from([0.0, 50.0, 3000.0]),
 )
-@example(2835, {"spans": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), 3000.0)
+@example(2835, {"prefill_ranges": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), 3000.0)
 @settings(max_examples=examples(400))
 def test_more_load_of_any_kind_never_attracts(
     prompt: int, load: dict[str, int], kind: str, more: int, demand: tuple[float, float], mean: float
@@ -148,12 +168,6 @@ def predicted(streams: int, waiting: int, queue: int = 0) -> DecodeSide:
     record = decode(streams=streams, queued_tokens=queue, **AUTO)
     crowded = replace(record, running_requests=streams + waiting)
     return DecodeSide.of(crowded, StepModel._make(COST), 1000, streams + waiting, queue)
-
-
-def test_the_rules_of_a_bound_in_plain_steps_are_the_schedulers() -> None:
-    assert plan_cost.WAITING_PER_DECODE == step_cost.WAITING_PER_DECODE
-    assert plan_cost.LEAST_THROUGHPUT == step_cost.LEAST_THROUGHPUT
-    assert plan_cost.MIN_TAIL_TOKENS == step_cost.MIN_TAIL_TOKENS
 
 
 def test_prompts_that_limit_the_throughput_are_computed_in_longer_steps() -> None:

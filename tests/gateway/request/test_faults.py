@@ -14,9 +14,9 @@ from pillion.errors import Conflict, Internal, NotFound
 from pillion.gateway.links import cluster as links
 from pillion.gateway.links.cluster import Served
 from pillion.gateway.request import component_calls as calls
-from pillion.gateway.request import request_machine, runner
+from pillion.gateway.request import request_machine, request_runner
 from pillion.gateway.request.events import StillQueued
-from pillion.gateway.request.runner import Generation
+from pillion.gateway.request.request_runner import RequestRunner
 from pillion.kvstore.index.index import PrefixHit
 from testbed.conditions import until
 from tests.support.fake_components import (
@@ -34,7 +34,7 @@ SCRIPT = "Paris, naturally — 巴黎. " * 3
 
 @pytest.fixture(autouse=True)
 def _no_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pause behind each loss in a row stays at its first length."""
+    """The pause after each loss in a row stays at its first length."""
     monkeypatch.setattr(request_machine, "MAX_RETRY_DELAY_MS", request_machine.FIRST_RETRY_DELAY_MS)
 
 
@@ -100,7 +100,7 @@ async def test_a_decode_worker_that_dies_and_comes_back_is_waited_for(monkeypatc
             looks += 1
             return served(*model)
 
-        fakes.decode.hold_behind = 5
+        fakes.decode.hold_after = 5
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
         await until("a stream amid its answer", lambda: fakes.decode.holds)
         await fakes.servers["decode"].stop(0)
@@ -194,7 +194,7 @@ async def test_a_request_does_not_wait_long_for_workers_that_left_long_ago(monke
 async def test_waiting_for_a_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "LEAST_RETURN_WAIT_S", 0.2)
     async with running_fake_cluster(SCRIPT) as fakes:
-        fakes.decode.hold_behind = 5
+        fakes.decode.hold_after = 5
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
         await until("a stream amid its answer", lambda: fakes.decode.holds)
         await fakes.servers["decode"].stop(0)
@@ -209,7 +209,7 @@ async def test_another_decode_worker_takes_over() -> None:
 
     async with running_fake_cluster(SCRIPT) as fakes:
         other = FakeDecode("")
-        other.prefill = fakes.prefill
+        other.prefill, other.node = fakes.prefill, fakes.node
         other.script = fakes.decode.script
         address = f"unix:{fakes.folder}/other.sock"
         server = await rpc.start_server(
@@ -238,13 +238,13 @@ async def test_another_decode_worker_takes_over() -> None:
     ("error", "chunks"),
     [(Unavailable("gone"), 0), (NotFound("no such ticket"), 2), (Overloaded("queue full"), 0), (Internal("bug"), 2)],
 )
-async def test_a_lost_span_is_planned_again(error: PillionError, chunks: int) -> None:
+async def test_a_lost_prefill_range_is_planned_again(error: PillionError, chunks: int) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.prefill.failures = [(chunks, error)]
         deltas = await read(fakes.client.generate(PROMPT))
         whole(fakes, deltas, replays=1)
         assert deltas[-1].timings.prefilled_tokens == 8 * chunks
-        assert deltas[-1].timings.plan_reason.startswith("co-located")
+        assert deltas[-1].timings.plan_reason.startswith("disaggregated: co-located")
         await fakes.settled()
 
 
@@ -341,7 +341,7 @@ async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -
         lost = r"two workers were lost in a step with this request \(prefill-0, decode-0\)"
         with pytest.raises(Internal, match=lost):
             await read(fakes.client.generate(PROMPT))
-        assert (len(fakes.prefill.spans), len(fakes.decode.submits)) == (1, 2)
+        assert (len(fakes.prefill.prefill_ranges), len(fakes.decode.submits)) == (1, 2)
         await until("the connection again", lambda: fakes.gateway.cluster.decode("decode-0").alive)
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=1)
         await fakes.settled()
@@ -410,7 +410,7 @@ async def test_service_goes_on_while_redis_is_away() -> None:
 
 
 async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.3)
+    monkeypatch.setattr(request_runner, "MAX_SILENCE_S", 0.3)
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         fakes.decode.gate.clear()
         with pytest.raises(Unavailable, match="given up after 2 attempts; the last one: nothing was heard"):
@@ -422,12 +422,12 @@ async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("where", ["prefill", "decode"])
 async def test_a_long_line_is_no_silence(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A worker that says that the request waits keeps it, however long; the request does not begin again elsewhere."""
-    monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.2)
+    monkeypatch.setattr(request_runner, "MAX_SILENCE_S", 0.2)
     told, clock = list[int](), TurnedClock()
-    monkeypatch.setattr(runner, "time", clock)
+    monkeypatch.setattr(request_runner, "time", clock)
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         worker: FakePrefill | FakeDecode = fakes.prefill if where == "prefill" else fakes.decode
-        monkeypatch.setattr(Generation, "_handle", spying(Generation._handle, told, clock))
+        monkeypatch.setattr(RequestRunner, "_handle", spying(RequestRunner._handle, told, clock))
         worker.gate.clear()
         worker.tells_queued = True
         reading = asyncio.create_task(read(fakes.client.generate(PROMPT)))
@@ -450,13 +450,13 @@ class TurnedClock:
 
 
 def spying(handle: Callable[..., Any], told: list[int], clock: TurnedClock) -> Callable[..., Any]:
-    """``handle``, and the places in line that it was told. Behind each half of the longest silence goes by at once."""
+    """``handle``, and the places in line that it was told. After each half of the longest silence goes by at once."""
 
-    def spy(generation: Generation, index: int | None, event: Any) -> Any:
-        done = handle(generation, index, event)
+    def spy(runner: RequestRunner, index: int | None, event: Any) -> Any:
+        done = handle(runner, index, event)
         if isinstance(event, StillQueued):
             told.append(event.position)
-            clock.now_s += runner.MAX_SILENCE_S / 2
+            clock.now_s += request_runner.MAX_SILENCE_S / 2
         return done
 
     return spy
@@ -491,7 +491,7 @@ async def test_cancelling_frees_everything_at_every_stage(stage: str) -> None:
 
 async def test_leaving_the_iteration_mid_stream_cancels() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
-        fakes.decode.hold_behind = 5
+        fakes.decode.hold_after = 5
         stream = fakes.client.generate(PROMPT)
         async for delta in stream:
             if delta.text:
@@ -521,7 +521,7 @@ async def test_deadlines_travel_and_free_everything(stage: str) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         await stuck(fakes, stage)
         came: list[Any] = {
-            "ticket": fakes.node.opened, "prefill": fakes.prefill.spans, "decode": fakes.decode.submits
+            "ticket": fakes.node.opened, "prefill": fakes.prefill.prefill_ranges, "decode": fakes.decode.submits
         }[stage]  # fmt: skip
         for timeout_s in MORE_AND_MORE_TIME_S:
             with pytest.raises(DeadlineExceeded):
@@ -542,12 +542,12 @@ async def test_the_gateway_keeps_the_deadline_itself() -> None:
         await stuck(fakes, "decode")
         for timeout_s in MORE_AND_MORE_TIME_S:
             try:
-                generation = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=timeout_s)
+                runner = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=timeout_s)
                 break
             except DeadlineExceeded:
                 pass
         with pytest.raises(DeadlineExceeded, match="the request's deadline passed"):
-            await read(generation)
+            await read(runner)
         await fakes.settled()
         with pytest.raises(DeadlineExceeded, match="while it was tokenized"):
             await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT), timeout_s=0.0)
@@ -589,9 +589,9 @@ async def test_a_slow_reader_gets_merged_deltas_and_loses_nothing() -> None:
         core = fakes.gateway.gateway
         from pillion.types import GenerateRequest
 
-        generation = await core.generate(GenerateRequest(text=PROMPT))
-        await until("the end of the request", lambda: generation.ended)
-        (delta,) = [delta async for delta in generation]
+        runner = await core.generate(GenerateRequest(text=PROMPT))
+        await until("the end of the request", lambda: runner.ended)
+        (delta,) = [delta async for delta in runner]
         assert delta.text == line_text(fakes)
         assert delta.token_ids == fakes.decode.script
         assert delta.usage is not None

@@ -36,10 +36,10 @@ def test_a_fetch_moves_the_split_and_never_back(brought: int, cached: int) -> No
     assert (fetch.hold, fetch.wanted, m.state) == (hold(), FetchPlan(5, ("kv-1",)), RequestState.FETCHING)
     after, *rest = m.handle(ev.BlocksFetched(1, brought), 2.0)
     last = [after, *rest][-1]
-    assert isinstance(after, ev.TicketAction)
+    assert isinstance(after, ev.SubmitDecode | ev.RunPrefill)
     assert isinstance(last, ev.SubmitDecode)
     assert last.awaited_blocks == (0 if cached == 20 else 5)
-    assert kinds([after, *rest]) == (["SubmitDecode"] if cached == 20 else ["RunSpan", "SubmitDecode"])
+    assert kinds([after, *rest]) == (["SubmitDecode"] if cached == 20 else ["RunPrefill", "SubmitDecode"])
     assert (after.plan.cached_tokens, m.usage().cached_tokens, m.timings(2.0).admission_ms) == (cached, cached, 500.0)
     assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []
 
@@ -52,7 +52,7 @@ def test_what_an_older_attempt_fetched_counts_for_nothing() -> None:
     m.handle(planned(2, 21, far=5), 2.0)
     m.handle(ev.TicketGranted(2, hold(2), 0), 2.0)
     assert m.handle(ev.BlocksFetched(1, 5), 2.0) == []
-    assert kinds(m.handle(ev.BlocksFetched(2, 1), 3.0)) == ["RunSpan", "SubmitDecode"]
+    assert kinds(m.handle(ev.BlocksFetched(2, 1), 3.0)) == ["RunPrefill", "SubmitDecode"]
     assert m.usage().cached_tokens == 4
 
 
@@ -63,7 +63,7 @@ def cached_of(fakes: FakeCluster, deltas: list) -> int:
     """Return the number of tokens found in the cache, after a check that all counts add up."""
     last = deltas[-1]
     assert last.usage.cached_tokens == last.timings.cached_tokens
-    started = [span.start_tokens for span in fakes.prefill.spans] or [28]
+    started = [prefill_range.start_tokens for prefill_range in fakes.prefill.prefill_ranges] or [28]
     assert started == [last.usage.cached_tokens]
     return last.usage.cached_tokens
 
@@ -84,7 +84,7 @@ async def test_whatever_a_fetch_brings_the_answer_is_the_same(brings: int | Pill
         assert (fetch.epoch, fetch.block_hashes) == (opened.epoch, opened.block_hashes[: 6 * 32])
         assert list(fetch.source_node_ids) == ["kv-1"]
         assert 0 < fetch.timeout_ms <= links.MAX_FETCH_S * 1000
-        assert fakes.prefill.spans[0].ticket_id == fetch.ticket_id == fakes.decode.submits[0].ticket_id
+        assert fakes.prefill.prefill_ranges[0].ticket_id == fetch.ticket_id == fakes.decode.submits[0].ticket_id
         assert not fakes.far_node.opened
         await fakes.settled()
 
@@ -95,7 +95,7 @@ async def test_when_all_is_fetched_nobody_prefills() -> None:
         deltas = await read(fakes.client.generate(PROMPT))
         whole(fakes, deltas, replays=0)
         assert (cached_of(fakes, deltas), deltas[-1].timings.tail_tokens) == (28, 2)
-        assert not fakes.prefill.spans
+        assert not fakes.prefill.prefill_ranges
         await fakes.settled()
 
 
@@ -147,7 +147,7 @@ async def test_nobody_waits_for_a_fetch_that_is_not_wanted_any_more(end: str) ->
         (outcome,) = await asyncio.gather(reading, return_exceptions=True)
         assert isinstance(outcome, DeadlineExceeded if end == "deadline" else asyncio.CancelledError)
         await fakes.settled()
-        assert not fakes.prefill.spans
+        assert not fakes.prefill.prefill_ranges
         assert not fakes.decode.submits
 
 
@@ -190,9 +190,9 @@ async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         for _ in range(2):
             await read(fakes.client.generate(PROMPT, max_tokens=1))
         await fakes.settled()
-    spans = exporter.get_finished_spans()
-    roots = {span.context.span_id for span in spans if span.name == "generate toy"}
-    good, bad = (span for span in spans if span.name == "kv.fetch")
+    prefill_ranges = exporter.get_finished_spans()
+    roots = {prefill_range.context.span_id for prefill_range in prefill_ranges if prefill_range.name == "generate toy"}
+    good, bad = (prefill_range for prefill_range in prefill_ranges if prefill_range.name == "kv.fetch")
     assert {good.parent.span_id, bad.parent.span_id} == roots
     assert good.attributes == {
         "pillion.node": "kv-0",

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import InvalidRequest
-from pillion.gateway.request import message_bounds as bounds
+from pillion.gateway.request import validation as bounds
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS, MAX_REQUEST_BYTES
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES
 from pillion.v1 import common_pb2, gateway_pb2
@@ -78,7 +78,7 @@ LARGE = max(LOOP_BYTES, bounds.MAX_FIELDS) + 1
         (b"\x12\x00" * LARGE, "messages"),
         (b"\x2a\x00" * LARGE, "messages"),
         (b"\xf8\x01\x01" * LARGE, "messages"),
-        # A group, empty, and what is behind it.
+        # A group, empty, and what is after it.
         (b"\x7b\x7c" + b"\x22\x00" * LARGE, "messages"),
         (b"\x79" + bytes(8) + b"\x7d" + bytes(4) + b"\x22\x00" * LARGE, "messages"),
         (field(9, field(2, b"") * LARGE), "messages"),

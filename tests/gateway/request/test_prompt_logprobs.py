@@ -56,9 +56,9 @@ async def test_a_worker_lost_amid_a_prompt_is_replayed_from_there() -> None:
         deltas = await ask(fakes, n=2)
         check_scores(deltas)
         assert [submit.scored_tokens for submit in fakes.decode.submits] == [0, 8, 16]
-        assert [len(submit.forks) for submit in fakes.decode.submits] == [1, 1, 1]
+        assert [len(submit.siblings) for submit in fakes.decode.submits] == [1, 1, 1]
         assert deltas[-1].timings.replays == 2
-        # Behind the first token an answer is replayed without a score.
+        # After the first token an answer is replayed without a score.
         fakes.decode.submits.clear()
         fakes.decode.break_after = 3
         deltas = await ask(fakes, n=2)

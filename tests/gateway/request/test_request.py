@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from pillion.errors import Internal, InvalidRequest, NotFound, Overloaded, PillionError, Unavailable
-from pillion.gateway.planning.cluster_snapshot import ClusterSnapshot, parse_policy
+from pillion.gateway.planning.cluster_view import ClusterSnapshot, parse_policy
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.request import events as ev
 from pillion.gateway.request import request_machine as module
@@ -64,7 +64,7 @@ def kinds(actions) -> list[str]:
 
 def to_decoding(m: RequestMachine, attempt: int = 1, now: float = 1.0) -> ev.SubmitDecode:
     """Through plan and ticket, everything cached."""
-    m.handle(planned(attempt, len(m.tokens()), 99), now)
+    m.handle(planned(attempt, len(m.tokens())), now)
     (submit,) = m.handle(ev.TicketGranted(attempt, hold(attempt), 99), now)
     assert isinstance(submit, ev.SubmitDecode)
     return submit
@@ -80,14 +80,18 @@ def test_a_whole_life() -> None:
     (opened,) = m.handle(planned(1, 21), 10.1)
     assert isinstance(opened, ev.OpenTicket)
     assert opened.plan.total_blocks == 6
-    span, submit = m.handle(ev.TicketGranted(1, hold(), 1), 10.2)
-    assert isinstance(span, ev.RunSpan)
+    prefill_range, submit = m.handle(ev.TicketGranted(1, hold(), 1), 10.2)
+    assert isinstance(prefill_range, ev.RunPrefill)
     assert isinstance(submit, ev.SubmitDecode)
     assert (submit.token_ids, submit.awaited_blocks) == (m.prompt, 5)
-    assert (span.plan.cached_tokens, span.plan.split_tokens, span.plan.chunks) == (4, 20, (8, 8))
+    assert (prefill_range.plan.cached_tokens, prefill_range.plan.split_tokens, prefill_range.plan.chunks) == (
+        4,
+        20,
+        (8, 8),
+    )
     assert m.handle(ev.ChunkAcked(1, ack(0, 12)), 10.4) == []
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 10.5) == []
-    assert m.handle(ev.SpanEnded(1, 20), 10.5) == []
+    assert m.handle(ev.PrefillEnded(1, 20), 10.5) == []
     assert m.handle(ev.TokensSampled(1, (1, 2)), 10.7) == [ev.Emit((1, 2))]
     assert m.handle(ev.TokensSampled(1, (3,)), 10.8) == [ev.Emit((3,))]
     done = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=3.0, preemptions=2, guessed_tokens=9, accepted_tokens=5)
@@ -117,6 +121,52 @@ def test_everything_cached_needs_no_prefill() -> None:
     m = machine()
     submit = to_decoding(m)
     assert (submit.plan.split_tokens, m.timings(2.0).tail_tokens, m.timings(2.0).prefill_worker) == (20, 1, "")
+
+
+def opening(hits: int = 5) -> RequestMachine:
+    """All whole blocks are believed to be there, so the decode worker opens the ticket."""
+    m = machine(arrived=1.0)
+    (submit,) = m.handle(planned(1, 21, hits), 1.0)
+    assert isinstance(submit, ev.SubmitDecode)
+    assert (submit.hold, submit.awaited_blocks, m.state) == (None, 0, RequestState.OPENING)
+    return m
+
+
+def test_where_nothing_is_split_or_fetched_the_decode_worker_opens_the_ticket() -> None:
+    m = opening()
+    assert m.handle(ev.StillQueued(1, 3), 1.5) == []
+    assert m.handle(ev.TicketAdopted(1, 5), 2.0) == []
+    assert m.handle(ev.TokensSampled(1, (1,)), 2.5) == [ev.Emit((1,))]
+    assert m.handle(ev.DecodeFinished(1, FinishReason.STOP, None), 3.0) == [ev.Finish(FinishReason.STOP)]
+    assert (m.usage().cached_tokens, m.timings(3.0).admission_ms, m.timings(3.0).tail_tokens) == (20, 1000.0, 1)
+    for split in (planned(1, 21, 4), planned(1, 21, 4, "colocated", far=5)):
+        assert kinds(machine().handle(split, 1.0)) == ["OpenTicket"]
+    assert kinds(machine().handle(planned(1, 21, 4, "colocated"), 1.0)) == ["SubmitDecode"]
+
+
+def test_where_less_is_pinned_the_gateway_opens_the_ticket_in_the_same_attempt() -> None:
+    m = opening()
+    lost = ev.DecodeLost(1, NotFound("2 of 5 blocks are here"), True)
+    # Its turn in the node's line for memory has come before.
+    assert m.handle(lost, 2.0) == [ev.OpenTicket(1, m.plan, resume=True)]
+    assert m.handle(ev.TicketAdopted(1, 5), 2.0) == []
+    assert kinds(m.handle(ev.TicketGranted(1, hold(), 2), 2.5)) == ["Fetch"]
+    assert kinds(m.handle(ev.BlocksFetched(1, 2), 2.5)) == ["RunPrefill", "SubmitDecode"]
+    assert (m.attempt, m.usage().cached_tokens) == (1, 8)
+    # It is too late for it where the worker has kept the ticket.
+    m = opening()
+    assert m.handle(ev.TicketAdopted(1, 2), 2.0) == []
+    assert m.timings(2.0).plan_reason.endswith("not split any more, for the decode worker has the ticket")
+    assert (m.state, m.timings(2.0).tail_tokens, m.timings(2.0).prefill_chunks) == (RequestState.DECODING, 13, 0)
+
+
+def test_a_ticket_that_the_decode_worker_does_not_get() -> None:
+    m, full = opening(), Overloaded("no KV memory came free", 1000)
+    assert m.handle(ev.DecodeLost(1, full, False), 2.0) == [ev.Fail(full)]
+    m = opening()
+    (look_up,) = m.handle(ev.DecodeLost(1, GONE, True), 2.0)
+    assert (look_up.attempt, look_up.avoid) == (2, frozenset({"decode-0"}))
+    assert kinds(opening().handle(ev.AttemptSilent(1), 400.0)) == ["CancelDecode", "LookUp"]
 
 
 # ---- losses ------------------------------------------------------------------------------------------------------
@@ -156,19 +206,19 @@ def test_a_lost_stream_is_replayed_with_what_was_emitted() -> None:
 
 
 @pytest.mark.parametrize(("last", "reason"), [((1, EOS), FinishReason.STOP), ((1, 2, 3, 4, 5), FinishReason.LENGTH)])
-def test_a_worker_lost_behind_its_last_token_is_no_loss(last: tuple[int, ...], reason: FinishReason) -> None:
+def test_a_worker_lost_after_its_last_token_is_no_loss(last: tuple[int, ...], reason: FinishReason) -> None:
     m = machine()
     to_decoding(m)
     m.handle(ev.TokensSampled(1, last), 2.0)
     assert m.handle(ev.DecodeLost(1, GONE, True), 3.0)[-1] == ev.Finish(reason)
 
 
-def test_a_lost_span_is_replanned_without_its_worker() -> None:
+def test_a_lost_prefill_range_is_replanned_without_its_worker() -> None:
     m = machine()
     m.handle(planned(1, 21), 1.0)
     m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
     m.handle(ev.ChunkAcked(1, ack(0, 8)), 1.0)
-    actions = m.handle(ev.SpanLost(1, GONE, True), 1.0)
+    actions = m.handle(ev.PrefillLost(1, GONE, True), 1.0)
     assert kinds(actions) == ["CancelDecode", "ReleaseTicket", "LookUp"]
     assert isinstance(actions[2], ev.LookUp)
     assert actions[2].avoid == frozenset({"prefill-0"})
@@ -176,16 +226,16 @@ def test_a_lost_span_is_replanned_without_its_worker() -> None:
 
 
 def plan_is_colocated(m: RequestMachine, look_up: ev.LookUp) -> bool:
-    m.handle(planned(look_up.attempt, len(look_up.token_ids), 2, avoid=look_up.avoid), 2.0)
-    return kinds(m.handle(ev.TicketGranted(look_up.attempt, hold(2), 2), 2.0)) == ["SubmitDecode"]
+    actions = m.handle(planned(look_up.attempt, len(look_up.token_ids), 2, avoid=look_up.avoid), 2.0)
+    return kinds(actions) == ["SubmitDecode"] and m.state is RequestState.OPENING
 
 
 @pytest.mark.parametrize(("ended", "split"), [(0, 4), (12, 12), (15, 12), (20, 20), (99, 20)])
-def test_what_a_span_leaves_is_the_decode_workers(ended: int, split: int) -> None:
+def test_what_a_prefill_range_leaves_is_the_decode_workers(ended: int, split: int) -> None:
     m = machine()
     m.handle(planned(1, 21, components=REMOTE), 1.0)
-    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunSpan"]
-    (submit,) = m.handle(ev.SpanEnded(1, ended), 1.0)
+    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunPrefill"]
+    (submit,) = m.handle(ev.PrefillEnded(1, ended), 1.0)
     assert isinstance(submit, ev.SubmitDecode)
     assert (submit.plan.cached_tokens, submit.plan.split_tokens, sum(submit.plan.chunks)) == (4, split, split - 4)
     assert ("ended" in submit.plan.reason) == (split < 20)
@@ -193,20 +243,22 @@ def test_what_a_span_leaves_is_the_decode_workers(ended: int, split: int) -> Non
 
 
 def prefilling() -> RequestMachine:
-    """A span of two chunks and its stream are under way, the first chunk is acknowledged."""
+    """A prefill range of two chunks and its stream are under way, the first chunk is acknowledged."""
     m = machine()
     m.handle(planned(1, 21), 1.0)
-    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunSpan", "SubmitDecode"]
+    assert kinds(m.handle(ev.TicketGranted(1, hold(), 1), 1.0)) == ["RunPrefill", "SubmitDecode"]
     m.handle(ev.ChunkAcked(1, ack(0, 12)), 1.5)
     return m
 
 
 @pytest.mark.parametrize(
     ("late", "left"),
-    [(ev.ChunkAcked(1, ack(1, 20)), ["CancelDecode", "StopWork"]), (ev.SpanEnded(1, 20), ["CancelDecode"]),
-     (ev.SpanLost(1, GONE, True), ["CancelDecode"])],
+    [(ev.ChunkAcked(1, ack(1, 20)), ["CancelDecode", "StopWork"]), (ev.PrefillEnded(1, 20), ["CancelDecode"]),
+     (ev.PrefillLost(1, GONE, True), ["CancelDecode"])],
 )  # fmt: skip
-def test_a_stream_that_speaks_before_the_spans_last_word_has_all_its_chunks(late: ev.Event, left: list[str]) -> None:
+def test_a_stream_that_speaks_before_the_prefill_ranges_last_word_has_all_its_chunks(
+    late: ev.Event, left: list[str]
+) -> None:
     m = prefilling()
     assert m.handle(ev.TicketAdopted(1), 2.0) == [ev.ReleaseTicket(hold())]
     assert m.state is RequestState.DECODING
@@ -216,7 +268,7 @@ def test_a_stream_that_speaks_before_the_spans_last_word_has_all_its_chunks(late
     assert kinds(m.handle(ev.RequestCancelled(), 3.0)) == [*left, "Fail"]
 
 
-def test_an_answer_that_ends_before_the_spans_last_acknowledgement_leaves_it_a_moment() -> None:
+def test_an_answer_that_ends_before_the_prefill_ranges_last_acknowledgement_leaves_it_a_moment() -> None:
     m = prefilling()
     m.handle(ev.TokensSampled(1, (7,)), 2.0)
     finished = m.handle(ev.DecodeFinished(1, FinishReason.LENGTH, None), 2.0)
@@ -224,12 +276,12 @@ def test_an_answer_that_ends_before_the_spans_last_acknowledgement_leaves_it_a_m
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 2.1) == []
 
 
-def test_a_stream_lost_before_its_chain_is_there_lets_the_span_go_on() -> None:
+def test_a_stream_lost_before_its_chain_is_there_lets_the_prefill_range_go_on() -> None:
     """Its blocks are computed once: the next attempt, which begins when they are there, finds them."""
     m = prefilling()
     assert m.handle(ev.DecodeLost(1, GONE, True), 2.0) == []
     assert m.handle(ev.ChunkAcked(1, ack(1, 20)), 3.0) == []
-    released, look_up = m.handle(ev.SpanEnded(1, 20), 3.0)
+    released, look_up = m.handle(ev.PrefillEnded(1, 20), 3.0)
     assert released == ev.ReleaseTicket(hold())
     assert look_up == ev.LookUp(2, m.prompt, frozenset({"decode-0"}), module.FIRST_RETRY_DELAY_MS)
     submit = to_decoding(m, 2)
@@ -238,10 +290,10 @@ def test_a_stream_lost_before_its_chain_is_there_lets_the_span_go_on() -> None:
     assert (timings.prefilled_tokens, timings.replays) == (16, 1)
 
 
-def test_a_span_that_goes_on_without_its_stream_can_be_lost_or_cancelled_too() -> None:
+def test_a_prefill_range_that_goes_on_without_its_stream_can_be_lost_or_cancelled_too() -> None:
     m = prefilling()
     m.handle(ev.DecodeLost(1, GONE, True), 2.0)
-    *_, look_up = m.handle(ev.SpanLost(1, GONE, True), 3.0)
+    *_, look_up = m.handle(ev.PrefillLost(1, GONE, True), 3.0)
     assert look_up == ev.LookUp(2, m.prompt, frozenset({"decode-0", "prefill-0"}), module.FIRST_RETRY_DELAY_MS)
     m = prefilling()
     m.handle(ev.DecodeLost(1, GONE, True), 2.0)
@@ -250,9 +302,9 @@ def test_a_span_that_goes_on_without_its_stream_can_be_lost_or_cancelled_too() -
     assert kinds(m.handle(ev.DecodeLost(1, InvalidRequest("defect"), False), 2.0))[-1] == "Fail"
 
 
-def test_a_span_that_ends_early_leaves_nobody_waiting() -> None:
+def test_a_prefill_range_that_ends_early_leaves_nobody_waiting() -> None:
     m = prefilling()
-    assert kinds(m.handle(ev.SpanEnded(1, 12), 2.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
+    assert kinds(m.handle(ev.PrefillEnded(1, 12), 2.0)) == ["CancelDecode", "ReleaseTicket", "LookUp"]
 
 
 def test_attempts_are_bounded() -> None:
@@ -343,7 +395,7 @@ def test_a_new_request_waits_for_the_workers_of_a_node_that_is_back() -> None:
     assert to_decoding(m, 2).attempt == 2
 
 
-@pytest.mark.parametrize("lost", [ev.DecodeLost, ev.SpanLost])
+@pytest.mark.parametrize("lost", [ev.DecodeLost, ev.PrefillLost])
 def test_a_worker_on_its_way_back_costs_time_and_no_attempt(lost: type[ev.AttemptLoss]) -> None:
     """Only the time in which the request looks for components counts: what was computed between took its own."""
     m, now = machine(attempts=2), 0.0
@@ -408,7 +460,7 @@ def follower(max_tokens: int = 5) -> RequestMachine:
     return RequestMachine(tuple(range(100, 121)), max_tokens, frozenset({EOS}), 4, 0.0, follows=True)
 
 
-def test_a_follower_has_no_work_of_its_own_until_it_is_lost_behind_the_first_token() -> None:
+def test_a_follower_has_no_work_of_its_own_until_it_is_lost_after_the_first_token() -> None:
     m = follower()
     assert m.start() == []
     assert m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0) == []
@@ -440,7 +492,7 @@ def test_a_loss_before_the_first_token_is_not_the_followers_business() -> None:
     assert m.attempt == 2
 
 
-def test_a_fork_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
+def test_a_sibling_that_was_lost_alone_is_tried_again_once_the_first_answer_has_a_token() -> None:
     m = follower()
     m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     m.handle(ev.DecodeLost(1, GONE, True), 1.0)
@@ -476,7 +528,7 @@ def test_ending_frees_everything_in_every_state(event: ev.Event, state: RequestS
     m = machine()
     m.start()
     expected = {RequestState.FOLLOWING: ["CancelDecode", "Fail"], RequestState.PLANNING: ["StopWork", "Fail"],
-                RequestState.PINNING: ["StopWork", "Fail"],
+                RequestState.OPENING: ["CancelDecode", "Fail"], RequestState.PINNING: ["StopWork", "Fail"],
                 RequestState.FETCHING: ["StopWork", "ReleaseTicket", "Fail"],
                 RequestState.PREFILLING: ["CancelDecode", "StopWork", "ReleaseTicket", "Fail"],
                 RequestState.DECODING: ["CancelDecode", "ReleaseTicket", "Fail"], RequestState.DONE: []}  # fmt: skip
@@ -484,7 +536,7 @@ def test_ending_frees_everything_in_every_state(event: ev.Event, state: RequestS
         m = follower()
         m.handle(ev.LeaderSubmitted(1, planned(1, 21).plan), 1.0)
     if state is not RequestState.PLANNING:
-        m.handle(planned(1, 21, 1 if state is RequestState.FETCHING else 0), 1.0)
+        m.handle(planned(1, 21, {RequestState.FETCHING: 1, RequestState.OPENING: 5}.get(state, 0)), 1.0)
     if state in (RequestState.FETCHING, RequestState.PREFILLING):
         m.handle(ev.TicketGranted(1, hold(), 0), 1.0)
     if state in (RequestState.DECODING, RequestState.DONE):

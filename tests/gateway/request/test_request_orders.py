@@ -42,7 +42,9 @@ class RequestWorld:
                 self.emitted.extend(action.token_ids)
             elif isinstance(action, ev.Finish | ev.Fail):
                 self.ends.append(action)
-            elif isinstance(action, ev.SubmitDecode | ev.RunSpan | ev.Fetch):
+            elif isinstance(action, ev.SubmitDecode) and action.hold is None:
+                assert self.machine.state is RequestState.OPENING
+            elif isinstance(action, ev.SubmitDecode | ev.RunPrefill | ev.Fetch):
                 assert action.hold in self.opened
                 assert action.hold not in self.released
             if isinstance(action, ev.SubmitDecode):
@@ -75,7 +77,7 @@ class RequestWorld:
                 self.sent[attempt] = at + count
                 return ev.TokensSampled(attempt, tuple(token_at(p) for p in range(at, at + count)))
             case "adopted":
-                return ev.TicketAdopted(attempt)
+                return ev.TicketAdopted(attempt, draw(st.integers(0, 9)))
             case "finished":
                 return ev.DecodeFinished(attempt, FinishReason.LENGTH, None)
             case "stop":
@@ -86,12 +88,12 @@ class RequestWorld:
                 return ev.DeadlinePassed()
             case "silent":
                 return ev.AttemptSilent(attempt)
-            case "spanended":
-                return ev.SpanEnded(attempt, draw(st.integers(0, 40)))
+            case "prefillended":
+                return ev.PrefillEnded(attempt, draw(st.integers(0, 40)))
         lost = {
             "planfailed": partial(ev.PlanFailed, patience_s=60.0),
             "ticketlost": ev.TicketLost,
-            "spanlost": ev.SpanLost,
+            "prefilllost": ev.PrefillLost,
             "decodelost": ev.DecodeLost,
         }
         return lost[choice](attempt, error, draw(st.booleans()))
@@ -103,12 +105,12 @@ COMMON = [
     "fetched",
     "acked",
     "acked",
-    "spanended",
+    "prefillended",
     "tokens",
     "tokens",
     "tokens",
     "decodelost",
-    "spanlost",
+    "prefilllost",
 ]
 EVENTS = COMMON * 3 + [
     "adopted",

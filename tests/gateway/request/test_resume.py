@@ -1,4 +1,4 @@
-"""Streams whose connection breaks at any message go on behind it, and say what undisturbed ones say."""
+"""Streams whose connection breaks at any message go on after it, and say what undisturbed ones say."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 class Cutter(gateway_pb2_grpc.GatewayServicer):
-    """A gateway's connection that breaks: call by call behind as many messages as ``cuts`` says, then never again.
+    """A gateway's connection that breaks: call by call after as many messages as ``cuts`` says, then never again.
 
-    A request called "once-3" breaks behind three messages and then no more, one called "each-3" breaks every time, and
-    one called "end" behind its last message. ``interrupted``: requests that broke before their last message.
+    A request called "once-3" breaks after three messages and then no more, one called "each-3" breaks every time, and
+    one called "end" after its last message. ``interrupted``: requests that broke before their last message.
     """
 
     def __init__(self, gateway: grpc.aio.Channel) -> None:
@@ -110,7 +110,7 @@ async def test_a_stream_goes_on_wherever_it_is_cut() -> None:
             undisturbed = await read(client, **fields)
             wanted, messages = whole(undisturbed), len(undisturbed)
             assert wanted.finished
-            # Behind each message, the last one too; and again and again behind one message. How many messages a stream
+            # After each message, the last one too; and again and again after one message. How many messages a stream
             # has depends on what comes while the reader is busy.
             labels = [*(f"once-{cut}" for cut in range(1, messages)), "end", "each-1"]
             cutter.requests.clear()
@@ -121,7 +121,7 @@ async def test_a_stream_goes_on_wherever_it_is_cut() -> None:
                 assert {delta.request_id for delta in deltas} == {label}
                 calls = sum(request.request_id == label for request in cutter.requests)
                 if label != "each-1":
-                    # Nothing is asked for behind the last message.
+                    # Nothing is asked for after the last message.
                     assert calls == 1 + (label in cutter.interrupted)
                 assert deltas[-1].timings is not None
                 assert deltas[-1].timings.replays == calls - 1

@@ -12,8 +12,8 @@ import pytest
 
 from pillion import DeadlineExceeded, Delta, FinishReason, InvalidRequest, Overloaded, Unavailable
 from pillion.errors import NotFound
-from pillion.gateway.request import runner
-from pillion.gateway.request.runner import Generation
+from pillion.gateway.request import request_runner
+from pillion.gateway.request.request_runner import RequestRunner
 from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.types import GenerateRequest, SamplingParams, StructuredOutputs
 from testbed.conditions import until
@@ -69,20 +69,20 @@ async def test_one_prompt_one_prefill_three_streams() -> None:
         whole(deltas, *TEXTS)
         assert len({delta.index for delta in deltas[:12]}) == 3, "they come mixed"
         (submit,) = fakes.decode.submits
-        assert [fork.seed for fork in submit.forks] == [SEED + 1, SEED + 2]
-        assert len({submit.key, *(fork.key for fork in submit.forks)}) == 3
-        assert (len(fakes.node.opened), len(fakes.prefill.spans)) == (1, 1)
+        assert [sibling.seed for sibling in submit.siblings] == [SEED + 1, SEED + 2]
+        assert len({submit.key, *(sibling.key for sibling in submit.siblings)}) == 3
+        assert (len(fakes.node.opened), len(fakes.prefill.prefill_ranges)) == (1, 1)
         assert deltas[-1].timings.replays == 0
         await fakes.settled()
         status = await fakes.client.status()
         assert (status.prompt_tokens, status.completion_tokens) == (30, deltas[-1].usage.completion_tokens)
 
 
-async def test_one_answer_forks_nothing() -> None:
+async def test_one_answer_siblings_nothing() -> None:
     async with running_fake_cluster() as fakes:
         await read(fakes.client.generate(PROMPT))
         await read(fakes.client.generate(PROMPT, n=1, best_of=1))
-        assert [len(submit.forks) for submit in fakes.decode.submits] == [0, 0]
+        assert [len(submit.siblings) for submit in fakes.decode.submits] == [0, 0]
         await fakes.settled()
 
 
@@ -90,7 +90,7 @@ async def test_a_drawn_seed_makes_different_answers_too() -> None:
     async with running_fake_cluster() as fakes:
         await read(fakes.client.generate(PROMPT, n=4))
         (submit,) = fakes.decode.submits
-        assert len({submit.sampling.seed, *(fork.seed for fork in submit.forks)}) == 4
+        assert len({submit.sampling.seed, *(sibling.seed for sibling in submit.siblings)}) == 4
         await fakes.settled()
 
 
@@ -101,7 +101,7 @@ async def test_a_stop_string_ends_its_own_answer_only() -> None:
         assert texts_of(deltas) == [TEXTS[0], TEXTS[1], "I think: Paris"]
         assert deltas[-1].usage.completion_tokens == len(script_of(TEXTS[0])) + len(script_of(TEXTS[1])) + 15
         await fakes.settled()
-        assert fakes.decode.cancelled == [fakes.decode.submits[0].forks[1].key]
+        assert fakes.decode.cancelled == [fakes.decode.submits[0].siblings[1].key]
 
 
 async def test_the_first_answer_may_end_first() -> None:
@@ -146,7 +146,11 @@ async def test_a_worker_lost_before_the_first_token_is_the_first_answers_busines
         assert deltas[-1].timings.replays == 1
         first, second = fakes.decode.submits
         assert (first.attempt, second.attempt) == (1, 2)
-        assert [fork.seed for fork in second.forks] == [fork.seed for fork in first.forks] == [SEED + 1, SEED + 2]
+        assert (
+            [sibling.seed for sibling in second.siblings]
+            == [sibling.seed for sibling in first.siblings]
+            == [SEED + 1, SEED + 2]
+        )
         assert len(fakes.node.opened) == 2
         await fakes.settled()
 
@@ -181,7 +185,7 @@ async def test_what_a_worker_says_of_the_grammar_names_the_clients_field() -> No
 
 
 @pytest.mark.parametrize("after", [2, 3, 4, 9, 60])
-async def test_a_worker_lost_behind_the_first_token_is_everybodys(after: int) -> None:
+async def test_a_worker_lost_after_the_first_token_is_everybodys(after: int) -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.break_after = after
@@ -190,30 +194,30 @@ async def test_a_worker_lost_behind_the_first_token_is_everybodys(after: int) ->
         # Those that had not begun go on like those that had: from the prompt, each with its own seed.
         assert sorted(submit.sampling.seed for submit in others) == [SEED, SEED + 1, SEED + 2]
         assert {submit.attempt for submit in others} == {2}
-        assert not any(submit.forks for submit in others)
+        assert not any(submit.siblings for submit in others)
         assert sum(len(submit.token_ids) - 30 for submit in others) == after - 1
         assert all(opened.resume for opened in fakes.node.opened[1:])
         await fakes.settled()
 
 
 @pytest.mark.parametrize("times", [1, 2])
-async def test_a_refused_submit_is_forked_again(times: int) -> None:
+async def test_a_refused_submit_gets_its_siblings_again(times: int) -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.decode.refusals = [(NotFound.code, True)] * times
         whole(await read(ask(fakes)), *TEXTS)
-        assert [len(submit.forks) for submit in fakes.decode.submits] == [2] * (times + 1)
+        assert [len(submit.siblings) for submit in fakes.decode.submits] == [2] * (times + 1)
         await fakes.settled()
 
 
-async def test_a_lost_span_costs_one_more_plan() -> None:
+async def test_a_lost_prefill_range_costs_one_more_plan() -> None:
     async with running_fake_cluster() as fakes:
         tell(fakes, *TEXTS)
         fakes.prefill.failures = [(1, Unavailable("gone"))]
         whole(await read(ask(fakes)), *TEXTS)
-        # The first plan's streams, which wait for the span's blocks, are cancelled.
+        # The first plan's streams, which wait for the prefill range's blocks, are cancelled.
         assert [submit.attempt for submit in fakes.decode.submits] == [1, 2]
-        assert len(fakes.decode.cancelled) == 1 + len(fakes.decode.submits[0].forks)
+        assert len(fakes.decode.cancelled) == 1 + len(fakes.decode.submits[0].siblings)
         await fakes.settled()
 
 
@@ -242,31 +246,31 @@ async def test_one_answer_that_fails_for_good_ends_the_request() -> None:
 
 
 async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner, "MAX_SILENCE_S", 0.3)
+    monkeypatch.setattr(request_runner, "MAX_SILENCE_S", 0.3)
     async with running_fake_cluster("x" * 200) as fakes:
         fakes.decode.pace_s = 0.02
-        now_s, handle = time.monotonic(), Generation._handle
+        now_s, handle = time.monotonic(), RequestRunner._handle
 
-        def counted(generation: Generation, index: int | None, event: Any) -> Any:
+        def counted(runner: RequestRunner, index: int | None, event: Any) -> Any:
             """Ten words of the answers are the longest silence, however long they take."""
             nonlocal now_s
-            done = handle(generation, index, event)
-            now_s += runner.MAX_SILENCE_S / 10
+            done = handle(runner, index, event)
+            now_s += request_runner.MAX_SILENCE_S / 10
             return done
 
-        monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: now_s))
-        monkeypatch.setattr(Generation, "_handle", counted)
+        monkeypatch.setattr(request_runner, "time", SimpleNamespace(monotonic=lambda: now_s))
+        monkeypatch.setattr(RequestRunner, "_handle", counted)
         asked = SamplingParams(seed=SEED, n=2)
-        generation = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT, sampling=asked))
-        while not ((delta := await anext(generation)).index == 1 and delta.token_ids):
+        runner = await fakes.gateway.gateway.generate(GenerateRequest(text=PROMPT, sampling=asked))
+        while not ((delta := await anext(runner)).index == 1 and delta.token_ids):
             pass
         # The second answer's stream goes silent: as if its worker had forgotten it.
-        second = fakes.decode.submits[0].forks[0].key
+        second = fakes.decode.submits[0].siblings[0].key
         fakes.decode.silent.add(second)
         await until("two submits", lambda: len(fakes.decode.submits) == 2)
         assert fakes.decode.submits[1].sampling.seed == SEED + 1
         assert fakes.decode.cancelled == [second], "the first answer goes on"
-        generation.cancel()
+        runner.cancel()
         await fakes.settled()
 
 
@@ -277,7 +281,7 @@ async def test_an_answer_that_hangs_is_not_excused_by_the_others(monkeypatch: py
 async def test_a_client_that_leaves_frees_all_streams(tokens: int) -> None:
     async with running_fake_cluster("z" * 200) as fakes:
         if tokens:
-            fakes.decode.hold_behind = tokens
+            fakes.decode.hold_after = tokens
         else:
             fakes.decode.gate.clear()
         stream = ask(fakes, n=4)
@@ -291,7 +295,7 @@ async def test_a_client_that_leaves_frees_all_streams(tokens: int) -> None:
             await asyncio.gather(reading, return_exceptions=True)
         await fakes.settled()
         (submit,) = fakes.decode.submits
-        assert sorted(fakes.decode.cancelled) == sorted([submit.key, *(fork.key for fork in submit.forks)])
+        assert sorted(fakes.decode.cancelled) == sorted([submit.key, *(sibling.key for sibling in submit.siblings)])
 
 
 async def test_a_deadline_frees_all_streams() -> None:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.planning.plan_cost import StepModel
+from pillion.engine.scheduling.step_model import StepModel
 from pillion.gateway.scaling.objectives import Objectives
 from pillion.gateway.scaling.worker_needs import (
     DecodeNeeds,
@@ -17,7 +17,7 @@ from pillion.gateway.scaling.worker_needs import (
     PlannedPrompt,
     PrefillNeeds,
     TypicalWorker,
-    span_s,
+    range_s,
 )
 from tests.support.examples import examples
 from tests.support.planner_components import COST
@@ -35,7 +35,7 @@ def prefills(prompts: Any = PROMPTS, goals: Objectives = GOALS) -> PrefillNeeds:
 
 
 def decodes(worker: TypicalWorker = DECODE, prompts: Any = PROMPTS, answers: Any = ANSWERS) -> DecodeNeeds:
-    return DecodeNeeds(worker, prompts, answers, [span_s(PREFILL, one) for one in prompts], GOALS)
+    return DecodeNeeds(worker, prompts, answers, [range_s(PREFILL, one) for one in prompts], GOALS)
 
 
 prompt_lists = st.lists(

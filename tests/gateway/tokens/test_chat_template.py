@@ -169,6 +169,33 @@ async def test_output_and_memory_have_bounds_of_their_own(template, monkeypatch:
     assert await template("{{ 'x' * 50 }}").render(MESSAGES) == "x" * 50
 
 
+@pytest.mark.parametrize(
+    "strict",
+    [
+        # As templates of Qwen 3.5 and of Mistral refuse.
+        "{% if m.role == 'system' and not loop.first %}{{ raise_exception('must be at the beginning') }}{% endif %}",
+        "{% if loop.previtem and m.role != 'assistant' and loop.previtem.role == m.role %}"
+        "{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% if m.role == 'system' and not loop.first %}{{ raise_exception('only at first') }}{% endif %}",
+        # As templates of Qwen3-VL and Yi leave out what they do not know.
+        "{% if m.role == 'system' and not loop.first %}{% continue %}{% endif %}",
+    ],
+)
+async def test_what_agents_write_is_joined_where_a_template_wants_one(template, strict: str) -> None:
+    source = "{% for m in messages %}" + strict + "[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
+    codex = [("system", "A"), ("system", "B"), ("user", "c"), ("user", "d"), ("assistant", "e"), ("tool", "f")]
+    claude = [("system", "A"), ("user", "b"), ("system", "C"), ("assistant", "d"), ("user", "e"), ("system", "F")]
+    for turns, text in ((codex, "[s]A\n\nB[u]c\n\nd[a]e[t]f"), (claude, "[s]A[u]b\n\nC[a]d[u]e\n\nF")):
+        messages = [ChatMessage(role, content) for role, content in turns]
+        assert await template(source).render(messages) == text
+        # The prompt of an earlier turn is the beginning of this one's.
+        assert text.startswith(await template(source).render(messages[:5] if turns is codex else messages[:3]))
+    # A template that takes them has them as they came.
+    lenient = "{% for m in messages %}[{{ m.role[0] }}]{{ m.content }}{% endfor %}"
+    messages = [ChatMessage(role, content) for role, content in claude]
+    assert await template(lenient).render(messages) == "[s]A[u]b[s]C[a]d[u]e[s]F"
+
+
 async def test_a_template_may_refuse_in_its_own_words(template) -> None:
     box = template("{% if messages|length > 1 %}{{ raise_exception('one at a time') }}{% endif %}ok")
     with pytest.raises(InvalidRequest, match="refuses this conversation: one at a time"):

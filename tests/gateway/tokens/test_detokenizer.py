@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.tokens.detokenizer import Spellings, new_detokenizer
+from pillion.gateway.tokens.answer_text import Spellings, new_detokenizer
 from testbed.toy_tokenizer import byte_tokenizer, fallback_tokenizer
 from tests.support.examples import examples
 
@@ -95,7 +95,7 @@ def test_special_and_unknown_tokens_are_no_text(codec) -> None:
     assert "".join(stream(codec, mixed)) == full(codec, mixed) == "Hello"
 
 
-def test_a_space_behind_a_special_token_is_kept() -> None:
+def test_a_space_after_a_special_token_is_kept() -> None:
     ids = [FALLBACK.token_to_id(t) for t in ("▁Hello", "<s>", "▁world")]
     assert "".join(stream(FALLBACK, ids)) == full(FALLBACK, ids) == "Hello world"
 

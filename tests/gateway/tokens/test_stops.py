@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.gateway.tokens.answer_text import AnswerText
-from pillion.gateway.tokens.detokenizer import new_detokenizer
-from pillion.gateway.tokens.stops import StopMatcher, StopStrings, stop_strings
+from pillion.gateway.tokens.answer_text import AnswerText, StopMatcher, StopStrings, new_detokenizer, stop_strings
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.examples import examples
 
@@ -36,7 +34,7 @@ def test_equals_the_plain_definition_however_the_text_is_cut(text: str, stops: l
     for size in [*cuts, len(text)]:
         piece, rest = rest[:size], rest[size:]
         got += matcher.push(piece)
-        assert final.startswith(got), "text behind a stop string, or part of one, leaked"
+        assert final.startswith(got), "text after a stop string, or part of one, leaked"
         held = 0 if matcher.stopped else len(text) - len(rest) - len(got)
         assert held < max(map(len, stops), default=1)
     if not matcher.stopped:

@@ -1,4 +1,4 @@
-"""Whose job has the next thread: fair between tenants, and never a small one behind megabytes."""
+"""A free thread goes to the tenants in turn, and no small job waits for megabytes of another one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from pillion.errors import Overloaded
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.gateway.tokens.thread_turns import SMALL_JOB_BYTES, ThreadTurns
+from pillion.gateway.admission.turns import SMALL_JOB_BYTES, ThreadTurns
 from pillion.gateway.tokens.tokenizer import JobAbandoned, TokenizerPool, check_wanted
 from testbed.conditions import WITHIN_S, until
 

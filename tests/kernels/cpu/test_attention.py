@@ -35,6 +35,11 @@ PAIRS, FLOATS = replace(SMALL, codes="fp8_e4m3"), replace(WIDE, codes="int8")
 SPECS = [spec for shape in (SMALL, WIDE) for pair in OPTIONS for spec in (Attention(shape, *pair),)]
 SPECS += [AttentionMerge(shape, window) for shape in (SMALL, WIDE) for window in (False, True)]
 SPECS += [Attention(PAIRS), AttentionMerge(PAIRS), Attention(FLOATS, True, True), AttentionMerge(FLOATS, True)]
+SPECS += [
+    spec
+    for shape, capped in ((SMALL, False), (WIDE, True), (PAIRS, False), (FLOATS, True))
+    for spec in (Attention(shape, capped, capped, True), AttentionMerge(shape, capped, True))
+]
 SIZES = [
     AttentionShape(16, 1, 16, True),
     AttentionShape(64, 16, 16, True),
@@ -74,14 +79,14 @@ def planned(runner, case, *, threads=2, window=0, partial_rows=PARTIAL_ROWS):
     return CpuAttentionPlanner(case.shape.group, counts, KV_HEADS, threads, partial_rows, window).plan(case.batch)
 
 
-def attend(runner, case, *, window=0, softcap=0.0, threads=3, plan_threads=2, partial_rows=PARTIAL_ROWS):
+def attend(runner, case, *, window=0, softcap=0.0, sinks=None, threads=3, plan_threads=2, partial_rows=PARTIAL_ROWS):
     plan = planned(runner, case, threads=plan_threads, window=window, partial_rows=partial_rows)
-    return case.run(runner, plan, window=window, softcap=softcap, threads=threads)
+    return case.run(runner, plan, window=window, softcap=softcap, sinks=sinks, threads=threads)
 
 
-def check(runner, case, *, window=0, softcap=0.0):
-    found = attend(runner, case, window=window, softcap=softcap).float()
-    expected = case.reference(window=window, softcap=softcap)
+def check(runner, case, *, window=0, softcap=0.0, sinks=None):
+    found = attend(runner, case, window=window, softcap=softcap, sinks=sinks).float()
+    expected = case.reference(window=window, softcap=softcap, sinks=sinks)
     if case.shape.bf16:
         # Weights and results are rounded to 8 bits; values are around 1.
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
@@ -107,6 +112,20 @@ def cases(*options):
 @cases((0, 0.0), (1, 3.0), (37, 0.7), (600, 30.0))
 def test_mixed_batch(runner, shape, window, softcap):
     check(runner, AttentionCase.of(shape, MIXED, window=window), window=window, softcap=softcap)
+
+
+@pytest.mark.parametrize(
+    ("shape", "window", "softcap"), [(SMALL, 0, 0.0), (WIDE, 37, 0.7), (PAIRS, 0, 0.0), (FLOATS, 700, 5.0)]
+)
+def test_sinks(runner, shape, window, softcap):
+    """Sinks below and above all scores, some of them by so much that the one or the other vanishes."""
+    count = KV_HEADS * shape.group
+    sinks = torch.linspace(-3.0, 6.0, count)
+    sinks[0], sinks[-1] = -200.0, 200.0
+    case = AttentionCase.of(shape, MIXED, window=window)
+    check(runner, case, window=window, softcap=softcap, sinks=sinks)
+    head = attend(runner, case, window=window, softcap=softcap, sinks=sinks)[:, : shape.head_dim]
+    assert same(head, attend(runner, case, window=window, softcap=softcap)[:, : shape.head_dim])
 
 
 PARTS = st.lists(

@@ -11,15 +11,16 @@ import time
 import numpy as np
 import pytest
 
-from pillion import core_board
-from pillion.core_board import LEASE_NS, LINE_BYTES, LINGER_NS, OWNED_UNTIL, CoreBoard, CoreShare
+from pillion import core_lending_table
+from pillion.core_lending_table import LINE_BYTES, LINGER_NS, LOAN_NS, OWNED_UNTIL, CoreLendingTable, CoreShare
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import choose_isa, host_features
 from pillion.kernels.cpu.runtime.compiler import compile_kernels
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+from pillion.kernels.cpu.runtime.thread_pool_code import _DRAWN
 from testbed.conditions import wait_for
 from tests.kernels.cpu.test_thread_pool_threads import child, name_of
-from tests.support.small_kernels import ProgramTable, Remember, Scale, WhoAmI, chain, step_with
+from tests.support.small_kernels import ProgramTable, Remember, Scale, Uneven, WhoAmI, chain, step_with
 
 # Longer than any test: what a word must not hold, except where a test stands in for an owner that goes on and on.
 FOREVER_NS = 2**62
@@ -28,25 +29,25 @@ FOREVER_NS = 2**62
 @pytest.fixture(scope="module")
 def kernels():
     isa = choose_isa("auto", host_features()) or pytest.skip("no row of the table fits this processor")
-    return compile_kernels([Scale(), Scale(3), WhoAmI(), Remember()], isa)
+    return compile_kernels([Scale(), Scale(3), WhoAmI(), Remember(), Uneven()], isa)
 
 
 @pytest.fixture
-def board():
+def lending_table():
     """Two workers with a core each."""
-    made = CoreBoard.create([0, 1])
+    made = CoreLendingTable.create([0, 1])
     yield made
     made.check_integrity()
     made.close()
 
 
 @pytest.fixture
-def pool_of(kernels, board):
+def pool_of(kernels, lending_table):
     """Makes the pool of the worker with this core."""
     made = []
 
     def make(first):
-        made.append(ThreadPool(kernels, 1, (), CoreShare(board, first)))
+        made.append(ThreadPool(kernels, 1, (), CoreShare(lending_table, first)))
         return made[-1]
 
     yield make
@@ -54,20 +55,20 @@ def pool_of(kernels, board):
         pool.close()
 
 
-def held(board):
+def held(lending_table):
     """The first cores of the owners that keep their cores now, and the cores that are lent now."""
-    times, now = board._times(), time.monotonic_ns()
+    times, now = lending_table._times(), time.monotonic_ns()
     return tuple([core for core, pair in enumerate(times) if pair[word] > now] for word in (0, 1))
 
 
-def kept_behind(board, begun_ns):
-    """The first cores of the owners that keep their cores until a moment behind a run that began then."""
-    return [core for core, (owned_ns, _) in enumerate(board._times()) if owned_ns > begun_ns + LINGER_NS]
+def kept_after(lending_table, begun_ns):
+    """The first cores of the owners that keep their cores until a moment after a run that began then."""
+    return [core for core, (owned_ns, _) in enumerate(lending_table._times()) if owned_ns > begun_ns + LINGER_NS]
 
 
-def own(board, first, until_ns):
+def own(lending_table, first, until_ns):
     """Writes until when an owner keeps its cores."""
-    board._words[(first * LINE_BYTES + OWNED_UNTIL) // 8] = until_ns
+    lending_table._words[(first * LINE_BYTES + OWNED_UNTIL) // 8] = until_ns
 
 
 def threads_of_runs(kernels, pool, runs=40, turns=20_000):
@@ -81,12 +82,12 @@ def threads_of_runs(kernels, pool, runs=40, turns=20_000):
     return seen
 
 
-def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, board, pool_of):
+def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, lending_table, pool_of):
     pool = pool_of(0)
     assert pool.threads == 2
     begun_ns = time.monotonic_ns()
     wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, pool)) == 2)
-    assert kept_behind(board, begun_ns) == [0], "an owner keeps its cores for a moment behind a run"
+    assert kept_after(lending_table, begun_ns) == [0], "an owner keeps its cores for a moment after a run"
 
     def borrowing_s():
         begun_s = time.monotonic()
@@ -95,31 +96,41 @@ def test_a_worker_computes_on_the_core_of_one_that_has_nothing_to_do(kernels, bo
 
     took_s = wait_for("a run to have borrowed", borrowing_s)
     assert 0 < pool.borrowed_s <= took_s, "one core, for no longer than the run"
-    wait_for("everything to be given back", lambda: held(board) == ([], []))
+    wait_for("everything to be given back", lambda: held(lending_table) == ([], []))
 
 
 def test_a_worker_of_several_processes_keeps_its_cores_and_borrows_none(kernels):
     """One of them keeps the cores of all, whose number is not that of its own threads."""
-    board = CoreBoard.create([0, 0, 2])
-    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0, borrows=False))
+    lending_table = CoreLendingTable.create([0, 0, 2])
+    pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0, borrows=False))
     assert pool.threads == 1
     begun_ns = time.monotonic_ns()
     assert len(threads_of_runs(kernels, pool)) == 1
-    assert kept_behind(board, begun_ns) == [0], "the line of the owner stands for all its cores"
+    assert kept_after(lending_table, begun_ns) == [0], "the line of the owner stands for all its cores"
     pool.close()
-    board.close()
+    lending_table.close()
 
 
-def test_nobody_borrows_the_core_of_a_busy_worker(kernels, board, pool_of):
+def test_a_borrower_sleeps_while_others_end_an_entry(kernels, pool_of):
+    """It has given its core back then, and draws work items once or twice in vain, not once for each poll."""
+    pool, waste = pool_of(0), np.zeros((2, 16), np.float32)
+    table = ProgramTable(kernels).add(Uneven(), waste=waste, turns=20_000, more=100)
+    wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, pool)) == 2)
+    for _ in range(30):
+        pool.run(table.program, step_with())
+        assert pool._native._counters.view(np.int64)[_DRAWN // 8] <= 3 * pool.threads
+
+
+def test_nobody_borrows_the_core_of_a_busy_worker(kernels, lending_table, pool_of):
     pool = pool_of(0)
-    own(board, 1, FOREVER_NS)
+    own(lending_table, 1, FOREVER_NS)
     assert len(threads_of_runs(kernels, pool)) == 1
     assert pool.borrowed_s == 0.0
-    assert held(board)[1] == []
-    own(board, 1, 0)
+    assert held(lending_table)[1] == []
+    own(lending_table, 1, 0)
 
 
-def test_a_borrower_leaves_when_the_owner_begins_and_comes_back(kernels, board, pool_of):
+def test_a_borrower_leaves_when_the_owner_begins_and_comes_back(kernels, lending_table, pool_of):
     lender, borrower = pool_of(1), pool_of(0)
     wait_for("the borrower to take part", lambda: len(threads_of_runs(kernels, borrower)) == 2)
     done = threading.Event()
@@ -149,8 +160,8 @@ def sleeps_of(task):
 
 def test_steps_wake_one_borrower_of_a_busy_owner(kernels):
     """However many cores the owner has. Once it is idle, all of them take part."""
-    board, before = CoreBoard.create([0, 1, 1, 1]), tasks()
-    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
+    lending_table, before = CoreLendingTable.create([0, 1, 1, 1]), tasks()
+    pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0))
     first, *others = sorted(tasks() - before)
 
     def all_take_part():
@@ -158,22 +169,22 @@ def test_steps_wake_one_borrower_of_a_busy_owner(kernels):
 
     wait_for("all cores of an idle owner to be borrowed", all_take_part)
     slept = [sum(map(sleeps_of, some)) for some in ([first], others)]
-    own(board, 1, FOREVER_NS)
+    own(lending_table, 1, FOREVER_NS)
     threads_of_runs(kernels, pool, 200)
     # The others go to sleep once, and once more where they were just called.
     assert sum(map(sleeps_of, others)) - slept[1] <= 2 * len(others)
     wait_for("the first one to sleep", lambda: sleeps_of(first) > slept[0])
-    own(board, 1, 0)
+    own(lending_table, 1, 0)
     wait_for("all of them to take part again", all_take_part)
     pool.close()
-    assert held(board)[1] == []
-    board.close()
+    assert held(lending_table)[1] == []
+    lending_table.close()
 
 
 def test_one_borrower_has_a_core_at_a_time(kernels):
     """Three workers; the third one has nothing to do, and both others want its core."""
-    board = CoreBoard.create([0, 1, 2])
-    pools = [ThreadPool(kernels, 1, (), CoreShare(board, first)) for first in (0, 1)]
+    lending_table = CoreLendingTable.create([0, 1, 2])
+    pools = [ThreadPool(kernels, 1, (), CoreShare(lending_table, first)) for first in (0, 1)]
     work = [chain(kernels) for _ in pools]
 
     def lead(pool, table):
@@ -184,7 +195,7 @@ def test_one_borrower_has_a_core_at_a_time(kernels):
     for leader in leaders:
         leader.start()
     while any(leader.is_alive() for leader in leaders):
-        board.check_integrity()
+        lending_table.check_integrity()
     for leader in leaders:
         leader.join()
     _, expected, _ = lone = chain(kernels)
@@ -194,20 +205,20 @@ def test_one_borrower_has_a_core_at_a_time(kernels):
         np.testing.assert_array_equal(rows[-1], expected[-1])
     for pool in pools:
         pool.close()
-    wait_for("everything to be given back", lambda: held(board) == ([], []))
-    board.close()
+    wait_for("everything to be given back", lambda: held(lending_table) == ([], []))
+    lending_table.close()
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_results_stay_right_while_cores_come_and_go(kernels, board, pool_of, seed):
+def test_results_stay_right_while_cores_come_and_go(kernels, lending_table, pool_of, seed):
     """The owner of the borrowed core becomes busy and idle at random moments, thousands of times."""
     pool, choices, done = pool_of(0), random.Random(seed), threading.Event()
 
     def owner():
         while not done.is_set():
-            own(board, 1, time.monotonic_ns() + choices.choice([0, 20_000, 200_000, 2_000_000]))
+            own(lending_table, 1, time.monotonic_ns() + choices.choice([0, 20_000, 200_000, 2_000_000]))
             done.wait(choices.choice([0, 1e-5, 1e-4]))
-        own(board, 1, 0)
+        own(lending_table, 1, 0)
 
     coming_and_going = threading.Thread(target=owner)
     coming_and_going.start()
@@ -221,19 +232,19 @@ def test_results_stay_right_while_cores_come_and_go(kernels, board, pool_of, see
         coming_and_going.join()
 
 
-def test_close_does_not_wait_for_a_core(kernels, board):
+def test_close_does_not_wait_for_a_core(kernels, lending_table):
     """A borrower that sleeps until a core is free looks up when a lease has run out."""
-    own(board, 1, FOREVER_NS)
-    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
+    own(lending_table, 1, FOREVER_NS)
+    pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0))
     threads_of_runs(kernels, pool)
-    own(board, 1, 0)
+    own(lending_table, 1, 0)
     pool.close()
-    assert held(board)[1] == []
+    assert held(lending_table)[1] == []
 
 
 WORKER = """
-from pillion.core_board import CoreBoard, CoreShare
-share = CoreShare(CoreBoard.open(sys.argv[1]), 1)
+from pillion.core_lending_table import CoreLendingTable, CoreShare
+share = CoreShare(CoreLendingTable.open(sys.argv[1]), 1)
 pool, table = ThreadPool(kernels, 1, (), share), program(20, 1.0)
 pool.run(table, step)
 print("running", flush=True)
@@ -243,11 +254,11 @@ while True:
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_worker_that_dies_or_stops_holds_nothing_for_long(kernels, board, pool_of, how):
-    pool, process = pool_of(0), child(WORKER, board.path)
+def test_a_worker_that_dies_or_stops_holds_nothing_for_long(kernels, lending_table, pool_of, how):
+    pool, process = pool_of(0), child(WORKER, lending_table.path)
     try:
         assert process.stdout.readline() == "running\n"
-        wait_for("the worker to keep its core", lambda: 1 in held(board)[0])
+        wait_for("the worker to keep its core", lambda: 1 in held(lending_table)[0])
         os.kill(process.pid, how)
         wait_for("its core to be borrowed", lambda: len(threads_of_runs(kernels, pool)) == 2)
     finally:
@@ -256,8 +267,8 @@ def test_a_worker_that_dies_or_stops_holds_nothing_for_long(kernels, board, pool
         process.stdout.close()
 
 
-def test_two_workers_that_are_busy_both_get_on(kernels, board, pool_of):
-    pool, process = pool_of(0), child(WORKER, board.path)
+def test_two_workers_that_are_busy_both_get_on(kernels, lending_table, pool_of):
+    pool, process = pool_of(0), child(WORKER, lending_table.path)
     try:
         assert process.stdout.readline() == "running\n"
         for _ in range(200):
@@ -271,25 +282,25 @@ def test_two_workers_that_are_busy_both_get_on(kernels, board, pool_of):
         process.stdout.close()
 
 
-def test_a_share_is_the_worker_s_whole_share(kernels, board):
-    with pytest.raises(ConfigError, match="--cpu-threads 2: the board of cores has 1 for this worker"):
-        ThreadPool(kernels, 2, (), CoreShare(board, 0))
+def test_a_share_is_the_worker_s_whole_share(kernels, lending_table):
+    with pytest.raises(ConfigError, match="--cpu-threads 2: the core lending table has 1 for this worker"):
+        ThreadPool(kernels, 2, (), CoreShare(lending_table, 0))
 
 
 def test_borrowed_cores_may_be_bound(kernels):
     processor, before = sorted(os.sched_getaffinity(0))[-1], tasks()
-    board = CoreBoard.create([0, 1], [processor, processor])
-    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
+    lending_table = CoreLendingTable.create([0, 1], [processor, processor])
+    pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0))
     (helper,) = {task for task in tasks() - before if name_of(task).startswith("pillion-1")}
     assert os.sched_getaffinity(helper) == {processor}
     pool.close()
-    board.close()
+    lending_table.close()
 
 
-def test_a_board_that_is_closed_too_early_stays_mapped_for_its_pool(kernels):
-    board = CoreBoard.create([0, 1])
-    pool = ThreadPool(kernels, 1, (), CoreShare(board, 0))
-    board.close()
+def test_a_lending_table_that_is_closed_too_early_stays_mapped_for_its_pool(kernels):
+    lending_table = CoreLendingTable.create([0, 1])
+    pool = ThreadPool(kernels, 1, (), CoreShare(lending_table, 0))
+    lending_table.close()
     assert threads_of_runs(kernels, pool)
     pool.close()
 
@@ -298,16 +309,21 @@ def open_descriptors():
     return [fd for fd in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{fd}")]
 
 
-def test_boards_that_are_none(tmp_path, board):
-    path = tmp_path / "board"
-    for content in (b"", bytes(LINE_BYTES - 8), b"\xff" * LINE_BYTES, bytes(LINE_BYTES * (core_board.MAX_CORES + 1))):
+def test_files_that_are_no_lending_table(tmp_path, lending_table):
+    path = tmp_path / "lending"
+    for content in (
+        b"",
+        bytes(LINE_BYTES - 8),
+        b"\xff" * LINE_BYTES,
+        bytes(LINE_BYTES * (core_lending_table.MAX_CORES + 1)),
+    ):
         path.write_bytes(content)
-        with pytest.raises(ConfigError, match="--core-board"):
-            CoreBoard.open(str(path))
+        with pytest.raises(ConfigError, match="--core-lending-table"):
+            CoreLendingTable.open(str(path))
     with pytest.raises(ConfigError, match="No such file"):
-        CoreBoard.open(str(tmp_path / "other"))
+        CoreLendingTable.open(str(tmp_path / "other"))
     assert not any(os.path.samefile(path, f"/proc/self/fd/{fd}") for fd in open_descriptors())
-    found = CoreBoard.open(board.path)
+    found = CoreLendingTable.open(lending_table.path)
     assert (found.cores, list(found.owned(1)), found.owner(1), found.processor(0)) == (2, [1], 1, -1)
     found.close()
     found.close()
@@ -317,14 +333,14 @@ def test_boards_that_are_none(tmp_path, board):
     ("owners", "processors"), [([1, 1], ()), ([0, 0, 1], ()), ([0, 2, 0], ()), ([-1], ()), ([0], [2**45])]
 )
 def test_owners_must_make_sense(owners, processors):
-    board = CoreBoard.create(owners, processors)
+    lending_table = CoreLendingTable.create(owners, processors)
     with pytest.raises(AssertionError):
-        board.check_integrity()
-    board.close()
+        lending_table.check_integrity()
+    lending_table.close()
 
 
-def test_a_lease_that_never_ends_is_noticed(board):
-    own(board, 0, time.monotonic_ns() + 2 * LEASE_NS)
-    with pytest.raises(AssertionError, match="longer than a lease"):
-        board.check_integrity()
-    own(board, 0, 0)
+def test_a_loan_that_never_ends_is_noticed(lending_table):
+    own(lending_table, 0, time.monotonic_ns() + 2 * LOAN_NS)
+    with pytest.raises(AssertionError, match="longer than a loan"):
+        lending_table.check_integrity()
+    own(lending_table, 0, 0)

@@ -13,10 +13,7 @@ import pytest
 from tests.kernels.cpu import (
     test_attention,
     test_gemm,
-    test_input_rows,
-    test_integer_products,
     test_moe,
-    test_quantized_products,
     test_rotate,
     test_rows,
 )
@@ -52,10 +49,6 @@ def left_out(test: Any) -> bool:
 if available():
     TestAttention = emulated(test_attention)
     TestGemm = emulated(test_gemm)
-    TestInputRows = emulated(test_input_rows)
-    TestIntegerProducts = emulated(test_integer_products)
-    TestIntegerDotProducts = emulated(test_integer_products, "neon_dot")
     TestMoe = emulated(test_moe)
-    TestQuantizedProducts = emulated(test_quantized_products)
     TestRotate = emulated(test_rotate)
     TestRows = emulated(test_rows)

@@ -17,7 +17,7 @@ from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME
 from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
-from pillion.kernels.cpu.products.packing import DTYPES, FEW_BITS, PackedWeight, pack_gated, pack_linear, unpack
+from pillion.kernels.cpu.products.packing import PLAIN_TYPES, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.support.cpu_references import reference_gemm, reference_sum_inputs
 from tests.support.examples import examples
@@ -84,14 +84,14 @@ class GemmCase:
         }
 
     def run(self, runner: Any, x: torch.Tensor | None = None, out: torch.Tensor | None = None, threads: int = 3):
-        """The product of ``x``, or of all rows; fails if it wrote behind them."""
+        """The product of ``x``, or of all rows; fails if it wrote after them."""
         x = self.x if x is None else x
         room = self.new_out(len(x) + 2)
         if out is not None:
             room[: len(x)] = out
         behind = room[len(x) :].clone()
         step = rows_step(0, len(x)) if self.spec.rows_of == "num_samples" else rows_step(len(x))
-        # Rows behind the last one must not be read, or at least not be used.
+        # Rows after the last one must not be read, or at least not be used.
         runner.run(self.spec, self.values(padded(x, extra=1, filler=torch.nan), room), step, threads)
         assert torch.equal(room[len(x) :], behind)
         return room[: len(x)]
@@ -237,4 +237,4 @@ def test_sums_stay_in_registers(name, kind):
 def test_specs_have_names_of_their_own():
     assert len({spec.name for spec in SPECS}) == len(SPECS)
     assert {spec.layout for spec in SPECS} == {LAYOUT}
-    assert set(DTYPES) == {*(weights for weights, _ in KINDS), *FEW_BITS}
+    assert set(PLAIN_TYPES) == {weights for weights, _ in KINDS}

@@ -13,15 +13,23 @@ from pillion.engine.models import layers
 from pillion.kernels.cpu.products import moe_kernels as moe
 from tests.support.cpu_references import reference_combine, reference_gather_groups, reference_group, reference_route
 from tests.support.examples import examples
+from tests.support.families import mixed
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 # (experts, chosen): below a vector, with a tail, as wide as real ones, and all of them.
 SIZES = [(8, 2), (20, 4), (128, 8), (4, 4)]
-ROUTES = [moe.Route(*size, normalize) for size in SIZES for normalize in (False, True)]
+ROUTES = [moe.RouteToExperts(*size, normalize) for size in SIZES for normalize in (False, True)]
+# Sigmoids, and numbers added to the scores where experts are chosen.
+OTHER_ROUTES = [
+    moe.RouteToExperts(*size, normalize, sigmoid=sigmoid, biased=biased)
+    for size, normalize in (((20, 4), True), ((128, 8), False))
+    for sigmoid, biased in ((True, False), (False, True), (True, True))
+]
 CHOICES = (2, 4, 8)
 SPECS = [
     *ROUTES,
-    moe.Route(8, 2, True, "samples"),
+    *OTHER_ROUTES,
+    moe.RouteToExperts(8, 2, True, "samples"),
     *(moe.GroupByExpert(*size, rows_of) for size in SIZES for rows_of in ("tokens", "samples")),
     *(moe.GatherGroups(chosen) for chosen in CHOICES),
     moe.GatherGroups(2, "samples"),
@@ -42,20 +50,22 @@ def step_of(spec, count):
     return rows_step(count, 0) if spec.rows_of == "tokens" else rows_step(0, count)
 
 
-def run_route(runner, spec, logits, threads=3):
+def run_route(runner, spec, logits, threads=3, bias=None, scale=1.0):
     room = padded(logits, extra=1, filler=torch.nan)
-    # Values behind the experts must not count.
+    # Values after the experts must not count.
     room[:, spec.experts :] = 1e30
     scores = torch.full((len(logits) + 1, spec.chosen), 7.0)
     experts = torch.full((len(logits) + 1, spec.chosen), 7, dtype=torch.int32)
+    shift = None if bias is None else padded(bias[None], filler=torch.nan)
     values = {"logits": room, "scores": scores, "experts": experts, "stride": stride(room)}
+    values |= {"bias": shift, "scale": scale}
     runner.run(spec, values, step_of(spec, len(logits)), threads)
     assert (scores[-1] == 7).all()
     assert (experts[-1] == 7).all()
     return scores[:-1], experts[:-1]
 
 
-@pytest.mark.parametrize("spec", [*ROUTES, moe.Route(8, 2, True, "samples")], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*ROUTES, moe.RouteToExperts(8, 2, True, "samples")], ids=lambda spec: spec.name)
 @pytest.mark.parametrize("spread", [0.1, 3.0, 30.0])
 def test_route(runner, spec, spread):
     logits = normal(9, spec.experts) * spread
@@ -65,6 +75,17 @@ def test_route(runner, spec, spread):
     # Experts whose chances round to 0 are equal.
     counts = expected[0] > 0
     assert torch.equal(experts[counts], expected[1][counts])
+
+
+@pytest.mark.parametrize("spec", OTHER_ROUTES, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("shift", [0.0, -7.0, 7.0])
+def test_other_scores(runner, spec, shift):
+    logits, bias = normal(9, spec.experts), normal(spec.experts, seed=1) * 0.3 + shift
+    bias = bias if spec.biased else None
+    scores, experts = run_route(runner, spec, logits, bias=bias, scale=1.7)
+    expected = reference_route(logits, spec.chosen, spec.normalize, spec.sigmoid, bias, 1.7)
+    torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-7)
+    assert torch.equal(experts, expected[1])
 
 
 @settings(max_examples=examples(20))
@@ -81,14 +102,14 @@ def test_a_row_is_routed_by_itself(runner, count, spec, seed):
 def test_of_equal_experts_the_first_wins(runner):
     logits = torch.zeros(2, 20)
     logits[1, [3, 17, 18]] = 5.0
-    _, experts = run_route(runner, moe.Route(20, 4, True), logits)
+    _, experts = run_route(runner, moe.RouteToExperts(20, 4, True), logits)
     assert experts.tolist() == [[0, 1, 2, 3], [3, 17, 18, 0]]
 
 
 @pytest.mark.parametrize("poison", [torch.nan, torch.inf, -torch.inf])
 def test_broken_logits_lead_to_experts_that_exist(runner, poison):
     """The results of broken rows do not matter, but no kernel may leave its memory, and other rows stay the same."""
-    spec = moe.Route(20, 4, True)
+    spec = moe.RouteToExperts(20, 4, True)
     logits = normal(4, 20)
     whole = logits.clone()
     logits[1], logits[2, 5] = poison, poison
@@ -123,7 +144,7 @@ def test_group(runner, size, rows_of, count):
 @settings(max_examples=examples(20))
 @given(st.integers(1, 30), st.integers(0, 2**31))
 def test_groups_are_sorted_and_stable(runner, count, seed):
-    """Even where an expert stands twice in a row, as behind broken logits."""
+    """Even where an expert stands twice in a row, as after broken logits."""
     experts = torch.randint(0, 8, (count, 2), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
     starts, places, sources = run_group(runner, moe.GroupByExpert(8, 2), experts)
     assert sorted(places.view(-1).tolist()) == list(range(2 * count))
@@ -182,7 +203,7 @@ def test_combine(runner, spec, count, width, factor):
 @given(st.integers(1, 8), st.integers(0, 2**31))
 def test_a_row_is_combined_by_itself(runner, count, seed):
     """A row's pairs have other places when it is alone; the bits of their sum are the same."""
-    spec, route = moe.Combine(4, True), moe.Route(20, 4, True)
+    spec, route = moe.Combine(4, True), moe.RouteToExperts(20, 4, True)
     out, by_pair = normal(count, 48, seed=seed), normal(count * 4, 48, seed=seed + 1)
     scores, experts = run_route(runner, route, normal(count, 20, seed=seed))
 
@@ -202,7 +223,7 @@ def test_the_references_are_the_torch_path(normalize):
     """The references equal the torch path in float32, where an expert multiplies by its number plus one."""
     rows, router = normal(7, 32), normal(8, 32, seed=1)
     scores, experts = reference_route(rows @ router.T, 2, normalize)
-    expected_scores, expected_experts = layers.route(rows, router, 2, normalize)
+    expected_scores, expected_experts = layers.route(rows, router, mixed(2, normalize))
     torch.testing.assert_close(scores, expected_scores)
     assert torch.equal(experts.long(), expected_experts)
     starts, places, sources = reference_group(experts, 8)

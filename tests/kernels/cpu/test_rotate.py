@@ -67,7 +67,7 @@ def frequencies(spec):
 
 @functools.cache
 def tables_of(spec):
-    """Cosines and sines [128, head_dim / 2]; nobody reads behind the last one."""
+    """Cosines and sines [128, head_dim / 2]; nobody reads after the last one."""
     angles = torch.arange(128.0)[:, None] * frequencies(spec)
     return angles.cos(), angles.sin()
 
@@ -80,7 +80,7 @@ def norms_of(spec):
 
 
 def batch_of(parts, block_size, seed=0):
-    """Sequences that had ``before`` tokens, and get ``now`` more; another slot behind each table's end."""
+    """Sequences that had ``before`` tokens, and get ``now`` more; another slot after each table's end."""
     slots = sum(-(-(before + now) // block_size) for before, now in parts) + 1
     sequences = Sequences(slots, block_size, seed)
     numbers = sequences.add(len(parts))
@@ -180,7 +180,7 @@ def test_any_batch(runner, spec, parts, seed):
 
 @pytest.mark.parametrize("spec", [SHAPES[0], *OPTIONS, *CODED, wide(OPTIONS[3])], ids=lambda spec: spec.name)
 def test_a_prompt_in_pieces_is_the_same(runner, spec):
-    """Row by row, or at once: the same bits; what a shorter step cleared behind its end is written later."""
+    """Row by row, or at once: the same bits; what a shorter step cleared after its end is written later."""
     qkv = normal(37, (spec.heads + 2 * spec.kv_heads) * spec.head_dim)
     whole, slots = batch_of([(0, 37)], spec.block_size)
     pool, pieces = stale_pool(spec, slots), stale_pool(spec, slots)

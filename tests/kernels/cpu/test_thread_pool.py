@@ -127,7 +127,7 @@ def test_a_run_lasts_until_its_helpers_are_out(fast):
     thread = threading.Thread(target=run, args=(lines.ctypes.data, 0, 0, 0))
     thread.start()
     gate, door = thread_pool_code.GATE // 8, (thread_pool_code.DOOR + thread_pool_code.OPEN) // 8
-    wait_for("the door to be closed behind the run", lambda: lines[gate] and not lines[door])
+    wait_for("the door to be closed after the run", lambda: lines[gate] and not lines[door])
     assert thread.is_alive()
     lines[active] = 0
     thread.join(WITHIN_S)
@@ -217,7 +217,7 @@ def test_a_stray_of_the_scratch_is_reported(checked, pool_of):
         pool.run(bad.program, step_with())
 
 
-def test_a_write_behind_the_scratch_is_reported_once(checked, pool_of):
+def test_a_write_after_the_scratch_is_reported_once(checked, pool_of):
     pool, out, scratch = pool_of(1, of=checked), np.zeros(1, np.int64), np.zeros(1, np.int64)
     pool.run(ProgramTable(checked).add(Remember(), out=out, where=scratch, turns=1).program, step_with())
     table = ProgramTable(checked).add(Stray(), out=(int(scratch[0]) + SCRATCH_BYTES, 64), offset=0)

@@ -52,7 +52,17 @@ def filled(parts, block_size, kv_heads, head_dim, dtype, seed=0):
 
 
 def compare(
-    parts, *, block_size=16, kv_heads=2, group=2, head_dim=16, window=0, softcap=0.0, tile=0, dtype=torch.float32
+    parts,
+    *,
+    block_size=16,
+    kv_heads=2,
+    group=2,
+    head_dim=16,
+    window=0,
+    softcap=0.0,
+    tile=0,
+    dtype=torch.float32,
+    sinks=False,
 ):
     pool, batch, random = filled(parts, block_size, kv_heads, head_dim, dtype)
     total, heads, scale = batch.num_tokens, kv_heads * group, head_dim**-0.5
@@ -68,8 +78,9 @@ def compare(
         mine = pool.clone()
         write_kv(pool, layer, batch, keys, values)
         assert torch.equal(mine.nan_to_num(7.0), pool.nan_to_num(7.0))
-        got = attention.attend(layer, queries, window)
-        wanted = paged_attention(queries, pool, layer, batch, scale=scale, window=window, softcap=softcap)
+        scores = random(heads).float() * 3 if sinks else None
+        got = attention.attend(layer, queries, window, scores)
+        wanted = paged_attention(queries, pool, layer, batch, scale=scale, window=window, softcap=softcap, sinks=scores)
         torch.testing.assert_close(got.view(wanted.shape), wanted, atol=tolerance, rtol=tolerance)
 
 
@@ -84,9 +95,10 @@ def compare(
     softcap=st.sampled_from([0.0, 0.0, 1.5]),
     tile=st.sampled_from([0, 3, 8, 21, 64]),
     gather_bytes=st.sampled_from([1, 20_000, 2**24]),
+    sinks=st.booleans(),
 )
 def test_ragged_batches_equal_the_reference(
-    parts, block_size, kv_heads, group, head_dim, window, softcap, tile, gather_bytes
+    parts, block_size, kv_heads, group, head_dim, window, softcap, tile, gather_bytes, sinks
 ):
     with mock.patch.object(attention_plan, "GATHER_BYTES", gather_bytes):
         compare(
@@ -98,6 +110,7 @@ def test_ragged_batches_equal_the_reference(
             window=window,
             softcap=softcap,
             tile=tile,
+            sinks=sinks,
         )
 
 

@@ -284,7 +284,7 @@ def test_news_of_a_silent_shard_waits_apart() -> None:
     queue.push([first, second])
     taken = queue.take(2)
     queue.set_aside(taken[:1])
-    assert not len(queue), "the others' news is not behind it"
+    assert not len(queue), "the others' news is not after it"
     queue.push([IndexEvent(first.block_hash, here=False)])
     queue.try_again(9)
     assert [event.here for event in queue.take(9)] == [False], "newer news stands"

@@ -46,7 +46,7 @@ def open_ticket(ledger: Ledger, epoch: int, hashes: list[bytes], total_blocks: i
 
 
 def fill(ledger: Ledger, worker: int, ticket: TicketState, hashes: list[bytes]) -> tuple[int, ...]:
-    """Leases and commits the blocks of ``hashes`` behind the ticket's tail; returns the slots that stay."""
+    """Leases and commits the blocks of ``hashes`` after the ticket's last block; returns the slots that stay."""
     slots = ledger.adopt(worker, ticket.ticket_id, len(hashes)).leased_slots
     [result] = ledger.commit(
         worker, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes))]
@@ -92,7 +92,7 @@ def test_pinned_chains_are_not_evicted(ledger: Ledger) -> None:
     ticket = open_ticket(ledger, gateway, prompt(1, 2, 3))
     assert len(ledger.lease(worker, 99)) == 16 - 3 - 1, "all but the pinned and the reserved"
     assert ledger.tree.longest_prefix(prompt(1, 2, 3)).blocks == 3
-    assert ledger.adopt(worker, ticket.ticket_id, 1).tail_hash == prompt(1, 2, 3)[-1]
+    assert ledger.adopt(worker, ticket.ticket_id, 1).last_hash == prompt(1, 2, 3)[-1]
 
 
 def test_a_lost_race_gives_the_winners_slot(ledger: Ledger) -> None:
@@ -117,7 +117,7 @@ def test_a_lost_race_gives_the_winners_slot(ledger: Ledger) -> None:
 
 
 def test_a_late_second_worker_of_one_ticket(ledger: Ledger) -> None:
-    """A stolen span: both workers commit it, the slow one last and a bit further."""
+    """A stolen prefill range: both workers commit it, the slow one last and a bit further."""
     hashes = prompt(1, 2, 3, 4)
     gateway = ledger.attach("g", SESSION)
     fast, slow = (ledger.attach(name, "prefill") for name in ("fast", "slow"))
@@ -149,8 +149,8 @@ def test_pinning_a_cached_prefix_takes_it_from_what_can_be_evicted() -> None:
 
 
 FORKS = {
-    "new behind the middle": [prompt(1, 2)[1], prompt(1, 2, 9)[2]],
-    "known behind a new one": [prompt(9)[0], prompt(1, 2, 3)[2]],
+    "new after the middle": [prompt(1, 2)[1], prompt(1, 2, 9)[2]],
+    "known after a new one": [prompt(9)[0], prompt(1, 2, 3)[2]],
     "off the chain": prompt(1, 2, 3, 5)[1:],
     "a gap in front": [prompt(1, 2, 3, 5)[3]],
     "a gap inside": [prompt(1)[0], prompt(1, 2, 4)[2]],
@@ -324,8 +324,8 @@ def test_damage_is_found() -> None:
         "worker.leased[99] = 0": "not of this pool",
         "ledger.tree.protected += 1": "counted as protected",
         "ledger.reserved += 1": "counted as reserved",
-        "ticket.tail.holds += 1": "holds",
-        "ticket.tail.children += 1": "children",
+        "ticket.last_block.holds += 1": "holds",
+        "ticket.last_block.children += 1": "children",
         "ticket.holders.clear()": "held by nobody",
         "ledger.by_opener.clear()": "opener",
         "ledger.tree.policy.pop()": "eviction policy",

@@ -158,7 +158,7 @@ class NodeLife(RuleBasedStateMachine):
             assert blocks > reserved or self.lost(), "what was reserved is there"
             return
         assert len(adopted.chain_slots) == ticket.done
-        assert adopted.tail_hash == (ticket.prompt[ticket.done - 1] if ticket.done else b"")
+        assert adopted.last_hash == (ticket.prompt[ticket.done - 1] if ticket.done else b"")
         assert len(adopted.leased_slots) == blocks
         ticket.holders.add(epoch)
         self.holders[epoch].leased |= set(adopted.leased_slots)
@@ -263,7 +263,7 @@ class NodeLife(RuleBasedStateMachine):
     def what_is_held_is_there(self) -> None:
         held = set()
         for ticket_id, ticket in self.tickets.items():
-            chain = self.ledger.tree.chain(self.ledger.tickets[ticket_id].tail)
+            chain = self.ledger.tree.chain(self.ledger.tickets[ticket_id].last_block)
             assert [block.hash for block in chain] == ticket.prompt[: ticket.done]
             assert self.ledger.tickets[ticket_id].holders == ticket.holders
             held |= set(ticket.prompt[: ticket.done])

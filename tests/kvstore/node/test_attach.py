@@ -78,8 +78,6 @@ class AttachNode:
             decode_reserve_percent=0,
             max_waiting=4,
             heartbeat_timeout_s=5.0,
-            max_log_changes=9,
-            max_followers=1,
         )
         self.segment = Segment(POOL_BYTES)
         self.server = AttachServer(

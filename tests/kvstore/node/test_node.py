@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 import pytest
 
+from pillion import rooms
 from pillion.config import KVNodeFlags
 from pillion.errors import (
     Cancelled,
@@ -22,10 +23,11 @@ from pillion.errors import (
     InvalidRequest,
     NotFound,
     Overloaded,
+    PillionError,
     Unavailable,
 )
 from pillion.kvstore.client.attachment import Attachment, attach
-from pillion.kvstore.client.node_client import NodeClient, NodeSession
+from pillion.kvstore.client.node_client import MAX_RELEASE_TRIES, NodeClient, NodeSession
 from pillion.kvstore.hashing import chain_hashes
 from pillion.kvstore.node import pool as pool_module
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
@@ -126,7 +128,7 @@ async def test_a_prompt_from_hand_to_hand(cluster: NodeHarness, attachments: lis
     await client.release(prefill.epoch, [ticket.ticket_id])
     taken = await client.adopt(decode.epoch, ticket.ticket_id, 2)
     assert taken.chain_slots == adopted.leased_slots, "no byte moved"
-    assert taken.tail_hash == chain[64:96]
+    assert taken.last_hash == chain[64:96]
     await client.release(epoch, [ticket.ticket_id])
     assert (await client.status()).pinned_blocks == 3, "the decode worker still holds it"
     await client.give_back(decode.epoch, taken.leased_slots)
@@ -182,13 +184,46 @@ async def test_cancelled_in_line(cluster: NodeHarness, attachments: list[Attachm
     assert not cluster.node.pool.ledger.tickets
 
 
-async def test_cancel_and_grant_at_once_leak_nothing(cluster: NodeHarness, attachments: list[Attachment]) -> None:
-    """The caller goes away at every possible moment around the grant."""
-    client, epoch = cluster.client, cluster.session.epoch
+async def test_a_worker_opens_and_adopts_in_one(cluster: NodeHarness, attachments: list[Attachment]) -> None:
+    client, ledger = cluster.client, cluster.node.pool.ledger
     attachments.append(await cluster.worker())
+    epoch = attachments[0].epoch
+    with pytest.raises(InvalidRequest, match="only a worker"):
+        await client.open_ticket(cluster.session.epoch, b"", 15, adopt=True)
+    first = await client.open_ticket(epoch, hashes(1, 2), 15, adopt=True)
+    assert (len(first.adopted.leased_slots), first.adopted.chain_slots, ledger.reserved) == (15, [], 0)
+    second = asyncio.create_task(client.open_ticket(epoch, hashes(1, 2, 3), 15, adopt=True))
+    await cluster.until_waiting(1)
+    slots = first.adopted.leased_slots
+    await client.commit(epoch, [CommitRun(ticket_id=first.ticket_id, block_hashes=hashes(1, 2), slots=slots[:2])])
+    await client.give_back(epoch, slots[2:])
+    await client.release(epoch, [first.ticket_id])
+    found = await second
+    assert (found.pinned_blocks, list(found.adopted.chain_slots)) == (2, list(slots[:2]))
+    assert (len(found.adopted.leased_slots), found.adopted.last_hash) == (13, hashes(1, 2)[-32:])
+    # Nothing is opened where less is here than was expected.
+    with pytest.raises(NotFound, match="2 of 3 blocks are here"):
+        await client.open_ticket(epoch, hashes(1, 2, 3), 5, adopt=True, expected_blocks=3)
+    assert (len(ledger.tickets), ledger.reserved, len(ledger.holders[epoch].leased)) == (1, 0, 13)
+    # Nothing is reserved for a chain that is only pinned.
+    pinned = await client.open_ticket(epoch, hashes(1, 2), 0, adopt=True)
+    assert (list(pinned.adopted.chain_slots), pinned.adopted.leased_slots) == (list(slots[:2]), [])
+    cluster.node.pool.check_integrity()
+    await client.give_back(epoch, found.adopted.leased_slots)
+    await client.release(epoch, [found.ticket_id, pinned.ticket_id])
+
+
+@pytest.mark.parametrize("adopt", [False, True])
+async def test_cancel_and_grant_at_once_leak_nothing(
+    cluster: NodeHarness, attachments: list[Attachment], adopt: bool
+) -> None:
+    """The caller goes away at every possible moment around the grant."""
+    client = cluster.client
+    attachments.append(await cluster.worker())
+    epoch, ledger = attachments[0].epoch if adopt else cluster.session.epoch, cluster.node.pool.ledger
     for turns in range(0, 80, 2):
         first = await client.open_ticket(epoch, b"", 15)
-        waiter = asyncio.create_task(client.open_ticket(epoch, b"", 15))
+        waiter = asyncio.create_task(client.open_ticket(epoch, b"", 15, adopt=adopt))
         await cluster.until_waiting(1)
         release = asyncio.create_task(client.release(epoch, [first.ticket_id]))
         await loop_turns(turns)
@@ -196,27 +231,30 @@ async def test_cancel_and_grant_at_once_leak_nothing(cluster: NodeHarness, attac
         await asyncio.gather(waiter, release, return_exceptions=True)
         if not waiter.cancelled():
             await client.release(epoch, [waiter.result().ticket_id])
+            if adopt:
+                await client.give_back(epoch, waiter.result().adopted.leased_slots)
         await cluster.until_released()
+        assert not ledger.holders[epoch].leased
         assert cluster.node.pool.status().waiting_tickets == 0
         cluster.node.pool.check_integrity()
 
 
+@pytest.mark.parametrize("adopt", [False, True])
 @pytest.mark.parametrize("first", ["granted", "cancelled"])
-async def test_grant_and_cancel_in_one_moment(first: str) -> None:
+async def test_grant_and_cancel_in_one_moment(first: str, adopt: bool) -> None:
     """Both orders, before the waiting task has had a chance to run."""
     pool = Pool(
         pool_bytes=20,
         decode_reserve_percent=0,
         max_waiting=9,
         heartbeat_timeout_s=5.0,
-        max_log_changes=9,
-        max_followers=1,
     )
-    pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
-    epoch = pool.open_session("g")
+    worker, _ = pool.attach(AttachHello(component_id="w", role="decode", block_bytes=1))
+    epoch = worker if adopt else pool.open_session("g")
     ticket = await pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=1, total_blocks=15))
-    waiter = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=2, total_blocks=15)))
-    behind = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=3, total_blocks=14)))
+    request = OpenTicketRequest(epoch=epoch, nonce=2, total_blocks=15, adopt=adopt)
+    waiter = asyncio.create_task(pool.open_ticket(request))
+    after = asyncio.create_task(pool.open_ticket(OpenTicketRequest(epoch=epoch, nonce=3, total_blocks=14)))
     await loop_turns(1)
     assert pool.status().waiting_tickets == 2
     if first == "granted":
@@ -227,12 +265,14 @@ async def test_grant_and_cancel_in_one_moment(first: str) -> None:
     async with asyncio.timeout(WITHIN_S):
         with pytest.raises(asyncio.CancelledError):
             await waiter
-        assert pool.ledger.tickets.keys() == {(await behind).ticket_id}, "the next in line got the place"
+        assert pool.ledger.tickets.keys() == {(await after).ticket_id}, "the next in line got the place"
+    assert not pool.ledger.holders[epoch].leased
     pool.check_integrity()
 
 
+@pytest.mark.parametrize("answers", [True, False])
 async def test_an_answer_that_is_lost_leaves_no_ticket(
-    cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch
+    cluster: NodeHarness, attachments: list[Attachment], monkeypatch: pytest.MonkeyPatch, answers: bool
 ) -> None:
     """The first release comes to nothing, too, as in a network that is cut."""
     attachments.append(await cluster.worker())
@@ -252,7 +292,7 @@ async def test_an_answer_that_is_lost_leaves_no_ticket(
 
         async def late(request: object, **kwargs: object) -> object:
             released.append(request)
-            if len(released) == 1:
+            if len(released) == 1 or not answers:
                 raise DeadlineExceeded("nothing came")
             return await release(request, **kwargs)
 
@@ -260,12 +300,18 @@ async def test_an_answer_that_is_lost_leaves_no_ticket(
         return stub
 
     monkeypatch.setattr(kvnode_pb2_grpc, "KVNodeStub", losing_stub)
-    client = NodeClient(cluster.node.address, "gateway-0")
+    client, epoch = NodeClient(cluster.node.address, "decode-0"), attachments[0].epoch
+    unreleased: list[PillionError] = []
     with pytest.raises(Unavailable):
-        await client.open_ticket(cluster.session.epoch, b"", 5)
+        await client.open_ticket(epoch, b"", 5, adopt=True, on_unreleased=unreleased.append)
     await client.aclose()
+    if not answers:
+        # The caller has to end its epoch.
+        assert [type(error) for error in unreleased] == [DeadlineExceeded]
+        cluster.node.pool.reattach(epoch)
     await cluster.until_released()
-    assert len(released) == 2
+    assert len(cluster.node.pool.ledger.free) == cluster.node.pool.ledger.num_slots
+    assert len(released) == (2 if answers else MAX_RELEASE_TRIES)
 
 
 async def test_a_nonce_ends_a_granted_call(cluster: NodeHarness, attachments: list[Attachment]) -> None:
@@ -421,8 +467,8 @@ async def test_without_checksums_auto_is_the_transport_that_needs_none(short_fol
 
 
 async def test_a_node_that_cannot_start_leaves_nothing(short_folder: str) -> None:
-    with pytest.raises(ConfigError, match="decode-reserve"):
-        await start_kvnode(flags_in(short_folder, decode_reserve_percent=99))
+    with pytest.raises(ConfigError, match="node-id"):
+        await start_kvnode(flags_in(short_folder, node_id=""))
     with pytest.raises(ConfigError, match="cannot listen"):
         await start_kvnode(flags_in(short_folder, node_listen="unix:/nonexistent/folder/node.sock"))
     node = await start_kvnode(flags_in(short_folder))
@@ -443,3 +489,12 @@ async def test_a_task_that_dies_is_reported(cluster: NodeHarness, monkeypatch: p
     monkeypatch.setattr(cluster.node.pool, "judge_silence", broken)
     async with asyncio.timeout(WITHIN_S):
         assert "a defect" in await failed
+
+
+async def test_calls_of_a_room_that_is_gone_are_refused(short_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rooms, "ROOMS", tuple(room for room in rooms.ROOMS if room.name != "adapters"))
+    async with running(short_folder) as here:
+        with pytest.raises(NotFound, match="without the room"):
+            await here.client.missing_adapters(["ab" * 32])
+        with pytest.raises(NotFound, match="without the room"):
+            await anext(here.client.read_adapter("ab" * 32, WITHIN_S))

@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from pillion.errors import ConfigError
 from pillion.kvstore.ledger.eviction import LruEviction, make_policy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.kvstore.memory.memory import HostMemory, PoolMemory, block_checksum
 from pillion.kvstore.tiers import spill
-from pillion.kvstore.tiers.disk import open_disk_tier
-from pillion.kvstore.tiers.disk_files import DiskFolder
+from pillion.kvstore.tiers.disk_tier.disk import open_disk_tier
+from pillion.kvstore.tiers.disk_tier.disk_files import DiskFolder
 from pillion.kvstore.tiers.spill import Spiller, Watermarks, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, Tier, TierCounts
 from testbed.conditions import WITHIN_S, loop_turns, until
@@ -118,7 +117,7 @@ class SpillHost:
         hashes = prompt(*tokens)
         here = self.ledger.tree.longest_prefix(hashes).blocks
         ticket_id = self.node.open(hashes)
-        for block in self.ledger.tree.chain(self.ledger.tickets[ticket_id].tail)[here:]:
+        for block in self.ledger.tree.chain(self.ledger.tickets[ticket_id].last_block)[here:]:
             self.memory.block(block.slot)[:] = content(block.hash)
         self.changed()
         return ticket_id
@@ -170,12 +169,6 @@ async def running(*tiers: Tier, policy: str = "lru") -> AsyncIterator[SpillHost]
     assert all(host.spiller.keeps(h) or h in host.ledger.tree.by_hash for h in host.index)
 
 
-@pytest.mark.parametrize(("low", "high"), [(-1, 5), (6, 5), (5, 91)])
-def test_watermarks_are_checked(low: int, high: int) -> None:
-    with pytest.raises(ConfigError, match="watermark"):
-        Watermarks(low, high)
-
-
 def test_watermarks_count_in_percent_of_the_pool() -> None:
     node = LedgerDriver(LruEviction(), NUM_SLOTS)
     marks = Watermarks(20, 33)
@@ -201,7 +194,7 @@ async def test_without_tiers_the_front_goes() -> None:
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 async def test_victims_are_kept_below(policy: str) -> None:
-    """Bytes, parent and segment as they were, tails before heads, and the index hears of nothing gone."""
+    """Bytes, parent and segment as they were, last blocks before heads, and the index hears of nothing gone."""
     tier = ScriptedTier()
     async with running(tier, policy=policy) as host:
         host.serve(*range(9))

@@ -10,11 +10,14 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from itertools import chain
 
+import click
 import pytest
 
 from pillion._version import VERSION
 from pillion.cli.app import cli, component_command, with_model
+from pillion.cli.flags import FlagCommand
 from pillion.cli.talk import (
     component_lines,
     given,
@@ -347,6 +350,15 @@ def test_a_component_command_is_made_of_its_flags() -> None:
     assert component_command.__doc__
     assert {"attach_socket", "kv_pool_bytes"} <= {p.name for p in cli.commands["kvnode"].params}
     assert "model_argument" not in {p.name for p in cli.commands["kvnode"].params}
+
+
+def every_command(command: click.Command) -> Iterator[click.Command]:
+    yield from chain(*map(every_command, command.commands.values())) if isinstance(command, click.Group) else [command]
+
+
+def test_every_command_refuses_unknown_variables() -> None:
+    """Those of rooms, too, which are made apart from their group."""
+    assert [command.name for command in every_command(cli) if not isinstance(command, FlagCommand)] == []
 
 
 def test_temporary_folders_are_short_enough_for_sockets() -> None:

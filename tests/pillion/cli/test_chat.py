@@ -61,7 +61,7 @@ class Terminal:
         self.shown = ""
 
     def expect(self, text: str) -> None:
-        """Reads until ``text`` has been shown behind what was expected before."""
+        """Reads until ``text`` has been shown after what was expected before."""
         end_s = time.monotonic() + 60
         while text not in self.shown:
             ready, _, _ = select.select([self._side], [], [], max(0.0, end_s - time.monotonic()))

@@ -141,7 +141,11 @@ def test_a_bad_value_is_a_usage_error(argv: list[str], complaint: str) -> None:
 
 def value_of(field: Any) -> st.SearchStrategy[Any]:
     if isinstance(field.default, tuple):
-        return st.lists(st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20), max_size=3).map(tuple)
+        names = field.name == "ignored_fields"
+        text = st.text(st.characters(exclude_categories=("Cs", "Cc")), max_size=20)
+        one = st.from_regex(r"[a-z_][a-z0-9-]{0,20}", fullmatch=True) if names else text
+        # No argument is the default.
+        return st.lists(one, min_size=len(field.default), max_size=3).map(tuple)
     if field.metadata["choices"]:
         return st.sampled_from(field.metadata["choices"])
     if field.name == "target_itl_ms":

@@ -40,6 +40,7 @@ GIVEN = {
     "metrics_port": "9500",
     "load_format": "auto",
     "kv_cache_dtype": "auto",
+    "ignored_fields": "new_field",
     "allowed_origins": "https://chat.example.org",
     "target_itl_ms": "75.5",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
@@ -55,6 +56,8 @@ RECEIVED: dict[tuple[str, str], Any] = {
     ("prefill", "metrics_port"): 9502,
     ("decode", "metrics_port"): 9503,
     ("gateway", "gateway_workers"): 1,
+    # Only prefill workers have stages.
+    ("decode", "pipeline_parallel_size"): 1,
     ("prefill", "drain_timeout_s"): STOP_GRACE_S,
     ("decode", "drain_timeout_s"): STOP_GRACE_S,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+import pathlib
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -123,3 +124,34 @@ def test_the_sdk_imports_no_library_of_schemas() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+TYPED = """
+from dataclasses import dataclass
+from typing import assert_type
+from pillion import LLM, AsyncClient, Client
+
+@dataclass
+class City:
+    capital: bool
+
+async def read(client: Client, other: AsyncClient, llm: LLM) -> None:
+    for delta in client.chat([], schema=City):
+        assert_type(delta.parsed, City | None)
+    for listed in client.generate("", schema=list[City]):
+        assert_type(listed.parsed, list[City] | None)
+    async for delta in other.chat([], schema=City):
+        assert_type(delta.parsed, City | None)
+    assert_type(llm.chat([], schema=City)[0].outputs[0].parsed, City | None)
+    for result in client.batch([], schema=City):
+        assert not isinstance(result, Exception)
+        assert_type(result.outputs[0].parsed, City | None)
+"""
+
+
+@pytest.mark.long
+def test_a_value_has_the_type_of_its_schema(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "typed.py").write_text(TYPED)
+    words = ("mypy", "--strict", "--follow-imports=silent", f"--cache-dir={tmp_path}", tmp_path / "typed.py")
+    done = subprocess.run([sys.executable, "-m", *words], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

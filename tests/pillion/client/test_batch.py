@@ -1,4 +1,4 @@
-"""Many requests at once: order, bounds, errors in their places, and nothing that goes on behind an end."""
+"""Many requests at once: order, bounds, errors in their places, and nothing that goes on after an end."""
 
 from __future__ import annotations
 

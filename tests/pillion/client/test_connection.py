@@ -52,7 +52,7 @@ extendedKeyUsage = clientAuth
 
 
 class Scripted(gateway_pb2_grpc.GatewayServicer):
-    """Raises ``errors``, one a call, each behind ``before`` messages; then answers with ``count`` messages."""
+    """Raises ``errors``, one a call, each after ``before`` messages; then answers with ``count`` messages."""
 
     def __init__(
         self, *errors: Exception, before: int = 0, count: int = 1, pause_s: float = 0.0, text: str = "x"

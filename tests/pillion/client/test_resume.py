@@ -52,7 +52,7 @@ def progress(
     return StreamProgress(request, timeout_s, resume_timeout_s, CONNECT_TIMEOUT_S, addresses, 100.0)
 
 
-def test_the_rest_is_asked_for_behind_the_last_tokens() -> None:
+def test_the_rest_is_asked_for_after_the_last_tokens() -> None:
     stream = progress(n=3)
     assert stream.request().resume is None
     for one in (message(3, 4, first=True), message(9, index=2, reason=FinishReason.STOP), message(5)):

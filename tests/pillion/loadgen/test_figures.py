@@ -14,9 +14,10 @@ from rich.console import Console
 
 from pillion.errors import ConfigError
 from pillion.loadgen.figures import Record, Run, bottleneck, client_figures, distribution, percentile, summarize
+from pillion.loadgen.goodput import good, measured_s, meets
 from pillion.loadgen.plots import check_plot, plot_run, plot_sweep
 from pillion.loadgen.report import result_of, tables
-from pillion.loadgen.slo import MEASURES, Objective, good, measured_s, parse_slo
+from pillion.slo import MEASURES, Objective, parse_slo
 
 SECONDS = st.floats(0, 1e4)
 
@@ -114,11 +115,11 @@ def test_what_is_written_is_read_again(measure, fixed, prompt, answer):
 
 def test_bounds_grow_with_the_prompt_and_a_failure_meets_nothing():
     (objective,) = parse_slo("ttft=1+0.01*n")
-    assert objective.bound_s(record(prompt_tokens=50)) == 1.5
-    assert objective.met(record(messages=((1.5, 1),), prompt_tokens=50))
-    assert not objective.met(record(messages=((1.6, 1),), prompt_tokens=50))
-    assert not objective.met(record(messages=((0.1, 1),), status="timeout"))
-    assert not objective.met(record(messages=(), status="HTTP 500"))
+    assert objective.bound_s(50, 0) == 1.5
+    assert meets(objective, record(messages=((1.5, 1),), prompt_tokens=50))
+    assert not meets(objective, record(messages=((1.6, 1),), prompt_tokens=50))
+    assert not meets(objective, record(messages=((0.1, 1),), status="timeout"))
+    assert not meets(objective, record(messages=(), status="HTTP 500"))
 
 
 @given(st.lists(st.floats(0.001, 5), min_size=1, max_size=30))
@@ -187,5 +188,12 @@ def test_a_table_shows_failures_and_warnings():
     console = Console(width=100, record=True, file=io.StringIO())
     console.print(tables(result_of(Run(records, 4.0, 3.9, ()), parse_slo("ttft=1"), {"load": {"concurrency": None}})))
     text = console.export_text()
-    for words in ("HTTP 429: 1 ([slow])", "1 of 2 answered", "50.0% met all", "warning: the client", "1,000.0"):
+    for words in (
+        "HTTP 429: 1 ([slow])",
+        "1 of 2 answered",
+        "50.0% met all",
+        "warning: the client",
+        "1,000.0",
+        "P90 TTFT",
+    ):
         assert words in text

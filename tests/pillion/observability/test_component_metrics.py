@@ -23,7 +23,8 @@ from pillion.observability import metric_catalog as names
 from pillion.observability.log_format import JsonFormatter
 from pillion.observability.metrics import Meters, Metric, Reading, Snapshot
 from pillion.types import Timings, Usage
-from tests.engine.scheduling.test_drafts import OracleDrafter
+from pillion.wire.registry import WorkerLoad
+from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
@@ -76,8 +77,8 @@ class MeteredLine(SchedulerHarness):
 @example(budget=15, wrong=0, slots=18, prompts=[(16, 1, False), (24, 1, False), (20, 6, False), (1, 1, False)])
 def test_what_fills_steps_adds_up(budget: int, wrong: int, slots: int, prompts: list[tuple[int, int, bool]]) -> None:
     line = MeteredLine(budget, wrong, slots)
-    for seed, (length, count, is_span) in enumerate(prompts):
-        if is_span and length >= BLOCK:
+    for seed, (length, count, is_prefill) in enumerate(prompts):
+        if is_prefill and length >= BLOCK:
             whole = length // BLOCK * BLOCK
             line.submit(prompt(seed + 1, whole), 0, chunks=(whole,))
         else:
@@ -115,7 +116,7 @@ def test_a_workers_lines() -> None:
         line.submit(prompt(seed + 1, 6), 4)
     line.step()
     scheduler = line.scheduler
-    found = list(load_readings(scheduler.queues.load(scheduler.budget, scheduler.adapters), max_num_seqs=2))
+    found = list(load_readings(WorkerLoad(**scheduler.queues.load(scheduler.budget)), max_num_seqs=2))
     assert by_labels(found, names.SEQUENCES) == {"running": 2, "decoding": 1, "waiting": 1}
     assert by_labels(found, names.FREE_SEQUENCES) == {"": 0}
     assert by_labels(found, names.QUEUED_TOKENS) == {"": 3 * 6 - 8}

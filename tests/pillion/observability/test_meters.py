@@ -20,7 +20,6 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pillion.errors import ConfigError
-from pillion.gateway.request.request_telemetry import adapter_readings
 from pillion.observability import metric_catalog as names
 from pillion.observability import telemetry
 from pillion.observability.metrics import MAX_CELLS, OTHER, Meters, Metric, Reading, Snapshot
@@ -250,13 +249,3 @@ def test_the_environment_picks_the_protocol_of_each_signal(
         made = telemetry.exporter(signal)
         assert type(made).__module__.startswith(f"opentelemetry.exporter.otlp.proto.{way}.")
         made.shutdown()
-
-
-def test_vllms_list_of_running_adapters() -> None:
-    meters = Meters()
-    meters.watch(lambda: adapter_readings({"red": 2, "blue": 1, "idle": 0}, 4))
-    found = samples(meters, vllm_names=True)
-    assert found["pillion_adapter_requests_now", (("adapter", "red"),)] == 2
-    labels = ("max_lora", "4"), ("running_lora_adapters", "blue,red"), ("waiting_lora_adapters", "")
-    assert found["vllm:lora_requests_info", labels] > 0
-    assert not any("idle" in str(key) for key in found)

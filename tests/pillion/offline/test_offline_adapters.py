@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from pillion import LLM, SamplingParams
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion import LoRARequest, SamplingParams
 from pillion.errors import InvalidRequest, NotFound, PermissionDenied
-from tests.support.adapters import adapted_model, make_adapter
+from pillion.offline.llm import LLM
+from tests.support.adapters import adapted_model, make_adapter, make_virtual, own_vectors
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
@@ -14,14 +19,17 @@ from tests.support.oracle import Oracle, first_difference
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-ADAPTERS = 3
+ADAPTERS = 4
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     root = tmp_path_factory.mktemp("made")
-    folder = make_model(root / "model", FAMILIES["llama-gqa-tied"])[0]
-    return folder, [make_adapter(folder, root / str(n), seed=n, r=4 + n) for n in range(ADAPTERS)]
+    folder = make_model(root / "model", FAMILIES["llama-mqa-biases"])[0]
+    virtual = [make_virtual(folder, root / kind, kind, tokens) for kind, tokens in (("prefix", 21), ("prompt", 5))]
+    kinds: list[dict[str, Any]] = [{"lora_bias": True}, {"use_dora": True, "bias": "all"}]
+    lora = [own_vectors(make_adapter(folder, root / str(n), seed=n, r=4 + n, **kind)) for n, kind in enumerate(kinds)]
+    return folder, [*lora, *virtual]
 
 
 def offline(folder, **options):
@@ -50,12 +58,12 @@ def test_one_call_mixes_adapters_and_the_model(kernels, ranks, made):
         outputs = llm.generate([{"prompt_token_ids": prompt}] * len(names), greedy, lora=names, use_tqdm=False)
         answers = [output.outputs[0].token_ids for output in outputs]
         models = [adapted_model(folder, adapter) for adapter in adapters]
-        with models[0].disable_adapter():
-            plain = Oracle(models[0]).greedy(prompt, 12)
+        plain = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)).greedy(prompt, 12)
         wanted = [*(Oracle(model).greedy(prompt, 12) for model in models), plain] * 2
         for expected, tokens in zip(wanted, answers, strict=True):
             assert not first_difference(expected, tokens, 1e-3)
         assert len({tuple(tokens) for tokens in answers}) > 1
+        assert all(output.prompt_token_ids == prompt for output in outputs)
         # A name may get another adapter, whose answers meet none of the old one's blocks.
         llm.load_adapter("v0", adapters[1], in_place=True)
         (swapped,) = llm.generate({"prompt_token_ids": prompt}, greedy, lora="v0", use_tqdm=False)
@@ -76,3 +84,57 @@ def test_what_cannot_work_is_refused(made):
             llm.load_adapter("a", folder / "nowhere")
         with pytest.raises(ValueError, match="2 prompts and 1 adapters"):
             llm.generate(["x", "y"], lora=["a"], use_tqdm=False)
+
+
+def test_requests_bring_their_adapters_as_vllm_has_it(made):
+    folder, adapters = made
+    prompt, greedy = (
+        {"prompt_token_ids": tokens_of(40, 5)},
+        SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    )
+
+    def answers(llm, **options):
+        return [output.outputs[0].token_ids for output in llm.generate([prompt] * 2, greedy, False, **options)]
+
+    with offline(folder, enable_lora=True, cpu_kernels="torch") as llm:
+        first, second = LoRARequest("a", 1, str(adapters[0])), LoRARequest("b", 2, lora_path=str(adapters[1]))
+        brought = answers(llm, lora_request=[first, None])
+        assert brought == answers(llm, lora=["a", ""])
+        assert answers(llm, lora_request=second) == answers(llm, lora="b")
+        # A name whose folder is another one now is that folder's adapter.
+        assert answers(llm, lora_request=LoRARequest("a", 3, str(adapters[1]))) == answers(llm, lora="b")
+        with pytest.raises(ValueError, match="give one of lora and lora_request"):
+            answers(llm, lora="a", lora_request=first)
+        with pytest.raises(ValueError, match="2 prompts and 1 adapters"):
+            answers(llm, lora_request=[first])
+
+
+@pytest.mark.parametrize("number", [2, 3], ids=["prefix", "prompt"])
+def test_a_prompt_after_virtual_tokens_is_scored_and_penalized_as_it_is(number, made):
+    """Neither log probabilities nor penalties see virtual tokens, also where the prompt's blocks are cached."""
+    folder, adapters = made
+    prompt = tokens_of(40, 5)
+    scored = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    penalized = SamplingParams(temperature=0, max_tokens=6, repetition_penalty=1.8, ignore_eos=True)
+    model = adapted_model(folder, adapters[number])
+    with torch.inference_mode():
+        logits = model(torch.tensor([prompt])).logits[0].float()
+    wanted = logits[-len(prompt) : -1].log_softmax(-1).gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+    expected: list[int] = []
+    for _ in range(6):
+        with torch.inference_mode():
+            row = model(torch.tensor([prompt + expected])).logits[0, -1].float()
+        row, seen = row.clone(), torch.tensor(sorted({*prompt, *expected}))
+        row[seen] = torch.where(row[seen] > 0, row[seen] / 1.8, row[seen] * 1.8)
+        expected.append(int(row.argmax()))
+    with offline(folder, enable_lora=True, cpu_kernels="torch") as llm:
+        llm.load_adapter("a", adapters[number])
+        for _ in range(2):
+            (output,) = llm.generate({"prompt_token_ids": prompt}, scored, lora="a", use_tqdm=False)
+            assert output.prompt_logprobs[0] is None
+            pairs = zip(prompt[1:], output.prompt_logprobs[1:], strict=True)
+            torch.testing.assert_close(
+                torch.tensor([one[token].logprob for token, one in pairs]), wanted, atol=1e-3, rtol=1e-3
+            )
+        (output,) = llm.generate({"prompt_token_ids": prompt}, penalized, lora="a", use_tqdm=False)
+        assert list(output.outputs[0].token_ids) == expected

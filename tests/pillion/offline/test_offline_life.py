@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
 
 
 def run(model: pathlib.Path, body: str, folder: str = "") -> tuple[str, str]:
-    """Output of a program; its temporary folder is empty behind it, and so is its process group."""
+    """Output of a program; its temporary folder is empty after it, and so is its process group."""
     with contextlib.ExitStack() as stack:
         folder = folder or stack.enter_context(tempfile.TemporaryDirectory(prefix="pl-"))
         command, environ = [sys.executable, "-c", HEAD + body, str(model)], {**os.environ, "TMPDIR": folder}
@@ -184,3 +185,10 @@ except pillion.ConfigError as error:
         words = [sys.executable, "-c", body, *missing]
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.stdout == f"pillion.LLM needs {', '.join(missing)}: pip install 'pillion[server]'\n", done.stderr
+
+
+def test_the_example_runs(model: pathlib.Path) -> None:
+    out, _ = run(model, 'import runpy\nrunpy.run_path("examples/offline.py", run_name="__main__")')
+    assert out.count("->") == 3
+    cached = [int(count) for count in re.findall(r"\((\d+) of \d+ prompt tokens cached", out)]
+    assert cached[0] == 0 < cached[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import os
 import pathlib
 import subprocess
@@ -15,30 +14,42 @@ from typing import Any
 import pytest
 
 from pillion.cli.flags import env_name
-from pillion.config import PrepareFlags, ServeFlags
-from pillion.engine.backends.devices import resolved
+from pillion.config import DecodeFlags, OfflineFlags, PrefillFlags, PrepareFlags, ServeFlags
+from pillion.engine.backends.devices import resolved, with_budgets
 from pillion.engine.backends.loading import make_ready
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster as cluster
 from pillion.supervisor.child_process import ChildProcess, child_environ
 from pillion.supervisor.local_cluster import prepare_in_child, process_specs, threads_per_worker
 from testbed.tiny_model import save_model
+from tests.support.cpu_model import needs_kernels
 from tests.support.own_cache import model_cache
 
 
 def test_what_is_not_given_is_settled_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU one process does prefill and decode, and the pool is what the GPU has left."""
-    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
+    monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 1)
     flags = resolved(ServeFlags(model="m"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cuda", 0, 0)
     assert "--kv-device=cuda" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
+    # Each worker chooses the budget of its steps when it has the model.
+    assert (flags.max_num_batched_tokens, flags.max_num_batched_prefill_tokens) == (0, 0)
     flags = resolved(ServeFlags(model="m", prefill_workers=2, kv_pool_bytes=2**20))
     assert (flags.prefill_workers, flags.kv_pool_bytes) == (2, 2**20)
     flags = resolved(ServeFlags(model="m", device="cpu"))
     assert (flags.device, flags.prefill_workers, flags.kv_pool_bytes) == ("cpu", 1, 2**30)
+    assert (flags.max_num_batched_tokens, flags.max_num_batched_prefill_tokens) == (256, 512)
     assert "--kv-device=cpu" in process_specs(replace(flags, keep_pool=False), pathlib.Path("/run/x"), None)[0].argv
+
+
+def test_budgets_of_a_cpu_hold_what_each_step_must_hold() -> None:
+    """A step has a token for each stream, and a prefill step a block."""
+    assert with_budgets(DecodeFlags(device="cpu", max_num_seqs=300)).max_num_batched_tokens == 300
+    assert with_budgets(PrefillFlags(device="cpu", block_size=1024)).max_num_batched_prefill_tokens == 1024
+    assert resolved(OfflineFlags(model="m", device="cpu")).max_num_batched_tokens == 512
+    given = resolved(ServeFlags(model="m", device="cpu", max_num_batched_tokens=64, max_num_batched_prefill_tokens=32))
+    assert (given.max_num_batched_tokens, given.max_num_batched_prefill_tokens) == (64, 32)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +65,7 @@ def test_a_pool_is_on_the_gpu_of_each_rank(
     monkeypatch: pytest.MonkeyPatch, gpus: int, decode: int, prefill: int, pool: str
 ) -> None:
     """As many as the largest workers have ranks; ranks that share one GPU share the pool on it."""
-    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: gpus)
+    monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: gpus)
     sizes = {"tensor_parallel_size": decode, "prefill_tensor_parallel_size": prefill}
     flags = resolved(ServeFlags(model="m", prefill_workers=1, **sizes))  # type: ignore[arg-type]
     assert f"--kv-device={pool}" in process_specs(flags, pathlib.Path("/run/x"), None)[0].argv
@@ -70,14 +81,14 @@ def test_a_pool_is_on_the_gpu_of_each_rank(
 def test_what_needs_a_gpu_is_refused_without_one(
     monkeypatch: pytest.MonkeyPatch, flags: dict[str, Any], words: str
 ) -> None:
-    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 0)
+    monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 0)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ConfigError, match=words):
         resolved(ServeFlags(**flags))
 
 
 def test_kv_of_a_type_that_a_gpu_does_not_have_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pillion.engine.backends.devices.device_count", lambda: 1)
+    monkeypatch.setattr("pillion.engine.backends.gpu.gpu_devices.device_count", lambda: 1)
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8 is for the CPU kernels"):
         resolved(ServeFlags(kv_cache_dtype="int8"))
 
@@ -154,6 +165,33 @@ def test_prefill_and_decode_workers_may_differ_in_ranks(flags: dict[str, Any], p
     assert cluster.ranks_of(alone) == {"decode": decode}
 
 
+def test_prefill_workers_alone_have_stages() -> None:
+    flags = on_cpu(model="m", prefill_workers=1, pipeline_parallel_size=2)
+    specs = {spec.component_id: spec for spec in process_specs(flags, pathlib.Path("/run/x"), None)}
+    assert "--pipeline-parallel-size=2" in specs["prefill-0"].argv
+    assert "--pipeline-parallel-size=1" in specs["decode-0"].argv
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"prefill_workers": 0}, "2 needs --prefill-workers"),
+        ({"cpu_kernels": "torch"}, "2 needs the CPU kernels: --cpu-kernels torch"),
+        ({"pipeline_parallel_size": 3}, "3 is too much to share 2 layers"),
+    ],
+)
+@needs_kernels
+@pytest.mark.usefixtures("own_cache")
+def test_stages_that_cannot_be_are_refused_before_the_start(
+    tmp_path: pathlib.Path, flags: dict[str, Any], words: str
+) -> None:
+    shape = {"model": str(save_model(tmp_path / "m")), "dtype": "float32", "pipeline_parallel_size": 2}
+    asked = on_cpu(**{"prefill_workers": 1, **shape, **flags})
+    with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
+        cluster.check_stages(asked, prepare(asked))
+    cluster.check_stages(replace(asked, pipeline_parallel_size=1), None)
+
+
 def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
     with pytest.raises(ConfigError, match="names 3 cores, the workers' threads need 4"):
@@ -177,28 +215,28 @@ def test_too_few_cores_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_workers_lend_each_other_cores(
     monkeypatch: pytest.MonkeyPatch, cores: int, flags: dict[str, Any], owners: list[int] | None
 ) -> None:
-    """A board has a line for each core; there is none where a worker owns all cores, or cores are too few."""
+    """A lending table has a line for each core; there is none where a worker owns all cores, or cores are too few."""
     monkeypatch.setattr(cluster, "usable_cores", lambda: cores)
     settled = on_cpu(model="m", **flags)
-    board = cluster.core_board(settled)
-    assert (board and [board.owner(core) for core in range(board.cores)]) == owners
-    specs = process_specs(settled, pathlib.Path("/run/x"), None, board)
+    lending_table = cluster.core_lending_table(settled)
+    assert (lending_table and [lending_table.owner(core) for core in range(lending_table.cores)]) == owners
+    specs = process_specs(settled, pathlib.Path("/run/x"), None, lending_table)
     workers = [spec.argv for spec in specs if spec.level == 2]
-    path = board.path if board else ""
-    assert all(f"--core-board={path}" in argv for argv in workers)
-    if board is not None:
+    path = lending_table.path if lending_table else ""
+    assert all(f"--core-lending-table={path}" in argv for argv in workers)
+    if lending_table is not None:
         firsts = [int(arg.partition("=")[2]) for argv in workers for arg in argv if arg.startswith("--first-core=")]
-        assert all(len(board.owned(first)) == cluster.threads_of(settled) for first in firsts)
-        board.check_integrity()
-        board.close()
+        assert all(len(lending_table.owned(first)) == cluster.threads_of(settled) for first in firsts)
+        lending_table.check_integrity()
+        lending_table.close()
 
 
 def test_borrowed_cores_are_those_of_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pillion.cores.allowed_cores", lambda: frozenset(range(8)))
-    board = cluster.core_board(on_cpu(model="m", cpu_affinity="4-6"))
-    assert board is not None
-    assert [board.processor(core) for core in range(board.cores)] == [4, 5, 6]
-    board.close()
+    lending_table = cluster.core_lending_table(on_cpu(model="m", cpu_affinity="4-6"))
+    assert lending_table is not None
+    assert [lending_table.processor(core) for core in range(lending_table.cores)] == [4, 5, 6]
+    lending_table.close()
 
 
 def test_a_redis_password_is_not_on_a_command_line() -> None:
@@ -259,21 +297,3 @@ print({{"torch", "transformers", "triton", "huggingface_hub"}} & sys.modules.key
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "set()"
-
-
-def test_the_fork_server_reads_the_tokenizer_that_workers_ask_for(
-    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
-    model = str(save_model(tmp_path / "tiny"))
-    prepared = prepare(PrepareFlags(model=model, device="cpu", dtype="float32"))
-    flags = ServeFlags(model=model, device="cpu", dtype="float32")
-    name, _, call = cluster.tokenizer_to_read(flags).partition(":")
-    function, _, text = call.partition("=")
-    module: Any = importlib.import_module(name)
-    read: list[Any] = []
-    monkeypatch.setattr(module, "_read_tokenizer", lambda *key: read.append(key))
-    getattr(module, function)(text)
-    GrammarCompiler.load(prepared.folder, prepared.vocab_size, prepared.eos_token_ids).close()
-    assert len(read) == 2
-    assert read[0] == read[1]

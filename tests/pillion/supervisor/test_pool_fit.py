@@ -56,8 +56,17 @@ def test_a_length_is_not_lowered_to_nothing() -> None:
 
 def test_a_pool_larger_than_the_machine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fit, "machine_bytes", lambda: 2**29)
-    with pytest.raises(ConfigError, match="more than this machine's memory, 512 MiB"):
+    with pytest.raises(ConfigError, match="is more than this machine's memory, 512 MiB"):
         fitted(POOL)
+
+
+def test_a_pool_may_not_have_the_memory_of_the_largest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit, "machine_bytes", lambda: 2**30)
+    fit_pool(POOL, 2**18, 8192, 1, 2**30 - POOL.kv_pool_bytes)
+    with pytest.raises(
+        ConfigError, match=r"and the workers' largest steps, .* are more than this machine's memory, 1 GiB"
+    ):
+        fit_pool(POOL, 2**18, 8192, 1, 2**30 - POOL.kv_pool_bytes + 1)
 
 
 def test_bytes_for_people() -> None:

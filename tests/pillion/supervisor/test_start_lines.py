@@ -12,6 +12,8 @@ import pytest
 
 from pillion.config import ServeFlags
 from pillion.engine.backends import loading
+from pillion.engine.backends.devices import resolved
+from pillion.engine.backends.step_memory import steps_bytes
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.kernels.cpu.language.isa import TABLE
@@ -74,11 +76,12 @@ def test_the_start_names_the_parsers(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_start_names_the_processes_of_a_worker(tmp_path: pathlib.Path) -> None:
-    flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", prefill_workers=1)
+    flags = ServeFlags(model=str(save_model(tmp_path / "tiny")), dtype="float32", device="cpu", prefill_workers=1)
     for more, words in (
         ({}, "prefill workers: 1, decode workers: 1, threads"),
         ({"tensor_parallel_size": 2}, "decode workers: 1, of 2 and 2 processes, threads"),
         ({"prefill_tensor_parallel_size": 2}, "decode workers: 1, of 2 and 1 processes, threads"),
+        ({"pipeline_parallel_size": 2}, "decode workers: 1, prefill workers of 2 stages, threads"),
     ):
         notices = RecordedNotices()
         tell_model(notices, replace(flags, **more), prepare(flags), None, 1)
@@ -101,6 +104,23 @@ def test_the_start_counts_the_weights_of_all_ranks(tmp_path: pathlib.Path, monke
         notices = RecordedNotices()
         tell_model(notices, replace(flags, **more), prepared, None, 1)
         assert notices.lines[-1].endswith(words)
+
+
+def test_the_start_says_how_large_steps_are(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    given = ServeFlags(model=str(save_model(tmp_path / "model")), device="cpu", dtype="float32", kv_pool_bytes=2**24)
+    for more, words in (
+        ({}, "most tokens of a step: 512 (prefill), 256 (decode), which take up to"),
+        ({"prefill_workers": 0}, "most tokens of a step: 256 (decode), which take up to"),
+        ({"max_num_batched_tokens": 65_536}, "512 (prefill), 65,536 (decode), which take up to"),
+    ):
+        flags = resolved(replace(given, **more))  # type: ignore[arg-type]
+        prepared, fit = prepared_model(flags)
+        assert fit is not None
+        assert fit.step_bytes == steps_bytes(flags, prepared) > 0
+        notices = RecordedNotices()
+        tell_model(notices, flags, prepared, fit, 1)
+        assert words in notices.lines[-1]
 
 
 def test_kv_in_8_bits_is_named_and_needs_half_the_pool(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:

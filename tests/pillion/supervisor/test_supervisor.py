@@ -16,15 +16,12 @@ import pytest
 from pillion.errors import Unavailable
 from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
-from pillion.supervisor.process_title import WAITING_NAME
 from pillion.supervisor.restarts import Restart, RestartPolicy
 from pillion.supervisor.runtime_dir import RuntimeDir, sweep
-from pillion.supervisor.standby import Successor
 from pillion.supervisor.supervisor import MAX_SILENCES, ProcessSpec, Supervisor
-from testbed.cluster import alive
 from testbed.conditions import WITHIN_S, loop_turns, until, wait_for, within
 from tests.support.notices import RecordedNotices
-from tests.support.processes import STAY, NewChildren, started
+from tests.support.processes import STAY, started
 
 # Writes its name to a log when it starts and stops; ready once its file exists.
 COMPONENT = (
@@ -43,6 +40,13 @@ note("start"); print("hello from", name, flush=True); (folder / name).touch()
 DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IGN);" + (
     f"(pathlib.Path(sys.argv[1]) / sys.argv[2]).touch(); {STAY}"
 )
+
+
+def kill(supervisor: Supervisor, component_id: str) -> None:
+    """Ends a component that runs. A kill of process 0 would end the tests themselves."""
+    pid = supervisor.pid_of(component_id)
+    assert pid, f"{component_id} does not run"
+    os.kill(pid, signal.SIGKILL)
 
 
 def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = COMPONENT) -> ProcessSpec:
@@ -103,115 +107,6 @@ async def test_a_dead_component_is_started_again(folder: pathlib.Path) -> None:
     assert supervisor.living() == []
 
 
-# The component's program, which waits for its turn where it was started as a standby.
-STANDING_BY = (
-    f"from pillion.supervisor.standby import Standby; by = Standby.of_process(); by and by.wait()\n{COMPONENT}"
-)
-
-
-def waiting(children: NewChildren) -> list[psutil.Process]:
-    """The processes that stand by."""
-    return [child for child in children() if alive(child) and child.name() == WAITING_NAME]
-
-
-async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path) -> None:
-    notices, children = RecordedNotices(), NewChildren()
-    kept = dataclasses.replace(spec(folder, "a", program=STANDING_BY), standby=True)
-    supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
-    await supervisor.start()
-    try:
-        for starts in (2, 3):
-            [standby] = await until("a standby", lambda: waiting(children))
-            assert log_of(folder).count("start a") == starts - 1, "it has not begun"
-            os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
-            await until("it to begin", lambda starts=starts: log_of(folder).count("start a") == starts)
-            assert supervisor.pid_of("a") == standby.pid
-        await until("three lines", lambda: notices.lines.count("a: hello from a") == 3)
-        # One that died in the meantime is no help, and no harm.
-        [standby] = await until("a standby", lambda: waiting(children))
-        standby.kill()
-        await until("its end", lambda: not alive(standby))
-        os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
-        await until("another one to begin", lambda: log_of(folder).count("start a") == 4)
-        assert await until("a standby", lambda: waiting(children))
-    finally:
-        await supervisor.stop()
-    assert supervisor.living() == []
-    assert waiting(children) == []
-
-
-async def test_a_standby_whose_turn_comes_before_it_is_ready_begins_all_the_same(folder: pathlib.Path) -> None:
-    gate = folder / "gate"
-    slow = f"{until_there(gate)}\n{STANDING_BY}"
-    waits = spec(folder, "a", program=slow)
-    lines: list[str] = []
-    child = (await Successor.start(waits.argv, waits.environ)).begin(lines.append)
-    assert child is not None
-    try:
-        gate.touch()
-        await until("it to begin", lambda: lines == ["hello from a"])
-    finally:
-        await child.stop(WITHIN_S)
-
-
-async def test_why_there_is_no_standby_is_said(folder: pathlib.Path) -> None:
-    program = "import os\nif 'PILLION_AWAITS_TURN' in os.environ: raise SystemExit('the reason')\n" + COMPONENT
-    notices = RecordedNotices()
-    kept = dataclasses.replace(spec(folder, "a", program=program), standby=True)
-    supervisor = Supervisor([kept], notices, standby_delay_s=0.01)
-    await supervisor.start()
-    try:
-        await until("the notice", lambda: "a: the reason" in notices.lines)
-        assert "pillion: a has no standby, it ended:" in notices.lines
-    finally:
-        await supervisor.stop()
-
-
-async def test_why_no_standby_can_be_started_is_said_once(
-    folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tries: list[str] = []
-
-    async def refuse(*_: object) -> Successor:
-        tries.append("try")
-        raise OSError("no room")
-
-    monkeypatch.setattr(Successor, "start", refuse)
-    notices = RecordedNotices()
-    supervisor = Supervisor([dataclasses.replace(spec(folder, "a"), standby=True)], notices, standby_delay_s=0.01)
-    await supervisor.start()
-    try:
-        await until("some tries", lambda: len(tries) > 2)
-        assert notices.lines.count("pillion: a has no standby: no room") == 1
-    finally:
-        await supervisor.stop()
-
-
-async def test_a_standby_ends_with_its_supervisor(folder: pathlib.Path) -> None:
-    waits = spec(folder, "a", program=STANDING_BY)
-    successor = await Successor.start(waits.argv, waits.environ)
-    try:
-        assert await within("the standby", successor.ready())
-        # A supervisor's end closes its side of the connection, too.
-        successor._connection.close()
-        await within("the standby's end", successor.wait())
-    finally:
-        successor.close()
-    assert not (folder / "log").exists()
-
-
-async def test_a_standby_that_has_ended_gets_no_signal(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits = spec(folder, "a", program="")
-    successor = await Successor.start(waits.argv, waits.environ)
-    await within("the standby's end", successor.wait())
-    sent: list[int] = []
-    # Its number may be another process's by then.
-    monkeypatch.setattr(os, "killpg", lambda pid, number: sent.append(pid))
-    successor.close()
-    assert successor.begin(print) is None
-    assert not sent
-
-
 async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Path) -> None:
     gate = folder / "gate"
     gate.touch()
@@ -223,7 +118,7 @@ async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Pa
         gate.unlink()
         for name in ("a", "b", "c"):
             (folder / name).unlink()
-            os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
+            kill(supervisor, name)
         await until("c to run again", lambda: log_of(folder).count("start c") == 2)
         gate.touch()
         await until("b to run again", lambda: log_of(folder).count("start b") == 2)
@@ -247,11 +142,11 @@ async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path)
     try:
         for starts in (2, 3):
             (folder / "a").unlink()
-            os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+            kill(supervisor, "a")
             await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
             assert log_of(folder)[-2:] == ["start a", "start b"]
         assert log_of(folder).count("start c") == 1
-        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again behind a") == 2
+        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
     finally:
         await supervisor.stop()
 
@@ -263,7 +158,7 @@ async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path)
     failed = asyncio.create_task(supervisor.failed())
     for count in (1, 2, 3):
         await until("another start of a", lambda count=count: log_of(folder).count("start a") == count)
-        os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+        kill(supervisor, "a")
     assert await within("the supervisor to give up", failed) == "a died 3 times within 60 s"
     await supervisor.stop()
     assert supervisor.living() == []
@@ -278,7 +173,7 @@ async def die_twice(folder: pathlib.Path, supervisor: Supervisor, name: str) -> 
     """Kills a component, and kills it once more when it is back."""
     for count in (1, 2):
         await until("another start", lambda count=count: log_of(folder).count(f"start {name}") == count)
-        os.kill(supervisor.pid_of(name) or 0, signal.SIGKILL)
+        kill(supervisor, name)
 
 
 async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder: pathlib.Path) -> None:
@@ -295,11 +190,11 @@ async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder
         assert down.left_s > 0
         assert f"pillion: {down.why}; starting it again in 3600 s" in notices.lines
         # A single death of the other one is as any other.
-        os.kill(supervisor.pid_of("b") or 0, signal.SIGKILL)
+        kill(supervisor, "b")
         await until("b to be back", lambda: log_of(folder).count("start b") == 2)
         assert not failed.done()
         assert [one.component_id for one in supervisor.down()] == ["a"]
-        os.kill(supervisor.pid_of("b") or 0, signal.SIGKILL)
+        kill(supervisor, "b")
         assert await within("the supervisor to give up", failed) == "b died 2 times within 600 s"
     finally:
         await supervisor.stop()
@@ -330,7 +225,7 @@ async def test_a_program_that_cannot_be_started_any_more_ends_nothing_while_anot
     await supervisor.start()
     try:
         program.unlink()
-        os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+        kill(supervisor, "a")
         await until("a to be down", supervisor.down)
         assert not supervisor._failure.done()
     finally:
@@ -352,13 +247,13 @@ async def test_the_end_of_one_that_survives_what_it_needs_is_no_death_of_its_own
     try:
         for starts in (2, 3):
             (folder / "a").unlink()
-            os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+            kill(supervisor, "a")
             await until("a to be back", lambda starts=starts: log_of(folder).count("start a") == starts)
             await until("it to be ready", supervisor._components[0].ready.is_set)
             assert log_of(folder).count("start b") == starts - 1
-            os.kill(supervisor.pid_of("b") or 0, signal.SIGKILL)
+            kill(supervisor, "b")
             await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
-        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again behind a") == 2
+        assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
     finally:
         await supervisor.stop()
 
@@ -415,7 +310,7 @@ async def test_a_quiet_component_is_shown_only_when_it_dies(folder: pathlib.Path
     supervisor = Supervisor([quiet], notices, RestartPolicy(first_delay_ms=10_000))
     await supervisor.start()
     assert notices.lines == []
-    os.kill(supervisor.pid_of("a") or 0, signal.SIGKILL)
+    kill(supervisor, "a")
     await until("the notice", lambda: any("starting it again" in line for line in notices.lines))
     assert "a: hello from a" in notices.lines
     await supervisor.stop()

@@ -55,7 +55,7 @@ def test_rates_are_taken_over_the_window() -> None:
     assert history.newest() is None
     assert [before and before.at_s for before in map(history.add, looks)] == [None, 0, 0, 4, 12]
     assert history.newest() is looks[-1]
-    # Where only so old a reading is wanted, one behind a rest has none before it.
+    # Where only so old a reading is wanted, one after a rest has none before it.
     short = History(WINDOW_S, WINDOW_S)
     assert [before and before.at_s for before in map(short.add, looks)] == [None, 0, 0, 4, None]
     assert short.newest() is looks[-1]

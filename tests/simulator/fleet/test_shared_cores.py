@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.closed_loop import ClosedLoad
 from pillion.config import AUTO
-from pillion.core_board import LINGER_NS
+from pillion.core_lending_table import LINGER_NS
 from pillion.gateway.request import events as ev
 from pillion.loadgen.figures import percentile
 from pillion.simulator.fleet.clock import Clock

@@ -1,0 +1,170 @@
+"""Writes models.md, the page about model families: ``python -m docs.models_page``, or ``make dashboards``.
+
+The families come from the engine's table, what is tested from the tests' table, and the list of all models of text from
+the installed transformers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from functools import partial
+
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from pillion.engine.models.config_keys import known_keys
+from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
+from pillion.engine.models.llama_layer import PRE_NORMS
+from tests.support.families import FAMILIES as CASES
+
+PAGE = pathlib.Path(__file__).resolve().parent / "models.md"
+
+# Models of transformers' mapping that have no row, by what they would need.
+LEFT_OUT = {
+    "a state beside keys and values, or layers with convolutions (state space models, linear attention, hybrids)": """
+        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2
+        lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
+        qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
+    "multi-head latent attention (MLA), whose blocks hold latents": """
+        axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu""",
+    "sparse attention, which chooses the tokens that a query sees": """
+        axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
+    "attention in chunks of positions, and queries that grow with their position": "llama4 llama4_text",
+    "layers that share keys and values, and embeddings for each layer": """
+        gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant
+        gemma4_unified_text""",
+    "experts in MXFP4 and clamped activations; its attention sinks are served": "gpt_oss",
+    "heads of values that differ from those of keys": "mimo_v2_flash",
+    "attention whose results pass a gate, are subtracted from each other, or mix experts": """
+        afmoe diffllama jetmoe laguna""",
+    "another activation (`xielu`), or norms between activation and down projection": "apertus bitnet",
+    "a norm of queries and keys without weights": "nanochat",
+    "a gate of the MLP beside the experts": "qwen2_moe",
+    "a router with other arithmetic (sparse mixer, experts that share a norm, several experts for each place)": """
+        aria_text cohere2_moe dbrx phimoe""",
+    "experts or norms that nobody has tried here yet": "beam flint hrm_text kolibri1",
+    "names and fused projections of its own (`transformer.h`), with an MLP by `gelu`": """
+        codegen falcon gpt_neox gpt_neox_japanese gptj persimmon phi""",
+    "learned or fixed positions, or ALiBi": """
+        biogpt bloom cpmant ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo mpt openai-gpt opt xglm""",
+    "an encoder, or attention to another text": """
+        bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
+        ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart prophetnet rembert roberta
+        roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod""",
+    "hashed or bytewise attention": "blt reformer",
+    "sounds or pictures, whose text model has no row, or is not a model of its own": """
+        cohere_compass_text emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody
+        phi4_multimodal""",
+}
+
+INTRO = """# Models
+
+<!-- written by docs/models_page.py; run `make dashboards` -->
+
+{families} families of transformers' decoder-only models of text are served: their layers are options of one description
+([019](decisions/019-families.md)), which the torch backend, the CPU kernels and the GPU kernels read. A key of a
+`config.json` that its family does not know, and that is not off, is refused by its name before weights are read. The
+third column has the keys that most other families refuse, the fourth those that this one refuses of transformers' own.
+
+Each case of the table runs beside transformers in float32 (`tests/engine/models/test_families.py`): logits at split
+points, in mixed steps and greedily, on torch and on the CPU kernels, and on two ranks (`tests/engine/ranks`). `make
+test` runs some of that, `make test-long` all.
+
+| model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
+|---|---|---|---|---|"""
+AFTER = """
+Of models of text and pictures the text model is served: {text}.
+
+## What is left out
+
+These are the other names of transformers' `MODEL_FOR_CAUSAL_LM_MAPPING_NAMES`, by what they would need. Models whose
+code is only in their own repository (`trust_remote_code`) are not served.
+
+| needs | model_type |
+|---|---|"""
+
+
+def left_out() -> dict[str, list[str]]:
+    """Return the names of LEFT_OUT by their reason."""
+    return {reason: names.split() for reason, names in LEFT_OUT.items()}
+
+
+def _layer_of(family: ModelFamily) -> dict[str, object]:
+    return dict(family.layer.keywords) if isinstance(family.layer, partial) else {}
+
+
+def options(family: ModelFamily) -> str:
+    """Return what a family's layers do otherwise than those of Llama."""
+    layer, said = _layer_of(family), []
+    if family.norm.startswith("layer"):
+        said.append("LayerNorm" + (" with biases" if family.norm_bias else ""))
+    if family.norm.endswith("offset"):
+        said.append("norms by 1 + w")
+    norms = layer.get("norms", PRE_NORMS)
+    assert isinstance(norms, tuple)
+    if not norms[0]:
+        said.append("norms after attention and MLP alone")
+    elif norms[1]:
+        said.append("norms before and after attention and MLP")
+    if "qk_norm" in layer:
+        after = ", after the rotation" if layer.get("norm_after_rotation") else ""
+        said.append(f"queries and keys normed by {layer['qk_norm']}{after}")
+    texts = {
+        "qkv_bias": "biases of queries, keys and values",
+        "interleaved_rope": "neighbours rotated",
+        "partial_rope": "a part of each head rotated",
+        "local_rope": "another rotation in layers with a window",
+        "nope_if_full": "no rotation in layers without a window",
+        "scaled_embedding": "scaled embeddings",
+        "sigmoid_router": "sigmoid scores of experts",
+        "query_growth": "texts up to `original_max_position_embeddings` alone, below which queries do not grow",
+    }
+    said += [text for field, text in texts.items() if getattr(family, field)]
+    if "choice_bias" in layer:
+        said.append("a bias where experts are chosen")
+    if layer.get("sinks"):
+        said.append("attention sinks (not on GPUs)")
+    if family.parallel or "use_parallel_residual" in family.defaults:
+        said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
+    if not family.gated:
+        said.append("an MLP without a gate")
+    return "; ".join(said) or "as Llama's"
+
+
+def _words(keys: object) -> str:
+    return ", ".join(f"`{key}`" for key in sorted(keys)) if keys else ""  # type: ignore[call-overload]
+
+
+def refused(name: str, family: ModelFamily) -> set[str]:
+    """Return the fields of transformers' config that are refused where they are not off."""
+    fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
+    return fields - known_keys({*family.defaults, family.eps}, family.ignored) - family.fixed.keys()
+
+
+def render() -> str:
+    """Return the whole page."""
+    lines = [INTRO.format(families=len(FAMILIES))]
+    cases: dict[str, list[str]] = {}
+    for case, config in CASES.items():
+        cases.setdefault(config.get("model_type", "llama"), []).append(case)
+    for name, family in sorted(FAMILIES.items()):
+        common = known_keys(set(), ())
+        own, off = _words({*family.defaults, family.eps} - common), _words(refused(name, family))
+        lines.append(f"| {name} | {options(family)} | {own} | {off} | {', '.join(cases.get(name, []))} |")
+    text = ", ".join(f"`{outer}` (its text model is {_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
+    lines.append(AFTER.format(text=text))
+    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out().items()]
+    return "\n".join(lines) + "\n"
+
+
+def unsorted() -> set[str]:
+    """Return the names that are neither served nor left out, those that are both, and those that transformers lacks."""
+    every = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    out = [name for names in left_out().values() for name in names]
+    twice = {name for name in out if out.count(name) > 1} | (set(out) & {*FAMILIES, *TEXT_OF})
+    return (every - {*FAMILIES, *TEXT_OF} - set(out)) | twice | (set(out) - every)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(render())

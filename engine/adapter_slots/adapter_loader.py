@@ -1,0 +1,166 @@
+"""Brings adapters to a worker: their files to its machine, their matrices into the backend's form.
+
+    request --bring--> the files are in this machine's store, or come from the worker's KV node, verified by digest
+    scheduler's order --load--> read and packed by a process, beside steps --> the scheduler places it between two steps
+
+Requests for one adapter share one transfer. An adapter that cannot be had is an error of those requests alone, which
+the gateway may plan again elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+from pillion.adapter_folders import StoreLimits
+from pillion.engine.adapters.adapter_process import READ_TIMEOUT_S, AdapterProcess
+from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.engine.backends.backend import Backend, PackedAdapter
+from pillion.errors import (
+    ConfigError,
+    Internal,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PillionError,
+    Unavailable,
+)
+from pillion.kvstore.adapters.adapter_pieces import next_piece, receive_files
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.observability import metric_catalog
+from pillion.observability.metrics import Meters
+
+log = logging.getLogger("pillion.worker")
+
+# At most MAX_TRANSFERS transfers of adapters run at once, and at most MAX_BRINGING run or wait.
+MAX_TRANSFERS = 2
+MAX_BRINGING = 256
+
+
+class AdapterLoader:
+    """Loads the adapters of one worker.
+
+    Args:
+        process: does the jobs of an AdapterReader; it belongs to the loader from now on.
+        backend: takes what the process has packed.
+        limits: how much the store of the worker's machine may take.
+        node: the worker's KV node.
+    """
+
+    def __init__(
+        self, process: AdapterProcess, backend: Backend, limits: StoreLimits, node: NodeClient, meters: Meters
+    ) -> None:
+        self._process = process
+        self._backend = backend
+        self._limits = limits
+        self._store = AdapterStore(limits=limits, digest_of=process.digest)
+        self._node = node
+        self._bringing: dict[str, asyncio.Task[None]] = {}
+        self._transfers = asyncio.Semaphore(MAX_TRANSFERS)
+        # Adapters are packed one at a time; the thread only waits for the process.
+        self._turn = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1, "pillion-adapter")
+        self._thread.submit(process.start)
+        self._loads = {
+            ok: meters.counter(metric_catalog.ADAPTER_LOADS, "ok" if ok else "failed") for ok in (True, False)
+        }
+        self._durations = meters.distribution(metric_catalog.ADAPTER_LOAD)
+        self._transferred = meters.counter(metric_catalog.ADAPTER_TRANSFERS)
+
+    async def bring(self, digest: str) -> None:
+        """Returns when the adapter's files are in this machine's store. Raises NotFound, Unavailable or Overloaded
+        where they cannot be had here: another worker may have them."""
+        try:
+            self._store.find(digest)
+        except NotFound:
+            pass
+        else:
+            return
+        bringing = self._bringing.get(digest)
+        if bringing is None:
+            if len(self._bringing) >= MAX_BRINGING:
+                raise Overloaded(f"{MAX_BRINGING} adapters are on their way to this worker already")
+            bringing = self._bringing[digest] = asyncio.create_task(self._bring(digest))
+            bringing.add_done_callback(lambda task: self._brought(digest, task))
+        # The transfer goes on where one of the requests that wait for it leaves.
+        await asyncio.shield(bringing)
+
+    async def load(self, digest: str) -> PackedAdapter:
+        """Reads and packs an adapter. Raises PillionError; InvalidRequest for one that this worker can never run."""
+        loop = asyncio.get_running_loop()
+        try:
+            # The store's copy may have been removed since the requests for the adapter came.
+            await self.bring(digest)
+            async with self._turn:
+                packed, pack_s = await loop.run_in_executor(self._thread, self._pack, digest)
+        except PillionError:
+            self._loads[False].add()
+            raise
+        except Exception:
+            self._loads[False].add()
+            log.exception("adapter %s could not be loaded", digest[:12])
+            raise Internal(f"adapter {digest[:12]} could not be loaded; the worker's log says why") from None
+        self._loads[True].add()
+        self._durations.observe(pack_s)
+        log.info("adapter %s is packed, %.1f MiB", digest[:12], packed.nbytes / 2**20)
+        return packed
+
+    def close(self) -> None:
+        """Ends the running transfers, and the process that reads adapters. Idempotent."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._process.close()
+        for bringing in self._bringing.values():
+            bringing.cancel()
+
+    def _brought(self, digest: str, task: asyncio.Task[None]) -> None:
+        del self._bringing[digest]
+        if not task.cancelled():
+            # The requests that wait for this transfer may have left meanwhile.
+            task.exception()
+
+    async def _bring(self, digest: str) -> None:
+        try:
+            async with asyncio.timeout(self._limits.transfer_s), self._transfers:
+                await self._transfer(digest)
+        except TimeoutError:
+            raise Unavailable(f"adapter {digest[:12]} did not come within {self._limits.transfer_s:g} s") from None
+        except (ConfigError, InvalidRequest, OSError) as error:
+            # The files that came have another content, or there is no room on this machine.
+            raise Unavailable(f"adapter {digest[:12]} cannot be had on this machine: {error}") from None
+        except PillionError:
+            raise
+        except Exception:
+            log.exception("adapter %s could not be brought", digest[:12])
+            raise Unavailable(f"adapter {digest[:12]} could not be brought; the worker's log says why") from None
+        self._transferred.add()
+        log.info("adapter %s came from another machine", digest[:12])
+
+    async def _transfer(self, digest: str) -> None:
+        async with contextlib.aclosing(self._node.read_adapter(digest, self._limits.transfer_s)) as pieces:
+            room = partial(self._store.receive, digest)
+            await receive_files(await next_piece(pieces), pieces, room, self._limits.file_bytes)
+
+    def _pack(self, digest: str) -> tuple[PackedAdapter, float]:
+        """Returns the packed adapter and how many seconds the packing took."""
+        began_s, folder = time.monotonic(), self._store.find(digest)
+        try:
+            about, data = self._process.run(READ_TIMEOUT_S, "packed", str(folder), digest)
+            return self._backend.take_adapter(digest, about, data), time.monotonic() - began_s
+        except Unavailable as error:
+            raise Unavailable(f"adapter {digest[:12]} cannot be packed: {error.message}") from None
+        except ConfigError as error:
+            if self._is_whole(folder, digest):
+                raise InvalidRequest(f"this worker cannot run adapter {digest[:12]}: {error}") from None
+            self._store.remove(digest)
+            raise Unavailable(f"the copy of adapter {digest[:12]} on this machine is damaged") from None
+
+    def _is_whole(self, folder: Path, digest: str) -> bool:
+        try:
+            return self._process.digest(folder) == digest
+        except ConfigError:
+            return False

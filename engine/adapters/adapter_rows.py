@@ -1,0 +1,80 @@
+"""Says which layers of a model adapters may change, whether an adapter fits them, and which rows of a step have one.
+
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from pillion.engine.backends.backend import Int32, StepBatch
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Role, tensors_of
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError, Internal
+
+if TYPE_CHECKING:
+    from pillion.engine.adapters.adapter_weights import AdapterWeights
+
+
+def virtual_rows(slots: Int32, positions: Int32, virtual_tokens: Int32) -> Int32:
+    """Gives the numbers of the rows whose tokens are virtual: those at the first positions of a sequence whose adapter
+    has so many virtual tokens. ``slots`` and ``positions`` are [T], ``virtual_tokens`` are by slot."""
+    return np.flatnonzero((slots >= 0) & (positions < virtual_tokens[slots])).astype(np.int32)
+
+
+def row_slots(batch: StepBatch, max_adapters: int) -> Int32:
+    """Gives [T] the slot of each row's adapter. Raises Internal for slots that a backend of ``max_adapters`` lacks."""
+    slots = batch.adapters
+    assert slots is not None
+    if len(slots) != batch.num_seqs or slots.min() < -1 or slots.max() >= max_adapters:
+        raise Internal(f"a step of {batch.num_seqs} sequences names adapter slots {slots.tolist()}")
+    return np.repeat(slots, np.diff(batch.query_starts)).astype(np.int32, copy=False)
+
+
+def adapted_runs(slots: Int32, most_rows: int) -> tuple[Int32, Int32]:
+    """Gives the numbers of the rows that have an adapter, ordered by slot, and the runs of rows that share a slot, at
+    most ``most_rows`` each.
+
+    ``slots`` are [T], those of all rows. Runs are int32 [n, 3]: a slot, the first of its rows in that order, and how
+    many.
+    """
+    rows = np.argsort(slots, kind="stable").astype(np.int32)[np.count_nonzero(slots < 0) :]
+    ordered = slots[rows]
+    firsts = np.flatnonzero((np.arange(len(rows)) - np.searchsorted(ordered, ordered)) % most_rows == 0)
+    counts = np.diff(np.append(firsts, len(rows)))
+    return rows, np.ascontiguousarray(np.stack([ordered[firsts], firsts, counts], 1), np.int32)
+
+
+def check_adapter(weights: AdapterWeights, shapes: Mapping[str, tuple[int, int]], max_rank: int) -> None:
+    """Raises ConfigError where a model whose fused layers have ``shapes``, (outputs, inputs) by name, cannot take an
+    adapter, or the adapter's rank is above ``max_rank``."""
+    if not 0 < weights.rank <= max_rank:
+        raise ConfigError(f"adapter {weights.digest[:12]} has rank {weights.rank}; --max-lora-rank is {max_rank}")
+    for name, pairs in weights.layers.items():
+        if name not in shapes:
+            raise ConfigError(f"adapter {weights.digest[:12]} changes {name}, which this model does not have")
+        outputs, inputs = shapes[name]
+        after = 0
+        for pair in pairs:
+            (rank, pair_inputs), (pair_outputs, same_rank) = pair.a.shape, pair.b.shape
+            fits = 0 < rank == same_rank <= weights.rank and pair_inputs == inputs
+            if not fits or not after <= pair.first_output < pair.first_output + pair_outputs <= outputs:
+                raise ConfigError(
+                    f"adapter {weights.digest[:12]} does not fit {name}, which has {outputs} outputs and {inputs}"
+                    f" inputs: A is {list(pair.a.shape)}, B {list(pair.b.shape)} from output {pair.first_output} on"
+                )
+            after = pair.first_output + pair_outputs
+
+
+def adapter_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Returns (outputs, inputs) of each fused layer that adapters may change. Experts have no adapters."""
+    return {
+        f"layers.{index}.{tensor.name}": (tensor.shape[0], tensor.shape[1])
+        for index, layer in enumerate(layers_of(config))
+        for tensor in tensors_of(layer)
+        if tensor.role is Role.MATRIX and not tensor.experts
+    }

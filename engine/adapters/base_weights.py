@@ -1,0 +1,69 @@
+"""Reads single matrices and biases of a model's plain checkpoint, by their names, for adapters that depend on them.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.engine.adapters.adapter_files import TYPES, widened
+from pillion.engine.checkpoints.model_files import weight_files
+from pillion.errors import ConfigError
+
+# Matrices are read in pieces of about so many numbers.
+PIECE_NUMBERS = 2**22
+
+
+class BaseWeights:
+    """Finds tensors of the checkpoint in a folder; headers are read when the first one is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def bias(self, module: str) -> npt.NDArray[np.float32]:
+        """Returns a module's bias [outputs]. Raises ConfigError where the checkpoint has none in plain numbers."""
+        return np.concatenate([part for _, part in self._rows(f"{module}.bias")])
+
+    def norms(self, module: str, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Returns the norm of each row [outputs] of a module's matrix W plus ``b`` ``a``. Raises ConfigError where the
+        checkpoint does not hold W in plain numbers."""
+        parts = []
+        for first, rows in self._rows(f"{module}.weight"):
+            parts.append(np.linalg.norm(rows + b[first : first + len(rows)] @ a, axis=1))
+        return np.concatenate(parts).astype(np.float32, copy=False)
+
+    def _rows(self, name: str) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
+        """Yields a tensor in pieces: the number of a first row, and rows."""
+        # Names of checkpoints and of adapters begin in different ways, and from the layer on they are equal.
+        own = name[name.index("layers.") :]
+        found = self._tensors.get(own)
+        if found is None or found[1] not in TYPES:
+            what = "it is missing there" if found is None else f"its type there is {found[1]}"
+            raise ConfigError(f"{self._folder}: an adapter with DoRA or biases needs {own} in plain numbers: {what}")
+        path, kind, shape, begin = found
+        mapped = np.memmap(path, TYPES[kind][0], "r", begin, tuple(shape))
+        step = max(1, PIECE_NUMBERS // int(np.prod(shape[1:], initial=1)))
+        for first in range(0, shape[0], step):
+            yield first, widened(np.array(mapped[first : first + step]), kind)
+
+    @cached_property
+    def _tensors(self) -> dict[str, tuple[Path, str, list[int], int]]:
+        """Gives file, type, shape and first byte of the tensors of layers, by their names from the layer's on."""
+        tensors = {}
+        for path in weight_files(self._folder):
+            if path.suffix != ".safetensors":
+                continue
+            with path.open("rb") as file:
+                size = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(size))
+            for name, about in header.items():
+                if "layers." in name and name != "__metadata__":
+                    begin = 8 + size + about["data_offsets"][0]
+                    tensors[name[name.index("layers.") :]] = (path, about["dtype"], about["shape"], begin)
+        return tensors

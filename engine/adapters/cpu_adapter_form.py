@@ -1,0 +1,157 @@
+"""Packs adapters for the CPU kernels. It imports neither torch nor the compiler: a small process packs beside steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pillion.engine.adapters.adapter_forms import (
+    LINE_BYTES,
+    AdapterBits,
+    Bits,
+    Bytes,
+    PairBits,
+    VirtualBits,
+    line_bytes,
+)
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
+from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
+
+# A fused layer has at most this many pairs of matrices: those of queries, keys and values.
+MAX_PAIRS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class CpuAdapterForm:
+    """Packs an adapter as records of its layers, its virtual tokens, and the bytes that they point into.
+
+    Attributes:
+        shapes: (outputs, inputs) of the layers that adapters may change.
+        inner_orders: the order of the inner values of an MLP where weights in few bits have changed it, by the prefix
+            of the layer's name.
+        max_rank: the highest rank of a pair.
+        record: the place of each field's word in a record; a pointer is an offset, and its size is in the next word.
+        record_words: number of words of a record.
+    """
+
+    shapes: Mapping[str, Sequence[int]]
+    inner_orders: Mapping[str, Sequence[int]]
+    max_rank: int
+    record: Mapping[str, int]
+    record_words: int
+
+    @property
+    def width(self) -> int:
+        """Gives the number of values that a row of inputs has after its product with A."""
+        return MAX_PAIRS * padded(self.max_rank, RANK_MULTIPLE)
+
+    def depth(self, name: str) -> int:
+        """Returns the number of a layer's inputs, with padding."""
+        return padded(self.shapes[name][1], DEPTH_MULTIPLE)
+
+    def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
+        """Packs an adapter as a record for each layer, of zeros for a layer without pairs, and as the number of its
+        virtual tokens, whether these are keys and values, and the place of their float32. Raises ConfigError where two
+        pairs share a tile of outputs."""
+        parts: list[tuple[int, Bits]] = []
+        words = np.zeros((len(self.shapes), self.record_words), np.int64)
+        end = 0
+        for record, name in zip(words, self.shapes, strict=True):
+            pairs = bits.layers.get(name)
+            if not pairs:
+                continue
+            a, b, first_ranks = self._packed(name, pairs)
+            record[self.record["is_affine"]] = affine = any(pair.affine is not None for pair in pairs)
+            vectors = self._affine(name, pairs) if affine else a[:0]
+            for field, part in (("a", a), ("b", b), ("first_ranks", first_ranks), ("affine", vectors)):
+                at = self.record[field]
+                record[at : at + 2] = end, part.nbytes
+                parts.append((end, part))
+                end += padded(part.nbytes, LINE_BYTES)
+            record[self.record["a_tiles"]] = len(a) // (self.depth(name) * TILE_COLUMNS)
+            record[self.record["b_steps"]] = b.nbytes // len(first_ranks) // LINE_BYTES
+        virtual = [0, False, 0, 0]
+        if bits.virtual is not None:
+            rows = _virtual_rows(bits.virtual)
+            virtual = [len(rows), bits.virtual.kv, end, rows.nbytes]
+            parts.append((end, rows))
+            end += rows.nbytes
+        data = line_bytes(end)
+        for begin, part in parts:
+            data[begin : begin + part.nbytes] = part.reshape(-1).view(np.uint8)
+        return [words.tolist(), virtual], data
+
+    def _affine(self, name: str, pairs: Sequence[PairBits]) -> Bits:
+        """Packs by what the outputs of a layer are multiplied, and what is added to them: [tiles, 2, 16] float32."""
+        prefix, _, layer = name.rpartition(".")
+        found = np.zeros((self.shapes[name][0], 2), np.float32)
+        found[:, 0] = 1
+        for pair in pairs:
+            if pair.affine is not None:
+                found[pair.first_output : pair.first_output + len(pair.b)] = pair.affine.T
+        if layer == "gate_up":
+            order = self.inner_orders.get(prefix)
+            found = _gated(found, None if order is None else np.array(order), 0)
+        return np.ascontiguousarray(_filled(found, PANEL_COLUMNS, 0).reshape(-1, TILE_COLUMNS, 2).swapaxes(1, 2))
+
+    def _packed(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
+        """Packs a layer's pairs; returns tiles of A and of B, and the first rank of each tile of B in bytes."""
+        outputs, inputs = self.shapes[name]
+        rank = padded(max(len(pair.a) for pair in pairs), RANK_MULTIPLE)
+        total = len(pairs) * rank
+        if total > self.width:
+            raise ConfigError(f"{len(pairs)} pairs of matrices in {name} are more than adapters can have there")
+        kind = pairs[0].a.dtype
+        a = np.zeros((padded(total, TILE_COLUMNS), self.depth(name)), kind)
+        b, owners = np.zeros((outputs, rank), kind), np.full(outputs, -1, np.int32)
+        for number, pair in enumerate(pairs):
+            a[number * rank : number * rank + len(pair.a), :inputs] = pair.a
+            rows = slice(pair.first_output, pair.first_output + len(pair.b))
+            b[rows, : pair.b.shape[1]] = pair.b
+            owners[rows] = number
+        prefix, _, layer = name.rpartition(".")
+        found = self.inner_orders.get(prefix)
+        order = None if found is None else np.array(found)
+        if layer == "down" and order is not None:
+            a[:, :inputs] = a[:, order]
+        if layer == "gate_up":
+            b, owners = _gated(b, order, 0), _gated(owners, order, -1)
+        b, owners = _filled(b, PANEL_COLUMNS, 0), _filled(owners, PANEL_COLUMNS, -1)
+        tiles = owners.reshape(-1, TILE_COLUMNS)
+        first = tiles.max(1)
+        if ((tiles != first[:, None]) & (tiles >= 0)).any():
+            raise ConfigError(f"two pairs of matrices in {name} meet within {TILE_COLUMNS} outputs")
+        # A tile of B without a pair has only zeros, so it does not matter which ranks it is multiplied by.
+        first_ranks = first.clip(0) * np.int32(rank * kind.itemsize)
+        return pack_tiles(a), pack_tiles(b), first_ranks
+
+
+def _virtual_rows(virtual: VirtualBits) -> Bits:
+    """Returns the bits of float32 of each virtual token [tokens, values], with a multiple of 16 values."""
+    flat = virtual.values.reshape(len(virtual.values), -1)
+    wide = flat if flat.itemsize == 4 else flat.astype(np.uint32) << 16
+    return np.ascontiguousarray(np.pad(wide, ((0, 0), (0, -wide.shape[1] % TILE_COLUMNS))))
+
+
+def padded(count: int, multiple: int) -> int:
+    """Returns ``count`` rounded up to a multiple."""
+    return count + -count % multiple
+
+
+def _filled(part: npt.NDArray[Any], multiple: int, filler: int) -> npt.NDArray[Any]:
+    """Returns an array with rows of ``filler`` added, up to a multiple."""
+    after = np.full((-len(part) % multiple, *part.shape[1:]), filler, part.dtype)
+    return np.concatenate((part, after)) if len(after) else part
+
+
+def _gated(part: npt.NDArray[Any], order: npt.NDArray[np.int64] | None, filler: int) -> npt.NDArray[Any]:
+    """Returns the rows of gate and up [2 * inner, ...] in the order of the packed outputs: 16 of gate, 16 of up, and so
+    on."""
+    halves = [half if order is None else half[order] for half in np.split(part, 2)]
+    tiles = [_filled(half, TILE_COLUMNS, filler).reshape(-1, TILE_COLUMNS, *part.shape[1:]) for half in halves]
+    return np.stack(tiles, 1).reshape(-1, *part.shape[1:])

@@ -1,0 +1,264 @@
+"""Holds adapters for the CPU kernels: packed in a process of its own, placed by writing a few addresses into a table.
+
+    CpuAdapterForm --take--> CpuAdapter (its own memory) --slot--> the table that kernels read --> a step's arrays
+
+A slot holds no memory of its own: an adapter takes what its rank needs, and ``max_adapters`` of them bound it. In a
+program of steps with adapters, each product that they may change is two operations:
+
+    x --A of each row's adapter--> shrunk        x --W, then B of each row's adapter over shrunk--> out
+
+Steps with rows of virtual tokens have a program of their own, too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from pillion.engine.adapters.adapter_forms import AdapterForm
+from pillion.engine.adapters.adapter_rows import adapted_runs, adapter_shapes, row_slots, virtual_rows
+from pillion.engine.adapters.adapter_weights import AdapterWeights, bits_of, shard_adapter
+from pillion.engine.adapters.cpu_adapter_form import CpuAdapterForm, padded
+from pillion.engine.adapters.plain_adapters import PlainAdapters
+from pillion.engine.backends.backend import Bytes, Int32, PackedAdapter, StepBatch
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, compile_operations
+from pillion.engine.backends.cpu.cpu_model import plan_model
+from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, Shrink, run_rows
+from pillion.kernels.cpu.adapters.virtual_rows import VIRTUAL, VirtualEmbed, VirtualWrite
+from pillion.kernels.cpu.language.records import Words
+from pillion.kernels.cpu.products.gemm import Gemm
+from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
+from pillion.kernels.cpu.rows.rotate import RotateWrite
+from pillion.kernels.cpu.rows.rows import Embed
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
+from pillion.kernels.cpu.runtime.program import Buffer, CpuStepRecord, Operation, Program
+
+log = logging.getLogger("pillion.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class CpuAdapter:
+    """Holds a packed adapter: ``words`` [layers, SLOT.num_words] are its records, which point into ``data``, as does
+    ``virtual``, an address with a number of bytes. It has that many ``embedded`` or ``prefixed`` virtual tokens."""
+
+    words: Words
+    data: Bytes
+    virtual: tuple[int, int]
+    embedded: int
+    prefixed: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.data.nbytes
+
+
+class AdapterTable:
+    """Holds the slots of adapters, and implements :class:`pillion.engine.backends.cpu.cpu_operations.AdaptedProducts`.
+
+    Attributes:
+        step: the record by which the kernels of a step find the adapters.
+        form: describes how an adapter's matrices are packed for the model's kernels.
+        slots: for each matrix that adapters may change, by name, the record of each adapter slot, int64 [max_adapters,
+            SLOT.num_words].
+        virtual: for each adapter slot the record of its virtual tokens.
+        tokens: how many virtual tokens of each slot are embedded, and how many are keys and values, int32 [2,
+            max_adapters].
+    """
+
+    def __init__(
+        self,
+        shapes: Mapping[str, tuple[int, int]],
+        inner_orders: Mapping[str, Sequence[int]],
+        max_adapters: int,
+        max_rank: int,
+    ) -> None:
+        """Makes empty adapter slots; the arguments are those of :class:`CpuAdapterForm`."""
+        self.form = CpuAdapterForm(shapes, inner_orders, max_rank, SLOT.place, SLOT.num_words)
+        self.step = CpuStepRecord(ADAPTED)
+        self._words = np.zeros((len(shapes), max_adapters, SLOT.num_words), np.int64)
+        self.slots = dict(zip(shapes, self._words, strict=True))
+        self.virtual = np.zeros((max_adapters, VIRTUAL.num_words), np.int64)
+        self.tokens = np.zeros((2, max_adapters), np.int32)
+
+    def before_product(
+        self, builder: OperationBuilder, name: str, x: Buffer
+    ) -> tuple[Operation, type[Gemm], dict[str, Any]] | None:
+        """Computes shrunk = A x for the rows with an adapter."""
+        if name not in self.slots:
+            return None
+        shrunk = builder.buffer("shrunk", self.form.width, builder.row_dtype)
+        both = {"slots": self.slots[name], "shrunk": shrunk, "shrunk_stride": shrunk.stride, "adapted": self.step.words}
+        values = {**both, "x": x, "x_stride": x.stride, "depth": self.form.depth(name)}
+        spec = Shrink("bf16" if builder.bf16 else "fp32", builder.rows_of)
+        return Operation(spec, values, builder.when), AdapterGemm, both
+
+    def take(self, about: list[Any], data: Bytes) -> CpuAdapter:
+        """Makes an adapter of what :class:`CpuAdapterForm` has packed. ``data`` begins at a cache line."""
+        records, (tokens, kv, begin, size) = about
+        words = np.array(records, np.int64)
+        for field in SLOT.pointers:
+            # In the packed records, pointers are still offsets; a record whose sizes are zero has no pair and stays
+            # zero.
+            slot = SLOT.place[field]
+            words[:, slot] += np.where(words[:, slot + 1] > 0, data.ctypes.data, 0)
+        virtual = data.ctypes.data + begin, size
+        return CpuAdapter(words, data, virtual, embedded=0 if kv else tokens, prefixed=tokens if kv else 0)
+
+    def place(self, number: int, packed: CpuAdapter) -> None:
+        """Writes a packed adapter into a slot."""
+        self._words[:, number] = packed.words
+        VIRTUAL.fill(self.virtual[number], {"values": packed.virtual})
+        self.tokens[:, number] = packed.embedded, packed.prefixed
+
+
+class AdapterRows:
+    """Fills the record ADAPTED with a step's rows that have adapters. ``most_rows`` limits the rows of one run."""
+
+    def __init__(self, max_adapters: int, most_rows: int) -> None:
+        self._max_adapters, self._most_rows = max_adapters, most_rows
+
+    def fill(self, step: CpuStepRecord, batch: StepBatch, sample_rows: Int32) -> Int32:
+        """Fills the record of a step, whose logits are computed for the rows ``sample_rows``. Returns each row's slot;
+        raises Internal for adapter slots that do not exist."""
+        slots = row_slots(batch, self._max_adapters)
+        used = np.unique(slots)
+        self._fill(step, "tokens", slots)
+        self._fill(step, "samples", slots[sample_rows])
+        used = used[used >= 0]
+        step.point("used_slots", used)
+        step.count("num_used_slots", len(used))
+        return slots
+
+    def _fill(self, step: CpuStepRecord, name: str, slots: Int32) -> None:
+        rows, runs = adapted_runs(slots, self._most_rows)
+        step.point(f"{name}_slots", slots)
+        step.point(f"{name}_adapted", rows)
+        step.point(f"{name}_runs", runs)
+        step.count(f"num_{name}_runs", len(runs))
+
+
+class CpuAdapters(PlainAdapters):
+    """Holds the adapters of a :class:`CpuBackend`, and the program of those of its steps that use adapters."""
+
+    def __init__(self, backend: CpuBackend, max_adapters: int, max_rank: int) -> None:
+        """Compiles kernels the first time on a machine."""
+        model = backend.model
+        super().__init__(max_adapters, max_rank, adapter_shapes(model.config))
+        # For each layer this says in which order the weights have the inner values of an MLP, if not in the
+        # checkpoint's.
+        self._inner_values = inner_orders(model)
+        self._model, self._table = model, adapter_table(model, self._inner_values, max_adapters, max_rank)
+        kernels, operations = compile_with_adapters(model, self._table, log.info)
+        backend.use(model.plan, kernels)
+        self._rows = AdapterRows(max_adapters, run_rows(model.isa))
+        self.programs = tuple(Program(each, kernels, backend.workspace) for each in operations)
+        self.program = self.programs[0]
+
+    def fill(self, batch: StepBatch, sample_rows: Int32) -> None:
+        """Gives the kernels the adapters of a step. Raises Internal for adapter slots that do not exist."""
+        step, tokens = self._table.step, self._table.tokens
+        slots = self._rows.fill(step, batch, sample_rows)
+        found = 0
+        for kind, most in zip(("embedded", "prefixed"), tokens, strict=True) if tokens.any() else ():
+            rows = virtual_rows(slots, batch.positions, most)
+            step.point(f"{kind}_rows", rows)
+            step.count(f"num_{kind}_rows", len(rows))
+            found += len(rows)
+        self.program = self.programs[found > 0]
+
+    def form(self) -> AdapterForm:
+        """Returns the form of packed tiles for the kernels; a process with a part of the model gets adapters in the
+        plain form, because it cuts out its share."""
+        return self._table.form if self._model.shard.whole else super().form()
+
+    def take(self, digest: str, about: list[Any], data: Bytes) -> PackedAdapter:
+        """Makes a packed adapter. ``data`` begins at a cache line and belongs to the adapter from now on."""
+        return self._table.take(about, data) if self._model.shard.whole else super().take(digest, about, data)
+
+    def place(self, slot: int, packed: PackedAdapter) -> None:
+        """Writes the adapter's addresses into the table that kernels read."""
+        super().place(slot, packed)
+        assert isinstance(packed, CpuAdapter)
+        self._table.place(slot, packed)
+
+    def _pack(self, weights: AdapterWeights) -> CpuAdapter:
+        model, table = self._model, self._table
+        mine = shard_adapter(weights, model.config, model.shard, self._inner_values)
+        return table.take(*table.form.pack(bits_of(mine)))
+
+
+def compile_adapter_kernels(model: CpuModel, progress: Progress) -> None:
+    """Compiles the kernels that steps with adapters need, for later starts."""
+    # The code does not depend on how many adapters there are, nor on their ranks.
+    compile_with_adapters(model, adapter_table(model, inner_orders(model), 1, 1), progress)
+
+
+def compile_with_adapters(
+    model: CpuModel, table: AdapterTable, progress: Progress
+) -> tuple[CompiledKernels, tuple[Sequence[Operation], Sequence[Operation]]]:
+    """Returns the kernels of steps with and without adapters, and the operations of a step with them: without rows of
+    virtual tokens, and with such rows."""
+    plan = plan_model(
+        model.config,
+        model.weights,
+        model.layout,
+        model.dtype,
+        model.max_model_len,
+        model.shard,
+        tuple(model.plan.states),
+        table,
+        model.plan.ropes,
+    )
+    virtual = tuple(_with_virtual_tokens(model, table, plan.operations))
+    return compile_operations((*model.plan.operations, *virtual), model, progress), (plan.operations, virtual)
+
+
+def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Sequence[Operation]) -> Iterator[Operation]:
+    """Yields the operations of a step, and those that give rows of virtual tokens what their adapters have."""
+    config = model.shard.local(model.config)
+    both = {"virtual": table.virtual, "adapted": table.step.words}
+    layer_bytes = 2 * config.num_kv_heads * config.head_dim * 4
+    embedded, layer = None, model.shard.own_layers(model.config).start
+    for operation in operations:
+        yield operation
+        if isinstance(operation.spec, Embed):
+            # Where ranks share the table, each has the embeddings after the next operation, their sum.
+            embedded = operation
+            if operation.spec.share:
+                continue
+        if embedded is not None:
+            hidden = operation.values["out" if embedded is not operation else "hidden"]
+            width = padded(config.hidden_size, TILE_COLUMNS)
+            yield Operation(VirtualEmbed(), {**both, "hidden": hidden, "width": width, "hidden_stride": hidden.stride})
+            embedded = None
+        if isinstance(operation.spec, RotateWrite):
+            whole = operation.spec
+            spec = VirtualWrite(
+                whole.head_dim, 0, whole.kv_heads, whole.block_size, whole.bf16, rope=False, codes=whole.codes
+            )
+            values = dict.fromkeys(RotateWrite.layout.pointers) | {"qkv_stride": 0}
+            where = {"token_bytes": config.num_layers * layer_bytes, "layer_begin": layer * layer_bytes}
+            yield Operation(spec, {**operation.values, **values, **both, **where})
+            layer += 1
+
+
+def inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:
+    """Returns, for each layer, in which order the weights have the inner values of an MLP, if not in the
+    checkpoint's."""
+    names, tensors = {name.rpartition(".")[0] for name in adapter_shapes(model.config)}, model.weights.tensors
+    return {name: tensors[f"{name}.inner_order"].long() for name in names if f"{name}.inner_order" in tensors}
+
+
+def adapter_table(
+    model: CpuModel, orders: Mapping[str, torch.Tensor], max_adapters: int, max_rank: int
+) -> AdapterTable:
+    """Makes the slots of a model's adapters."""
+    local = {name: order.tolist() for name, order in orders.items()} if model.shard.whole else {}
+    return AdapterTable(adapter_shapes(model.shard.local(model.config)), local, max_adapters, max_rank)

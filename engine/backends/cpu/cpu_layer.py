@@ -1,0 +1,314 @@
+"""Makes CPU kernels of the operations of one layer: an emitter for each operation of the layer's description.
+
+    hidden --norm--> normed --qkv--> qkv --rotate, write--> queries, pool --attend--> attended --o--> hidden
+    hidden --norm--> normed --gate, up--> activated --down--> hidden              (or experts; or a norm after each)
+
+Experts replace the second line:
+
+    normed --router--> routing --route--> scores, experts --group--> grouped --gate, up--> activated --down--> found
+    hidden += each row's sum over its experts      (through a norm where the model has one after its experts)
+
+Some operations of the description share a kernel: norms of queries and keys run where these are rotated and written,
+and a sum into the residual stream runs in the product before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from typing import Any
+
+from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
+from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    Again,
+    Attend,
+    Experts,
+    Keep,
+    Layer,
+    LayerOperation,
+    Mlp,
+    Multiply,
+    Norm,
+    NormHeads,
+    NormProjections,
+    Rotate,
+)
+from pillion.engine.models.model_config import ModelConfig
+from pillion.kernels.cpu.attention.attention_rows import AttentionShape
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
+from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, RouteToExperts
+from pillion.kernels.cpu.rows.rotate import RotateWrite
+from pillion.kernels.cpu.rows.rows import GatherRows
+from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
+
+# For each activation this is the epilogue of a product of gate and up, and of one without a gate.
+GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
+EPILOGUE = {"silu": "act_silu", "gelu_tanh": "act_gelu", "relu2": "act_relu2"}
+# A KV head has room for this many rows of partial sums: a step cuts no more contexts than fit.
+MAX_PARTIAL_ROWS = 4096
+
+
+def projections(builder: OperationBuilder, index: int) -> Buffer:
+    """Returns the buffer for the queries, keys and values of a layer."""
+    return builder.buffer("qkv", builder.weights.linear(f"layers.{index}.qkv").pairs * 32, "float32")
+
+
+class LayerEmitter:
+    """Emits the kernels of the layer ``index``. After the attention of the ``last`` layer, ``sampled`` builds them: it
+    computes the sampled rows alone."""
+
+    def __init__(self, builder: OperationBuilder, sampled: OperationBuilder, index: int, *, last: bool) -> None:
+        self._builder, self._sampled, self._index, self._last = builder, sampled, index, last
+        self._prefix = f"layers.{index}."
+        # These are the rows that the last operation made, the norm that stands before them, and how queries and keys
+        # are normed and rotated.
+        self._rows, self._norm_name, self._qk_norm = builder.hidden, "", ""
+        self._rope: int | None = None
+        self._norm_last, self._kept = False, builder.hidden
+
+    def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
+        """Yields the kernels of the operations, the first of which takes ``rows``."""
+        self._rows = rows or self._rows
+        for operation, following in zip_longest(layer, layer[1:]):
+            yield from _EMIT[type(operation)](self, operation, following)
+
+    def norm(self, operation: Norm, _: LayerOperation | None) -> Iterator[Operation]:
+        self._norm_name = "" if operation.weight is None else self._prefix + operation.weight.name
+        self._rows = self._builder.normed
+        yield self._builder.norm(self._norm_name)
+
+    def multiply(self, operation: Multiply, following: LayerOperation | None) -> Iterator[Operation]:
+        name, x = operation.matrix.name, self._rows
+        if isinstance(following, AddToResidual):
+            yield from self._add_product(name, x, following)
+            return
+        self._rows = projections(self._builder, self._index)
+        yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
+
+    def norm_heads(self, _: NormHeads, __: LayerOperation | None) -> Iterator[Operation]:
+        self._qk_norm, self._norm_last = "head", self._rope is not None
+        yield from ()
+
+    def norm_projections(self, _: NormProjections, __: LayerOperation | None) -> Iterator[Operation]:
+        self._qk_norm = "projection"
+        yield from ()
+
+    def rotate(self, operation: Rotate, _: LayerOperation | None) -> Iterator[Operation]:
+        self._rope = operation.rope
+        yield from ()
+
+    def attend(self, operation: Attend, _: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernels of attention, from the buffer qkv to attended, which also write the layer's KV into the
+        pool."""
+        builder, layout = self._builder, self._builder.layout
+        shape = attention_shape(builder.config, layout, builder.dtype)
+        # The pool has the KV of all heads; the process reads and writes that of its own.
+        layer_offset = (self._index * 2 * layout.num_kv_heads + builder.shard.kv_heads.start) * shape.piece_bytes
+        places = {
+            "head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes),
+            "layer_offset": layer_offset,
+            "slot_bytes": layout.block_bytes,
+            "value_offset": layout.num_kv_heads * shape.piece_bytes,
+        }
+        queries = builder.buffer("queries", builder.config.num_heads * shape.head_dim, builder.row_dtype)
+        yield from self._rotate_and_write(shape, queries, places)
+        yield from self._attention(operation, shape, queries, places)
+        self._rows = builder.attended
+        if self._last:
+            yield self._gather_samples()
+
+    def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
+        builder, down = self._builder, operation.down.name
+        inner = builder.weights.linear(self._prefix + down).depth
+        activated = builder.buffer("activated", inner, builder.row_dtype)
+        epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
+        yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue)
+        assert isinstance(following, AddToResidual)
+        yield from self._add_product(down, activated, following)
+
+    def keep(self, _: Keep, __: LayerOperation | None) -> Iterator[Operation]:
+        self._kept = self._rows
+        yield from ()
+
+    def again(self, _: Again, __: LayerOperation | None) -> Iterator[Operation]:
+        self._rows = self._kept
+        yield from ()
+
+    def experts(self, operation: Experts, following: LayerOperation | None) -> Iterator[Operation]:
+        builder, prefix, count, chosen = self._builder, self._prefix, operation.gate_up.experts, operation.per_token
+        hidden = builder.config.hidden_size
+        unrounded = builder.buffer("unrounded", hidden, "float32")
+        routing = builder.buffer("routing", count, "float32")
+        scores, experts, places = (builder.buffer(name, chosen, "int32") for name in ("scores", "experts", "places"))
+        sources = builder.buffer("sources", chosen, "int32")
+        starts = builder.buffer("group_starts", count + 1, "int32")
+        grouped = builder.buffer("grouped", hidden, builder.row_dtype, chosen)
+        inner = builder.weights.linear(prefix + operation.down.name).depth
+        activated = builder.buffer("activated_groups", inner, builder.row_dtype, chosen)
+        found = builder.buffer("found_groups", hidden, "float32", chosen)
+
+        yield builder.norm(self._norm_name, unrounded)
+        yield from builder.gemm(prefix + operation.router.name, unrounded, routing, "store")
+        bias = operation.choice_bias
+        route = {
+            "logits": routing,
+            "scores": scores,
+            "experts": experts,
+            "bias": None if bias is None else builder.weights.tensors[prefix + bias.name],
+            "stride": routing.stride,
+            "scale": operation.scale,
+        }
+        spec = RouteToExperts(count, chosen, operation.normalize, builder.rows_of, operation.sigmoid, bias is not None)
+        yield Operation(spec, route, builder.when)
+        group = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}
+        yield Operation(GroupByExpert(count, chosen, builder.rows_of), group, builder.when)
+        gather = {"rows": self._rows, "sources": sources, "grouped": grouped, "stride": grouped.stride}
+        yield Operation(GatherGroups(chosen, builder.rows_of), gather, builder.when)
+        gate_up, epilogue = prefix + operation.gate_up.name, GATED_EPILOGUE[operation.activation]
+        yield from builder.gemm(gate_up, grouped, activated, epilogue, group_starts=starts)
+        yield from builder.gemm(prefix + operation.down.name, activated, found, "store", group_starts=starts)
+        assert isinstance(following, AddToResidual)
+        out, adds, after = self._to_residual(following)
+        combine = {
+            "found": found,
+            "scores": scores,
+            "places": places,
+            "out": out,
+            "width": hidden,
+            "found_stride": found.stride,
+            "out_stride": out.stride,
+            "factor": following.scale if adds else 1.0,
+        }
+        yield Operation(Combine(chosen, adds, builder.rows_of), combine, builder.when)
+        yield from after
+
+    def add(self, _: AddToResidual, __: LayerOperation | None) -> Iterator[Operation]:
+        """Yields nothing, because the operation before has added its rows."""
+        self._rows = self._builder.hidden
+        yield from ()
+
+    def _add_product(self, name: str, x: Buffer, operation: AddToResidual) -> Iterator[Operation]:
+        """Yields the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream."""
+        out, adds, after = self._to_residual(operation)
+        epilogue = "add" if adds else "store"
+        yield from self._builder.gemm(self._prefix + name, x, out, epilogue, factor=operation.scale)
+        yield from after
+
+    def _to_residual(self, operation: AddToResidual) -> tuple[Buffer, bool, list[Operation]]:
+        """Returns the buffer for rows that are to be added to the residual stream, whether the product adds them there
+        itself, and the operations after it: the sum over parts of the model, and a norm."""
+        builder, normed = self._builder, operation.norm is not None
+        out, after = builder.found if normed else builder.hidden, []
+        adds = not normed
+        if builder.meeting is not None:
+            out, total = builder.meeting.sum(builder, out, add=adds, factor=operation.scale if adds else 1.0)
+            after.append(total)
+            adds = False
+        if operation.norm is not None:
+            after.append(builder.norm_add(self._prefix + operation.norm.name, operation.scale))
+        return out, adds, after
+
+    def _rotate_and_write(self, shape: AttentionShape, queries: Buffer, places: dict[str, Any]) -> Iterator[Operation]:
+        """Yields the kernels from the buffer qkv to queries, and to KV in the pool."""
+        builder, qkv, kind, rope = self._builder, self._rows, self._qk_norm, self._rope
+        config, layout = builder.config, builder.layout
+        squares = None
+        if kind == "projection" and builder.meeting is not None:
+            squares = builder.buffer("squares", 2, "float32")
+            yield from builder.meeting.squares(builder, qkv, squares)
+        spec = RotateWrite(
+            shape.head_dim,
+            config.num_heads,
+            config.num_kv_heads,
+            layout.block_size,
+            builder.bf16,
+            rope is not None,
+            kind,
+            shape.codes,
+            squares is not None,
+            self._norm_last,
+        )
+        cos, sin = (None, None) if rope is None else builder.ropes[rope]
+        norms = (builder.weights.tensors[self._prefix + name] if kind else None for name in ("q_norm", "k_norm"))
+        values = {
+            "qkv": qkv,
+            "queries": queries,
+            "cos": cos,
+            "sin": sin,
+            **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
+            "squares": squares,
+            "qkv_stride": qkv.stride,
+            **places,
+            "squares_stride": 0 if squares is None else squares.stride,
+            "query_width": builder.model_heads * shape.head_dim,
+            "key_width": layout.num_kv_heads * shape.head_dim,
+            "eps": config.rms_norm_eps,
+        }
+        yield Operation(spec, values)
+
+    def _attention(
+        self, operation: Attend, shape: AttentionShape, queries: Buffer, places: dict[str, Any]
+    ) -> Iterator[Operation]:
+        """Yields the kernels from queries to attended rows."""
+        builder, config, window = self._builder, self._builder.config, operation.window
+        # Partial sums are [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps.
+        partials = Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
+        shared = {
+            "out": builder.attended,
+            "partials": partials,
+            "out_stride": builder.attended.stride,
+            "partial_stride": MAX_PARTIAL_ROWS * shape.sum_bytes,
+            "kv_heads": config.num_kv_heads,
+            "window": window,
+            "sinks": None if operation.sinks is None else builder.weights.tensors[self._prefix + operation.sinks.name],
+        }
+        values = {
+            **shared,
+            "queries": queries,
+            **places,
+            "piece_bytes": shape.piece_bytes,
+            "scale": config.attention_scale,
+            "softcap": config.attention_softcap,
+        }
+        when = "num_samples" if self._last else ""
+        sinks = operation.sinks is not None
+        yield Operation(Attention(shape, config.attention_softcap > 0, window > 0, sinks), values, when)
+        yield Operation(AttentionMerge(shape, window > 0, sinks), shared, "num_merges")
+
+    def _gather_samples(self) -> Operation:
+        """Gathers the sampled rows of hidden and attended, from which the layer goes on."""
+        builder, sampled = self._builder, self._sampled
+        values = {
+            "hidden": builder.hidden,
+            "attended": builder.attended,
+            "sampled_hidden": sampled.hidden,
+            "sampled_attended": sampled.attended,
+            "hidden_stride": builder.hidden.stride,
+            "attended_stride": builder.attended.stride,
+        }
+        self._builder, self._rows = sampled, sampled.attended
+        return Operation(GatherRows(), values, "num_samples")
+
+
+_EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation]]] = {
+    Norm: LayerEmitter.norm,
+    Multiply: LayerEmitter.multiply,
+    NormHeads: LayerEmitter.norm_heads,
+    NormProjections: LayerEmitter.norm_projections,
+    Rotate: LayerEmitter.rotate,
+    Attend: LayerEmitter.attend,
+    Mlp: LayerEmitter.mlp,
+    Keep: LayerEmitter.keep,
+    Again: LayerEmitter.again,
+    Experts: LayerEmitter.experts,
+    AddToResidual: LayerEmitter.add,
+}
+
+
+def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str) -> AttentionShape:
+    """Returns the parameters of the attention kernels of a model of type ``dtype``."""
+    group = config.num_heads // config.num_kv_heads
+    codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""
+    return AttentionShape(config.head_dim, group, layout.block_size, dtype == "bfloat16", codes)

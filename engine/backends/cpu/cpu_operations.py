@@ -1,0 +1,219 @@
+"""Builds the operations of a program of CPU kernels, and names the buffers they run over.
+
+``hidden`` is float32; rows that products read have the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from pillion.engine.backends.backend import KVLayout
+from pillion.engine.backends.cpu.cpu_weights import CpuLinear, PackedMatrices
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.models.rope import CosSin
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.products.gemm import GATED, Gemm
+from pillion.kernels.cpu.rows.rows import NormAdd, NormRows
+from pillion.kernels.cpu.runtime.program import Buffer, Operation
+from pillion.rooms import Seam, require
+
+
+class CpuMeeting(Protocol):
+    """Lets the program of one part of a model exchange rows with those of the other parts (the room "ranks"). An object
+    belongs to one program: its calls come in the order of the operations."""
+
+    def sum(
+        self, builder: OperationBuilder, out: Buffer, *, add: bool = False, factor: float = 1.0
+    ) -> tuple[Buffer, Operation]:
+        """Returns the buffer for this part's rows, and the sum over all parts that ends in ``out``, or is added to it
+        with a factor."""
+
+    def squares(self, builder: OperationBuilder, qkv: Buffer, out: Buffer) -> list[Operation]:
+        """Returns the operations from qkv to the squares of all parts' queries and keys."""
+
+    def logits(self, config: ModelConfig, logits: Buffer) -> Buffer:
+        """Returns the buffer for the logits that this process computes."""
+
+    def end(self) -> Operation:
+        """Returns the operation that ends a step, when all parts have written their KV and their logits."""
+
+
+class AdaptedProducts(Protocol):
+    """Describes what a program does for adapters (the room "adapters")."""
+
+    def before_product(
+        self, builder: OperationBuilder, name: str, x: Buffer
+    ) -> tuple[Operation, type[Gemm], dict[str, Any]] | None:
+        """Returns the operation before the product of ``x`` with the matrix ``name``, the kernel of that product, and
+        its further arguments; None if no adapter may change it."""
+
+
+MEETING = Seam[Callable[[ModelShard], CpuMeeting]]("engine.backends.cpu.meeting")
+
+
+class MatrixRows(NamedTuple):
+    """Says how rows are multiplied by a matrix: as ``x``, with ``sums`` of their inputs, after ``operations``.
+    ``zeros`` says whether the rows are codes with zero points."""
+
+    x: Buffer
+    sums: Buffer | None = None
+    zeros: bool = False
+    operations: Sequence[Operation] = ()
+
+
+# The room's function prepares rows for the product with a matrix in few bits.
+FEW_BIT_ROWS = Seam[Callable[["OperationBuilder", CpuLinear, Buffer], MatrixRows]]("engine.backends.cpu.few_bits")
+
+
+@dataclass(frozen=True, slots=True)
+class OperationBuilder:
+    """Builds a model's operations. ``rows_of`` is "tokens", and "samples" after the last layer's attention. ``dtype``
+    is the model's type, which the KV of ``layout`` has too, unless it is in 8 bits. ``adapters`` are the slots, in a
+    program for steps with adapters. ``config`` is the shape of the process's own layers; ``layout`` is that of all KV,
+    and ``model_heads`` are all query heads. ``meeting`` is None for a program of the whole model."""
+
+    config: ModelConfig
+    weights: PackedMatrices
+    layout: KVLayout
+    dtype: str
+    ropes: tuple[CosSin, ...]
+    shard: ModelShard
+    model_heads: int
+    rows_of: str = "tokens"
+    adapters: AdaptedProducts | None = None
+    meeting: CpuMeeting | None = None
+
+    @property
+    def bf16(self) -> bool:
+        """Says whether the model's type is bfloat16, not float32."""
+        return self.dtype == "bfloat16"
+
+    @property
+    def row_dtype(self) -> str:
+        """Gives the numpy type of rows that products read; uint16 holds bfloat16."""
+        return "uint16" if self.bf16 else "float32"
+
+    @property
+    def when(self) -> str:
+        """Gives the condition under which these operations run: without sampled rows nothing runs after the last
+        layer's KV."""
+        return "num_samples" if self.rows_of == "samples" else ""
+
+    def buffer(self, name: str, width: int, dtype: str, each: int = 1) -> Buffer:
+        """Returns the buffer ``name``, with ``each`` rows for each row of ``rows_of``."""
+        return Buffer(f"{self.rows_of}.{name}", -(-width // 32) * 32, dtype, self.rows_of, each)
+
+    @property
+    def hidden(self) -> Buffer:
+        return self.buffer("hidden", self.config.hidden_size, "float32")
+
+    @property
+    def normed(self) -> Buffer:
+        return self.buffer("normed", self.config.hidden_size, self.row_dtype)
+
+    @property
+    def found(self) -> Buffer:
+        """Gives the buffer for the output of attention or MLP, where a norm runs before it is added to ``hidden``."""
+        return self.buffer("found", self.config.hidden_size, "float32")
+
+    @property
+    def attended(self) -> Buffer:
+        return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
+
+    def norm(self, name: str, out: Buffer | None = None, x: Buffer | None = None) -> Operation:
+        """Returns hidden, or ``x``, -> normed, or ``out``; it changes only the type where the model has no norm
+        ``name``."""
+        weight, bias = self.weights.tensors.get(name), self.weights.tensors.get(f"{name}.bias")
+        out, x = out or self.normed, x or self.hidden
+        values = {
+            "x": x,
+            "weight": weight,
+            "bias": bias,
+            "out": out,
+            "width": self.config.hidden_size,
+            "x_stride": x.stride,
+            "out_stride": out.stride,
+            "eps": self.config.rms_norm_eps,
+        }
+        kind = "layer" if self.config.norm.startswith("layer") else "rms"
+        spec = NormRows("none" if weight is None else kind, out.dtype == "uint16", self.rows_of, bias is not None)
+        return Operation(spec, values, self.when)
+
+    def state(self, index: int) -> Buffer:
+        """Returns the buffer that keeps the inputs of the layer ``index``, where a step keeps them."""
+        return self.buffer(f"state{index}", self.config.hidden_size, self.row_dtype)
+
+    def gemm(
+        self,
+        name: str,
+        x: Buffer,
+        out: Buffer,
+        epilogue: str,
+        *,
+        group_starts: Buffer | None = None,
+        factor: float = 1.0,
+    ) -> Iterator[Operation]:
+        """Yields the product of ``x`` with the matrix ``name``, or with those of experts, whose rows begin at
+        ``group_starts``. The epilogue "add" multiplies by ``factor``. Raises ConfigError where the matrix does not fit
+        ``x`` or ``out``."""
+        linear = self.weights.linear(name)
+        columns = linear.pairs * (16 if epilogue in GATED else 32)
+        if linear.depth > x.width or columns > out.width:
+            raise ConfigError(f"{name} has {linear.depth} inputs and {columns} outputs, which do not fit this model")
+        spec_type: type[Gemm] = Gemm
+        added: dict[str, Any] = {}
+        if self.adapters is not None and (found := self.adapters.before_product(self, name, x)) is not None:
+            before, spec_type, added = found
+            yield before
+        rows = "fp32" if x.dtype == "float32" else "bf16"
+        ready = MatrixRows(x)
+        if linear.order is not None or linear.row_codes is not None or linear.offsets:
+            ready = require(FEW_BIT_ROWS, "quantized checkpoints", name)(self, linear, x)
+            yield from ready.operations
+        x, sums = ready.x, ready.sums
+        spec = spec_type(
+            linear.kind,
+            rows,
+            epilogue,
+            f"num_{self.rows_of}",
+            bias=linear.bias is not None,
+            grouped=group_starts is not None,
+            offsets=linear.offsets,
+            zeros=ready.zeros,
+        )
+        values = {
+            "x": x,
+            "weights": linear.data,
+            "input_sums": sums,
+            "bias": linear.bias,
+            "out": out,
+            "group_starts": group_starts,
+            "x_stride": x.stride,
+            "depth": linear.depth,
+            "pairs": linear.pairs,
+            "out_stride": out.stride,
+            "num_groups": linear.num_matrices,
+            "group_bytes": linear.matrix_bytes,
+            "inputs": linear.group,
+            "input_sums_stride": 0 if sums is None else sums.stride,
+            "factor": factor,
+            **added,
+        }
+        yield Operation(spec, values, self.when)
+
+    def norm_add(self, name: str, factor: float) -> Operation:
+        """Computes hidden += ``factor`` times the norm ``name`` of the buffer found."""
+        values = {
+            "found": self.found,
+            "weight": self.weights.tensors[name],
+            "hidden": self.hidden,
+            "width": self.config.hidden_size,
+            "found_stride": self.found.stride,
+            "hidden_stride": self.hidden.stride,
+            "eps": self.config.rms_norm_eps,
+            "factor": factor,
+        }
+        return Operation(NormAdd(self.rows_of), values, self.when)

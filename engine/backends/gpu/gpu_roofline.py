@@ -1,0 +1,131 @@
+"""Estimates what a step costs on a GPU before any was measured, by the device's roofline: what it reads and computes in
+a second at most, and what the model reads and computes.
+
+    step        all weights are read once
+    token       two operations for each weight that it meets; with logits, also for each of the output projection
+    KV read     its bytes;  query-key pair: its operations in all layers
+
+The parts are added up, although a device reads while it computes, so a step near the ridge takes up to half as long.
+The estimate chooses a worker's token budget where no flag does, and bounds its first steps beside streams; from then on
+the fit of measured steps does (:mod:`pillion.engine.scheduling.step_cost`). Imports no torch.
+"""
+
+from __future__ import annotations
+
+from ctypes import c_int
+from dataclasses import dataclass
+
+from pillion.config import AUTO, DecodeFlags, WorkerFlags
+from pillion.engine.backends.backend import kv_layout
+from pillion.engine.backends.step_memory import step_bytes
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.scheduling.step_cost import LEAST_SUITABLE_TOKENS, suitable_tokens
+from pillion.engine.scheduling.step_model import StepModel
+from pillion.kvstore.gpu.cuda_driver import CudaDriver
+
+# Copies reach about this share of the memory's rate in a data sheet, and matrix products this share of the arithmetic.
+MEMORY_SHARE, ARITHMETIC_SHARE = 0.8, 0.5
+# A step's launches and its choice of tokens take this long beside the model's work.
+LAUNCH_S = 3e-4
+# The buffers of a step take at most this share of the memory that weights leave.
+STEP_SHARE = 1 / 8
+# Dense operations in bfloat16 that a multiprocessor starts in a cycle, by compute capability, of NVIDIA's data sheets;
+# devices that are newer than those in the table are taken for the last one.
+OPERATIONS_PER_CYCLE = {(8, 0): 2048, (8, 6): 1024, (8, 9): 1024, (9, 0): 4096, (10, 0): 8192, (12, 0): 1024}
+# These are attributes of a device (cuda.h, CUdevice_attribute).
+CLOCK_KHZ, MULTIPROCESSORS, MEMORY_CLOCK_KHZ, BUS_BITS, MAJOR, MINOR = 13, 16, 36, 37, 75, 76
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRates:
+    """Holds what a device reads and computes in a second at most, and the bytes of its memory."""
+
+    bytes_per_s: float
+    operations_per_s: float
+    memory_bytes: int
+
+
+def device_rates(driver: CudaDriver, index: int = 0) -> DeviceRates:
+    """Returns the rates of the device that torch calls cuda:``index``. Raises ConfigError."""
+    number = driver.read(c_int, "cuDeviceGet", index)
+
+    def value(attribute: int) -> int:
+        return driver.read(c_int, "cuDeviceGetAttribute", attribute, number)
+
+    capability = value(MAJOR), value(MINOR)
+    known = [one for one in OPERATIONS_PER_CYCLE if one <= capability]
+    each = OPERATIONS_PER_CYCLE[max(known, default=min(OPERATIONS_PER_CYCLE))]
+    device = driver.device(index)
+    try:
+        memory_bytes = device.memory_info()[1]
+    finally:
+        device.close()
+    return DeviceRates(
+        # Memory brings two words in a cycle of its clock.
+        bytes_per_s=2 * value(MEMORY_CLOCK_KHZ) * 1e3 * value(BUS_BITS) / 8,
+        operations_per_s=value(MULTIPROCESSORS) * value(CLOCK_KHZ) * 1e3 * each,
+        memory_bytes=memory_bytes,
+    )
+
+
+def model_weights(config: ModelConfig) -> tuple[int, int]:
+    """Returns how many weights the layers of a model have, and how many of them a token meets."""
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    attention = hidden * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
+    moe = config.moe
+    mixed = 0 if moe is None else sum(moe.layers)
+    dense = (config.num_layers - mixed) * 3 * hidden * config.intermediate_size
+    expert = 0 if moe is None else 3 * hidden * moe.intermediate_size
+    experts, met = (0, 0) if moe is None else (mixed * moe.num_experts * expert, mixed * moe.experts_per_token * expert)
+    common = config.num_layers * attention + dense
+    return common + experts, common + met
+
+
+def weight_bytes(prepared: PreparedModel, config: ModelConfig) -> int:
+    """Returns the bytes of a model's weights: of its files, where they hold matrices in few bits."""
+    if config.quantization is not None:
+        return sum(file.stat().st_size for file in prepared.folder.glob("*.safetensors"))
+    return (2 if prepared.dtype != "float32" else 4) * (
+        model_weights(config)[0] + config.vocab_size * config.hidden_size
+    )
+
+
+def expected_cost(rates: DeviceRates, prepared: PreparedModel, kv_token_bytes: float, devices: int = 1) -> StepModel:
+    """Returns what a step is expected to cost on so many devices of these rates, which share its work."""
+    config = load_config(prepared.folder)
+    read_s = 1 / (rates.bytes_per_s * MEMORY_SHARE * devices)
+    compute_s = 1 / (rates.operations_per_s * ARITHMETIC_SHARE * devices)
+    return StepModel(
+        step_s=LAUNCH_S + weight_bytes(prepared, config) * read_s,
+        token_s=2 * model_weights(config)[1] * compute_s,
+        sequence_s=2 * config.vocab_size * config.hidden_size * compute_s,
+        read_s=kv_token_bytes * read_s,
+        pair_s=4 * config.num_heads * config.head_dim * config.num_layers * compute_s,
+    )
+
+
+def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -> tuple[StepModel, DeviceRates]:
+    """Returns what a worker's steps are expected to cost on so many GPUs of this machine, and the rates of one."""
+    rates = device_rates(CudaDriver())
+    layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
+    return expected_cost(rates, prepared, layout.block_bytes / layout.block_size, devices), rates
+
+
+def suitable_budget(
+    cost: StepModel, rates: DeviceRates, flags: WorkerFlags, prepared: PreparedModel, devices: int = 1
+) -> int:
+    """Returns a worker's token budget by what its steps cost and by the memory that weights leave them."""
+    config = load_config(prepared.folder)
+    tokens = suitable_tokens(cost, flags.target_itl_ms if isinstance(flags, DecodeFlags) else AUTO)
+    most_bytes = STEP_SHARE * (rates.memory_bytes - weight_bytes(prepared, config) / devices)
+    while tokens > LEAST_SUITABLE_TOKENS and step_bytes(config, prepared.dtype, tokens, 0) / devices > most_bytes:
+        tokens //= 2
+    return tokens
+
+
+def step_tokens(flags: WorkerFlags, devices: int) -> int:
+    """Returns the token budget that suits a worker's model on so many GPUs of this machine."""
+    prepared = prepare(flags)
+    return suitable_budget(*expected_on_gpu(flags, prepared, devices), flags, prepared, devices)

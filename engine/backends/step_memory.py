@@ -1,0 +1,101 @@
+"""Computes what the largest step of a worker takes of memory, beside weights and KV pool. Imports no torch.
+
+Everything that a step allocates grows with its tokens (rows of activations) or with the rows whose logits it computes.
+Both are bounded, so the memory is, too: it is told when a worker starts, the KV pool may not take it, and a budget for
+which it does not suffice is refused then, and not by a step that fails later.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from pathlib import Path
+
+from pillion.config import OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.scheduling.scheduler import scored_rows
+from pillion.errors import ConfigError
+
+log = logging.getLogger("pillion.worker")
+
+# What the arrays of a step (tokens, positions, places, work of attention) take for each token, rounded up.
+TOKEN_RECORD_BYTES = 512
+FREE_MEMORY, CGROUP_LIMIT = Path("/proc/meminfo"), Path("/sys/fs/cgroup/memory.max")
+
+
+def step_bytes(config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ranks: int = 1) -> int:
+    """Returns the most bytes that a step of ``tokens`` tokens takes, of which ``logit_rows`` have logits, on any
+    backend: rows of ``dtype``, and those in float32 that some operators need. Each of ``ranks`` processes has the
+    residual stream, and two partial sums of it."""
+    item = 4 if dtype == "float32" else 2
+    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
+    projected = heads + 2 * config.num_kv_heads * config.head_dim
+    inner = max(config.widest_mlp, hidden)
+    row = ranks * (item * 4 * hidden + 12 * hidden) + (8 * ranks * hidden if ranks > 1 else 0)
+    row += item * (2 * projected + 2 * heads + 4 * inner) + 4 * projected
+    if config.moe is not None:
+        # A token's row is copied for each of its experts, and an expert may get all tokens.
+        moe, each = config.moe, config.moe.experts_per_token
+        row += each * (item * (3 * hidden + moe.intermediate_size) + 4 * hidden)
+        row += item * 4 * moe.intermediate_size + 8 * moe.num_experts
+    # Logits are float32, and the output projection may write them in another type before.
+    return tokens * (row + TOKEN_RECORD_BYTES) + logit_rows * config.vocab_size * 8
+
+
+def logit_rows_of(flags: WorkerFlags | ServeFlags | OfflineFlags, vocab_size: int) -> int:
+    """Returns the most rows of a step that have logits: those that choose tokens, and those that score prompts."""
+    if not isinstance(flags, StepFlags):
+        return 0
+    tokens, guesses = flags.max_num_batched_tokens, flags.speculative_config.num_speculative_tokens
+    chosen = min(tokens, flags.max_num_seqs * (1 + guesses))
+    return min(tokens, chosen + scored_rows(vocab_size))
+
+
+def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: PreparedModel) -> int:
+    """Returns the bytes that the largest steps of all workers that ``flags`` describe take together."""
+    config, total, ranks = load_config(prepared.folder), 0, flags.tensor_parallel_size
+    serve = flags if isinstance(flags, ServeFlags) else None
+    if isinstance(flags, StepFlags):
+        rows, count = logit_rows_of(flags, prepared.vocab_size), serve.decode_workers if serve else 1
+        total += count * step_bytes(config, prepared.dtype, flags.max_num_batched_tokens, rows, ranks)
+    if isinstance(flags, PrefillFlags):
+        count = serve.prefill_workers if serve else 1
+        ranks = (serve and serve.prefill_tensor_parallel_size) or ranks
+        tokens, stages = flags.max_num_batched_prefill_tokens, flags.pipeline_parallel_size
+        # Each stage computes a step of its own, and passes on float32 rows, which have a place for each step under way.
+        passed = (stages - 1) * ranks * tokens * 4 * config.hidden_size
+        total += count * stages * (step_bytes(config, prepared.dtype, tokens, 0, ranks) + passed)
+    return total
+
+
+def check_host_steps(flags: WorkerFlags, prepared: PreparedModel) -> None:
+    """Logs what the largest step takes of a host's memory. Raises ConfigError where the host has less."""
+    needed, left = steps_bytes(flags, prepared), free_bytes()
+    if left and needed > left:
+        raise ConfigError(
+            f"a step of {flags.step_budget_tokens} tokens of this model takes up to {needed / 2**20:.0f} MiB beside "
+            f"weights and KV pool, and {left / 2**20:.0f} MiB are free: lower {budget_flag(flags)}"
+        )
+    log.info(
+        "steps of up to %d tokens take up to %.1f MiB beside weights and KV pool",
+        flags.step_budget_tokens,
+        needed / 2**20,
+    )
+
+
+def budget_flag(flags: WorkerFlags) -> str:
+    """Returns the flag that sets a worker's token budget."""
+    return "--max-num-batched-tokens" if isinstance(flags, StepFlags) else "--max-num-batched-prefill-tokens"
+
+
+def free_bytes() -> int:
+    """Returns the bytes that this process may still take of the host's memory; 0 where the system does not say."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = FREE_MEMORY.read_text().splitlines()
+        found.append(1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1]))
+    with contextlib.suppress(OSError, ValueError):
+        found.append(int(CGROUP_LIMIT.read_text()))
+    return min(found, default=0)

@@ -1,0 +1,198 @@
+"""Runs an EAGLE-3 head as a program of the CPU kernels: its operations, its weights, and the backend that runs them.
+
+    of the first pass:    the model's states --fc--> hidden
+    of the others:        rows of the last pass's hidden --the host copies them--> hidden
+    both:                 tokens --embedding--> embedded --norm--> normed token --its half of qkv--> qkv
+                          hidden --norm--> normed --its half of qkv--> qkv --rotate, write, attend--> attended
+                          hidden, attended --o, MLP--> hidden --norm, LM head--> logits
+
+The two halves of the projection's inputs are never put side by side: each has a matrix of its own, and the second
+product is added to the first. The weights lie in this process's own memory, because a head is only one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from pillion.core_lending_table import CoreShare
+from pillion.engine.backends.backend import Int32, KVLayout, StepBatch
+from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, compile_operations
+from pillion.engine.backends.cpu.cpu_layer import LayerEmitter, projections
+from pillion.engine.backends.cpu.cpu_model import ModelPlan
+from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
+from pillion.engine.backends.cpu.cpu_weights import WIDE_KINDS, HeldMatrices, MatrixPacker
+from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.drafts.eagle_config import EagleConfig
+from pillion.engine.drafts.eagle_head import EagleBackend
+from pillion.engine.drafts.eagle_weights import EagleWeights
+from pillion.engine.models.decoder import LayerWeights
+from pillion.engine.models.model_shard import whole_model
+from pillion.engine.models.rope import rope_tables
+from pillion.engine.sampling.sampling_rows import States
+from pillion.kernels.cpu.rows.rows import Embed
+from pillion.kernels.cpu.runtime.program import Buffer, Operation, Program
+from pillion.kernels.torch.torch_linear import Linear
+
+_LAYER = "layers.0."
+# The matrix of queries, keys and values is stored as two halves. The half that multiplies states has this name; the
+# other half has the name that the whole matrix has in a model.
+_STATE_QKV = "state_qkv"
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPlan:
+    """Holds the programs of a head: ``first`` reads ``states`` of the model, and ``following`` what the host has
+    written to ``hidden``. ``outputs`` are the sampled rows that a further pass may read."""
+
+    first: ModelPlan
+    following: tuple[Operation, ...]
+    states: Buffer
+    hidden: Buffer
+    outputs: Buffer
+
+
+def pack_head(weights: EagleWeights, config: EagleConfig, dtype: str) -> HeldMatrices:
+    """Packs a head's weights for the CPU kernels. The matrices of a head are never quantized."""
+    held, layer, hidden = HeldMatrices(), config.layer, config.layer.hidden_size
+    packer = MatrixPacker(held, layer, whole_model(layer), WIDE_KINDS[dtype])
+    both = weights.layer["qkv"]
+    assert isinstance(both, Linear)
+    assert isinstance(both.weight, torch.Tensor)
+    held.tensor("embedding", weights.embedding)
+    packer.linear("fuse", weights.fuse)
+    packer.norm("embedding_norm", weights.embedding_norm)
+    packer.norm("state_norm", weights.state_norm)
+    tokens = Linear.plain(both.weight[:, :hidden].contiguous(), both.bias)
+    packer.layer(_LAYER, config.operations, LayerWeights({**weights.layer, "qkv": tokens}))
+    packer.linear(_STATE_QKV, Linear.plain(both.weight[:, hidden:].contiguous()))
+    packer.norm("final_norm", weights.final_norm)
+    packer.linear("lm_head", weights.lm_head)
+    return held
+
+
+def plan_head(config: EagleConfig, weights: HeldMatrices, layout: KVLayout, dtype: str, max_model_len: int) -> HeadPlan:
+    """Makes the programs of an EAGLE head whose texts have at most ``max_model_len`` entries."""
+    layer = config.layer
+    ropes, shard = rope_tables(layer, max_model_len), whole_model(layer)
+    builder = OperationBuilder(layer, weights, layout, dtype, ropes, shard, layer.num_heads)
+    sampled = replace(builder, rows_of="samples")
+    states = builder.buffer("states", len(config.state_layers) * config.state_size, builder.row_dtype)
+    head = weights.linear("lm_head")
+    logits = replace(sampled.buffer("logits", head.pairs * 32, "float32"), dense=True)
+    following = tuple(_operations(config, builder, sampled, logits))
+    first = (*builder.gemm("fuse", states, builder.hidden, "store"), *following)
+    return HeadPlan(ModelPlan(first, builder.hidden, logits, ropes), following, states, builder.hidden, sampled.hidden)
+
+
+def _operations(
+    config: EagleConfig, builder: OperationBuilder, sampled: OperationBuilder, logits: Buffer
+) -> Iterator[Operation]:
+    """Yields the head's operations, from tokens and hidden to logits."""
+    width = config.layer.hidden_size
+    embedded = builder.buffer("embedded", width, "float32")
+    token = builder.buffer("normed_token", width, builder.row_dtype)
+    values = {
+        "table": builder.weights.tensors["embedding"],
+        "hidden": embedded,
+        "width": width,
+        "hidden_stride": embedded.stride,
+        "first": 0,
+        "tokens": config.layer.vocab_size,
+        "scale": 1.0,
+    }
+    qkv = projections(builder, 0)
+    yield Operation(Embed(builder.bf16), values)
+    yield builder.norm("embedding_norm", token, embedded)
+    yield from builder.gemm(f"{_LAYER}qkv", token, qkv, "store")
+    yield builder.norm("state_norm")
+    yield from builder.gemm(_STATE_QKV, builder.normed, qkv, "add")
+    if config.norm_before_residual:
+        yield builder.norm("state_norm", builder.hidden)
+    yield from LayerEmitter(builder, sampled, 0, last=True).emit(config.operations[1:], qkv)
+    yield sampled.norm("final_norm")
+    yield from sampled.gemm("lm_head", sampled.normed, logits, "store")
+
+
+def head_model(
+    config: EagleConfig, weights: EagleWeights, layout: KVLayout, main: CpuModel, progress: Progress
+) -> tuple[CpuModel, HeadPlan]:
+    """Makes an EAGLE head for the model ``main``, packed and compiled (the first time on a machine)."""
+    held = pack_head(weights, config, main.dtype)
+    plan = plan_head(config, held, layout, main.dtype, main.max_model_len)
+    kernels = compile_operations(plan.first.operations, main, progress)
+    model = replace(
+        main,
+        config=config.layer,
+        shard=whole_model(config.layer),
+        layout=layout,
+        weights=held,
+        plan=plan.first,
+        kernels=kernels,
+    )
+    return model, plan
+
+
+class CpuEagle(EagleBackend, CpuBackend):
+    """Implements :class:`EagleBackend` with the CPU kernels, on threads of its own."""
+
+    def __init__(
+        self,
+        config: EagleConfig,
+        weights: EagleWeights,
+        layout: KVLayout,
+        main: CpuModel,
+        progress: Progress,
+        threads: int,
+        affinity: Sequence[int] = (),
+        share: CoreShare | None = None,
+    ) -> None:
+        """Makes the backend for ``main``, the model that the head was made for, or its rank 0. ``threads``,
+        ``affinity`` and ``share`` are those of :class:`CpuBackend`."""
+        model, self._head = head_model(config, weights, layout, main, progress)
+        CpuBackend.__init__(self, model, threads, affinity, share)
+        self._following = Program(self._head.following, model.kernels, self.workspace)
+        self._target_ids, self._draft_vocab_size = weights.target_ids, config.draft_vocab_size
+        self._width = len(config.state_layers) * config.state_size
+        # The next pass reads either these states of the model or these rows of the last pass's output, which had so
+        # many rows.
+        self._given: npt.NDArray[np.generic] = np.empty((0, self._width), self._head.states.dtype)
+        self._reads_model = True
+        self._num_outputs = 0
+
+    def read(self, states: States) -> None:
+        """Notes the states of the model that the next pass reads, one for each of its rows."""
+        self._given, self._reads_model = states, True
+
+    def follow(self, rows: Sequence[int]) -> None:
+        """Notes which of the last pass's ``sample_rows`` each row of the next pass follows."""
+        outputs = self._rows(self._head.outputs, self._num_outputs, self.model.config.hidden_size)
+        self._given, self._reads_model = outputs[list(rows)], False
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Runs the head once over states that are all zeros, so that everything is compiled and loaded."""
+        most = min(max_tokens, self.model.max_model_len)
+        self.read(np.zeros((most, self._width), self._head.states.dtype))
+        HostBackend.warm_up(self, most)
+
+    def _programs(self) -> tuple[Program, ...]:
+        return (*super()._programs(), self._following)
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Runs a pass of the head; returns the logits of the tokens that it can guess."""
+        return super()._run(pool, batch)[:, : self._draft_vocab_size]
+
+    def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
+        super()._fill(pool, batch, rows)
+        head, count = self._head, batch.num_tokens
+        target = head.states if self._reads_model else head.hidden
+        self._rows(target, count, self._given.shape[1])[:] = self._given[:count]
+        self._num_outputs = len(rows)
+
+    def _run_kernels(self, program: Program) -> None:
+        super()._run_kernels(program if self._reads_model else self._following)

@@ -1,0 +1,175 @@
+"""Loads the draft model of a decode worker, and refuses one that cannot guess for its model."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pillion.config import WorkerFlags
+from pillion.cores import parse_cores
+from pillion.engine.backends.backend import KVLayout, kv_layout
+from pillion.engine.backends.devices import resolve_device
+from pillion.engine.backends.loading import BackendFactory, LoadedModel, core_share, unsupported
+from pillion.engine.checkpoints.model_files import head_folder
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.drafts.draft_chains import DraftShape
+from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
+from pillion.engine.models.config_parser import load_config
+from pillion.errors import ConfigError
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.speculative_config import SpeculativeConfig
+
+if TYPE_CHECKING:
+    from pillion.engine.drafts.eagle_config import EagleConfig
+    from pillion.engine.drafts.eagle_head import EagleBackend
+
+log = logging.getLogger("pillion.worker")
+
+# The GPU kernels take blocks of at most this many tokens.
+GPU_BLOCK_TOKENS = 128
+
+
+def load_draft(
+    flags: WorkerFlags,
+    config: SpeculativeConfig,
+    main: LoadedModel,
+    threads: int,
+    most_tokens: int,
+    load: BackendFactory,
+) -> tuple[DraftShape, DraftModel]:
+    """Loads the draft model ``config.model`` for the model ``main``, with the flags of its worker, or an EAGLE-3 head.
+    A pass of it has at most ``most_tokens`` tokens.
+
+    Raises ConfigError, which names the draft model, where it cannot be loaded or has other tokens than the main model.
+    """
+    if config.method == "eagle3":
+        return load_eagle_head(flags, config, main, threads, most_tokens)
+    with _named(config.model):
+        flags = config.model_flags(flags)
+        prepared = prepare(flags, log.info)
+        check_tokenizer(main.prepared.folder, prepared.folder)
+        longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
+        # Only the sizes of this layout are used: the backend gives it its version.
+        layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
+        most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
+        blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
+        flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
+        loaded = load(flags, threads)
+        log.info("draft model %s: %d tokens in a slot", prepared.name, flags.block_size)
+        backend = loaded.backend
+        shape = DraftShape(
+            namespace=loaded.namespace(),
+            block_size=flags.block_size,
+            vocab_size=backend.vocab_size,
+            max_model_len=longest,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_num_batched_tokens=most_tokens,
+            rope_shift=loaded.prepared.rope_shift,
+        )
+        return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
+
+
+def load_eagle_head(
+    flags: WorkerFlags, config: SpeculativeConfig, main: LoadedModel, threads: int, most_tokens: int
+) -> tuple[DraftShape, DraftModel]:
+    """Loads the EAGLE-3 head ``config.model``, and makes the backend of ``main`` keep the states that the head reads.
+    The passes have at most ``most_tokens`` tokens; a head of a worker of several ranks runs beside the first of them.
+
+    Raises ConfigError, which names the head, where it cannot be loaded or was made for another model.
+    """
+    # The module that this imports needs torch, for which a decode worker waits only once it loads a model.
+    from pillion.engine.backends.host_backend import HostBackend
+    from pillion.engine.drafts.eagle_config import load_eagle_config
+    from pillion.engine.drafts.eagle_head import EagleModel, eagle_layout
+
+    with _named(config.model):
+        prepared, backend = main.prepared, main.backend
+        if not isinstance(backend, HostBackend):
+            raise ConfigError("EAGLE-3 heads run on CPUs")
+        folder = head_folder(config.model, config.revision)
+        head = load_eagle_config(folder, load_config(prepared.folder))
+        layout = eagle_layout(head, flags.block_size, prepared.dtype)
+        layout = replace(layout, block_size=flags.block_size * draft_blocks(backend.layout, layout))
+        own = _eagle_backend(flags, folder, head, layout, main, threads)
+        backend.keep_states(head.state_layers)
+        log.info("EAGLE-3 head %s: reads the inputs of layers %s", config.model, [*head.state_layers])
+        shape = DraftShape(
+            namespace=bytes(HASH_BYTES),
+            block_size=layout.block_size,
+            vocab_size=backend.vocab_size,
+            max_model_len=prepared.max_model_len,
+            num_speculative_tokens=config.num_speculative_tokens,
+            max_num_batched_tokens=most_tokens,
+            reads_states=True,
+        )
+        return shape, EagleModel(own, backend.layout.block_bytes, backend.vocab_size)
+
+
+def _eagle_backend(
+    flags: WorkerFlags, folder: Path, head: EagleConfig, layout: KVLayout, main: LoadedModel, threads: int
+) -> EagleBackend:
+    """Makes the backend of the head in ``folder``: on the CPU kernels, if these run the model and can run the head;
+    else on torch."""
+    from pillion.engine.backends.cpu.cpu_backend import CpuBackend
+    from pillion.engine.backends.host_backend import HostBackend
+    from pillion.engine.checkpoints.checkpoint import open_checkpoint
+    from pillion.engine.checkpoints.weights import DTYPES
+    from pillion.engine.drafts.cpu_eagle import CpuEagle
+    from pillion.engine.drafts.eagle_head import TorchEagle
+    from pillion.engine.drafts.eagle_weights import load_eagle_weights
+    from pillion.kernels.torch.torch_linear import Linear
+
+    prepared, own = main.prepared, main.backend
+    if isinstance(own, HostBackend):
+        own = own.here
+    kernels = isinstance(own, CpuBackend) and not unsupported(head.layer, layout.block_size)
+    if isinstance(own, CpuBackend) and own.model.shard.whole:
+        embedding = own.model.weights.tensors["embedding"]
+    else:
+        with open_checkpoint(prepared.folder, load_config(prepared.folder)) as checkpoint:
+            embedding = checkpoint.take("embedding", DTYPES[prepared.dtype])
+    weights = load_eagle_weights(folder, head, embedding, Linear.plain if kernels else Linear)
+    if not kernels or not isinstance(own, CpuBackend):
+        return TorchEagle(head, weights, layout, prepared.max_model_len)
+    cores = parse_cores(flags.cpu_affinity)[:threads]
+    return CpuEagle(head, weights, layout, own.model, log.info, threads, cores, core_share(flags))
+
+
+@contextlib.contextmanager
+def _named(model: str) -> Iterator[None]:
+    """Makes a ConfigError within the block name the draft model."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"--speculative-config: draft model {model}: {error.message}") from None
+
+
+def check_tokenizer(main: Path, draft: Path) -> None:
+    """Raises ConfigError unless the tokenizers of two folders have the same texts for the same ids."""
+    files = [folder / "tokenizer.json" for folder in (main, draft)]
+    texts = [path.read_bytes() for path in files]
+    if texts[0] == texts[1]:
+        return
+    first, second = (_texts_by_id(json.loads(text)) for text in texts)
+    differing = [number for number in first.keys() | second.keys() if first.get(number) != second.get(number)]
+    if differing:
+        least = min(differing)
+        raise ConfigError(
+            f"its tokenizer differs from the model's in {len(differing)} ids, the first of them {least}:"
+            f" {second.get(least)!r} here, {first.get(least)!r} in the model"
+        )
+
+
+def _texts_by_id(tokenizer: Mapping[str, Any]) -> dict[int, str]:
+    """Returns the text of each id of a tokenizer.json, whichever kind of model it describes."""
+    vocabulary = tokenizer["model"].get("vocab", {})
+    if isinstance(vocabulary, Mapping):
+        found = {number: text for text, number in vocabulary.items()}
+    else:
+        found = {number: text for number, (text, _) in enumerate(vocabulary)}
+    return found | {token["id"]: token["content"] for token in tokenizer.get("added_tokens", ())}

@@ -1,0 +1,168 @@
+"""Runs a draft model over the pool of the model that it guesses for: its place in the slots, and its passes.
+
+A slot has the bytes of the main model's block, and holds one block of the draft model, of as many tokens as fit. To the
+draft model's backend the pool is one of its own blocks, side by side; slot s holds the first of them that begins in it:
+
+    main    |      slot s       |     slot s + 1    |     ...         slots of main_bytes
+    draft   |  block j  |  ...  |  ...  |  ...  |  ...                blocks of draft_bytes, j = ceil(s * main / draft)
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from math import gcd
+
+import numpy as np
+
+from pillion.engine.backends.backend import Backend, BackendLost, Int32, KVLayout, PoolPlace, StepBatch
+from pillion.engine.backends.batching import build_guess_sampling, build_rows
+from pillion.engine.drafts.draft_chains import NO_GUESSES, DraftPlan
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.errors import ConfigError
+
+log = logging.getLogger("pillion.worker")
+
+PASS_WEIGHT = 0.1
+# Only a pass over at least this many known tokens is used to measure how long reading a text takes.
+LEAST_READ_TOKENS = 32
+
+
+def draft_blocks(main: KVLayout, draft: KVLayout, most_tokens: int = 0) -> int:
+    """Returns how many blocks of layout ``draft`` are joined to the one that lies in a slot of layout ``main``: as many
+    as fit.
+
+    ``draft`` has the block size of ``main``. ``most_tokens`` is the kernels' longest block, where they have one; then
+    the block's tokens are a power of two. Raises ConfigError where not even one fits.
+    """
+    slot, unit = main.block_bytes, draft.block_bytes
+    for blocks in range(slot // unit, 0, -1):
+        tokens = blocks * draft.block_size
+        if most_tokens and (tokens > most_tokens or tokens & (tokens - 1)):
+            continue
+        # A joined block of B = blocks * unit bytes begins at a multiple of B, so up to B - gcd(slot, B) bytes after the
+        # beginning of its slot; its end, B bytes later, must still lie in the slot.
+        if 2 * blocks * unit - gcd(slot, blocks * unit) <= slot:
+            return blocks
+    raise ConfigError(
+        f"the draft model's KV has {unit // draft.block_size} bytes a token, the model's {slot // main.block_size}: it"
+        " does not fit into the model's blocks; choose a draft model with fewer layers or KV heads"
+    )
+
+
+class DraftModel:
+    """Runs the passes of a draft model with its backend, on the worker's step thread.
+
+    Args:
+        backend: the draft model's backend, which has no pool yet. The size of its blocks follows from
+            :func:`draft_blocks`.
+        slot_bytes: bytes of a slot of the main model.
+        vocab_size: the main model's number of token ids; other ids are no guesses.
+    """
+
+    def __init__(self, backend: Backend, slot_bytes: int, vocab_size: int) -> None:
+        self.backend = backend
+        self._slot_bytes = slot_bytes
+        self._vocab_size = vocab_size
+        self.took_s = 0.0
+        # These are the seconds that a pass of one token for each sequence takes, by the bit length of the number of
+        # sequences; each new pass counts for PASS_WEIGHT.
+        self._pass_s: dict[int, float] = {}
+        self.seconds_to_read = 0.0
+
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
+        """Uses the main model's pool. Raises ConfigError for one that is divided over GPUs, since no block of another
+        model lies in such slots."""
+        if not isinstance(memory, memoryview) and memory.divided:
+            raise ConfigError(
+                "--speculative-config: a draft model needs the KV pool in one piece, and --kv-device divides it over"
+                " several GPUs; choose ngram or suffix"
+            )
+        self.backend.bind_pool(memory, num_slots * self._slot_bytes // self.backend.layout.block_bytes)
+
+    def run(self, plan: DraftPlan) -> list[Int32] | None:
+        """Runs the draft model's passes of a plan; returns each piece's guesses, each drawn as the step will draw the
+        token there. Returns None where a pass has failed; the log says why."""
+        began_s = time.perf_counter()
+        try:
+            return self._run(plan)
+        except BackendLost:
+            raise
+        except Exception:
+            log.exception("a draft of %d sequences failed", len(plan.pieces))
+            return None
+        finally:
+            self.took_s = time.perf_counter() - began_s
+
+    def seconds_per_token(self, sequences: int) -> float:
+        """Returns the seconds of a pass of one token for each of so many sequences; 0.0 before any was seen."""
+        bits = sequences.bit_length()
+        return self._pass_s.get(bits) or max(self._pass_s.values(), default=0.0)
+
+    def _run(self, plan: DraftPlan) -> list[Int32]:
+        pieces = plan.pieces
+        began_s = time.perf_counter()
+        batch = self._first_pass(plan)
+        guessing = [place for place, piece in enumerate(pieces) if piece.guesses]
+        batch = replace(batch, sample_rows=batch.query_starts[1:][guessing] - np.int32(1))
+        sequences = [piece.chain.sequence for piece in pieces]
+        tokens, seqs = self._pass(batch, [(sequences[place], 0) for place in guessing]), guessing
+        if plan.num_tokens >= LEAST_READ_TOKENS:
+            read_s = (time.perf_counter() - began_s) / plan.num_tokens
+            self.seconds_to_read += (PASS_WEIGHT if self.seconds_to_read else 1.0) * (read_s - self.seconds_to_read)
+        guesses: list[list[int]] = [[] for _ in pieces]
+        while guessing:
+            kept = []
+            for at, (place, token) in enumerate(zip(guessing, tokens, strict=True)):
+                if 0 <= token < self._vocab_size:
+                    guesses[place].append(token)
+                    if len(guesses[place]) < pieces[place].guesses:
+                        kept.append(at)
+            guessing, seqs = [guessing[at] for at in kept], [seqs[at] for at in kept]
+            if guessing:
+                began_s = time.perf_counter()
+                batch = self._next_pass(batch, seqs, kept, [guesses[place][-1] for place in guessing])
+                after = [(sequences[place], len(guesses[place])) for place in guessing]
+                tokens, seqs = self._pass(batch, after), [*range(len(kept))]
+                self._learn(len(kept), time.perf_counter() - began_s)
+        return [np.array(found, dtype=np.int32) if found else NO_GUESSES for found in guesses]
+
+    def _first_pass(self, plan: DraftPlan) -> StepBatch:
+        """Makes the batch of the known tokens of all pieces. The block tables reach as far as the guesses will."""
+        pieces, layout = plan.pieces, self.backend.layout
+        chains = [piece.chain for piece in pieces]
+        starts, counts = [piece.start for piece in pieces], [piece.count for piece in pieces]
+        batch = build_rows(chains, starts, counts, [chain.rope_shift for chain in chains], layout.block_size)
+        tables = np.zeros((len(chains), max(chain.num_blocks for chain in chains)), dtype=np.int64)
+        for row, chain in zip(tables, chains, strict=True):
+            row[: chain.num_blocks] = chain.table()
+        places = -(-tables * self._slot_bytes // layout.block_bytes)
+        return replace(batch, block_tables=places.astype(np.int32))
+
+    def _next_pass(self, batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
+        """Makes the batch of one more token after each of the ``kept`` sampled rows of ``batch``, which belong to its
+        sequences ``seqs``."""
+        rows, count = batch.sample_rows[kept], len(tokens)
+        positions = batch.positions[rows] + np.int32(1)
+        places = np.arange(count + 1, dtype=np.int32)
+        return StepBatch(
+            token_ids=np.array(tokens, dtype=np.int32),
+            positions=positions,
+            query_starts=places,
+            context_lens=positions + np.int32(1),
+            block_tables=batch.block_tables[seqs],
+            sample_rows=places[:count],
+            rope_rows=None if batch.rope_rows is None else batch.rope_rows[rows] + np.int32(1),
+        )
+
+    def _learn(self, sequences: int, seconds: float) -> None:
+        bits = sequences.bit_length()
+        known_s = self._pass_s.get(bits, seconds)
+        self._pass_s[bits] = known_s + PASS_WEIGHT * (seconds - known_s)
+
+    def _pass(self, batch: StepBatch, after: Seq[tuple[Sequence, int]]) -> tuple[int, ...]:
+        """Runs a pass, each of whose sampled rows chooses a token after so many guesses of a sequence."""
+        rows = build_guess_sampling(after, self.backend.vocab_size)
+        return self.backend.launch(batch, (), rows).wait().token_ids

@@ -1,0 +1,121 @@
+"""Reads the ``config.json`` of an EAGLE-3 head, of a ``speculators`` checkpoint or of the original layout.
+
+A head of ``speculators`` has its one layer under ``transformer_layer_config``, without the keys whose values are
+transformers' defaults. In the original layout the layer's keys stand beside ``draft_vocab_size``. Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pillion.engine.models.config_json import read_json, size, token_ids
+from pillion.engine.models.config_keys import refuse_unknown_head_keys
+from pillion.engine.models.config_parser import parse_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Entries, Layer, Multiply
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError
+
+# transformers assumes these values for keys that a ``speculators`` checkpoint leaves out, by ``model_type``.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"vocab_size": 32_000, "intermediate_size": 11_008},
+    "qwen3": {"vocab_size": 151_936, "intermediate_size": 22_016, "num_key_value_heads": 32, "head_dim": 128},
+}
+_COMMON = {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32}
+_OF_HEAD = ("draft_vocab_size", "norm_before_residual", "target_hidden_size", "eagle_config")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EagleConfig:
+    """Holds the sizes and options of an EAGLE-3 head.
+
+    Attributes:
+        layer: the config of the head's one layer and of its rotary embedding; its ``vocab_size`` is that of the model.
+        draft_vocab_size: how many different tokens the head can guess.
+        state_layers: the numbers of those layers of the model whose inputs the head reads, in order.
+        state_size: width of each of these inputs.
+        norm_before_residual: whether the layer adds to the normed state in place of the state itself.
+    """
+
+    layer: ModelConfig
+    draft_vocab_size: int
+    state_layers: tuple[int, ...]
+    state_size: int
+    norm_before_residual: bool
+
+    @property
+    def operations(self) -> Layer:
+        """Gives the operations of the head's layer, whose inputs are the normed embedding and the normed state of each
+        row side by side."""
+        _, product, *others = layers_of(self.layer)[0]
+        assert isinstance(product, Multiply)
+        both = replace(product.matrix, inputs=(Entries(2 * self.layer.hidden_size),))
+        return (Multiply(both), *others)
+
+
+def load_eagle_config(folder: Path, main: ModelConfig) -> EagleConfig:
+    """Reads the config of an EAGLE-3 head. Raises ConfigError for a folder without a head for the model ``main``."""
+    raw = read_json(folder / "config.json")
+    head, layer_keys = _parts(raw)
+    kind = layer_keys.get("model_type")
+    if kind not in _DEFAULTS:
+        raise ConfigError(f"its layer is of the kind {kind!r}; layers of {' and '.join(_DEFAULTS)} are served")
+    layer = parse_config({**_COMMON, **_DEFAULTS[kind], "tie_word_embeddings": False, **layer_keys})
+    if layer.quantization is not None:
+        raise ConfigError(f"its weights are quantized ({layer.quantization.words}); plain ones are served")
+    if layer.num_layers != 1:
+        raise ConfigError(f"it has {layer.num_layers} layers; heads of one layer are served")
+    if layer.vocab_size != main.vocab_size:
+        raise ConfigError(f"it was made for a vocabulary of {layer.vocab_size} tokens, the model has {main.vocab_size}")
+    state_size = size(head, "target_hidden_size", layer.hidden_size)
+    if state_size != main.hidden_size:
+        raise ConfigError(f"it reads states of {state_size} values, the model's have {main.hidden_size}")
+    draft_vocab_size = size(head, "draft_vocab_size", layer.vocab_size)
+    if draft_vocab_size > layer.vocab_size:
+        raise ConfigError(f"its draft_vocab_size {draft_vocab_size} is larger than the vocabulary, {layer.vocab_size}")
+    return EagleConfig(
+        layer=layer,
+        draft_vocab_size=draft_vocab_size,
+        state_layers=_state_layers(head, main.num_layers),
+        state_size=state_size,
+        norm_before_residual=bool(head.get("norm_before_residual")),
+    )
+
+
+def _parts(raw: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the config's keys that describe the head, and those that describe its layer."""
+    if "speculators_model_type" in raw or "transformer_layer_config" in raw:
+        if raw.get("speculators_model_type") != "eagle3":
+            raise ConfigError(f"its speculators_model_type is {raw.get('speculators_model_type')!r}, not 'eagle3'")
+        refuse_unknown_head_keys(raw)
+        layer = raw.get("transformer_layer_config")
+        if not isinstance(layer, dict):
+            raise ConfigError(f"config.json: transformer_layer_config must be an object, not {layer!r}")
+        return dict(raw), layer
+    if "draft_vocab_size" not in raw:
+        raise ConfigError("it is no EAGLE-3 head: config.json has neither speculators_model_type nor draft_vocab_size")
+    head = {key: raw[key] for key in _OF_HEAD if key in raw}
+    options = head.pop("eagle_config", None) or {}
+    if not isinstance(options, dict) or options.get("use_aux_hidden_state") is False:
+        raise ConfigError(f"config.json has eagle_config = {options!r}; heads that read three states are served")
+    refuse_unknown_head_keys(options)
+    return {**head, **options}, {key: value for key, value in raw.items() if key not in _OF_HEAD}
+
+
+def _state_layers(head: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Returns the layers whose inputs the head reads: those that the config names, or those that vLLM takes where it
+    names none."""
+    named = head.get("eagle_aux_hidden_state_layer_ids")
+    if named is None:
+        layers: tuple[int, ...] = (2, num_layers // 2, num_layers - 3)
+    else:
+        layers = token_ids(named)
+        if not isinstance(named, list) or not named or len(layers) != len(named):
+            raise ConfigError(f"config.json: eagle_aux_hidden_state_layer_ids must be a list of layers, not {named!r}")
+    wrong = [layer for layer in layers if not 0 <= layer < num_layers]
+    if wrong:
+        raise ConfigError(f"it reads the inputs of layer {wrong[0]}; the model has {num_layers} layers")
+    return layers

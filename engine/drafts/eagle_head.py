@@ -1,0 +1,157 @@
+"""Runs an EAGLE-3 head: what its backends have in common, its passes over the pool of its model, and its backend on
+torch.
+
+Entry p of a head's text is the state of the model at position p together with the token after it, p + 1; from it the
+head guesses token p + 2:
+
+    state --fc--> norm --.                                           .--> norm --lm head--> guess, by d2t
+    token --embedding--> norm --> [both] --qkv--> attention, MLP ----'--> state of the next entry, where that is a guess
+
+(EAGLE-3, Li et al. 2025, in the form of ``speculators`` and vLLM.) Where the CPU kernels run the model they run the
+head, too (:mod:`pillion.engine.drafts.cpu_eagle`).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence as Seq
+
+import numpy as np
+import torch
+
+from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, StepBatch
+from pillion.engine.backends.host_backend import FinishedStep, HostBackend
+from pillion.engine.drafts.draft_chains import DraftPlan
+from pillion.engine.drafts.draft_model import DraftModel
+from pillion.engine.drafts.eagle_chains import EagleChain
+from pillion.engine.drafts.eagle_config import EagleConfig
+from pillion.engine.drafts.eagle_weights import EagleWeights
+from pillion.engine.models.decoder import LayerRun
+from pillion.engine.models.rope import make_ropes
+from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
+from pillion.kernels.torch.torch_attention import StepAttention
+
+
+def eagle_layout(config: EagleConfig, block_size: int, dtype: str) -> KVLayout:
+    """Returns the layout of a head's KV in a slot of ``block_size`` entries."""
+    layer = config.layer
+    return KVLayout(LAYOUT_VERSION, 1, layer.num_kv_heads, layer.head_dim, block_size, dtype)
+
+
+class EagleBackend(HostBackend):
+    """Runs the steps of an EAGLE head. :meth:`read` or :meth:`follow` says which states the next step reads; every step
+    keeps the states of the rows after which it guesses. Logits are those of the tokens that the head can guess.
+
+    ``_target_ids`` is int64, the model's id of each such token; None where all ids are alike.
+    """
+
+    _target_ids: torch.Tensor | None = None
+    # These are the last step's logits at the model's token ids; those of tokens that the head cannot guess stay minus
+    # infinity.
+    _wide = torch.empty(0, 0)
+
+    @abstractmethod
+    def read(self, states: States) -> None:
+        """Notes that the next step's rows have these states of the model."""
+
+    @abstractmethod
+    def follow(self, rows: Seq[int]) -> None:
+        """Notes that the next step's rows follow these of the last step's ``sample_rows``."""
+
+    def launch(self, batch: StepBatch, copies: Seq[tuple[int, int]], rows: SamplingRows | None) -> FinishedStep:
+        """Runs the pass to its end before it returns; a head has no blocks to copy."""
+        assert rows is not None
+        logits, ids = self.forward(batch), self._target_ids
+        if rows.plain:
+            found = logits.argmax(-1)
+            return FinishedStep(Sampled(tuple((found if ids is None else ids[found]).tolist())))
+        if ids is None:
+            return FinishedStep(sample(logits, rows))
+        if len(self._wide) < len(logits):
+            self._wide = torch.full((len(logits), self.vocab_size), -torch.inf)
+        wide = self._wide[: len(logits)]
+        wide[:, ids] = logits
+        return FinishedStep(sample(wide, rows))
+
+
+class TorchEagle(EagleBackend):
+    """Implements :class:`EagleBackend` with torch's operators."""
+
+    def __init__(self, config: EagleConfig, weights: EagleWeights, layout: KVLayout, max_model_len: int) -> None:
+        """Makes the backend. ``max_model_len`` counts the entries of the longest text."""
+        super().__init__(layout, config.layer.vocab_size)
+        self._config, self._weights, self._target_ids = config, weights, weights.target_ids
+        self._dtype, self._operations = weights.embedding.dtype, config.operations
+        (self._rope,) = make_ropes(config.layer, max_model_len)
+        self._inputs = self._outputs = torch.empty(0, config.layer.hidden_size, dtype=self._dtype)
+
+    def read(self, states: States) -> None:
+        """Notes that the next step's rows have these states of the model."""
+        raw = torch.from_numpy(states)
+        with torch.inference_mode():
+            self._inputs = self._weights.fuse(raw.view(torch.bfloat16) if raw.dtype == torch.uint16 else raw)
+
+    def follow(self, rows: Seq[int]) -> None:
+        """Notes that the next step's rows follow these of the last step's ``sample_rows``."""
+        self._inputs = self._outputs[list(rows)]
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Runs the head once over states that are all zeros."""
+        width = len(self._config.state_layers) * self._config.state_size
+        whole = torch.zeros(max_tokens, width, dtype=self._dtype)
+        with torch.inference_mode():
+            self._inputs = self._weights.fuse(whole)
+        super().warm_up(max_tokens)
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        """Runs a pass of the head; returns the logits of the tokens that it can guess."""
+        layer, weights, layout = self._config.layer, self._weights, self.layout
+        states = self._inputs[: batch.num_tokens]
+        shape = (len(pool), 1, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        with torch.inference_mode():
+            attention = StepAttention(
+                pool.view(self._dtype).view(shape),
+                batch,
+                num_heads=layer.num_heads,
+                scale=layer.attention_scale,
+                windows=layer.sliding_windows,
+            )
+            tokens = torch.from_numpy(batch.token_ids.astype(np.int64))
+            normed = weights.state_norm(states)
+            rows = torch.cat((weights.embedding_norm(weights.embedding[tokens]), normed), -1)
+            table = self._rope.tables(torch.from_numpy(batch.table_rows.astype(np.int64)), self._dtype)
+            run = LayerRun(
+                layer,
+                0,
+                weights.layer,
+                attention,
+                [table],
+                normed if self._config.norm_before_residual else states,
+                sample_rows=torch.from_numpy(batch.sample_rows.astype(np.int64)),
+                rows=rows,
+            )
+            outputs = run.run(self._operations)
+            if run.ended:
+                return torch.empty(0, self._config.draft_vocab_size)
+            self._outputs = outputs
+            return weights.lm_head(weights.final_norm(self._outputs)).float()
+
+
+class EagleModel(DraftModel):
+    """Runs the passes of an EAGLE-3 head, on the step thread. The first pass reads states of the model, and each of the
+    others the head's own."""
+
+    backend: EagleBackend
+
+    def _first_pass(self, plan: DraftPlan) -> StepBatch:
+        states = []
+        for piece in plan.pieces:
+            assert isinstance(piece.chain, EagleChain)
+            states.append(piece.chain.states(piece.count))
+        self.backend.read(np.concatenate(states))
+        return super()._first_pass(plan)
+
+    def _next_pass(self, batch: StepBatch, seqs: Seq[int], kept: Seq[int], tokens: Seq[int]) -> StepBatch:
+        self.backend.follow(kept)
+        return super()._next_pass(batch, seqs, kept, tokens)

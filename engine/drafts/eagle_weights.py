@@ -1,0 +1,184 @@
+"""Reads the weights of an EAGLE-3 head, under the names of ``speculators`` checkpoints or of the original layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from pillion.engine.checkpoints.checkpoint import finite, layer_spellings, names_in_words
+from pillion.engine.checkpoints.model_files import weight_files
+from pillion.engine.checkpoints.weight_format import FLOATS
+from pillion.engine.checkpoints.weights import in_order
+from pillion.engine.drafts.eagle_config import EagleConfig
+from pillion.engine.models.decoder import LayerWeights
+from pillion.engine.models.layer_operations import Role, tensors_of
+from pillion.engine.models.layers import RmsNorm
+from pillion.errors import ConfigError
+from pillion.kernels.torch.torch_linear import Linear
+
+MakeLinear = Callable[[torch.Tensor, torch.Tensor | None], Linear]
+# The tensors of the head's layer begin with _OLD_LAYER in the original layout, and with _LAYER in ``speculators``
+# checkpoints and here.
+_OLD_LAYER, _LAYER = "midlayer.", "layers.0."
+# These tensors are not read: the inverse of d2t, and leftovers.
+_IGNORED = ("t2d", "rotary_emb.inv_freq")
+
+
+@dataclass(frozen=True, slots=True)
+class EagleWeights:
+    """Holds a head's weights. ``layer.qkv`` is [heads and KV heads, 2 * hidden]: the normed embedding, then the normed
+    state.
+
+    Attributes:
+        embedding: [vocab, hidden], the head's own or the model's.
+        fuse: the linear layer that makes one state of the states of all layers which the head reads.
+        state_norm: the norm of a state before the head's layer.
+    target_ids: [draft vocab] int64, the model's id of each token that the head can guess; None where the two ids are
+    always the same.
+    """
+
+    embedding: torch.Tensor
+    fuse: Linear
+    embedding_norm: RmsNorm
+    state_norm: RmsNorm
+    layer: LayerWeights
+    final_norm: RmsNorm
+    lm_head: Linear
+    target_ids: torch.Tensor | None
+
+
+def load_eagle_weights(
+    folder: Path, config: EagleConfig, embedding: torch.Tensor, make_linear: MakeLinear = Linear
+) -> EagleWeights:
+    """Loads a head in the type of the model's ``embedding``, which it uses where it has none of its own.
+    ``make_linear`` makes its linear layers.
+
+    Raises ConfigError for tensors that are missing, unknown, of another shape, or not finite.
+    """
+    with ExitStack() as stack:
+        handles: dict[str, Any] = {}
+        for path in weight_files(folder):
+            try:
+                handle = stack.enter_context(safe_open(path, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} is not a safetensors file: {error}") from None
+            handles |= dict.fromkeys(handle.keys(), handle)
+        return _make(config, _Tensors(handles, config, embedding.dtype, make_linear), embedding)
+
+
+class _Tensors:
+    """Holds the open files of a head, after checking that their tensors' names and shapes fit its config."""
+
+    def __init__(
+        self, handles: Mapping[str, Any], config: EagleConfig, dtype: torch.dtype, make_linear: MakeLinear
+    ) -> None:
+        self.make_linear = make_linear
+        self._files = {name.replace(_OLD_LAYER, _LAYER, 1): (handle, name) for name, handle in handles.items()}
+        self._dtype = dtype
+        wanted, optional = dict(_shapes(config)), _optional_shapes(config)
+        missing = sorted(wanted.keys() - self._files.keys())
+        if missing:
+            raise ConfigError(f"it lacks {names_in_words(missing)}")
+        known = wanted | optional
+        unknown = sorted(name for name in self._files.keys() - known.keys() if not name.endswith(_IGNORED))
+        if unknown:
+            raise ConfigError(f"it holds {names_in_words(unknown)}, which an EAGLE-3 head does not have")
+        for name, shape in known.items():
+            found = self._header(name) if name in self._files else shape
+            if found != shape:
+                raise ConfigError(f"its {self._files[name][1]} is {list(found)}, config.json wants {list(shape)}")
+
+    def _header(self, name: str) -> tuple[int, ...]:
+        handle, own = self._files[name]
+        part = handle.get_slice(own)
+        kinds = ("I64", "I32") if name == "d2t" else FLOATS
+        if part.get_dtype() not in kinds:
+            raise ConfigError(f"its {own} is {part.get_dtype()}; only {', '.join(kinds)} are read")
+        return tuple(part.get_shape())
+
+    def has(self, name: str) -> bool:
+        return name in self._files
+
+    def take(self, name: str) -> torch.Tensor:
+        """Returns a tensor of floats in the head's type."""
+        tensor = self.ids(name).to(self._dtype)
+        if not finite(tensor):
+            raise ConfigError(f"its {self._files[name][1]} holds NaN or infinite numbers")
+        return tensor
+
+    def ids(self, name: str) -> torch.Tensor:
+        """Reads a tensor of token ids without changing its type."""
+        handle, own = self._files[name]
+        found: torch.Tensor = handle.get_tensor(own)
+        return found
+
+    def layer(self, config: EagleConfig) -> LayerWeights:
+        """Returns the weights of the head's layer."""
+        spelled = {
+            key: torch.cat([self.take(_LAYER + part.name) for part in parts])
+            for key, (parts, *_) in layer_spellings(config.operations).items()
+        }
+        weights = LayerWeights()
+        for tensor in tensors_of(config.operations):
+            name = tensor.name
+            if tensor.role is Role.MATRIX:
+                weights[name] = self.make_linear(spelled[f"{name}.weight"], spelled.get(f"{name}.bias"))
+            else:
+                weight = in_order(spelled[name], tensor)
+                weights[name] = RmsNorm(weight, config.layer.rms_norm_eps, wide=False)
+        return weights
+
+
+def _make(config: EagleConfig, tensors: _Tensors, embedding: torch.Tensor) -> EagleWeights:
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(tensors.take(f"{name}.weight"), config.layer.rms_norm_eps, wide=False)
+
+    return EagleWeights(
+        embedding=tensors.take("embed_tokens.weight") if tensors.has("embed_tokens.weight") else embedding,
+        fuse=tensors.make_linear(tensors.take("fc.weight"), None),
+        embedding_norm=norm(f"{_LAYER}input_layernorm"),
+        state_norm=norm(f"{_LAYER}hidden_norm"),
+        layer=tensors.layer(config),
+        final_norm=norm("norm"),
+        lm_head=tensors.make_linear(tensors.take("lm_head.weight"), None),
+        target_ids=_target_ids(config, tensors),
+    )
+
+
+def _target_ids(config: EagleConfig, tensors: _Tensors) -> torch.Tensor | None:
+    """Returns the model's id of each draft id: the file's d2t has the distances from one to the other. None where there
+    is no d2t."""
+    if not tensors.has("d2t"):
+        return None
+    count = config.draft_vocab_size
+    ids = torch.arange(count) + tensors.ids("d2t").long()
+    if int(ids.min()) < 0 or int(ids.max()) >= config.layer.vocab_size:
+        raise ConfigError(f"its d2t names tokens outside of the vocabulary of {config.layer.vocab_size}")
+    return ids
+
+
+def _shapes(config: EagleConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    layer, hidden = config.layer, config.layer.hidden_size
+    yield "fc.weight", (hidden, len(config.state_layers) * config.state_size)
+    yield "norm.weight", (hidden,)
+    yield "lm_head.weight", (config.draft_vocab_size, hidden)
+    if config.draft_vocab_size < layer.vocab_size:
+        yield "d2t", (config.draft_vocab_size,)
+    if hidden != config.state_size:
+        # The head may have an embedding of its own, which is as wide as the model's states.
+        yield "embed_tokens.weight", (layer.vocab_size, hidden)
+    for name in ("input_layernorm", "hidden_norm"):
+        yield f"{_LAYER}{name}.weight", (hidden,)
+    for parts, *_ in layer_spellings(config.operations).values():
+        yield from ((_LAYER + part.name, part.shape) for part in parts)
+
+
+def _optional_shapes(config: EagleConfig) -> dict[str, tuple[int, ...]]:
+    layer = config.layer
+    return {"embed_tokens.weight": (layer.vocab_size, layer.hidden_size), "d2t": (config.draft_vocab_size,)}

@@ -1,0 +1,71 @@
+"""Loads the ranks of a worker on GPUs, each on its own or all on one, for the room that
+:mod:`pillion.engine.ranks.rank_loading` enters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import asdict
+from typing import Any
+
+from pillion.config import WorkerFlags
+from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_devices import first_gpu, gpu_for_each
+from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
+from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.gpu_ranks.rank_group import GpuRankGroup
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.ranks.rank_loading import worker_label
+from pillion.engine.ranks.rank_memory import RankMemory
+from pillion.engine.ranks.rank_processes import RankProcesses
+from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.ranks.ranked_backend import RankedAheadBackend
+
+log = logging.getLogger("pillion.worker")
+
+
+class GpuRanks:
+    """Is a :class:`pillion.engine.ranks.rank_loading.GpuRankLoader`."""
+
+    @staticmethod
+    def load(flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
+        """Loads a worker of several processes, of which this one is rank 0."""
+        size, config, limits = flags.tensor_parallel_size, load_config(prepared.folder), limits_of(flags, prepared)
+        # Steps write nothing to this memory, which only shows whether a rank has ended.
+        memory, apart = RankMemory.create(config, size, 1), gpu_for_each(size)
+        environ = first_gpu if apart else lambda rank: None
+        ranks = RankProcesses(size, worker_label(flags), memory, environ)
+        meeting = os.memfd_create("pillion-meeting", os.MFD_CLOEXEC)
+        try:
+            with ranks.loading({**order, "limits": asdict(limits), "apart": apart}, memory.fd, meeting):
+                group = join_ranks(RankShard.of(config, 0, size), meeting, memory, apart=apart)
+                own, operators = load_gpu_backend(flags, limits, prepared, log.info, group)
+        except BaseException:
+            ranks.close()
+            raise
+        finally:
+            os.close(meeting)
+        where = "a GPU each" if apart else "one GPU"
+        log.info("%d ranks on %s share the model, processes %s beside this one", size, where, ranks.pids())
+        backend, expected = RankedAheadBackend(own, ranks), cost_on_gpu(flags, prepared)
+        return LoadedModel(prepared, backend, operators, ranks=ranks, expected_cost=expected)
+
+    @staticmethod
+    def load_share(
+        flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], memory: RankMemory, meeting: int
+    ) -> GpuBackend:
+        """Loads the share of a rank above 0."""
+        shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
+        group = join_ranks(shard, meeting, memory, apart=order["apart"])
+        return load_gpu_backend(flags, GpuLimits(**order["limits"]), prepared, log.info, group)[0]
+
+
+def join_ranks(shard: ModelShard, meeting: int, memory: RankMemory, *, apart: bool) -> GpuRankGroup:
+    """Meets the other ranks of the worker by the descriptor ``meeting``; ``memory`` shows whether one has ended.
+    ``apart`` says whether each rank has a GPU of its own. Raises ConfigError."""
+    device = step_device()
+    own_device = apart and device.type == "cuda"
+    return GpuRankGroup.join(shard, meeting, device, own_device=own_device, aborted=lambda: memory.aborted)

@@ -1,0 +1,282 @@
+"""Makes the calls by which the ranks of one worker share a step: sums, gathers and broadcasts, by torch.distributed.
+
+    NCCL    every rank has a GPU of its own: calls are queued on its stream, CUDA graphs capture them
+    gloo    ranks share a GPU, or Triton's interpreter computes: values go through host memory, every call waits
+
+All ranks make the same calls in the same order. The groups are objects of their own and not torch's global one. Their
+members find each other by a file in memory, whose descriptor rank 0 hands out, and gloo's sockets are bound to the
+loopback; only tensors pass between them.
+
+Rank 0 gives the others up after a limit, or when it is told that one has ended; BackendLost then ends the worker with
+all of its ranks. The limit counts the time that this process slept, so that a worker that was paused goes on when it
+wakes. The other ranks wait as long as rank 0 lives, because they end with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from datetime import timedelta
+from threading import Thread
+from typing import Any
+
+import torch
+import torch.distributed
+
+from pillion.engine.backends.backend import BackendLost
+from pillion.engine.backends.gpu.device_memory import event_on
+from pillion.engine.gpu_ranks.rank_logits import RankLogits
+from pillion.engine.models.model_shard import ModelShard
+from pillion.errors import ConfigError
+
+# All ranks must have found each other within this time.
+MEETING_TIMEOUT_S = 120.0
+# Rank 0 waits at most START_TIMEOUT_S in one call until the first pool is bound, because other ranks still load weights
+# and compile kernels, and at most STEP_TIMEOUT_S in a step.
+START_TIMEOUT_S = 600.0
+STEP_TIMEOUT_S = 60.0
+# A wait for a gloo call is interrupted after this time, to check the limits.
+HOST_WAIT_S = 0.1
+# While a device computes, the waiting thread sleeps this long at a time.
+DEVICE_WAIT_S = 50e-6
+# The end of an NCCL group takes at most this long.
+CLOSE_TIMEOUT_S = 5.0
+# Torch's own limit counts the time of a pause, so it is set to a time that never passes.
+TORCH_TIMEOUT = timedelta(days=30)
+LOOPBACK = "127.0.0.1"
+# Torch's type stubs lack the classes of groups.
+_DIST: Any = torch.distributed
+
+
+class GpuRankGroup:
+    """Represents one rank's side of the group of ranks; the thread that runs steps calls it. :meth:`join` makes it.
+
+    Attributes:
+        shard: the rank and its share of the model.
+        capturable: whether CUDA graphs may contain the calls.
+        limit_s: longest time of one wait of rank 0.
+    """
+
+    def __init__(
+        self, shard: ModelShard, group: Any, meeting: int, device: torch.device, aborted: Callable[[], bool]
+    ) -> None:
+        self.shard = shard
+        self.limit_s = START_TIMEOUT_S
+        self.capturable = not isinstance(group, _DIST.ProcessGroupGloo)
+        self._group, self._meeting = group, meeting
+        self._flag = torch.zeros(1, dtype=torch.int32, device=device)
+        self._aborted = aborted
+        self._lost = False
+
+    @classmethod
+    def join(
+        cls,
+        shard: ModelShard,
+        meeting: int,
+        device: torch.device,
+        *,
+        own_device: bool,
+        aborted: Callable[[], bool] = lambda: False,
+    ) -> GpuRankGroup:
+        """Meets the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S,
+        and soon where a rank has ended.
+
+        Args:
+            meeting: the descriptor of an empty file in memory, the same for all ranks; it stays the caller's.
+            device: where the rank's tensors are.
+            own_device: whether no two ranks have the same GPU.
+            aborted: returns whether a rank has ended; it is called in every wait.
+        """
+        # torch's store opens the file by this path whenever it reads or writes, and once more when the group ends. So
+        # the descriptor stays open, even where a thread still waits for the others.
+        meeting = os.dup(meeting)
+
+        def meet() -> Any:
+            store = _DIST.FileStore(f"/proc/self/fd/{meeting}", shard.size)
+            store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
+            return _nccl(store, shard, device) if own_device else _gloo(store, shard)
+
+        failed = f"rank {shard.rank} of {shard.size} did not find the others"
+        found, waited_s = _in_thread(meet), 0.0
+        while not wait([found], HOST_WAIT_S).done:
+            waited_s += HOST_WAIT_S
+            if aborted():
+                raise ConfigError(f"{failed}: another rank has ended")
+            if waited_s > MEETING_TIMEOUT_S:
+                raise ConfigError(f"{failed} in {MEETING_TIMEOUT_S:.0f} s")
+        try:
+            group = found.result()
+        except RuntimeError as error:
+            raise ConfigError(f"{failed}: {_first_line(error)}") from None
+        return cls(shard, group, meeting, device, aborted)
+
+    def sum(self, values: torch.Tensor) -> None:
+        """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then."""
+        host = self._reachable(values)
+        self._run(self._group.allreduce, [host])
+        if host is not values:
+            values.copy_(host)
+
+    def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
+        """Brings the contiguous ``mine`` of each rank to rank 0, into ``every``, one tensor like ``mine`` for each
+        rank; other ranks pass no list."""
+        options = _DIST.GatherOptions()
+        options.rootRank = 0
+        host = self._reachable(mine)
+        hosts = every if host is mine else [torch.empty_like(host) for _ in every]
+        self._run(self._group.gather, [hosts] if hosts else [], [host], options)
+        if hosts is not every:
+            for target, found in zip(every, hosts, strict=True):
+                target.copy_(found)
+
+    def spread(self, values: torch.Tensor) -> None:
+        """Copies rank 0's contiguous ``values`` into those of the other ranks."""
+        options = _DIST.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        host = self._reachable(values)
+        self._run(self._group.broadcast, [host], options)
+        if host is not values and not self.shard.leads:
+            values.copy_(host)
+
+    def meet(self) -> None:
+        """Queues a call after which every rank has ended the work that it queued before."""
+        self.sum(self._flag)
+
+    def agree(self, fine: bool) -> bool:
+        """Waits for all ranks; returns whether all of them say ``fine``."""
+        self._flag.fill_(0 if fine else 1)
+        self.sum(self._flag)
+        if self._flag.is_cuda:
+            # Reading the flag would wait without a limit.
+            self.wait(event_on(self._flag.device))
+        refused = bool(self._flag.item())
+        self._flag.zero_()
+        return not refused
+
+    def begin_steps(self) -> None:
+        """Waits for all ranks. From then on a wait may take as long as in steps."""
+        self.agree(True)
+        self.limit_s = STEP_TIMEOUT_S
+
+    def logits(self, vocab_size: int, max_rows: int, dtype: torch.dtype, device: torch.device) -> RankLogits:
+        """Makes buffers for logits of up to ``max_rows`` rows, whose products are ``dtype``."""
+        return RankLogits(self, self.shard, vocab_size, max_rows, dtype, device)
+
+    def wait(self, event: Any) -> None:
+        """Waits for a CUDA event. Raises BackendLost if the device failed, or another rank is lost."""
+        self._check_lost()
+        waited_s = 0.0
+        try:
+            while not event.query():
+                time.sleep(DEVICE_WAIT_S)
+                waited_s += DEVICE_WAIT_S
+                self._check(waited_s)
+        except RuntimeError as error:
+            raise self.gone(f"the GPU failed: {error}") from error
+
+    def close(self) -> None:
+        """Leaves the group, without waiting for others. Idempotent."""
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # Kernels that wait for a rank that is gone would keep the device busy for ever. Torch's own end waits for the
+        # other ranks, which may have ended before this one.
+        if self.capturable and not wait([_in_thread(group.abort)], CLOSE_TIMEOUT_S).done:
+            self._keep(group)
+        elif not self._lost:
+            del group
+            os.close(self._meeting)
+
+    def _reachable(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns the values themselves, or a copy in host memory if the group can only send that."""
+        return values if self.capturable else values.cpu()
+
+    def _run(self, call: Callable[..., Any], *args: Any) -> None:
+        self._check_lost()
+        try:
+            work = call(*args)
+            if self.capturable:
+                # The device's stream waits for the call, and this thread does not.
+                work.wait()
+                return
+        except RuntimeError as error:
+            raise self.gone(_first_line(error)) from error
+        waited_s = 0.0
+        while not self._ended(work):
+            waited_s += HOST_WAIT_S
+            self._check(waited_s)
+
+    def _ended(self, work: Any) -> bool:
+        """Waits for a call for at most HOST_WAIT_S; returns whether it has ended."""
+        ended = work.is_completed()
+        try:
+            work.wait(timedelta(seconds=HOST_WAIT_S))
+        except RuntimeError as error:
+            if ended:
+                raise self.gone(_first_line(error)) from error
+            return False
+        return True
+
+    def _check_lost(self) -> None:
+        if self._lost:
+            raise self.gone("a call before this one failed")
+
+    def _check(self, waited_s: float) -> None:
+        if self._aborted():
+            raise self.gone("another rank has ended")
+        if self.shard.leads and waited_s > self.limit_s:
+            raise self.gone(f"no answer from the others in {self.limit_s:.0f} s")
+
+    def gone(self, reason: str) -> BackendLost:
+        """Gives the group up, for ``reason``; returns the error to raise."""
+        if not self._lost:
+            self._lost = True
+            # The end of a gloo group waits for running calls, which may wait for a rank that hangs.
+            self._keep(self._group)
+        return BackendLost(f"rank {self.shard.rank} of {self.shard.size}: {reason}")
+
+    @staticmethod
+    def _keep(group: Any) -> None:
+        """Makes the group object stay until the process ends, even when Python drops everything else."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+def _gloo(store: Any, shard: ModelShard) -> Any:
+    options = _DIST.ProcessGroupGloo._Options()
+    options._timeout = timedelta(seconds=MEETING_TIMEOUT_S)
+    options._devices = [_DIST.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
+    group = _DIST.ProcessGroupGloo(store, shard.rank, shard.size, options)
+    group.set_timeout(TORCH_TIMEOUT)
+    return group
+
+
+def _nccl(store: Any, shard: ModelShard, device: torch.device) -> Any:
+    options = _DIST.ProcessGroupNCCL.Options()
+    options._timeout = TORCH_TIMEOUT
+    group = _DIST.ProcessGroupNCCL(store, shard.rank, shard.size, options)
+    # Ranks meet in the first call, which waits for all of them, and which no graph may contain.
+    with torch.cuda.device(device):
+        group.allreduce([torch.zeros(1, device=device)]).wait()
+        torch.cuda.synchronize(device)
+    return group
+
+
+def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Returns the result of ``work`` in a thread of its own, which does not keep the process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001  (whoever waits for the result raises it)
+            future.set_exception(error)
+
+    Thread(target=run, name="pillion-rank-group", daemon=True).start()
+    return future
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]

@@ -1,0 +1,65 @@
+"""Gathers the logits of a model whose tokens are shared out among ranks: each multiplies by its part of the head, rank
+0 has all.
+
+    rank r   normed [R, hidden] --head of its tokens--> mine [R, tokens of r] --gather--> rank 0: logits [R, vocab]
+
+The shares may differ in size, but torch's gather needs equal ones, so each rank sends as much as the largest share has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from pillion.engine.models.model_shard import ModelShard
+
+
+class Gathers(Protocol):
+    """Describes the call that brings the values of all ranks to rank 0."""
+
+    def gather(self, mine: torch.Tensor, every: list[torch.Tensor]) -> None:
+        """Brings ``mine`` of each rank to rank 0, into ``every``; other ranks pass no list."""
+
+
+class RankLogits:
+    """Holds one rank's buffers for the logits of up to ``max_rows`` rows, which CUDA graphs use; a step with more rows
+    allocates its own."""
+
+    def __init__(
+        self,
+        ranks: Gathers,
+        shard: ModelShard,
+        vocab_size: int,
+        max_rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Makes the buffers. ``dtype`` is the type of the head's products."""
+        self._ranks, self._rank = ranks, shard.rank
+        self._shares = [replace(shard, rank=rank).vocabulary(vocab_size) for rank in range(shard.size)]
+        self._most = max(map(len, self._shares))
+        # Each rank sends one row of this buffer, and rank 0 also has a row for each rank.
+        self._buffers = torch.zeros(1 + shard.size * shard.leads, max_rows * self._most, dtype=dtype, device=device)
+        self._used = self._buffers
+
+    def room(self, rows: int) -> torch.Tensor:
+        """Returns the tensor for the rank's own products [rows, tokens of the rank]."""
+        sent, there = rows * self._most, self._buffers
+        self._used = there[:, :sent] if sent <= there.shape[1] else there.new_empty(len(there), sent)
+        return self._view(self._used[0], self._rank, rows)
+
+    def gather(self, rows: int) -> list[tuple[range, torch.Tensor]]:
+        """Brings the products that all ranks put into their :meth:`room` for ``rows`` rows to rank 0, which returns
+        each rank's tokens with their logits [rows, tokens]. The other ranks return nothing."""
+        mine, *every = self._used.unbind(0)
+        self._ranks.gather(mine, every)
+        return [
+            (tokens, self._view(part, rank, rows))
+            for rank, (tokens, part) in enumerate(zip(self._shares, every, strict=False))
+        ]
+
+    def _view(self, flat: torch.Tensor, rank: int, rows: int) -> torch.Tensor:
+        own = len(self._shares[rank])
+        return flat[: rows * own].view(rows, own)

@@ -1,0 +1,54 @@
+"""Makes the masks of a step's rows, from the grammars of its sequences."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from pillion.engine.grammars.answer_grammar import MaskRows, grammar_of
+from pillion.engine.grammars.mask_threads import MASK_WAIT_MS
+from pillion.engine.sampling.sampling_rows import Bool, Int64, UInt32
+from pillion.engine.scheduling.step_plan import StepPlan
+
+
+@dataclass(frozen=True, slots=True)
+class StepMasks:
+    """Implements :class:`pillion.engine.sampling.sampling_rows.RowMasks`.
+
+    ``asked`` has the masks of each sequence with a grammar, and how many of the step's rows use them: the rows of its
+    piece, or, where siblings begin, one row for each of them with the same mask.
+    """
+
+    rows: Int64
+    asked: tuple[tuple[MaskRows, int], ...]
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> StepMasks | None:
+        """Asks for the masks of a plan. Returns None where no row has one."""
+        rows: list[int] = []
+        asked: list[tuple[MaskRows, int]] = []
+        row = 0
+        for piece in plan.pieces:
+            if not piece.samples:
+                continue
+            grammar = grammar_of(piece.sequence) if piece.sequence.kept else None
+            count = piece.samples + len(piece.sibling_seeds)
+            if grammar is not None:
+                proposed = piece.sequence.proposed().tolist()
+                asked.append((grammar.place_masks(proposed, piece.samples), count))
+                rows.extend(range(row, row + count))
+            row += count
+        return cls(np.array(rows, dtype=np.int64), tuple(asked)) if asked else None
+
+    def take(self) -> tuple[UInt32, Bool]:
+        until_s = time.monotonic() + MASK_WAIT_MS / 1000
+        bits: list[UInt32] = []
+        there: list[bool] = []
+        for masks, count in self.asked:
+            there += [masks.wait(max(0.0, until_s - time.monotonic()))] * count
+            bits.append(
+                masks.bits if len(masks.bits) == count else np.broadcast_to(masks.bits, (count, masks.bits.shape[1]))
+            )
+        return np.concatenate(bits), np.array(there)

@@ -1,0 +1,307 @@
+"""Reads the ``config.json`` of a Hugging Face folder into a ModelConfig. Imports no torch.
+
+The table in :mod:`pillion.engine.models.families` has one row for each model family.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
+from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
+from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
+from pillion.engine.models.model_config import FEW_BITS_ROOM, FewBitWeights, ModelConfig, MoeConfig
+from pillion.engine.models.rope_config import RopeConfig, parse_global_and_local, parse_rope
+from pillion.errors import ConfigError
+from pillion.rooms import Seam, require
+
+# These are activations by their names in configs, with the decoder's names for them.
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+# An MLP without a gate may have these, too.
+_NOT_GATED = {"relu2": "relu2"}
+
+# Families have these keys for the same: how many experts there are, and how many a token has; the factor of their
+# scores; how many experts' widths the MLP beside them has, or its width.
+_NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+_ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
+_NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
+_SHARED_WIDTH = ("shared_intermediate_size",)
+
+# Checkpoints say under these keys how their weights are quantized; the last is MLX's.
+QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
+# The room's function reads what a family's config says under these keys, and raises ConfigError for what is not
+# supported.
+QUANTIZATION = Seam[Callable[[str, Mapping[str, Any]], FewBitWeights]]("engine.models.quantization")
+# In these files older tools say how they quantized a folder's weights, where the config.json does not say it.
+QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
+
+
+def known_architectures() -> tuple[str, ...]:
+    """Returns the values of ``model_type`` that can be served."""
+    return tuple(sorted({*FAMILIES, *TEXT_OF}))
+
+
+def load_config(folder: Path) -> ModelConfig:
+    """Reads the config of a prepared folder. Raises ConfigError for a missing config or an unsupported model."""
+    return parse_config(read_config(folder))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Reads a folder's config.json, and how its weights are quantized where only a file beside it says that. Raises
+    ConfigError for files that are missing or damaged."""
+    config = read_json(folder / "config.json")
+    for name, method in QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            config.setdefault("quantization_config", {"quant_method": method, **read_json(folder / name)})
+    return config
+
+
+def quantization_method(config: Mapping[str, Any]) -> str:
+    """Returns the producer of a checkpoint in few bits by its name in configs, such as "awq"; "" for plain weights."""
+    key = next((key for key in QUANTIZATION_KEYS if config.get(key)), "")
+    raw = config.get(key)
+    if not isinstance(raw, Mapping):
+        return repr(raw) if key else ""
+    # Old configs of bitsandbytes name only the width, and those of MLX name no method.
+    if raw.get("load_in_4bit") or raw.get("load_in_8bit"):
+        return "bitsandbytes"
+    unnamed = {"quantization": "mlx", "compression_config": "compressed-tensors"}.get(key, "an unnamed method")
+    return str(raw.get("quant_method") or unnamed)
+
+
+def parse_config(config: Mapping[str, Any]) -> ModelConfig:
+    """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
+    config = _text_config(config)
+    name = config.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
+    raw = {**family.defaults, **config}
+    refuse_unknown_keys(str(name), {*family.defaults, family.eps}, family.ignored, family.fixed, raw)
+    options = {key: raw[key] for key in family.defaults}
+    if options.get("rotary_dim"):
+        raw["partial_rotary_factor"] = size(options, "rotary_dim") / size(raw, "head_dim")
+    heads = size(raw, "num_attention_heads")
+    kv_heads = size(raw, "num_key_value_heads", heads)
+    head_dim = size(raw, "head_dim", size(raw, "hidden_size") // heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ConfigError(f"{name}: {heads} heads over {kv_heads} KV heads of {head_dim} values do not fit together")
+    num_layers = size(raw, "num_hidden_layers")
+    has_rope = _has_rope(options, num_layers)
+    slides = _slides(options, family, num_layers, has_rope)
+    _check_layer_types(str(name), raw, slides)
+    window = int(number(options, "sliding_window", 0))
+    if family.nope_if_full and any(slides):
+        has_rope = slides
+    ropes, layer_ropes = _ropes(raw, family, head_dim, has_rope, slides)
+    qkv_bias, o_bias, mlp_bias = (bool(options.get(key)) for key in family.biases)
+    return ModelConfig(
+        family=str(name),
+        vocab_size=size(raw, "vocab_size"),
+        hidden_size=size(raw, "hidden_size"),
+        intermediate_size=size(raw, "intermediate_size"),
+        num_layers=num_layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=number(raw, family.eps, 1e-6),
+        max_position_embeddings=_longest(raw, family, ropes),
+        ropes=ropes,
+        layer_ropes=layer_ropes,
+        sliding_windows=tuple(window if slide else 0 for slide in slides),
+        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        qkv_bias=family.qkv_bias or qkv_bias,
+        o_bias=o_bias,
+        mlp_bias=mlp_bias,
+        activation=_activation(str(name), family, raw, options),
+        gated=family.gated,
+        norm=family.norm,
+        norm_bias=family.norm_bias,
+        qk_norm=bool(options.get("use_qk_norm", True)),
+        post_norm=bool(options.get("use_post_norm", True)),
+        parallel=bool(options.get("use_parallel_residual", family.parallel)),
+        attention_scale=_attention_scale(options, head_dim),
+        attention_softcap=number(options, "attn_logit_softcapping", 0.0),
+        logit_softcap=number(options, "final_logit_softcapping", 0.0),
+        embedding_scale=math.sqrt(size(raw, "hidden_size"))
+        if family.scaled_embedding
+        else number(options, "embedding_multiplier", 1.0),
+        residual_scale=number(options, "residual_multiplier", 1.0),
+        logit_divisor=_logit_divisor(family, options),
+        moe=_moe(raw, options, family, num_layers),
+        bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
+        eos_token_ids=token_ids(raw.get("eos_token_id")),
+        quantization=_quantization(str(name), raw),
+    )
+
+
+def _quantization(name: str, raw: Mapping[str, Any]) -> FewBitWeights | None:
+    """Returns how the files hold matrices in few bits; None where all of them are plain."""
+    if not quantization_method(raw):
+        return None
+    return require(QUANTIZATION, FEW_BITS_ROOM, f"{name}: a checkpoint with quantized weights")(name, raw)
+
+
+def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the language model's config out of a config for text and images; any other config as it is."""
+    text, families = config.get("text_config"), TEXT_OF.get(str(config.get("model_type")))
+    if families is None or not isinstance(text, Mapping):
+        return config
+    family = next((name for name in families if text.get("model_type") == name), families[0])
+    refuse_unknown_outer_keys(str(config["model_type"]), config)
+    around = ("bos_token_id", "eos_token_id", "tie_word_embeddings", *QUANTIZATION_KEYS)
+    outer = {key: config[key] for key in around if key in config}
+    return {**text, **outer, "model_type": family}
+
+
+def _activation(name: str, family: ModelFamily, raw: Mapping[str, Any], options: Mapping[str, Any]) -> str:
+    if "hidden_activation" in options:
+        activation = options["hidden_activation"] or "gelu_pytorch_tanh"
+    else:
+        activation = raw.get("hidden_act") or "silu"
+    known = {**_ACTIVATIONS, **family.activations, **({} if family.gated else _NOT_GATED)}
+    if activation not in known:
+        raise ConfigError(f"{name}: activation {activation!r} is not supported; known are {', '.join(known)}")
+    return known[activation]
+
+
+def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
+    """Returns the factor of the attention scores: the one that Granite's configs hold; for other families 1 / sqrt of
+    ``query_pre_attn_scalar`` or else of head_dim."""
+    if "attention_multiplier" in options:
+        return number(options, "attention_multiplier", 1.0 / math.sqrt(head_dim))
+    return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
+
+
+def _logit_divisor(family: ModelFamily, options: Mapping[str, Any]) -> float:
+    factor = above_zero(options, "logits_scaling", 1.0)
+    if family.multiplied_logits:
+        return 1.0 / factor
+    return factor / above_zero(options, "logit_scale", 1.0)
+
+
+def _has_rope(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Returns whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a
+    0 in its list."""
+    flags = per_layer(options, "no_rope_layers", num_layers)
+    if flags is not None:
+        return tuple(bool(flag) for flag in flags)
+    interval = size(options, "no_rope_layer_interval", num_layers + 1)
+    return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ...]) -> None:
+    """Raises ConfigError where the family's rule decides the layer types, and a config lists others."""
+    kinds = per_layer(raw, "layer_types", len(slides)) or []
+    for layer, (kind, slide) in enumerate(zip(kinds, slides, strict=False)):
+        if kind != ("sliding_attention" if slide else "full_attention"):
+            raise ConfigError(
+                f"{name}: config.json has layer_types with {kind!r} for layer {layer}, not supported here"
+            )
+
+
+def _slides(
+    options: Mapping[str, Any], family: ModelFamily, num_layers: int, has_rope: tuple[bool, ...]
+) -> tuple[bool, ...]:
+    """Returns whether each layer has the sliding window: by the config's list of layer types, or else by its family's
+    rule."""
+    windowed = options.get("sliding_window") and options.get("use_sliding_window", True)
+    # Layers with a sliding window may have their own rotary embedding, even where the window is switched off.
+    if not windowed and not family.local_rope:
+        return (False,) * num_layers
+    kinds = per_layer(options, "layer_types", num_layers)
+    if kinds is not None:
+        unknown = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention"})
+        if unknown:
+            raise ConfigError(f"layer type {unknown[0]!r} is not supported; known are full and sliding attention")
+        return tuple(kind == "sliding_attention" for kind in kinds)
+    if "max_window_layers" in options:
+        first = int(number(options, "max_window_layers", 0))
+        return tuple(layer >= first for layer in range(num_layers))
+    if "sliding_window_pattern" in options or family.window_pattern:
+        pattern, first = size(options, "sliding_window_pattern", family.window_pattern), 0 if family.full_first else 1
+        return tuple((layer + first) % pattern != 0 for layer in range(num_layers))
+    if "no_rope_layer_interval" in options:
+        return tuple(not rope for rope in has_rope)
+    return (True,) * num_layers
+
+
+def _ropes(
+    raw: Mapping[str, Any], family: ModelFamily, head_dim: int, has_rope: tuple[bool, ...], slides: tuple[bool, ...]
+) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
+    if family.local_rope:
+        return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)
+    rope = parse_rope(raw, head_dim, partial=family.partial_rope, query_growth=family.query_growth)
+    rope = replace(rope, interleaved=family.interleaved_rope)
+    bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
+    # A layer whose base is 0 has no rotary embedding.
+    thetas = sorted({above_zero({"layer_rope_theta": base}, "layer_rope_theta", 1.0) for base in bases if base})
+    ropes = tuple(replace(rope, theta=theta) for theta in thetas or [rope.theta])
+    return ropes, tuple(thetas.index(base) if base else None for base in bases)
+
+
+def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]) -> int:
+    """Returns the number of tokens of the longest text that the config allows. Configs of Gemma 3, llama3 and longrope
+    hold the length after scaling; the other kinds of scaling multiply it by their factor, as in vLLM."""
+    configured = size(raw, "max_position_embeddings")
+    if family.query_growth:
+        return min(configured, ropes[0].original_max_position)
+    return configured if len(ropes) > 1 else max(configured, ropes[0].stretched_max_position)
+
+
+def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> MoeConfig | None:
+    for key in (*_PER_TOKEN, *_NUM_SHARED):
+        # HunYuan's configs may list a number for each layer.
+        if isinstance(value := options.get(key), list) and value and value == value[:1] * len(value):
+            options = {**options, key: value[0]}
+    chosen = next((key for key in _PER_TOKEN if key in options), None)
+    if chosen is None:
+        return None
+    # transformers 5 writes num_local_experts for most families.
+    own = next(key for key in _NUM_EXPERTS if key in options)
+    num_experts = size(raw, next((key for key in _NUM_EXPERTS if raw.get(key) is not None), own))
+    per_token = size(options, chosen)
+    if per_token > num_experts:
+        raise ConfigError(
+            f"config.json: {chosen} = {per_token} experts per token are more than there are: {num_experts}"
+        )
+    inner = size(options, "moe_intermediate_size", size(raw, "intermediate_size"))
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=per_token,
+        intermediate_size=inner,
+        normalize=bool(options.get("norm_topk_prob", True)),
+        layers=_with_experts(options, num_layers),
+        sigmoid=family.sigmoid_router,
+        scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
+        shared=_shared(options, inner),
+    )
+
+
+def _shared(options: Mapping[str, Any], inner: int) -> int:
+    """Returns the inner width of the MLP beside the experts, some times that of an expert or a width; 0 for none."""
+    count = next((options[key] for key in _NUM_SHARED if key in options), None)
+    width = next((options[key] for key in _SHARED_WIDTH if key in options), None)
+    return size({"shared experts": count or width}, "shared experts") * (inner if count else 1) if count or width else 0
+
+
+def _with_experts(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+    """Returns whether each layer has experts."""
+    kinds = per_layer(options, "mlp_layer_types", num_layers)
+    if kinds is not None:
+        unknown = sorted({str(kind) for kind in kinds} - {"dense", "sparse"})
+        if unknown:
+            raise ConfigError(f"config.json: mlp_layer_types has {unknown[0]!r}; known are dense and sparse")
+        return tuple(kind == "sparse" for kind in kinds)
+    step = size(options, "decoder_sparse_step", size(options, "moe_layer_interval", 1))
+    dense = token_ids(options.get("mlp_only_layers"))
+    first = int(number(options, "first_k_dense_replace", number(options, "moe_layer_start_index", 0)))
+    last = int(number(options, "moe_layer_end_index", -1)) % num_layers
+    return tuple(
+        layer not in dense and (layer + 1) % step == 0 and first <= layer <= last for layer in range(num_layers)
+    )

@@ -1,0 +1,205 @@
+"""Defines the classes that describe a decoder layer: its operations, in order, and the tensors that they read.
+
+A family lists the operations of a layer (:mod:`pillion.engine.models.families`), and everything else follows from that
+list: the names and shapes of tensors in checkpoints, how they are loaded, packed and shared out to ranks, and what each
+backend computes. Between :class:`Norm` and :class:`AddToResidual` each operation makes new rows of the last one's.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, fields
+from enum import Enum
+
+
+class Share(Enum):
+    """Names the unit in which the entries along a dimension of a tensor are divided among the processes that share a
+    model."""
+
+    WHOLE = "each process has all of them"
+    HEADS = "query heads"
+    KV_HEADS = "KV heads"
+    INNER = "inner values of an MLP, or of an expert"
+
+
+@dataclass(frozen=True, slots=True)
+class Entries:
+    """Describes entries that follow one another along a dimension of a tensor.
+
+    Attributes:
+        size: how many there are.
+        head: how many of the entries belong to a head, where they are shared out by heads.
+        rotated: how many of a head's entries are rotated, where a family rotates a part of them, or neighbours; 0
+            elsewhere. The decoder has them in another order than checkpoints
+            (:func:`pillion.engine.models.rope.partial_order`).
+        interleaved: whether neighbours are rotated with each other.
+    """
+
+    size: int
+    share: Share = Share.WHOLE
+    head: int = 1
+    rotated: int = 0
+    interleaved: bool = False
+
+
+class Role(Enum):
+    """Says what a tensor is for, which decides how it is loaded and packed."""
+
+    NORM = "the weight of a norm, and perhaps its bias"
+    HEAD_NORM = "the weights of an RMS norm over each head, one row for each"
+    MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
+    EXACT_MATRIX = "a matrix that is never in few bits, because a choice depends on its products"
+    VECTOR = "numbers that are used as they are"
+    EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerTensor:
+    """Describes a tensor of a layer.
+
+    Attributes:
+        name: the name of the tensor within its layer, as the decoder's code has it.
+        rows: the parts, each with its size, that make up its first dimension.
+        inputs: the parts that make up its second dimension; () for a vector.
+        spellings: its names in checkpoints, relative to the layer and without ".weight" and ".bias": each is a list of
+            tensors which, stacked along their first dimension, are this one. One tensor for each piece of ``rows``, or
+            one for all of them. In the names of an expert's tensors {} stands for its number. A norm without spellings
+            has a weight of ones, and no tensor.
+        bias: whether a linear layer or a norm has a bias.
+        experts: the number of experts that each have such a matrix; 0 where the layer has one matrix.
+        stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own.
+    """
+
+    name: str
+    role: Role
+    rows: tuple[Entries, ...]
+    inputs: tuple[Entries, ...] = ()
+    spellings: tuple[tuple[str, ...], ...]
+    bias: bool = False
+    experts: int = 0
+    stacked: tuple[str, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Gives the shape of the tensor, or of one expert's."""
+        return tuple(sum(piece.size for piece in dimension) for dimension in (self.rows, self.inputs) if dimension)
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """Makes rows of the residual stream: normed, or as they are where a model has no norm there."""
+
+    weight: LayerTensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Multiply:
+    """Multiplies rows by a matrix, and adds its bias. In front of :class:`Attend` its outputs are queries, keys and
+    values."""
+
+    matrix: LayerTensor
+
+
+@dataclass(frozen=True, slots=True)
+class NormHeads:
+    """Norms each head of queries and keys."""
+
+    weight: LayerTensor
+
+
+@dataclass(frozen=True, slots=True)
+class NormProjections:
+    """Norms all queries of a row together, and all its keys."""
+
+    queries: LayerTensor
+    keys: LayerTensor
+
+
+@dataclass(frozen=True, slots=True)
+class Rotate:
+    """Rotates queries and keys by the model's rotary embedding number ``rope``."""
+
+    rope: int
+
+
+@dataclass(frozen=True, slots=True)
+class Attend:
+    """Writes keys and values into the pool, and attends the queries.
+
+    Attributes:
+        window: how many tokens a query sees, itself included; 0 means all tokens up to it.
+        sinks: one score for each query head that every softmax counts beside those of the tokens, and that takes no
+            value (gpt-oss); None where a family has none.
+    """
+
+    window: int
+    sinks: LayerTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mlp:
+    """Computes down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)),
+    where it makes up alone."""
+
+    gate_up: LayerTensor
+    down: LayerTensor
+    activation: str
+    gated: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Computes a mixture of experts, each of which is an MLP as in :class:`Mlp`.
+
+    Attributes:
+        per_token: how many experts the router chooses for a row.
+        normalize: whether the scores of the chosen experts are scaled to a sum of 1.
+        sigmoid: whether scores are sigmoids of the router's products, not their softmax.
+        choice_bias: numbers that are added to the scores where experts are chosen, and only there.
+        scale: the factor of the scores.
+    """
+
+    router: LayerTensor
+    gate_up: LayerTensor
+    down: LayerTensor
+    activation: str
+    per_token: int
+    normalize: bool
+    sigmoid: bool = False
+    choice_bias: LayerTensor | None = None
+    scale: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class AddToResidual:
+    """Adds scale * rows to the residual stream; where there is a norm, the rows are normed before."""
+
+    norm: LayerTensor | None
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keeps the rows for :class:`Again`: those of :class:`Norm` until the next one, those of :class:`Attend` until the
+    layer's end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Again:
+    """Goes on from the rows that :class:`Keep` kept."""
+
+
+LayerOperation = (
+    Norm | Multiply | NormHeads | NormProjections | Rotate | Attend | Mlp | Experts | AddToResidual | Keep | Again
+)
+Layer = tuple[LayerOperation, ...]
+
+
+def tensors_of(operations: Iterable[LayerOperation]) -> Iterator[LayerTensor]:
+    """Yields the tensors that operations read, in their order."""
+    for operation in operations:
+        for field in fields(operation):
+            value = getattr(operation, field.name)
+            if isinstance(value, LayerTensor):
+                yield value

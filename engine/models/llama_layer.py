@@ -1,0 +1,280 @@
+"""Describes the layer of Llama, with the options by which most families differ from it. Imports no torch.
+
+    attention    norm, qkv, [norm of queries and keys], [rotate], attend, o, add
+    MLP          norm, down(activation(gate) * up), or down(activation(up)), or experts, add
+
+A family that needs another list of operations builds its own, from the parts in this module where it can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    Again,
+    Attend,
+    Entries,
+    Experts,
+    Keep,
+    Layer,
+    LayerOperation,
+    LayerTensor,
+    Mlp,
+    Multiply,
+    Norm,
+    NormHeads,
+    NormProjections,
+    Role,
+    Rotate,
+    Share,
+)
+from pillion.engine.models.model_config import ModelConfig
+
+# These are the names in checkpoints of the norms of attention's inputs and of its outputs, and of the MLP's inputs and
+# of its outputs; "" where a family has no such norm.
+Norms = tuple[str, str, str, str]
+_ROUTERS = (
+    "mlp.gate",
+    "block_sparse_moe.gate",
+    "block_sparse_moe.router.layer",
+    "block_sparse_moe.router",
+    "mlp.gate.wg",
+    "mlp.router.gate",
+)
+_SHARED_EXPERTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
+PRE_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
+POST_NORMS = ("", "post_attention_layernorm", "", "post_feedforward_layernorm")
+ALL_NORMS = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+
+
+def llama_layer(
+    config: ModelConfig,
+    index: int,
+    *,
+    norms: Norms = PRE_NORMS,
+    mlp: tuple[str, str] = ("mlp.up_proj", "mlp.down_proj"),
+    qk_norm: str = "",
+    qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm"),
+    norm_after_rotation: bool = False,
+    sinks: bool = False,
+    shared_norm: bool = False,
+    choice_bias: str = "",
+    shared_mlp: tuple[tuple[str, ...], str] = _SHARED_EXPERTS,
+) -> Layer:
+    """Returns the operations of layer ``index``.
+
+    Args:
+        mlp: the names in checkpoints of an MLP without a gate.
+        qk_norm: RMS norm of queries and keys before the rotary embedding, or after it, over each "head" or over the
+            whole "projection"; "" for none.
+        sinks: whether attention has a sink for each head.
+        shared_norm: whether the MLP reads what attention reads, where the two are parallel.
+        choice_bias: the name in checkpoints of what is added to scores where experts are chosen; "" for nothing.
+        shared_mlp: the names in checkpoints of the MLP beside the experts: gate and up, or both in one, and down.
+    """
+    if not config.post_norm:
+        norms = (norms[0], "", norms[2], "")
+    if shared_norm and config.parallel:
+        norms = (norms[0], norms[1], norms[0], norms[3])
+    names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+    before_attention, after_attention, before_mlp, after_mlp = (
+        norm(config, name, spelling) if spelling else None for name, spelling in zip(names, norms, strict=True)
+    )
+    between = [*qk_norms(config, qk_norm if config.qk_norm else "", qk_norm_names), *rotation(config, index)]
+    attended = (
+        Norm(before_attention),
+        Multiply(qkv(config)),
+        *(between if not norm_after_rotation else reversed(between)),
+        Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None),
+    )
+    added = Multiply(output(config)), AddToResidual(after_attention, config.residual_scale)
+    scale = config.residual_scale
+    of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
+    if config.moe is not None and config.moe.layers[index]:
+        of_mlp = Norm(before_mlp), experts(config, choice_bias)
+        if config.moe.shared:
+            # A sum of both would be normed where there is a norm after the MLP; no family has that.
+            of_mlp = of_mlp[0], Keep(), of_mlp[1], AddToResidual(None, scale), Again(), shared(config, shared_mlp)
+    of_mlp = *of_mlp, AddToResidual(after_mlp, scale)
+    return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
+
+
+def norm(config: ModelConfig, name: str, spelling: str) -> LayerTensor:
+    """Describes the weight of a norm of the residual stream."""
+    spellings = () if config.norm == "layer_bare" else ((spelling,),)
+    return LayerTensor(name=name, role=Role.NORM, rows=_hidden(config), spellings=spellings, bias=config.norm_bias)
+
+
+def qkv(config: ModelConfig) -> LayerTensor:
+    """Describes the matrix that makes queries, keys and values in one product."""
+    queries, keys = _heads(config, rotated=True)
+    values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
+    parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
+    return LayerTensor(
+        name="qkv",
+        role=Role.MATRIX,
+        rows=(queries, keys, values),
+        inputs=_hidden(config),
+        spellings=(parts, ("self_attn.qkv_proj",)),
+        bias=config.qkv_bias,
+    )
+
+
+def qk_norms(config: ModelConfig, kind: str, names: tuple[str, str]) -> Iterator[LayerOperation]:
+    """Yields the norm of queries and keys: "head", "projection" or none."""
+    if kind == "head":
+        rows = Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)
+        one = _heads(config, rotated=True)[0]
+        entries = (Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),)
+        yield NormHeads(LayerTensor(name="qk_norm", role=Role.HEAD_NORM, rows=rows, inputs=entries, spellings=(names,)))
+    elif kind == "projection":
+        tensors = (
+            LayerTensor(name=name, role=Role.NORM, rows=(piece,), spellings=((spelling,),))
+            for name, piece, spelling in zip(("q_norm", "k_norm"), _heads(config, rotated=True), names, strict=True)
+        )
+        yield NormProjections(*tensors)
+
+
+def rotation(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
+    """Yields the rotary embedding of a layer, where it has one."""
+    rope = config.layer_ropes[index]
+    if rope is not None:
+        yield Rotate(rope)
+
+
+def attention_sinks(config: ModelConfig) -> LayerTensor:
+    """Returns the attention sinks, by gpt-oss's name."""
+    rows, names = (Entries(config.num_heads, Share.HEADS),), ("self_attn.sinks",)
+    return LayerTensor(name="sinks", role=Role.VECTOR, rows=rows, spellings=(names,))
+
+
+def output(config: ModelConfig) -> LayerTensor:
+    """Returns the projection of attention's results."""
+    return LayerTensor(
+        name="o",
+        role=Role.MATRIX,
+        rows=_hidden(config),
+        inputs=_heads(config)[:1],
+        spellings=(("self_attn.o_proj",),),
+        bias=config.o_bias,
+    )
+
+
+def gated(config: ModelConfig) -> Mlp:
+    """Describes the operation that computes gate and up of a layer's MLP, with its activation."""
+    inner, hidden = Entries(config.intermediate_size, Share.INNER), _hidden(config)
+    gate_up = LayerTensor(
+        name="gate_up",
+        role=Role.MATRIX,
+        rows=(inner, inner),
+        inputs=hidden,
+        spellings=(("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
+        bias=config.mlp_bias,
+    )
+    down = LayerTensor(
+        name="down",
+        role=Role.MATRIX,
+        rows=hidden,
+        inputs=(inner,),
+        spellings=(("mlp.down_proj",),),
+        bias=config.mlp_bias,
+    )
+    return Mlp(gate_up, down, config.activation)
+
+
+def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
+    """Describes an MLP without a gate."""
+    inner, hidden, bias = (Entries(config.intermediate_size, Share.INNER),), _hidden(config), config.mlp_bias
+    up, down = ((name,) for name in names)
+    return Mlp(
+        LayerTensor(name="up", role=Role.MATRIX, rows=inner, inputs=hidden, spellings=(up,), bias=bias),
+        LayerTensor(name="down", role=Role.MATRIX, rows=hidden, inputs=inner, spellings=(down,), bias=bias),
+        config.activation,
+        gated=False,
+    )
+
+
+def shared(config: ModelConfig, names: tuple[tuple[str, ...], str]) -> Mlp:
+    """Describes the MLP that all tokens pass beside their experts."""
+    assert config.moe is not None
+    inner, hidden, bias = Entries(config.moe.shared, Share.INNER), _hidden(config), config.mlp_bias
+    up, down = names[0], (names[1],)
+    rows, role = (inner, inner), Role.MATRIX
+    return Mlp(
+        LayerTensor(name="shared.gate_up", role=role, rows=rows, inputs=hidden, spellings=(up,), bias=bias),
+        LayerTensor(name="shared.down", role=role, rows=hidden, inputs=(inner,), spellings=(down,), bias=bias),
+        config.activation,
+    )
+
+
+def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
+    """Returns experts by the names of Qwen, Mixtral, Granite, and transformers 5, which stacks them as Granite does."""
+    moe, hidden = config.moe, _hidden(config)
+    assert moe is not None
+    inner, qwen, mixtral = Entries(moe.intermediate_size, Share.INNER), "mlp.experts.{}", "block_sparse_moe.experts.{}"
+    router = LayerTensor(
+        name="router",
+        role=Role.EXACT_MATRIX,
+        rows=(Entries(moe.num_experts),),
+        inputs=hidden,
+        spellings=tuple((name,) for name in _ROUTERS),
+    )
+    gate_up = LayerTensor(
+        name="experts.gate_up",
+        role=Role.MATRIX,
+        rows=(inner, inner),
+        inputs=hidden,
+        spellings=((f"{qwen}.gate_proj", f"{qwen}.up_proj"), (f"{mixtral}.w1", f"{mixtral}.w3")),
+        experts=moe.num_experts,
+        stacked=(
+            "mlp.experts.gate_up_proj",
+            "block_sparse_moe.input_linear.weight",
+            "block_sparse_moe.experts.gate_up_proj",
+        ),
+    )
+    down = LayerTensor(
+        name="experts.down",
+        role=Role.MATRIX,
+        rows=hidden,
+        inputs=(inner,),
+        spellings=((f"{qwen}.down_proj",), (f"{mixtral}.w2",)),
+        experts=moe.num_experts,
+        stacked=(
+            "mlp.experts.down_proj",
+            "block_sparse_moe.output_linear.weight",
+            "block_sparse_moe.experts.down_proj",
+        ),
+    )
+    bias = None
+    if choice_bias:
+        # In ERNIE it is a matrix of one row.
+        rows = Entries(1) if "moe_statics" in choice_bias else Entries(moe.num_experts)
+        inputs = (Entries(moe.num_experts),) if rows.size == 1 else ()
+        names = ((choice_bias,),)
+        bias = LayerTensor(name="choice_bias", role=Role.EXACT_VECTOR, rows=(rows,), inputs=inputs, spellings=names)
+    return Experts(
+        router,
+        gate_up,
+        down,
+        config.activation,
+        moe.experts_per_token,
+        moe.normalize,
+        sigmoid=moe.sigmoid,
+        choice_bias=bias,
+        scale=moe.scale,
+    )
+
+
+def _hidden(config: ModelConfig) -> tuple[Entries, ...]:
+    return (Entries(config.hidden_size),)
+
+
+def _heads(config: ModelConfig, *, rotated: bool = False) -> tuple[Entries, Entries]:
+    """Returns the values of queries and those of keys. ``rotated`` puts them in the order in which a part rotates."""
+    size, rope = config.head_dim, config.ropes[0]
+    order = rope.rotary_dim if rotated and (rope.rotary_dim < size or rope.interleaved) else 0
+    return (
+        Entries(config.num_heads * size, Share.HEADS, size, order, rope.interleaved),
+        Entries(config.num_kv_heads * size, Share.KV_HEADS, size, order, rope.interleaved),
+    )

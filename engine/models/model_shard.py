@@ -1,0 +1,94 @@
+"""Says what one process computes of a model: the whole of it, the share of a rank, or some layers. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from pillion.engine.models.layer_operations import Entries, Layer, Share
+from pillion.engine.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from pillion.engine.models.decoder import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShard:
+    """Describes the share of each layer that process ``rank`` out of ``size`` computes: in this class all of it, in a
+    subclass a part.
+
+    Attributes:
+        kv_heads: the model's KV heads that the process has.
+        layers: the layers that it computes; None stands for all.
+    """
+
+    kv_heads: range
+    rank: int = 0
+    size: int = 1
+    layers: range | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Says whether this process computes the whole of each of its layers."""
+        return self.size == 1
+
+    @property
+    def leads(self) -> bool:
+        """Says whether this process adds what must be added once, such as the biases of sums over all processes."""
+        return self.rank == 0
+
+    @property
+    def name(self) -> str:
+        """Gives the name that tells the files of this share's packed weights from those of other shares; "" for the
+        whole model."""
+        return "" if self.whole else f"{self.rank}of{self.size}"
+
+    def own_layers(self, config: ModelConfig) -> range:
+        """Returns the layers that the process computes. The first layer comes with the embedding, and the last one with
+        the logits."""
+        return range(config.num_layers) if self.layers is None else self.layers
+
+    def cut(self, weights: LayerWeights, layer: Layer) -> LayerWeights:
+        """Returns the process's share of a layer whose linear layers are plain."""
+        return weights
+
+    def lower(self, config: ModelConfig) -> Iterator[ModelShard]:
+        """Yields the shares of the processes whose rank is lower."""
+        return iter(())
+
+    def inner(self, width: int) -> range:
+        """Returns the inner values of an MLP, or of each expert, that the process has out of ``width``."""
+        return range(width)
+
+    def entries(self, piece: Entries) -> range:
+        """Returns the entries of a piece of a tensor that the process has."""
+        return range(piece.size)
+
+    def indices(self, pieces: Sequence[Entries], inner: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the entries that the process has along a dimension of a tensor, as int64. ``inner`` has its inner
+        values, where they are not in order."""
+        import torch
+
+        found, first = [], 0
+        for piece in pieces:
+            mine = self.entries(piece)
+            every = torch.arange(mine.start, mine.stop) if inner is None or piece.share is not Share.INNER else inner
+            found.append(every + first)
+            first += piece.size
+        return torch.cat(found)
+
+    def vocabulary(self, tokens: int) -> range:
+        """Returns the tokens whose embeddings and logits the process has out of ``tokens``."""
+        return range(tokens)
+
+    def local(self, config: ModelConfig) -> ModelConfig:
+        """Gives the shape of the process's own layers. Vocabulary, hidden size and number of layers are the model's."""
+        return config
+
+
+def whole_model(config: ModelConfig) -> ModelShard:
+    """Returns the share of a process that computes all of a model."""
+    return ModelShard(range(config.num_kv_heads))

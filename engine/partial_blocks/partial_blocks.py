@@ -1,0 +1,138 @@
+"""Keeps the last, partial blocks of answers: a conversation's next turn begins with a copy of the one that it follows.
+
+    answer ends --> its whole blocks are committed, the slot of the partial one stays here, under the hash of the block
+                    before it, with the block's tokens
+    prompt joins, its chain ends with that hash --> as many tokens as agree are copied, and count as computed
+    memory is short, or too many are kept --> the slot that was used least recently goes back to the stock
+
+Hashes name whole blocks, so the node knows nothing of a partial one: it is a leased slot of this worker's, which nobody
+else reads, and goes with the worker's epoch (I2, I4). Its tokens are compared, and the hash before them covers the
+root, so that adapters, salts and kinds of rotary embedding stay apart. The copy is made before the step that goes on
+with it, and the reader's own slot is written then (copy-on-write, as for siblings). What is gone is computed (I1).
+
+The slots are at most ``--partial-block-percent`` of the pool, and are the first to go where a decode lacks a slot or
+the node asks for some back. Sans-IO (I9).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+from pillion.config import DecodeFlags
+from pillion.engine.scheduling.block_chain import BlockChain
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_feature import StepFeature, Steps
+from pillion.engine.worker.worker_feature import WorkerFeature, WorkerSetup
+from pillion.kvstore.client.attachment import Attachment
+
+
+class PartialBlock(BlockChain):
+    """Holds one partial block, whose slot is leased to this worker; ``parent_hash`` names the block before it."""
+
+    def __init__(self, sequence: Sequence) -> None:
+        """Cuts the block off a sequence that ends. ``unused_slots`` are those that the sequence had behind it."""
+        size, block = sequence.block_size, sequence.full_blocks
+        tokens = sequence.tokens(block * size, sequence.num_computed).copy()
+        self.parent_hash = sequence.hash_before(block)
+        super().__init__(0, tokens, size, first_block=0, parent_hash=self.parent_hash)
+        self.slot, *self.unused_slots = sequence.cut(block)
+        self.add_slot(self.slot)
+        self._readers: list[Sequence] = []
+
+    def is_read(self) -> bool:
+        """Returns whether a copy of the block is promised that no step has made yet."""
+        self._readers = [one for one in self._readers if one.copy_first and one.copy_first[0] == self.slot]
+        return bool(self._readers)
+
+    def share(self, sequence: Sequence) -> bool:
+        """Lets a sequence begin with a copy of the block; returns False where their first tokens differ."""
+        tokens = self.agreeing(sequence)
+        if tokens:
+            sequence.share(tokens, self.slot)
+            self._readers.append(sequence)
+        return tokens > 0
+
+    def agreeing(self, sequence: Sequence) -> int:
+        """Returns how many of the sequence's next tokens the block has; the last one, and those whose logits are
+        scored, are not among them."""
+        start = sequence.num_computed
+        last = sequence.num_tokens - 1 if sequence.unscored_from is None else sequence.unscored_from
+        most = max(0, min(last - start, len(self._tokens)))
+        equal = self._tokens[:most] == sequence.tokens(start, start + most)
+        return most if equal.all() else int(equal.argmin())
+
+
+class PartialBlocks(StepFeature):
+    """Holds the partial blocks of one scheduler by the hash of the block before each: at most ``most``, and more only
+    while they are read."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        # The one that was used least recently is the first.
+        self._kept: OrderedDict[bytes, PartialBlock] = OrderedDict()
+        self.blocks_after = self._kept.keys()
+
+    def bind(self, steps: Steps) -> None:
+        self._stock = steps.blocks.stock
+
+    def share(self, sequence: Sequence) -> None:
+        if sequence.parent is not None:
+            return
+        kept = self._kept[sequence.hash_before(sequence.num_committed)]
+        if kept.share(sequence):
+            self._kept.move_to_end(kept.parent_hash)
+
+    def ends(self, sequence: Sequence) -> None:
+        whole = sequence.num_computed % sequence.block_size == 0
+        if whole or not sequence.may_commit or not self.most:
+            return
+        known = self._kept.get(sequence.hash_before(sequence.full_blocks))
+        if known is not None and not self._give_up(1, [known]):
+            # Somebody is about to read the block that stands there.
+            return
+        kept = PartialBlock(sequence)
+        self._stock.give(kept.unused_slots)
+        self._kept[kept.parent_hash] = kept
+        self._give_up(len(self._kept) - self.most, self._kept.values())
+
+    def yield_slots(self, blocks: int, now: float) -> bool:
+        return self._give_up(blocks, self._kept.values())
+
+    def _give_up(self, count: int, blocks: Iterable[PartialBlock]) -> bool:
+        """Returns up to ``count`` slots of these blocks to the stock, the first ones; those that are read stay. Returns
+        whether any went."""
+        gone = [kept for kept in blocks if not kept.is_read()][: max(0, count)]
+        for kept in gone:
+            del self._kept[kept.parent_hash]
+            self._stock.give((kept.slot,))
+        return bool(gone)
+
+    def chains(self) -> Iterable[BlockChain]:
+        return self._kept.values()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        assert len(self._kept) <= self.most + sum(kept.is_read() for kept in self._kept.values())
+        promised = {one.copy_first[0] for one in sequences if one.copy_first}
+        assert promised <= {kept.slot for kept in self._kept.values()}, "a copy reads a block that is gone"
+
+
+class WorkerPartialBlocks(WorkerFeature):
+    """Lets a decode worker keep partial blocks, once it has a pool."""
+
+    def __init__(self, percent: int) -> None:
+        self._percent = percent
+        self._part = PartialBlocks(0)
+
+    def bind_pool(self, attachment: Attachment) -> None:
+        self._part.most = attachment.num_slots * self._percent // 100
+
+    def step_feature(self) -> StepFeature:
+        self._part = PartialBlocks(self._part.most)
+        return self._part
+
+
+async def load_partial_blocks(setup: WorkerSetup) -> WorkerFeature | None:
+    """Returns the feature for a decode worker; prefill ranges end with whole blocks."""
+    percent = setup.flags.partial_block_percent if isinstance(setup.flags, DecodeFlags) else 0
+    return WorkerPartialBlocks(percent) if percent else None

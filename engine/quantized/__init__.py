@@ -1,0 +1,15 @@
+"""Reads checkpoints in few bits: what their configs say, how their files lie, and quantizes plain weights.
+
+    quantization.py               how a config says that matrices in few bits are stored
+    quantization_methods.py       the table of the configs' producers
+    compressed_tensors_config.py  the configs of compressed-tensors
+    formats/                      the formats of files
+    gguf_files.py                 GGUF files -> a Hugging Face folder
+    gguf_blocks.py                the blocks of GGUF's types -> matrices in few bits
+    quantizer.py                  plain matrices and folders -> quantized ones, for --quantization
+    shards.py                     writes such a folder's weights
+    few_bit_rows.py               rows that meet matrices in few bits, in programs of the CPU kernels
+    accuracy.py                   what quantized weights cost in accuracy
+
+Read quantization.py first. Only the modules about configs and gguf_files import no torch at their top.
+"""

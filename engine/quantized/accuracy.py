@@ -1,0 +1,137 @@
+"""Measures how quantized weights change a model's predictions of a text: perplexity, divergence and agreement with the
+plain weights.
+
+Every token of a window but the first is predicted from those before it, by both models.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from pillion.config import WorkerFlags
+from pillion.engine.backends.backend import StepBatch
+from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.backends.loading import load_model, thread_count
+from pillion.errors import ConfigError
+
+WINDOW_TOKENS = 256
+# These words name the text that is predicted, which is installed with Python.
+TEXT = "Python's documentation of its language (pydoc_data)"
+# These bound a comparison: the most windows, and the time after which no new one begins.
+MAX_WINDOWS = 16
+MEASURE_S = 60.0
+
+
+class TextScorer:
+    """Computes log probabilities on a CPU backend, over a pool that holds one window of text."""
+
+    def __init__(self, backend: HostBackend, window_tokens: int = WINDOW_TOKENS) -> None:
+        self._backend = backend
+        self._blocks = -(-window_tokens // backend.layout.block_size)
+        self._pool = bytearray(self._blocks * backend.layout.block_bytes)
+        backend.bind_pool(memoryview(self._pool), self._blocks)
+
+    def score(self, ids: Sequence[int]) -> torch.Tensor:
+        """Returns log probabilities [T, vocab] of the token after each of a window's T tokens."""
+        count = len(ids)
+        batch = StepBatch(
+            token_ids=np.array(ids, np.int32),
+            positions=np.arange(count, dtype=np.int32),
+            query_starts=np.array([0, count], np.int32),
+            context_lens=np.array([count], np.int32),
+            block_tables=np.arange(self._blocks, dtype=np.int32).reshape(1, -1),
+            sample_rows=np.arange(count, dtype=np.int32),
+        )
+        return torch.log_softmax(self._backend.forward(batch).float(), -1)
+
+
+@dataclass(slots=True)
+class Accuracy:
+    """Holds sums over tokens, from which the properties are computed.
+
+    Attributes:
+        tokens: number of predicted tokens.
+        surprise: negative log probability of the tokens of the text.
+        divergence: Kullback-Leibler divergence from the exact model, in nats.
+        agreed: number of tokens at which both models find the same one likeliest.
+    """
+
+    tokens: int = 0
+    surprise: float = 0.0
+    divergence: float = 0.0
+    agreed: int = 0
+
+    def add(self, ids: Sequence[int], exact: torch.Tensor, other: torch.Tensor) -> None:
+        """Adds a window: its tokens, and both models' log probabilities [T, vocab]."""
+        exact, other = exact[:-1], other[:-1]
+        self.tokens += len(other)
+        self.surprise -= float(other.gather(1, torch.tensor(ids[1:])[:, None]).sum())
+        self.divergence += float((exact.exp() * (exact - other)).sum())
+        self.agreed += int((exact.argmax(1) == other.argmax(1)).sum())
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.surprise / self.tokens)
+
+    @property
+    def mean_divergence(self) -> float:
+        return self.divergence / self.tokens
+
+    @property
+    def agreement(self) -> float:
+        """Gives the share of tokens at which both models find the same one likeliest."""
+        return self.agreed / self.tokens
+
+
+def windows(ids: Sequence[int], window_tokens: int = WINDOW_TOKENS) -> Iterator[list[int]]:
+    """Yields the whole windows into which a text can be cut."""
+    for begin in range(0, len(ids) - window_tokens + 1, window_tokens):
+        yield list(ids[begin : begin + window_tokens])
+
+
+def compare(exact: TextScorer, other: TextScorer, texts: Iterable[list[int]], seconds: float) -> list[Accuracy]:
+    """Returns the accuracies of the exact model and of the other one, over as many windows as fit into ``seconds``, and
+    at least one."""
+    end = time.monotonic() + seconds
+    found = [Accuracy(), Accuracy()]
+    for ids in texts:
+        wanted = exact.score(ids)
+        found[0].add(ids, wanted, wanted)
+        found[1].add(ids, wanted, other.score(ids))
+        if time.monotonic() > end:
+            break
+    return found
+
+
+def text_windows(tokenizer: Tokenizer, count: int, window_tokens: int = WINDOW_TOKENS) -> list[list[int]]:
+    """Returns at most ``count`` windows from all over TEXT. Raises ConfigError where this Python has no TEXT."""
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        raise ConfigError(f"this installation of Python lacks {TEXT}, on which weights are compared") from None
+    ids = tokenizer.encode("\n".join(topics[name] for name in sorted(topics)), add_special_tokens=False).ids
+    whole = list(windows(ids, window_tokens))
+    return whole[:: max(1, len(whole) // count)][:count]
+
+
+def compare_weights(plain: WorkerFlags, quantized: WorkerFlags) -> list[Accuracy]:
+    """Returns the accuracies of plain weights and of quantized ones, by the flags of two workers on the CPU, on windows
+    of TEXT. Raises ConfigError."""
+    with contextlib.ExitStack() as stack:
+        scorers = []
+        for flags in (plain, quantized):
+            loaded = load_model(flags, thread_count(flags))
+            stack.callback(loaded.backend.close)
+            assert isinstance(loaded.backend, HostBackend)
+            window_tokens = min(WINDOW_TOKENS, loaded.prepared.max_model_len)
+            scorers.append(TextScorer(loaded.backend, window_tokens))
+        tokenizer = Tokenizer.from_file(str(loaded.prepared.folder / "tokenizer.json"))
+        return compare(scorers[0], scorers[1], text_windows(tokenizer, MAX_WINDOWS, window_tokens), MEASURE_S)

@@ -1,0 +1,150 @@
+"""Reads the ``quantization_config`` of compressed-tensors, which has a scheme for each group of modules. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from pillion.engine.quantized.quantization import (
+    MatrixScheme,
+    Quantization,
+    Raw,
+    block_of,
+    checked_pattern,
+    refuse_others,
+    unsupported,
+    whole,
+    words_of,
+)
+from pillion.errors import ConfigError
+
+# For each of these formats of files this has the layout of its tensors.
+_LAYOUTS = {
+    "pack-quantized": "packed",
+    "int-quantized": "codes",
+    "float-quantized": "codes",
+    "naive-quantized": "codes",
+}
+_KEYS = """
+    quant_method format config_groups ignore quantization_status global_compression_ratio kv_cache_scheme version
+    sparsity_config transform_config run_compressed dequantize use_optimized_inference
+    """
+_GROUP_KEYS = "targets weights input_activations output_activations format"
+_NUMBER_KEYS = """
+    num_bits type symmetric group_size strategy block_structure dynamic actorder scale_dtype zp_dtype observer
+    observer_kwargs
+    """
+# A target that names a class of modules stands for this pattern of names. Modules of other classes have no matrices
+# that Pillion reads.
+_CLASSES = {
+    "Linear": "(?!.*embed_tokens)",
+    "LinearBase": "(?!.*embed_tokens)",
+    "Module": "",
+    "Embedding": ".*embed_tokens$",
+}
+_WHERE = "compressed-tensors"
+# With these values of actorder, a tensor names the group of each input. Files since 2026 have none of them.
+_ORDERED = (True, "group", "dynamic")
+
+
+def parse_compressed_tensors(raw: Raw) -> Quantization:
+    """Reads the config. Raises ConfigError for a scheme or an option that is not supported, by its name."""
+    refuse_others(raw, _KEYS, "quantization_config")
+    _refuse_other_compression(raw)
+    groups = raw.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ConfigError("config.json: quantization_config: config_groups must name at least one group")
+    targets: dict[str, MatrixScheme] = {}
+    for name, group in groups.items():
+        if not isinstance(group, Mapping) or not isinstance(group.get("targets"), list):
+            raise ConfigError(f"config.json: quantization_config: config_groups.{name} must have a list of targets")
+        refuse_others(group, _GROUP_KEYS, f"config_groups.{name}")
+        if group.get("weights"):
+            targets |= dict.fromkeys(map(str, group["targets"]), _scheme(group, words_of(raw, "format", "")))
+    # compressed-tensors itself looks for a module's scheme in this order: names, expressions, classes.
+    ordered = sorted(targets, key=lambda target: (target in _CLASSES, "re:" in target, target))
+    return Quantization(method=_WHERE, schemes=tuple((_pattern(target), targets[target]) for target in ordered))
+
+
+def _pattern(target: str) -> str:
+    if target in _CLASSES:
+        return _CLASSES[target]
+    if not target.startswith("re:"):
+        return re.escape(target) + "$"
+    return checked_pattern(target.removeprefix("re:"), "targets")
+
+
+def _refuse_other_compression(raw: Raw) -> None:
+    sparsity, transform = raw.get("sparsity_config") or {}, raw.get("transform_config") or {}
+    if not isinstance(sparsity, Mapping) or words_of(sparsity, "format", "dense") != "dense":
+        raise unsupported(f"{_WHERE} with sparsity_config = {repr(sparsity)[:60]}")
+    if not isinstance(transform, Mapping) or transform.get("config_groups"):
+        raise unsupported(f"{_WHERE} with transform_config = {repr(transform)[:60]}")
+    cache = raw.get("kv_cache_scheme")
+    if cache and (not isinstance(cache, Mapping) or cache.get("num_bits") != 8):
+        raise unsupported(f"{_WHERE} with kv_cache_scheme = {repr(cache)[:60]}", "8 bits are read as more exact ones")
+
+
+def _scheme(group: Raw, model_format: str) -> MatrixScheme:
+    file_format, weights = words_of(group, "format", model_format), group["weights"]
+    if not isinstance(weights, Mapping):
+        raise ConfigError(f"config.json: quantization_config: weights must be an object, not {weights!r}")
+    refuse_others(weights, _NUMBER_KEYS, "weights")
+    bits, kind = weights.get("num_bits", 8), words_of(weights, "type", "int")
+    layout = _LAYOUTS.get(file_format)
+    if layout is None:
+        raise unsupported(f"{_WHERE} in the format {file_format or 'of an unnamed kind'}, {bits} bits")
+    floats = kind == "float" and bits == 8 and layout == "codes" and weights.get("symmetric", True)
+    if type(bits) is not int or not (floats or (kind == "int" and bits in (4, 8))):
+        raise unsupported(f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, and 8 of float are")
+    rows, size = _shares(weights)
+    inputs = group.get("input_activations")
+    activations, row_codes = _activations(inputs)
+    return MatrixScheme(
+        layout=layout,
+        kind="fp8" if floats else "int",
+        bits=bits,
+        rows=rows,
+        group=size,
+        symmetric=bool(weights.get("symmetric", True)),
+        ordered=size > 0 and rows == 1 and weights.get("actorder") in _ORDERED,
+        activations=activations,
+        row_codes=row_codes,
+        row_zeros=row_codes == "static" and not (inputs or {}).get("symmetric", True),
+    )
+
+
+def _shares(weights: Raw) -> tuple[int, int]:
+    """Returns how many outputs and inputs share a scale, 0 standing for all."""
+    size = weights.get("group_size")
+    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = words_of(weights, "strategy", inferred)
+    if strategy == "group":
+        return 1, whole(weights, "group_size", None)
+    if strategy == "block":
+        block = weights.get("block_structure")
+        sizes = [int(part) for part in re.findall(r"\d+", block)] if isinstance(block, str) else block
+        return block_of(sizes, "quantization_config: block_structure")
+    if strategy in ("tensor", "channel"):
+        return int(strategy == "channel"), 0
+    raise unsupported(f"{_WHERE} with the strategy {strategy}", "tensor, channel, group and block are")
+
+
+def _activations(inputs: Any) -> tuple[str, str]:
+    """Returns the scheme's ``activations`` and ``row_codes``."""
+    if not inputs:
+        return "", ""
+    if not isinstance(inputs, Mapping) or inputs.get("num_bits", 8) != 8:
+        raise unsupported(f"{_WHERE} with input_activations = {repr(inputs)[:60]}", "8 bits are")
+    refuse_others(inputs, _NUMBER_KEYS, "input_activations")
+    if words_of(inputs, "type", "int") == "float":
+        return "fp8", ""
+    dynamic, symmetric = inputs.get("dynamic") or False, inputs.get("symmetric", True)
+    strategy = words_of(inputs, "strategy", "token" if dynamic else "tensor")
+    if dynamic is True and strategy == "token":
+        return "", "dynamic" if symmetric else "asymmetric"
+    # One scale for all rows of a step would make a row's result depend on the other rows.
+    return ("", "static") if not dynamic and strategy == "tensor" else ("int8", "")

@@ -1,0 +1,166 @@
+"""Reads the layouts of compressed-tensors and fp8: rows of packed codes, or one code a byte, with scales of rows,
+groups or blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pillion.engine.checkpoints.weight_format import FLOATS
+from pillion.engine.quantized.formats.int32_layouts import input_order
+from pillion.engine.quantized.formats.layout import (
+    SCALES,
+    Get,
+    Headers,
+    Part,
+    even,
+    finite,
+    from_unsigned,
+    groups_of,
+    largest,
+    unpack,
+)
+from pillion.engine.quantized.quantization import MatrixScheme
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+# Codes of one byte are stored in these types, by MatrixScheme.kind.
+_CODES = {"int": ("I8",), "fp8": ("F8_E4M3",)}
+_ONE_BYTE = ("I8", "F8_E4M3")
+
+
+class PackedLayout:
+    """Reads ``weight_packed`` int32 [N, K * bits / 32], ``weight_scale`` [N, G], ``weight_shape`` int64 [2] and,
+    without symmetry, ``weight_zero_point`` int32 [N * bits / 32, G], in old files int8 [N, G].
+
+    Codes and zero points are shifted to begin at 0. Old files may have ``weight_g_idx``, the group of each input.
+    """
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        return f"{name}_packed" in headers
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        *experts, rows, columns = shape
+        groups, bits = groups_of(name, columns, scheme.group), scheme.bits
+        zeros = [(*experts, -(-rows * bits // 32), groups), (*experts, rows, groups)]
+        parts = [
+            Part(f"{name}_packed", ("I32",), [(*experts, rows, -(-columns * bits // 32))]),
+            Part(f"{name}_scale", FLOATS, _scale_shapes(name, shape, scheme)),
+            Part(f"{name}_shape", ("I64", "I32"), [(2,), (*experts, 2), (len(shape),)], optional=True),
+            Part(f"{name}_g_idx", ("I32", "I64"), [(*experts, columns)], optional=not scheme.ordered),
+        ]
+        # Symmetric files may have zero points that are all 0.
+        return [*parts, Part(f"{name}_zero_point", ("I32", "I8"), zeros, optional=scheme.symmetric)]
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        (rows, columns), bits = shape, scheme.bits
+        said = _found(f"{name}_shape", get)
+        if said is not None and said.dim() == 1 and said.tolist()[-2:] != [rows, columns]:
+            raise ConfigError(f"{name}_shape says {said.tolist()}, not {[rows, columns]}")
+        codes = unpack(get(f"{name}_packed"), bits)[:, :columns]
+        scales = _scales(f"{name}_scale", get, shape, scheme, 2.0**bits)
+        groups, zeros = _found(f"{name}_g_idx", get), _found(f"{name}_zero_point", get)
+        order = None
+        # Where no order was chosen, all groups are -1.
+        if groups is not None and not bool((groups == -1).all()):
+            order = input_order(f"{name}_g_idx", groups, scales.shape[1])
+            codes = codes if order is None else codes[:, order]
+        if zeros is not None:
+            old = zeros.dtype == torch.int8
+            if len(zeros) != (rows if old else -(-rows * bits // 32)):
+                raise ConfigError(
+                    f"{name}_zero_point is {zeros.dtype} {list(zeros.shape)}, which does not fit {rows} rows"
+                )
+            zeros = _shifted(f"{name}_zero_point", zeros, bits) if old else unpack(zeros.t(), bits)[:, :rows].t()
+            if scheme.symmetric:
+                even(f"{name}_zero_point", zeros, 2 ** (bits - 1))
+                zeros = None
+        return from_unsigned(codes.contiguous(), bits, scales, zeros, scheme.group, order)
+
+
+class CodesLayout:
+    """Reads ``weight`` [N, K] with one code a byte and its scale, which compressed-tensors calls ``weight_scale`` and
+    fp8 ``weight_scale_inv``: a number, [N, 1], [N, G], or [N / rows, G] for blocks, which may be cut at both ends."""
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        # A tensor of this type without its scale is in this layout too, and is then refused as incomplete.
+        scaled = f"{name}_scale" in headers or f"{name}_scale_inv" in headers
+        found = headers.get(name)
+        return found is not None and found.dtype not in FLOATS and (scaled or found.dtype in _ONE_BYTE)
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        scales = _scale_shapes(name, shape, scheme)
+        zeros = Part(f"{name}_zero_point", ("I8",), scales, optional=scheme.symmetric)
+        return (
+            Part(name, _CODES[scheme.kind], [shape]),
+            Part(f"{name}_scale_inv", SCALES, scales, optional=True),
+            Part(f"{name}_scale", SCALES, scales, instead=f"{name}_scale_inv"),
+            zeros,
+        )
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        codes = get(name)
+        fp8 = scheme.kind == "fp8"
+        coding = "fp8_e4m3" if fp8 else "int8"
+        # In both halves of the table the last code is NaN.
+        if fp8 and bool(((codes.view(torch.uint8) & 127) == 127).any()):
+            raise ConfigError(f"{name} holds NaN")
+        scale = f"{name}_scale_inv" if _found(f"{name}_scale_inv", get) is not None else f"{name}_scale"
+        scales = _scales(scale, get, shape, scheme, 2 * largest(coding))
+        zeros = _found(f"{name}_zero_point", get)
+        if zeros is not None and scheme.symmetric:
+            even(f"{name}_zero_point", zeros, 0)
+            zeros = None
+        if zeros is not None:
+            zeros = _spread(zeros, shape, scheme)
+        if scheme.bits == 4:
+            shifted = None if zeros is None else _shifted(f"{name}_zero_point", zeros, 4)
+            return from_unsigned(_shifted(name, codes, 4), 4, scales, shifted, scheme.group)
+        return QuantizedMatrix(
+            coding=coding,
+            codes=codes.view(torch.uint8),
+            scales=scales,
+            group=scheme.group or shape[1],
+            offsets=None if zeros is None else -scales * zeros.float(),
+        )
+
+
+def _found(name: str, get: Get) -> torch.Tensor | None:
+    """Returns a tensor, or None where the file lacks it."""
+    try:
+        return get(name)
+    except KeyError:
+        return None
+
+
+def _shifted(name: str, numbers: torch.Tensor, bits: int) -> torch.Tensor:
+    """Adds half of the range to int8 numbers that begin at -half, which gives uint8 from 0 on. Raises ConfigError for a
+    number that does not fit ``bits``."""
+    half = 1 << (bits - 1)
+    if int(numbers.min()) < -half or int(numbers.max()) >= half:
+        raise ConfigError(f"{name} holds numbers outside of {-half} to {half - 1}, which {bits} bits do not hold")
+    return (numbers.to(torch.int16) + half).to(torch.uint8)
+
+
+def _scale_shapes(name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> list[tuple[int, ...]]:
+    """Returns the shapes that scales may have. One scale for a whole matrix may be a number, or a vector or matrix of
+    one."""
+    *experts, rows, columns = shape
+    if not scheme.rows:
+        return [(*experts, *ones) for ones in ((), (1,), (1, 1))]
+    if scheme.rows == 1:
+        groups = groups_of(name, columns, scheme.group)
+        return [(*experts, rows, groups), *([(*experts, rows)] if groups == 1 else [])]
+    return [(*experts, -(-rows // scheme.rows), -(-columns // scheme.group))]
+
+
+def _scales(name: str, get: Get, shape: tuple[int, int], scheme: MatrixScheme, most: float) -> torch.Tensor:
+    return _spread(finite(name, get(name), most), shape, scheme)
+
+
+def _spread(values: torch.Tensor, shape: tuple[int, int], scheme: MatrixScheme) -> torch.Tensor:
+    """Spreads scales or zero points as a file holds them -> [N, G]."""
+    rows = min(scheme.rows or shape[0], shape[0])
+    matrix = values.reshape(-(-shape[0] // rows), -1)
+    return matrix.repeat_interleave(rows, 0)[: shape[0]].contiguous()

@@ -1,0 +1,117 @@
+"""Reads the layouts awq and gptq: codes packed in int32 along the outputs or the inputs, with a scale and a zero point
+for each group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pillion.engine.checkpoints.weight_format import FLOATS
+from pillion.engine.quantized.formats.layout import (
+    Get,
+    Headers,
+    Part,
+    even,
+    finite,
+    from_unsigned,
+    groups_of,
+    one_matrix,
+    stem,
+    unpack,
+    whole_words,
+)
+from pillion.engine.quantized.quantization import MatrixScheme
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+# AWQ orders the outputs of a word in this way: the n-th of eight outputs is in the group of four bits with this number.
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+class AwqLayout:
+    """Reads ``qweight`` int32 [K, N / 8], ``qzeros`` int32 [G, N / 8] and ``scales`` [G, N]."""
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        return f"{stem(name)}.qweight" in headers
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        (rows, columns), module = one_matrix(name, shape), stem(name)
+        groups, words = groups_of(name, columns, scheme.group), whole_words(name, "outputs", rows, 4)
+        return (
+            Part(f"{module}.qweight", ("I32",), [(columns, words)]),
+            Part(f"{module}.qzeros", ("I32",), [(groups, words)], optional=scheme.symmetric),
+            Part(f"{module}.scales", FLOATS, [(groups, rows)]),
+        )
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        module = stem(name)
+        scales = finite(f"{module}.scales", get(f"{module}.scales"), 16.0).t().contiguous()
+        try:
+            zeros = _in_order(get(f"{module}.qzeros"))
+        except KeyError:
+            zeros = None
+        return from_unsigned(_in_order(get(f"{module}.qweight")), 4, scales, zeros, scheme.group)
+
+
+def _in_order(words: torch.Tensor) -> torch.Tensor:
+    """Unpacks int32 [R, N / 8] -> uint8 [N, R]."""
+    turned = words.t().contiguous()
+    codes = torch.empty(len(turned), 8, len(words), dtype=torch.uint8)
+    for output, place in enumerate(_AWQ_ORDER):
+        codes[:, output] = (turned >> (4 * place)) & 15
+    return codes.flatten(0, 1)
+
+
+class GptqLayout:
+    """Reads ``qweight`` int32 [K * bits / 32, N], ``qzeros`` int32 [G, N * bits / 32], ``scales`` [G, N] and, with
+    act-order, ``g_idx`` int32 [K], the group of each input."""
+
+    def __init__(self, zeros_less_by: int) -> None:
+        """Makes the layout. This version of the format subtracts ``zeros_less_by`` from zero points before it packs
+        them."""
+        self._zeros_less_by = zeros_less_by
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        return f"{stem(name)}.qweight" in headers
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        (rows, columns), module, bits = one_matrix(name, shape), stem(name), scheme.bits
+        groups, words = groups_of(name, columns, scheme.group), whole_words(name, "inputs", columns, bits)
+        return (
+            Part(f"{module}.qweight", ("I32",), [(words, rows)]),
+            Part(f"{module}.qzeros", ("I32",), [(groups, whole_words(name, "outputs", rows, bits))]),
+            Part(f"{module}.scales", FLOATS, [(groups, rows)]),
+            Part(f"{module}.g_idx", ("I32", "I64"), [(columns,)], optional=not scheme.ordered),
+        )
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        module, bits = stem(name), scheme.bits
+        scales = finite(f"{module}.scales", get(f"{module}.scales"), 2.0**bits).t().contiguous()
+        codes = unpack(get(f"{module}.qweight").t(), bits)
+        zeros = unpack(get(f"{module}.qzeros"), bits).t()
+        zeros = (zeros + self._zeros_less_by) & (2**bits - 1)
+        if scheme.symmetric:
+            even(f"{module}.qzeros", zeros, 2 ** (bits - 1))
+        try:
+            order = input_order(f"{module}.g_idx", get(f"{module}.g_idx"), scales.shape[1])
+        except KeyError:
+            order = None
+        if order is not None:
+            codes = codes[:, order]
+        return from_unsigned(codes, bits, scales, None if scheme.symmetric else zeros, scheme.group, order)
+
+
+def input_order(name: str, groups: torch.Tensor, count: int) -> torch.Tensor | None:
+    """Returns the inputs sorted by their groups, int64 [K]; None where they are sorted already. Raises ConfigError
+    where the ``count`` groups do not have equally many inputs each."""
+    size = len(groups) // count
+    if int(groups.min()) < 0 or int(groups.max()) >= count:
+        raise ConfigError(f"{name} names groups outside of 0 to {count - 1}")
+    sizes = torch.bincount(groups.long(), minlength=count)
+    uneven = (sizes != size).nonzero()
+    if len(uneven):
+        group = int(uneven[0])
+        raise ConfigError(f"{name} gives group {group} {int(sizes[group])} inputs, not {size}")
+    order = torch.argsort(groups, stable=True)
+    return None if torch.equal(order, torch.arange(len(order))) else order

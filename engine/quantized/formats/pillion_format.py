@@ -1,0 +1,88 @@
+"""Defines Pillion's own layout of matrices in few bits, in which it keeps what it converts or quantizes itself.
+
+For a matrix ``X.weight`` [N, K], or ``X`` where the name has no such end:
+
+    X.codes    uint8 [N, K / 2], two codes a byte, the first in the lower half; or int8 [N, K], one code a byte
+    X.scales   float32 [N, groups], each for K / groups neighbouring inputs
+    X.offsets  of the same shape, or absent where all are 0
+
+Codes of 4 bits are numbers from 0 on where there are offsets, else from -8 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+
+from pillion.engine.checkpoints.weight_format import TensorHeader
+from pillion.engine.quantized.formats.layout import finite, stem, unpack_halves
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes
+
+_FOUR_BITS = {True: "uint4", False: "int4"}  # The coding depends on whether there are offsets.
+
+
+class PillionFormat:
+    """Reads Pillion's own layout, as a :class:`pillion.engine.checkpoints.weight_format.WeightFormat`.
+
+    ``row_codes`` says how rows are rounded before a product with a matrix of one-byte codes, or "" where they are not.
+    """
+
+    def __init__(self, row_codes: str = "") -> None:
+        self._row_codes = RowCodes(row_codes) if row_codes else None
+        self._shifted: set[str] = set()  # The matrices with these names have offsets.
+
+    def stored(self, name: str, shape: tuple[int, ...], headers: Mapping[str, TensorHeader]) -> tuple[str, ...]:
+        codes, scales, offsets = _names(name)
+        if codes not in headers:
+            return ()
+        *rows, columns = shape
+        found = headers[codes]
+        width = {"U8": -(-columns // 2), "I8": columns}.get(found.dtype)
+        if found.shape != (*rows, width):
+            raise ConfigError(f"{codes} is {found.dtype} {list(found.shape)}, which holds no codes of {list(shape)}")
+        if scales not in headers:
+            raise ConfigError(f"{scales} is missing beside {codes}")
+        groups = headers[scales].shape[-1] if headers[scales].shape else 0
+        parts: tuple[str, ...] = (scales,)
+        if offsets in headers:
+            self._shifted.add(name)
+            parts = (scales, offsets)
+        for part in parts:
+            if headers[part] != TensorHeader("F32", (*rows, groups)) or not groups or columns % groups:
+                kind, sizes = headers[part].dtype, list(headers[part].shape)
+                raise ConfigError(f"{part} is {kind} {sizes}, which gives no groups to {list(shape)}")
+        return (codes, *parts)
+
+    def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
+        codes_name, scales_name, offsets_name = _names(name)
+        codes, scales, columns = get(codes_name), get(scales_name), shape[1]
+        scales = finite(scales_name, scales)
+        offsets = finite(offsets_name, get(offsets_name)) if name in self._shifted else None
+        group = columns // scales.shape[1]
+        if codes.dtype == torch.int8:
+            return QuantizedMatrix("int8", codes.view(torch.uint8), scales, group, offsets, row_codes=self._row_codes)
+        halves = unpack_halves(codes)[..., :columns]
+        return QuantizedMatrix(_FOUR_BITS[offsets is not None], halves.contiguous(), scales, group, offsets)
+
+
+def stored_tensors(name: str, matrix: QuantizedMatrix) -> dict[str, torch.Tensor]:
+    """Returns the tensors that stand for the matrix ``name``, in one of the codings of this layout and without an
+    order."""
+    codes_name, scales_name, offsets_name = _names(name)
+    codes, offsets = matrix.codes, matrix.offsets
+    assert matrix.order is None
+    if matrix.coding == "int8":
+        codes = codes.view(torch.int8)
+    else:
+        assert matrix.coding == _FOUR_BITS[offsets is not None]
+        codes = torch.nn.functional.pad(codes, (0, codes.shape[1] % 2))
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    found = {codes_name: codes, scales_name: matrix.scales, offsets_name: offsets}
+    return {name: tensor.contiguous() for name, tensor in found.items() if tensor is not None}
+
+
+def _names(name: str) -> tuple[str, str, str]:
+    module = stem(name)
+    return f"{module}.codes", f"{module}.scales", f"{module}.offsets"

@@ -1,0 +1,128 @@
+"""Lists the layouts of matrices in few bits by name: a new format adds a row to this table and one to
+:mod:`pillion.engine.quantized.quantization_methods`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+import torch
+
+from pillion.engine.checkpoints.weight_format import WeightFormat
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.quantized.formats.bitsandbytes import Int8Layout, Nf4Layout
+from pillion.engine.quantized.formats.compressed import CodesLayout, PackedLayout
+from pillion.engine.quantized.formats.int32_layouts import AwqLayout, GptqLayout
+from pillion.engine.quantized.formats.layout import Get, Headers, Layout, Part, finite, stem
+from pillion.engine.quantized.formats.pillion_format import PillionFormat
+from pillion.engine.quantized.quantization import OWN_METHOD, MatrixScheme, Quantization
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import LEAST_CODE, MOST_CODE, QuantizedMatrix, RowCodes
+
+LAYOUTS: Mapping[str, Layout] = {
+    "awq": AwqLayout(),
+    "gptq": GptqLayout(1),
+    "gptq_v2": GptqLayout(0),
+    "packed": PackedLayout(),
+    "codes": CodesLayout(),
+    "bnb4": Nf4Layout(),
+    "bnb8": Int8Layout(),
+}
+# Some producers store these tensors about the rounding of a layer's inputs and outputs. Integer products use the
+# first two.
+_OF_ROWS = (
+    "input_scale",
+    "input_zero_point",
+    "activation_scale",
+    "output_scale",
+    "output_zero_point",
+)
+
+
+def format_of(config: ModelConfig) -> WeightFormat:
+    """Returns the format of a model whose matrices are in few bits."""
+    quantization = config.quantization
+    assert isinstance(quantization, Quantization)
+    own = quantization.method == OWN_METHOD
+    return PillionFormat(quantization.row_codes) if own else ConfiguredFormat(quantization)
+
+
+class ConfiguredFormat:
+    """Is a :class:`WeightFormat` that finds the layout of each matrix by the config's schemes."""
+
+    def __init__(self, quantization: Quantization) -> None:
+        self._words = quantization.words
+        self._patterns = [(re.compile(pattern), scheme) for pattern, scheme in quantization.schemes]
+        self._schemes: dict[str, MatrixScheme | None] = {}
+
+    def stored(self, name: str, shape: tuple[int, ...], headers: Headers) -> tuple[str, ...]:
+        module = stem(name)
+        scheme = self._scheme(module)
+        if scheme is None or not LAYOUTS[scheme.layout].marks(name, headers):
+            if any(layout.marks(name, headers) for layout in LAYOUTS.values()):
+                raise ConfigError(f"{module} is quantized, but not as its quantization_config says ({self._words})")
+            return ()
+        parts = LAYOUTS[scheme.layout].parts(name, shape, scheme)
+        for part in parts:
+            _check(part, headers, self._words)
+        names = [part.name for part in parts] + [_of_rows(name, noted) for noted in _OF_ROWS]
+        if scheme.row_codes == "static" and _of_rows(name, "input_scale") not in headers:
+            raise ConfigError(f"{_of_rows(name, 'input_scale')} is missing, which inputs of int8 without dynamic need")
+        if scheme.row_zeros and (missing := _of_rows(name, "input_zero_point")) not in headers:
+            raise ConfigError(f"{missing} is missing, which inputs of int8 without dynamic and symmetric need")
+        return tuple(part for part in names if part in headers)
+
+    def read(self, name: str, shape: tuple[int, int], get: Callable[[str], torch.Tensor]) -> QuantizedMatrix:
+        scheme = self._scheme(stem(name))
+        assert scheme is not None
+        matrix = LAYOUTS[scheme.layout].read(name, shape, scheme, get)
+        if not scheme.row_codes:
+            return matrix
+        static = scheme.row_codes == "static"
+        return replace(matrix, row_codes=_static(name, get) if static else RowCodes(scheme.row_codes))
+
+    def _scheme(self, module: str) -> MatrixScheme | None:
+        """Returns the scheme whose pattern is the first to match a module's name; None if the config has none for
+        it."""
+        if module not in self._schemes:
+            # In a model of text and images, configs call the same module by a longer name.
+            names = (module, f"language_model.{module}", re.sub("^model[.]", "model.language_model.", module))
+            found = (scheme for pattern, scheme in self._patterns if any(map(pattern.match, names)))
+            self._schemes[module] = next(found, None)
+        return self._schemes[module]
+
+
+def _of_rows(name: str, noted: str) -> str:
+    """Returns the name of the tensor that says something of the inputs of the matrix ``name``."""
+    module = stem(name)
+    return f"{module}{'_' if module == name else '.'}{noted}"
+
+
+def _static(name: str, get: Get) -> RowCodes:
+    """Reads the scale and the zero point by which the inputs of the matrix ``name`` are rounded."""
+    scale_name, zero_name = (_of_rows(name, noted) for noted in ("input_scale", "input_zero_point"))
+    try:
+        zero = get(zero_name).flatten().tolist()
+    except KeyError:
+        zero = [0]
+    scale = finite(scale_name, get(scale_name)).flatten().tolist()
+    if len(scale) != 1 or scale[0] <= 0:
+        raise ConfigError(f"{scale_name} holds {str(scale)[:60]}, not one number above 0")
+    if len(zero) != 1 or zero[0] not in range(LEAST_CODE, MOST_CODE + 1):
+        raise ConfigError(f"{zero_name} holds {str(zero)[:60]}, not one whole number from {LEAST_CODE} to {MOST_CODE}")
+    return RowCodes("static", scale[0], int(zero[0]))
+
+
+def _check(part: Part, headers: Headers, words: str) -> None:
+    header = headers.get(part.name)
+    if header is None:
+        if not part.optional and part.instead not in headers:
+            raise ConfigError(f"{part.name} is missing, which a matrix of {words} needs")
+        return
+    if header.dtype not in part.dtypes:
+        raise ConfigError(f"{part.name} is {header.dtype}, not {' or '.join(part.dtypes)}, for a matrix of {words}")
+    if part.shapes and header.shape not in part.shapes:
+        wanted = " or ".join(str(list(shape)) for shape in part.shapes)
+        raise ConfigError(f"{part.name} is {list(header.shape)}, not {wanted}, for a matrix of {words}")

@@ -1,0 +1,131 @@
+"""Reads the blocks of GGUF's quantized types as matrices in few bits, with exactly the numbers that gguf's package
+makes.
+
+A row of a matrix is a sequence of blocks; a block is a few float16 numbers and the codes of 32 or 256 inputs. The
+layouts are those of ggml-quants.h of llama.cpp. In all of them
+
+    weight = scale * code + offset
+
+is computed from a product that float32 holds exactly, so that any order of these operations gives the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+# The parts of blocks are codes [blocks, inputs of a block], scales [blocks, groups of a block], and offsets of the same
+# shape or None.
+Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLayout:
+    """Describes how a quantized type of GGUF is laid out.
+
+    Attributes:
+        block_bytes: bytes of a block, which ``read`` takes as uint8 [blocks, block_bytes].
+        coding: what the codes stand for, a key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`.
+        group: number of inputs that share a scale.
+    """
+
+    block_bytes: int
+    coding: str
+    group: int
+    read: Callable[[torch.Tensor], Parts]
+
+
+def read_blocks(layout: BlockLayout, data: torch.Tensor) -> QuantizedMatrix:
+    """Turns the blocks of a matrix, uint8 [N, bytes of a row], into the matrix."""
+    codes, scales, offsets = layout.read(data.reshape(-1, layout.block_bytes))
+    rows = len(data)
+    return QuantizedMatrix(
+        layout.coding,
+        codes.reshape(rows, -1),
+        scales.reshape(rows, -1),
+        layout.group,
+        None if offsets is None else offsets.reshape(rows, -1),
+    )
+
+
+def _half(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Returns the float16 number of each block that begins at a byte, as float32 [blocks, 1]."""
+    return blocks[:, at : at + 2].contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Splits bytes [..., n] into their halves: the lower halves of all, then the upper halves of all, [..., 2 n]."""
+    return torch.cat((packed & 15, packed >> 4), -1)
+
+
+def _fifth_bits(blocks: torch.Tensor, at: int) -> torch.Tensor:
+    """Returns the 32 bits of each block that begin at a byte, each where it is in a code of five bits: [blocks, 32]."""
+    places = torch.arange(8, dtype=torch.uint8)
+    return ((blocks[:, at : at + 4, None] >> places) & 1).flatten(1) << 4
+
+
+def _q4_0(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 2:]), _half(blocks, 0), None
+
+
+def _q4_1(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 4:]), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q5_0(blocks: torch.Tensor) -> Parts:
+    # Subtracting from bytes wraps around, which is the two's complement of a code below 16.
+    return (_nibbles(blocks[:, 6:]) | _fifth_bits(blocks, 2)) - 16, _half(blocks, 0), None
+
+
+def _q5_1(blocks: torch.Tensor) -> Parts:
+    return _nibbles(blocks[:, 8:]) | _fifth_bits(blocks, 4), _half(blocks, 0), _half(blocks, 2)
+
+
+def _q8_0(blocks: torch.Tensor) -> Parts:
+    return blocks[:, 2:], _half(blocks, 0), None
+
+
+def _q4_k(blocks: torch.Tensor) -> Parts:
+    codes = _nibbles(blocks[:, 16:].reshape(-1, 4, 32))
+    return codes.flatten(1), *_scales_and_offsets(blocks)
+
+
+def _q5_k(blocks: torch.Tensor) -> Parts:
+    low = _nibbles(blocks[:, 48:].reshape(-1, 4, 32)).reshape(-1, 8, 32)
+    # Bit g of byte i is the fifth bit of input i of group g.
+    high = (blocks[:, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]) & 1
+    return (low | high << 4).flatten(1), *_scales_and_offsets(blocks)
+
+
+def _q6_k(blocks: torch.Tensor) -> Parts:
+    low = _nibbles(blocks[:, :128].reshape(-1, 2, 64)).reshape(-1, 8, 32)
+    pairs = torch.arange(0, 8, 2, dtype=torch.uint8)[:, None]
+    high = ((blocks[:, 128:192].reshape(-1, 2, 1, 32) >> pairs) & 3).reshape(-1, 8, 32)
+    scales = _half(blocks, 208) * blocks[:, 192:208].view(torch.int8).float()
+    return ((low | high << 4) - 32).flatten(1), scales, None
+
+
+def _scales_and_offsets(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales and offsets [blocks, 8] of Q4_K and Q5_K: two float16 numbers, and 6 bits for each group,
+    packed in 12 bytes. Of the last four groups the upper two bits are in the bytes of the first four."""
+    first, second, rest = (blocks[:, at : at + 4] for at in (4, 8, 12))
+    scales = torch.cat((first & 63, (rest & 15) | (first >> 2 & 48)), 1)
+    offsets = torch.cat((second & 63, (rest >> 4) | (second >> 2 & 48)), 1)
+    return _half(blocks, 0) * scales.float(), -(_half(blocks, 2) * offsets.float())
+
+
+# Matrices of these types, by their names in GGUF, stay in few bits.
+BLOCK_LAYOUTS = {
+    "Q4_0": BlockLayout(18, "int4", 32, _q4_0),
+    "Q4_1": BlockLayout(20, "uint4", 32, _q4_1),
+    "Q5_0": BlockLayout(22, "int8", 32, _q5_0),
+    "Q5_1": BlockLayout(24, "int8", 32, _q5_1),
+    "Q8_0": BlockLayout(34, "int8", 32, _q8_0),
+    "Q4_K": BlockLayout(144, "uint4", 32, _q4_k),
+    "Q5_K": BlockLayout(176, "int8", 32, _q5_k),
+    "Q6_K": BlockLayout(210, "int8", 16, _q6_k),
+}

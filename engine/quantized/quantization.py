@@ -1,0 +1,170 @@
+"""Reads the ``quantization_config`` of a checkpoint: how its files hold matrices in few bits. Imports no torch.
+
+A row of :data:`pillion.engine.quantized.quantization_methods.METHODS` reads the config of one producer into a
+:class:`Quantization`, and :mod:`pillion.engine.quantized.formats` reads tensors by it. The config says only how a
+module is quantized, never whether: the lists of exceptions are written under the module names of different programs
+and versions, but a tensor in a file either is a matrix in few bits or is not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pillion.errors import ConfigError
+
+Raw = Mapping[str, Any]
+
+# This pattern gives a scheme to all modules.
+ANY_MODULE = ""
+# Checkpoints that Pillion itself converts or quantizes have this quant_method.
+OWN_METHOD = "pillion"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MatrixScheme:
+    """Says how the files hold the matrices of some modules.
+
+    Attributes:
+        layout: which tensors there are and how they are packed, a key of
+            :data:`pillion.engine.quantized.formats.table.LAYOUTS`.
+        kind: the kind of a code: "int", "fp8" or "nf4".
+        bits: number of bits of a code.
+        group: number of inputs that share a scale; 0 for all inputs.
+        rows: number of outputs that share a scale; 0 for all outputs.
+        symmetric: whether there are no zero points.
+        ordered: whether inputs of a group do not follow each other (act-order), so that a tensor says their groups.
+        activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8") where no product here
+            does, or "".
+        row_codes: how products here round a layer's inputs to int8, one of
+            :data:`pillion.kernels.torch.quantized_matrix.ROW_SCHEMES`, or "" where they do not.
+        row_zeros: whether static row codes have a zero point, which a tensor of its own says.
+    """
+
+    layout: str
+    kind: str = "int"
+    bits: int
+    group: int = 0
+    rows: int = 1
+    symmetric: bool = True
+    ordered: bool = False
+    activations: str = ""
+    row_codes: str = ""
+    row_zeros: bool = False
+
+    @property
+    def words(self) -> str:
+        """Gives the scheme in a few words: "4 bits in groups of 128"."""
+        number = {"int": f"{self.bits} bits", "fp8": "8-bit floats", "nf4": "NF4"}[self.kind]
+        if self.rows > 1:
+            return f"{number} in blocks of {self.rows} x {self.group}"
+        return f"{number} in groups of {self.group}" if self.group else number
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """Says how a checkpoint's files hold its matrices in few bits.
+
+    Attributes:
+        method: the name of the producer's format.
+        schemes: pairs of a regular expression and the scheme of modules whose names it matches from their first letter
+            on. The first match decides. In Pillion's own format the tensors themselves say all.
+        weights: the config's words about its weights, where there are no schemes.
+        row_codes: as in a scheme, for all modules, where there are no schemes.
+    """
+
+    method: str
+    schemes: tuple[tuple[str, MatrixScheme], ...] = ()
+    weights: str = ""
+    row_codes: str = ""
+
+    @property
+    def words(self) -> str:
+        """Gives the format in a few words: "awq, 4 bits in groups of 128"."""
+        return (
+            self.weights or f"{self.method}, {' and '.join(dict.fromkeys(scheme.words for _, scheme in self.schemes))}"
+        )
+
+    @property
+    def activations(self) -> frozenset[str]:
+        """Gives the types to which a checkpoint's producer rounds the inputs of some layers, where Pillion's products
+        do not."""
+        return frozenset(scheme.activations for _, scheme in self.schemes) - {""}
+
+    @property
+    def row_schemes(self) -> frozenset[str]:
+        """Gives the ways in which products on CPUs round the inputs of some layers to int8."""
+        return frozenset({self.row_codes, *(scheme.row_codes for _, scheme in self.schemes)}) - {""}
+
+    def rounding_notes(self, device: str, *, experts: bool) -> Iterator[str]:
+        rounded, ways = self.activations, self.row_schemes
+        if device == "cuda" and self.method == OWN_METHOD and ways:
+            yield (
+                "--quantization int8-dynamic rounds the inputs of linear layers on CPUs only; here they are not"
+                " rounded, which is nearer to the unquantized model"
+            )
+        elif device == "cuda" and ways:
+            rounded |= {"int8"}
+        if rounded:
+            yield (
+                "the checkpoint's producer also rounds the inputs of quantized layers to"
+                f" {' and '.join(sorted(rounded))}; here they are not rounded, which is nearer to the unquantized model"
+            )
+        if device == "cpu" and experts and "static" in ways:
+            yield (
+                "inputs of experts are rounded to int8 only where all experts of a layer have the same scale for them;"
+                " else they are not rounded, which is nearer to the unquantized model"
+            )
+
+
+def unsupported(what: str, why: str = "") -> ConfigError:
+    """Makes the error for weights that cannot be read; ``what`` names their quantization."""
+    reason = f" ({why})" if why else ""
+    return ConfigError(
+        f"weights quantized by {what} are not supported{reason}; use another quantization, such as awq, gptq,"
+        " compressed-tensors or fp8, or the bf16, fp16 or fp32 release"
+    )
+
+
+def refuse_others(raw: Raw, known: str, where: str) -> None:
+    """Raises ConfigError for a key that is neither in ``known`` nor switched off, and could change the numbers."""
+    for key in sorted(raw.keys() - set(known.split())):
+        if raw[key] and not key.startswith("_"):
+            raise ConfigError(f"config.json: {where} has {key} = {repr(raw[key])[:60]}, which is not supported")
+
+
+def whole(raw: Raw, keys: str, default: int | None, allowed: Sequence[int] = ()) -> int:
+    """Returns a whole number under the first of ``keys`` that the config has: one of ``allowed``, or else above 0."""
+    key = next((key for key in keys.split() if raw.get(key) is not None), keys.split()[0])
+    value = raw.get(key, default)
+    fits = isinstance(value, int) and not isinstance(value, bool) and (value in allowed or (not allowed and value > 0))
+    if not fits:
+        wanted = " or ".join(map(str, allowed)) or "a whole number above 0"
+        raise ConfigError(f"config.json: quantization_config: {key} must be {wanted}, not {value!r}")
+    assert isinstance(value, int)
+    return value
+
+
+def words_of(raw: Raw, keys: str, default: str) -> str:
+    """Returns a text in lower case, under the first of ``keys`` that the config has."""
+    return str(next((raw[key] for key in keys.split() if raw.get(key) is not None), default)).lower()
+
+
+def checked_pattern(pattern: str, key: str) -> str:
+    """Returns a regular expression of the config's key ``key``. Raises ConfigError for a text that is none."""
+    try:
+        re.compile(pattern)
+    except (re.error, OverflowError, RecursionError) as error:
+        raise ConfigError(
+            f"config.json: quantization_config: {key}: {pattern} is no regular expression: {error}"
+        ) from None
+    return pattern
+
+
+def block_of(block: Any, where: str) -> tuple[int, int]:
+    """Returns the outputs and inputs of a block that shares a scale."""
+    if isinstance(block, list | tuple) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
+        return block[0], block[1]
+    raise ConfigError(f"config.json: {where} must be two whole numbers above 0, not {block!r}")

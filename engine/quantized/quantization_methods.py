@@ -1,0 +1,156 @@
+"""Lists the producers of checkpoints in few bits in a table, by the ``quant_method`` of their configs. Imports no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from pillion.engine.models.config_parser import QUANTIZATION_KEYS, quantization_method
+from pillion.engine.quantized.compressed_tensors_config import parse_compressed_tensors
+from pillion.engine.quantized.quantization import (
+    ANY_MODULE,
+    OWN_METHOD,
+    MatrixScheme,
+    Quantization,
+    Raw,
+    block_of,
+    checked_pattern,
+    refuse_others,
+    unsupported,
+    whole,
+    words_of,
+)
+from pillion.errors import ConfigError
+
+
+def parse_quantization(name: str, config: Raw) -> Quantization:
+    """Returns how the config of a model of family ``name`` says that its matrices are quantized.
+
+    Raises ConfigError, before any weights are read, for a method or an option that is not supported.
+    """
+    key = next(key for key in QUANTIZATION_KEYS if config.get(key))
+    raw = config[key]
+    method = quantization_method(config)
+    try:
+        if not isinstance(raw, Mapping) or method not in METHODS:
+            bits = isinstance(raw, Mapping) and (raw.get("bits") or raw.get("w_bit"))
+            raise unsupported(method + (f", {bits} bits" if bits else ""))
+        return METHODS[method](raw)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error.message}") from None
+
+
+def _group(raw: Raw, keys: str = "group_size") -> int:
+    """Returns the number of inputs in a group; -1 in the config stands for all inputs, which is 0 here."""
+    key = next((key for key in keys.split() if raw.get(key) is not None), "")
+    return 0 if key and raw[key] == -1 else whole(raw, keys, 128)
+
+
+_GPTQ_KEYS = """
+    quant_method bits group_size sym desc_act checkpoint_format format dynamic lm_head meta pack_dtype
+    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu
+    damp_auto_increment damp_percent dataset device disable_exllama exllama_config failsafe hyb_act
+    max_input_length method model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
+    modules_in_block_to_quantize modules_to_not_convert mse offload_to_disk offload_to_disk_path pack_impl pad_token_id
+    parallel_packing quantizer static_groups tokenizer true_sequential use_cuda_fp16 use_exllama
+    amp autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps
+    iters low_gpu_mem_usage lr minmax_lr n_samples nsamples provider scale_dtype seqlen to_quant_block_names train_bs
+    """
+
+
+def _awq(raw: Raw) -> Quantization:
+    refuse_others(
+        raw,
+        _GPTQ_KEYS + "w_bit q_group_size zero_point version modules_to_fuse do_fuse fuse_max_seq_len",
+        "quantization_config",
+    )
+    version = words_of(raw, "version format checkpoint_format", "gemm")
+    bits = raw.get("bits", raw.get("w_bit", 4))
+    if version != "gemm" or bits != 4:
+        raise unsupported(f"awq, {bits} bits, version {version}", "only 4 bits in version gemm are")
+    symmetric = raw.get("zero_point") is False
+    scheme = MatrixScheme(layout="awq", bits=4, group=_group(raw, "group_size q_group_size"), symmetric=symmetric)
+    return Quantization(method="awq", schemes=((ANY_MODULE, scheme),))
+
+
+def _gptq(raw: Raw) -> Quantization:
+    refuse_others(raw, _GPTQ_KEYS, "quantization_config")
+    version = words_of(raw, "checkpoint_format format", "gptq")
+    if version not in ("gptq", "gptq_v2") or raw.get("pack_dtype") not in (None, "int32"):
+        raise unsupported(f"gptq in the format {version} of {raw.get('pack_dtype', 'int32')}")
+    dynamic = raw.get("dynamic") or {}
+    if not isinstance(dynamic, Mapping) or not all(isinstance(changes, Mapping) for changes in dynamic.values()):
+        raise ConfigError("config.json: quantization_config: dynamic must give an object for each pattern")
+    schemes = [
+        (checked_pattern(pattern.removeprefix("+:"), "dynamic"), _gptq_scheme({**raw, **changes}, version))
+        for pattern, changes in dynamic.items()
+        # The patterns of modules that begin with "-:" exclude them, which their plain tensors show as well.
+        if not pattern.startswith("-:")
+    ]
+    return Quantization(method="gptq", schemes=(*schemes, (ANY_MODULE, _gptq_scheme(raw, version))))
+
+
+def _gptq_scheme(raw: Raw, layout: str) -> MatrixScheme:
+    if type(raw.get("bits")) is not int or raw["bits"] not in (4, 8):
+        raise unsupported(f"gptq, {raw.get('bits')} bits", "only 4 and 8 bits are")
+    group = _group(raw)
+    # Where one group has all inputs, the inputs need no order.
+    ordered = bool(raw.get("desc_act")) and group > 0
+    symmetric = raw.get("sym") is True
+    return MatrixScheme(layout=layout, bits=raw["bits"], group=group, symmetric=symmetric, ordered=ordered)
+
+
+def _fp8(raw: Raw) -> Quantization:
+    known = """
+        quant_method activation_scheme fmt weight_block_size modules_to_not_convert ignored_layers modules_to_convert
+        dequantize scale_fmt expert_dtype kv_cache_scheme
+        """
+    refuse_others(raw, known, "quantization_config")
+    kind, experts = words_of(raw, "fmt", "e4m3"), words_of(raw, "expert_dtype", "fp8")
+    if kind not in ("e4m3", "float8_e4m3fn") or experts != "fp8":
+        raise unsupported(f"fp8 with numbers of type {kind} and experts of type {experts}")
+    block = raw.get("weight_block_size")
+    rows, group = (0, 0) if block is None else block_of(block, "quantization_config: weight_block_size")
+    scheme = MatrixScheme(layout="codes", kind="fp8", bits=8, group=group, rows=rows, activations="fp8")
+    return Quantization(method="fp8", schemes=((ANY_MODULE, scheme),))
+
+
+def _fbgemm_fp8(raw: Raw) -> Quantization:
+    refuse_others(raw, "quant_method activation_scale_ub modules_to_not_convert", "quantization_config")
+    scheme = MatrixScheme(layout="codes", kind="fp8", bits=8, activations="fp8")
+    return Quantization(method="fbgemm_fp8", schemes=((ANY_MODULE, scheme),))
+
+
+def _bitsandbytes(raw: Raw) -> Quantization:
+    known = """
+        quant_method load_in_4bit load_in_8bit llm_int8_threshold llm_int8_skip_modules llm_int8_has_fp16_weight
+        llm_int8_enable_fp32_cpu_offload bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant
+        bnb_4bit_quant_storage
+        """
+    refuse_others(raw, known, "quantization_config")
+    if raw.get("load_in_8bit"):
+        scheme = MatrixScheme(layout="bnb8", bits=8, activations="int8")
+    elif words_of(raw, "bnb_4bit_quant_type", "fp4") == "nf4":
+        scheme = MatrixScheme(layout="bnb4", kind="nf4", bits=4)
+    else:
+        raise unsupported("bitsandbytes, 4 bits, type fp4", "nf4 and 8 bits are")
+    return Quantization(method="bitsandbytes", schemes=((ANY_MODULE, scheme),))
+
+
+def _own(raw: Raw) -> Quantization:
+    refuse_others(raw, "quant_method weights row_codes", "quantization_config")
+    row_codes = raw.get("row_codes", "")
+    if row_codes not in ("", "dynamic"):
+        raise ConfigError(f"config.json: quantization_config: row_codes must be dynamic, not {row_codes!r}")
+    return Quantization(method=OWN_METHOD, weights=str(raw.get("weights", "")) or OWN_METHOD, row_codes=row_codes)
+
+
+METHODS: Mapping[str, Callable[[Raw], Quantization]] = {
+    "awq": _awq,
+    "gptq": _gptq,
+    "compressed-tensors": parse_compressed_tensors,
+    "fp8": _fp8,
+    "fbgemm_fp8": _fbgemm_fp8,
+    "bitsandbytes": _bitsandbytes,
+    OWN_METHOD: _own,
+}

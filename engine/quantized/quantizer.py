@@ -1,0 +1,242 @@
+"""Quantizes plain matrices: finds, for each group of weights, the codes, scale and offset of the least squared error.
+
+For a group x of one output the error is |scale * code + offset - x|^2. Given scale and offset the best codes are the
+nearest ones, and given the codes the best scale and offset are those of a linear regression. Rounding and regression
+take turns from several starts, of which the best result wins; the first start is the range of the group itself, whose
+plain rounding is a candidate, too, so no group is worse than rounded to nearest. In the end scales and offsets become
+float16 where the matrix hardly loses by it. No text is needed for this, as in HQQ (half-quadratic quantization), and
+the arithmetic is that of llama.cpp's make_qkx2_quants.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
+from pillion.engine.checkpoints.model_files import TEXT_FILES, Progress
+from pillion.engine.models.config_json import read_json
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.quantized.formats.pillion_format import stored_tensors
+from pillion.engine.quantized.quantization import OWN_METHOD
+from pillion.engine.quantized.shards import write_shards
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+# This many weights are quantized at once: few enough for a core's cache.
+_PIECE_WEIGHTS = 2**18
+# The search for a group's codes starts with these parts of its range, which the codes span.
+_REACHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# A matrix's squared error may grow by this share by scales and offsets in float16, which take half the memory.
+_FLOAT16_COST = 0.01
+# The progress is reported after every so many tensors.
+_TOLD_TENSORS = 100
+# Regression and rounding take so many rounds from each start, and so many from the best result.
+_FIRST_ROUNDS, _LAST_ROUNDS = 1, 3
+
+
+@dataclass(frozen=True, slots=True)
+class CodeRange:
+    """Describes the codes of a coding: the numbers from ``least`` to ``most``; where groups have offsets, ``least`` is
+    0."""
+
+    coding: str
+    least: int
+    most: int
+    offsets: bool
+
+
+# These are the codes of each value of --quantization.
+CODE_RANGES = {
+    "int4": CodeRange("uint4", 0, 15, True),
+    # The code -128 is left out, so that the largest weights of both signs are alike.
+    "int8": CodeRange("int8", -127, 127, False),
+    "int8-dynamic": CodeRange("int8", -127, 127, False),
+}
+
+
+def group_of(columns: int, wanted: int) -> int:
+    """Returns the number of inputs in a group: ``wanted``, or the largest of its half, quarter and so on that divides
+    the number of inputs; where not even 16 does, or ``wanted`` is 0, all inputs are one group."""
+    group = wanted
+    while group >= 16:
+        if columns % group == 0:
+            return group
+        group //= 2
+    return columns
+
+
+def quantize_matrix(
+    weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor | None = None
+) -> QuantizedMatrix:
+    """Quantizes a matrix [N, K] of finite numbers.
+
+    Args:
+        kind: a key of CODE_RANGES.
+        group: number of inputs that share a scale, which divides K.
+        pool: threads that do the work; None does it on this one.
+    """
+    rows, columns = weight.shape
+    levels = CODE_RANGES[kind]
+    step = max(1, _PIECE_WEIGHTS // columns)
+    pieces = range(0, rows, step)
+    # There are two results: with float32 scales and offsets, and with these rounded to float16.
+    codes = torch.empty(2, rows, columns, dtype=torch.uint8)
+    scales, offsets = torch.zeros(2, 2, rows, columns // group)
+    errors = torch.zeros(2, len(pieces), dtype=torch.float64)
+
+    def fill(begin: int) -> None:
+        piece = slice(begin, begin + step)
+        # Groups are columns here, because a processor is quickest at sums over the first dimension.
+        groups = weight[piece].float().reshape(-1, group).t().contiguous()
+        best = _best_fit(groups, levels)
+        halves = (_not_zero(best.scale.half().float()), best.offset.half().float())
+        for number, fit in enumerate((best, _rounded(groups, levels, *halves))):
+            codes[number, piece] = fit.codes.to(torch.int8).t().contiguous().view(torch.uint8).view(-1, columns)
+            scales[number, piece] = fit.scale.view(-1, columns // group)
+            offsets[number, piece] = fit.offset.view(-1, columns // group)
+            errors[number, begin // step] = fit.error.sum(dtype=torch.float64)
+
+    for _ in map(fill, pieces) if pool is None else pool.map(fill, pieces):
+        pass
+    found = int(errors[1].sum() <= errors[0].sum() * (1 + _FLOAT16_COST))
+    # These are copies, because a view of one result would keep the memory of both.
+    parts = (codes[found].clone(), scales[found].clone(), group, offsets[found].clone() if levels.offsets else None)
+    return QuantizedMatrix(levels.coding, *parts)
+
+
+@dataclass(slots=True)
+class GroupFit:
+    """Holds codes [group, G] as float32 numbers, and scale, offset and squared error [G], of groups."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    offset: torch.Tensor
+    error: torch.Tensor
+
+    def keep_better(self, other: GroupFit) -> None:
+        """Takes over from ``other`` the groups in which its error is smaller."""
+        better = other.error < self.error
+        for name in ("codes", "scale", "offset", "error"):
+            setattr(self, name, torch.where(better, getattr(other, name), getattr(self, name)))
+
+
+def _best_fit(groups: torch.Tensor, levels: CodeRange) -> GroupFit:
+    best = None
+    for reach in _REACHES:
+        fit = _rounded(groups, levels, *_start(groups, levels, reach))
+        if best is None:
+            best = fit
+        else:
+            best.keep_better(fit)
+        for _ in range(_FIRST_ROUNDS):
+            fit = _rounded(groups, levels, *_regression(groups, levels, fit))
+            best.keep_better(fit)
+    assert best is not None
+    for _ in range(_LAST_ROUNDS):
+        best.keep_better(_rounded(groups, levels, *_regression(groups, levels, best)))
+    return best
+
+
+def _start(groups: torch.Tensor, levels: CodeRange, reach: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scale and offset at which the codes span this part of each group's range."""
+    low, high = groups.amin(0), groups.amax(0)
+    if not levels.offsets:
+        return _not_zero(torch.maximum(-low, high) * (reach / levels.most)), torch.zeros_like(low)
+    scale = _not_zero((high - low) * (reach / levels.most))
+    return scale, (low + high - scale * levels.most) / 2 if reach < 1 else low
+
+
+def _not_zero(scale: torch.Tensor) -> torch.Tensor:
+    """Returns the scale, without zeros. For a group whose weights are all alike any scale is right."""
+    return torch.where(scale == 0, torch.ones_like(scale), scale)
+
+
+def _rounded(groups: torch.Tensor, levels: CodeRange, scale: torch.Tensor, offset: torch.Tensor) -> GroupFit:
+    codes = ((groups - offset) / scale).round_().clamp_(levels.least, levels.most)
+    error = (codes * scale).add_(offset).sub_(groups).square_().sum(0)
+    return GroupFit(codes, scale, offset, error)
+
+
+def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scale and offset of the least error for these codes; those of the fit where codes say nothing about
+    them."""
+    codes, count = fit.codes, groups.shape[0]
+    squares, products = codes.square().sum(0), (codes * groups).sum(0)
+    if not levels.offsets:
+        return torch.where(squares > 0, products / squares, fit.scale), fit.offset
+    total, sum_ = codes.sum(0), groups.sum(0)
+    spread = count * squares - total.square()
+    scale = (count * products - total * sum_) / spread
+    usable = (spread > 0) & (scale != 0)
+    scale = torch.where(usable, scale, fit.scale)
+    return scale, torch.where(usable, (sum_ - scale * total) / count, fit.offset)
+
+
+def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress: Progress) -> None:
+    """Fills ``folder`` with a plain model folder's files, the matrices of its linear layers quantized.
+
+    Norms, biases, routers of experts and the embedding stay as they are. The head becomes int8 with one scale for each
+    output. Tensors are read one by one, and as many threads as torch has quantize each. Raises ConfigError for weights
+    that do not fit the config or are not finite.
+    """
+    raw, config = read_json(source / "config.json"), load_config(source)
+    for name in TEXT_FILES:
+        if (source / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source / name, folder / name)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with (
+            ThreadPoolExecutor(threads) as pool,
+            open_checkpoint(source, config) as checkpoint,
+            write_shards(folder) as writer,
+        ):
+            linear = _linear_names(config)
+            for index, (name, tensor) in enumerate(checkpoint.tensors()):
+                if index % _TOLD_TENSORS == 0:
+                    progress(f"quantizing weights to {kind}: tensor {index}")
+                if name in linear:
+                    writer.add(_stored(name, tensor, kind, group, pool))
+                else:
+                    writer.add({name: tensor})
+                if name == _EMBEDDING and not checkpoint.has("lm_head"):
+                    writer.add(_stored(_HEAD, tensor, kind, group, pool))
+    finally:
+        torch.set_num_threads(threads)
+    words = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
+    rows = {"row_codes": "dynamic"} if kind == "int8-dynamic" else {}
+    raw["quantization_config"] = {"quant_method": OWN_METHOD, "weights": words, **rows}
+    (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
+
+
+def _linear_names(config: ModelConfig) -> set[str]:
+    """Returns all names that checkpoints have for the matrices of linear layers."""
+    return {
+        tensor.name
+        for key, spellings in decoder_tensors(config).items()
+        for spelling in spellings
+        for tensor in spelling
+        if len(tensor.shape) > 1 and key != "embedding" and not key.endswith("router")
+    } | {_HEAD}
+
+
+def _stored(
+    name: str, weight: torch.Tensor, kind: str, group: int, pool: ThreadPoolExecutor
+) -> dict[str, torch.Tensor]:
+    """Quantizes a matrix [N, K], or those of all experts [experts, N, K]."""
+    if not bool(weight.isfinite().all()):
+        raise ConfigError(f"{name} holds NaN or infinite numbers")
+    if name == _HEAD:
+        kind, group = "int8", 0
+    *lead, columns = weight.shape
+    matrix = quantize_matrix(weight.reshape(-1, columns), kind, group_of(columns, group), pool)
+    return {part: tensor.view(*lead, -1) for part, tensor in stored_tensors(name, matrix).items()}

@@ -1,0 +1,71 @@
+"""Writes the weights of a model folder tensor by tensor, in safetensors files of bounded size.
+
+Memory holds one file's tensors at a time, so that a model of any size can be converted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from pillion.engine.checkpoints.model_files import INDEX_NAME, SINGLE_NAME
+
+MAX_SHARD_BYTES = 2 * 2**30
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+class ShardWriter:
+    """Collects a model's tensors and writes them file by file. :func:`write_shards` makes the writer."""
+
+    def __init__(self, folder: Path, max_shard_bytes: int) -> None:
+        self._folder = folder
+        self._max_shard_bytes = max_shard_bytes
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._size_bytes = 0
+        self._places: dict[str, str] = {}  # For each tensor that is written this has the name of its file.
+        self._shards = 0
+
+    def add(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Adds tensors by their names in the checkpoint; they must not change afterwards."""
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        if self._tensors and self._size_bytes + size > self._max_shard_bytes:
+            self._shards += 1
+            self._write(f"model-{self._shards:05}.safetensors")
+        self._tensors.update(tensors)
+        self._size_bytes += size
+
+    def finish(self) -> None:
+        """Writes the tensors that are left: as the only file, or as the last one and the index of all."""
+        if not self._shards:
+            self._write(SINGLE_NAME)
+            return
+        self._write(f"model-{self._shards + 1:05}.safetensors")
+        (self._folder / INDEX_NAME).write_text(json.dumps({"weight_map": self._places}), "utf-8")
+
+    def _write(self, name: str) -> None:
+        try:
+            save_file(self._tensors, self._folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:
+            # The library tells only in words that a disk is full.
+            number = _OS_ERROR.search(str(error))
+            if number is None:
+                raise
+            raise OSError(int(number[1]), os.strerror(int(number[1])), name) from None
+        self._places.update(dict.fromkeys(self._tensors, name))
+        self._tensors, self._size_bytes = {}, 0
+
+
+@contextmanager
+def write_shards(folder: Path, max_shard_bytes: int = MAX_SHARD_BYTES) -> Iterator[ShardWriter]:
+    """Yields a writer of a folder's weights, whose last file is written when the block ends without an error."""
+    writer = ShardWriter(folder, max_shard_bytes)
+    yield writer
+    writer.finish()

@@ -1,0 +1,183 @@
+"""Loads workers of several ranks, and each rank's share of the model, for the room that
+:mod:`pillion.engine.backends.loading` enters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pillion.config import PrepareFlags, WorkerFlags
+from pillion.core_lending_table import CoreShare
+from pillion.cores import parse_cores
+from pillion.engine.backends.devices import devices_beside_cpu, resolve_device
+from pillion.engine.backends.loading import (
+    LoadedModel,
+    choose_kernels,
+    core_share,
+    load_cpu_share,
+    tell_of_kernels,
+)
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.ranks.rank_shard import RankShard
+from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import Isa
+from pillion.kvstore.memory.domain import CPU
+from pillion.observability.log_format import logs_json
+from pillion.rooms import Seam, require, require_room
+
+if TYPE_CHECKING:
+    # These modules import torch, which a supervisor that asks for a model's shares does not need.
+    from pillion.engine.backends.cpu.cpu_backend import CpuModel
+    from pillion.engine.ranks.cpu_rank import CpuRankBackend
+    from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+    from pillion.engine.ranks.ranked_backend import ShareBackend
+
+log = logging.getLogger("pillion.worker")
+
+
+class GpuRankLoader(Protocol):
+    """Loads ranks on GPUs (the room "ranks on GPUs")."""
+
+    def load(self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
+        """Loads a worker of several processes, of which this one is rank 0. ``order`` is the message by which the other
+        ranks load."""
+
+    def load_share(
+        self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], memory: RankMemory, meeting: int
+    ) -> ShareBackend:
+        """Loads the share of a rank above 0. ``meeting`` is the descriptor by which the ranks find each other."""
+
+
+_ON_GPUS = "ranks on GPUs"
+GPU_RANKS = Seam[GpuRankLoader]("engine.ranks.gpu")
+
+
+def _gpu_ranks(flags: PrepareFlags | WorkerFlags) -> GpuRankLoader:
+    return require(GPU_RANKS, _ON_GPUS, f"--tensor-parallel-size {flags.tensor_parallel_size} on a device")
+
+
+class Ranks:
+    """Implements :class:`pillion.engine.backends.loading.RankLoader`."""
+
+    @staticmethod
+    def shares(config: ModelConfig, size: int) -> Sequence[ModelShard]:
+        """Returns the share of the model that each rank computes. Raises ConfigError for a model that ``size`` ranks
+        cannot share."""
+        return [RankShard.of(config, rank, size) for rank in range(size)]
+
+    @staticmethod
+    def check(flags: PrepareFlags | WorkerFlags, device: str, prepared: PreparedModel) -> None:
+        """Raises ConfigError where ``--tensor-parallel-size`` ranks cannot run the model on this device."""
+        size = flags.tensor_parallel_size
+        RankShard.of(load_config(prepared.folder), 0, size)
+        needs = f"--tensor-parallel-size {size} needs"
+        if sys.platform != "linux":
+            raise ConfigError(f"{needs} Linux")
+        if device != CPU:
+            require_room(_ON_GPUS, f"--tensor-parallel-size {size} with --device {device}")
+            devices_beside_cpu(device).check_ranks(size)
+        elif reason := choose_kernels(flags, prepared)[1]:
+            raise ConfigError(f"{needs} the CPU kernels: {reason}")
+
+    @staticmethod
+    def load(flags: WorkerFlags, device: str, prepared: PreparedModel, threads: int) -> LoadedModel:
+        """Loads a worker of several processes, of which this one is rank 0. All of them load at the same time."""
+        order = loading_order(flags, threads, size=flags.tensor_parallel_size)
+        if device != CPU:
+            return _gpu_ranks(flags).load(flags, prepared, order)
+        from pillion.engine.ranks import rank_processes
+        from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+        from pillion.engine.ranks.ranked_backend import RankedBackend
+
+        size, config, share = flags.tensor_parallel_size, load_config(prepared.folder), core_share(flags)
+        # There may be more decodes than the budget; memory that no step touches is never allocated by the system.
+        memory = RankMemory.create(config, size, 2 * flags.step_budget_tokens + whole_prompt_tokens(flags, prepared))
+        member = RankMember(RankShard.of(config, 0, size), memory, rank_processes.STEP_SILENCE_MS)
+        keeping = replace(share, borrows=False) if share is not None else None
+        ranks = rank_processes.RankProcesses(size, worker_label(flags), memory)
+        try:
+            with ranks.loading(order, memory.fd):
+                own, isa = _cpu_share(flags, prepared, threads, member, keeping)
+        except BaseException:
+            ranks.close()
+            raise
+        log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
+        return LoadedModel(prepared, RankedBackend(own, ranks), f"cpu/{isa.name}", ranks=ranks)
+
+
+def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, Any]:
+    """Returns the message by which a worker's other processes load: its flags, its threads, how they log, and
+    ``more``."""
+    return {
+        "flags": {field.name: getattr(flags, field.name) for field in fields(WorkerFlags)},
+        "threads": threads,
+        "log_level": logging.getLevelName(log.getEffectiveLevel()),
+        "log_format": "json" if logs_json() else "text",
+        **more,
+    }
+
+
+def whole_prompt_tokens(flags: WorkerFlags, prepared: PreparedModel) -> int:
+    """Returns the tokens of the longest prompt where prompts are computed whole, and 0 where they are cut."""
+    return 0 if flags.enable_chunked_prefill else flags.max_model_len or prepared.max_model_len
+
+
+def worker_label(flags: WorkerFlags) -> str:
+    """Returns the name under which people see a worker's ranks among the machine's processes."""
+    return flags.component_id or f"worker-{os.getpid()}"
+
+
+def load_share(order: dict[str, Any], memory_fd: int, meeting: int = -1) -> tuple[ShareBackend, RankMemory]:
+    """Loads the share of a rank above 0, and the ranks' memory, by rank 0's order. On GPUs ``meeting`` is a descriptor
+    by which the ranks find each other. Raises ConfigError."""
+    from pillion.engine.ranks.rank_memory import RankMember, RankMemory
+
+    flags = WorkerFlags(**order["flags"])
+    device, prepared = resolve_device(flags), prepare(flags, log.info)
+    memory = RankMemory.open(os.dup(memory_fd))
+    if device != CPU:
+        return _gpu_ranks(flags).load_share(flags, prepared, order, memory, meeting), memory
+    shard = RankShard.of(load_config(prepared.folder), order["rank"], order["size"])
+    return _cpu_share(flags, prepared, order["threads"], RankMember(shard, memory))[0], memory
+
+
+def _cpu_share(
+    flags: WorkerFlags, prepared: PreparedModel, threads: int, member: RankMember, share: CoreShare | None = None
+) -> tuple[CpuRankBackend, Isa]:
+    """Makes a rank's backend, with its share of the worker's ``threads``, and returns the instruction set of its
+    kernels, too. Raises ConfigError."""
+    from pillion.engine.ranks.cpu_rank import CpuRankBackend
+
+    shard = member.shard
+    model, threads, cores = load_shard(flags, prepared, shard, threads, shard.rank, shard.size)
+    tell_of_kernels(model, threads, share)
+    return CpuRankBackend(model, threads, cores, share, member=member), model.isa
+
+
+def load_shard(
+    flags: WorkerFlags, prepared: PreparedModel, shard: ModelShard, threads: int, process: int, processes: int
+) -> tuple[CpuModel, int, tuple[int, ...]]:
+    """Loads the share of the model that one of a worker's processes computes; returns it with the threads and cores of
+    that process, out of the worker's ``threads``. Raises ConfigError."""
+    isa, reason = choose_kernels(flags, prepared)
+    if isa is None:
+        raise ConfigError(reason)
+    threads, cores = shared_cores(threads, parse_cores(flags.cpu_affinity), process, processes)
+    return load_cpu_share(flags, prepared, isa, shard), threads, cores
+
+
+def shared_cores(threads: int, cores: Sequence[int], rank: int, ranks: int) -> tuple[int, tuple[int, ...]]:
+    """Returns the threads of a worker's rank and their cores, out of the worker's ``threads`` and ``cores``; ``cores``
+    has one for each thread, or none at all. Where there are more ranks than threads, each rank has one thread, and some
+    share a core."""
+    if threads < ranks:
+        return 1, tuple(cores[rank % threads : rank % threads + 1])
+    first, last = (rank * threads // ranks, (rank + 1) * threads // ranks)
+    return last - first, tuple(cores[first:last])

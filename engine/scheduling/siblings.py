@@ -1,0 +1,85 @@
+"""Manages siblings, further answers to a prompt, from their first token until they run.
+
+    first token, chosen from the parent's logits
+        --the prompt's blocks are all sent to the node--> a ticket is ordered --> PREEMPTED, waits to run
+        --may run, the KV of the prompt's partial block copied from the parent--> a decode
+
+Whole blocks are shared, because the ticket pins the same chain; the partial one is copied before the child writes there
+(copy-on-write). Where the parent is gone by then, or was refused its commits, the child computes what it lacks (I1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.queues import SchedulerQueues
+from pillion.engine.scheduling.sequence import Sequence, SequenceState
+from pillion.engine.scheduling.step_plan import SequencePiece
+
+
+class Siblings:
+    """Manages the siblings of one scheduler, whose queues and block manager it uses."""
+
+    def __init__(self, queues: SchedulerQueues, block_manager: BlockManager) -> None:
+        self._queues = queues
+        self._block_manager = block_manager
+        # The prompts of these siblings are not completely sent to the node yet; they are kept by the id of the parent
+        # that sends the blocks.
+        self._late: dict[int, list[Sequence]] = {}
+
+    def order_ticket(self, parent: Sequence, child: Sequence) -> None:
+        """Orders a ticket for ``child``, at once or after the parent's running commit: a ticket that is opened before
+        the prompt's last blocks are sent would not pin them."""
+        if parent.in_commit and parent.num_sent < parent.spec.prompt_tokens // parent.block_size:
+            self._late.setdefault(parent.seq_id, []).append(child)
+        else:
+            self._block_manager.order_resume(child)
+
+    def parent_answered(self, seq_id: int, alive: Mapping[int, Sequence]) -> None:
+        """Notes that the node has answered the commit of a parent's run, and that the next one, if any, is ordered."""
+        for child in self._late.pop(seq_id, ()):
+            if alive.get(child.seq_id) is child:
+                self._block_manager.order_resume(child)
+
+    def start_running(
+        self, now: float, alive: Mapping[int, Sequence]
+    ) -> tuple[list[SequencePiece], list[tuple[int, int]]]:
+        """Returns decodes of the siblings that may run and have all of their prompt, and the (source, target) slots to
+        copy first.
+
+        Siblings queue like other sequences: a further answer is not more urgent than its request. Call this when
+        nothing is preempted any more in this step, so that no sequence lets go of a slot that is copied.
+        """
+        pieces: list[SequencePiece] = []
+        copies: list[tuple[int, int]] = []
+        if not any(s.parent is not None for s in self._queues.preempted):
+            return pieces, copies
+        not_running = [s for s in self._queues.prompt_tails(now) if s.state is not SequenceState.RUNNING]
+        for child in not_running[: self._queues.free_seqs]:
+            parent = child.leave_parent()
+            if parent is None:
+                continue
+            copy = copy_partial_block(parent, child) if alive.get(parent.seq_id) is parent else None
+            copies += [] if copy is None else [copy]
+            if child.left_to_compute == 1:
+                child.start_decoding()
+                self._queues.start_running(child)
+                pieces.append(SequencePiece(child, child.num_computed, 1, 1))
+        return pieces, copies
+
+
+def copy_partial_block(parent: Sequence, child: Sequence) -> tuple[int, int] | None:
+    """Returns the (source, target) slots to copy when the prompt's partial block is all that ``child``, which has just
+    its ticket, lacks of it, and ``parent``, which is not gone, still holds that block; ``child`` then counts as
+    computed.
+
+    Rows after the prompt are the parent's answer. The child writes its own rows there before it reads them.
+    """
+    prompt, block = child.spec.prompt_tokens, child.num_committed
+    missing = prompt - child.num_computed
+    parent_has = parent.state in (SequenceState.RUNNING, SequenceState.PREEMPTED) and parent.num_computed >= prompt
+    if not (0 < missing < child.block_size and parent_has):
+        return None
+    child.share_prompt()
+    return parent.slots(block, block + 1)[0], child.slots(block, block + 1)[0]

@@ -1,0 +1,203 @@
+"""Defines what a feature adds to the steps of one scheduler, and when it is asked: the seam between the core and such
+rooms.
+
+    add       joined, share, added                   schedule  step_begins -> may_choose, may_follow (each decode)
+    resumed   joined, share                                    -> proposes, propose -> planned -> masks (of the batch)
+    commit    stepped -> judged, accepted -> landed  between   may_run_ahead; step_failed; flush, load
+    closed    ends, left                             memory    lacking_blocks, yield_slots, chain_opened, ...
+
+A feature overrides what it needs. The scheduler keeps, for each method, those of the features that have one of their
+own (:func:`overrides`): a method that nobody overrides costs a step nothing. A feature keeps what it knows of a
+sequence in ``sequence.kept``, under a name of its own. Where no feature keeps anything for a sequence, ``added``,
+``may_choose``, ``may_follow`` and ``accepted`` are not called for it, nor ``proposes`` and ``masks`` for a step of such
+sequences: a plain stream costs no call. Sans-IO (I9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from collections.abc import Sequence as Seq
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from pillion.engine.backends.backend import Int32
+from pillion.engine.sampling.sampling_rows import RowMasks, Sampled
+from pillion.engine.scheduling.block_chain import BlockChain, Holding
+from pillion.engine.scheduling.block_manager import BlockManager
+from pillion.engine.scheduling.in_flight import InFlightSteps
+from pillion.engine.scheduling.queues import SchedulerQueues
+from pillion.engine.scheduling.sequence import Sequence
+from pillion.engine.scheduling.step_cost import TokenBudget
+from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
+from pillion.errors import PillionError
+from pillion.types import FinishReason
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Steps(Protocol):
+    """Describes what a feature may use of the scheduler that it belongs to."""
+
+    budget: TokenBudget
+    queues: SchedulerQueues
+    blocks: BlockManager
+    in_flight: InFlightSteps
+
+    def fail(self, seq_id: int, error: PillionError, now: float) -> None:
+        """Fails a sequence that cannot go on."""
+
+    def finish(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason, now: float) -> None:
+        """Ends a stream with these tokens, which it has already, and which needed no step."""
+
+    def fitting(self, sequence: Sequence, guess: Int32) -> Int32:
+        """Returns as much of a guess of the sequence's next tokens as the other features allow."""
+
+
+class StepFeature:
+    """Represents a feature of one scheduler, such as grammars or adapters; each method does nothing where a feature
+    does not override it.
+
+    Attributes:
+        use: the use as which its proposed tokens are counted (:mod:`pillion.engine.worker.step_meter`).
+        certain: whether each token that it proposes is right, so that no step has to judge it.
+        need: the name of a request's need that it serves, if it does.
+        blocks_after: hashes of blocks (or roots) after which it has one that is not full; :meth:`share` is asked for a
+            sequence whose chain ends there.
+    """
+
+    use = ""
+    certain = False
+    need = ""
+    blocks_after: Collection[bytes] = ()
+
+    def bind(self, steps: Steps) -> None:
+        """Notes that the feature belongs to a scheduler from now on. It is called once, before everything else."""
+
+    def expected(self, what: str, now: float) -> None:
+        """Notes that a sequence will be added soon that has this feature's need, such as the adapter ``what``."""
+
+    def added(self, sequence: Sequence, now: float) -> None:
+        """Notes that a new sequence has joined the queues for the first time."""
+
+    def joined(self, sequence: Sequence, now: float) -> None:
+        """Notes that a sequence has joined the queues, for the first time or after it was preempted."""
+
+    def share(self, sequence: Sequence) -> None:
+        """Lets a sequence that has joined the queues begin with a copy of a block (:meth:`Sequence.share`)."""
+
+    def ends(self, sequence: Sequence) -> None:
+        """Notes that a running sequence has all of its tokens and is about to let go of its blocks. The feature may cut
+        off blocks that will not be committed, whose slots are then its own."""
+
+    def left(self, sequence: Sequence) -> None:
+        """Notes that a sequence has left the queues: it ends, or is preempted and may join again
+        (``sequence.resume_after``)."""
+
+    def sibling_begins(self, parent: Sequence, child: Sequence) -> None:
+        """Notes that another answer to the parent's prompt begins; it has no token yet."""
+
+    def step_begins(self, now: float) -> None:
+        """Notes that the scheduler begins to plan a step."""
+
+    def may_choose(self, sequence: Sequence, now: float) -> bool:
+        """Says whether a step can choose the sequence's next token. The feature may have ended the sequence if not."""
+        return True
+
+    def may_follow(self, sequence: Sequence) -> bool:
+        """Returns whether a stream can decode the token that a launched step chooses, before that token is known."""
+        return True
+
+    def proposes(self, pieces: Seq[SequencePiece]) -> bool:
+        """Returns whether the feature may have something to propose for these decodes."""
+        return False
+
+    def propose(self, pieces: Seq[SequencePiece], spare: int, idle: int, now: float) -> tuple[int, float]:
+        """Puts tokens that may follow these decodes after their sequences' own (:meth:`Sequence.propose`).
+
+        These are at most ``spare`` tokens altogether, and none where other features have proposed some. ``idle`` counts
+        tokens of the step that no prompt needs, either. Returns how many tokens were proposed, and the seconds that it
+        took to find them.
+        """
+        return 0, 0.0
+
+    def fitting(self, sequence: Sequence, guess: Int32) -> Int32:
+        """Returns as much of another feature's guess of the sequence's next tokens as can be right."""
+        return guess
+
+    def may_run_ahead(self) -> bool:
+        """Returns whether the next step may be planned before the one just launched has landed."""
+        return True
+
+    def planned(self, plan: StepPlan) -> StepPlan:
+        """Returns the plan that was made, with what the feature adds to it."""
+        return plan
+
+    def masks(self, plan: StepPlan) -> RowMasks | None:
+        """Returns which tokens rows of the step may choose; None where the feature does not limit them."""
+        return None
+
+    def stepped(self, plan: StepPlan, seconds: float) -> None:
+        """Notes that a step has ended, and how long it took; 0.0 where that is unknown."""
+
+    def judged(self, sequence: Sequence, proposed: int, right: int) -> None:
+        """Notes that a step has judged the tokens that the feature proposed: the first ``right`` of them are the
+        sequence's now."""
+
+    def accepted(self, sequence: Sequence, tokens: Seq[int], reason: FinishReason | None) -> FinishReason | None:
+        """Notes that these tokens are the sequence's now. Returns why it ends with the last one, None where it goes on;
+        ``reason`` is the answer without this feature."""
+        return reason
+
+    def landed(self, plan: StepPlan, sampled: Sampled) -> None:
+        """Notes that all results of a step are applied."""
+
+    def step_failed(self, plan: StepPlan) -> Iterable[Sequence]:
+        """Notes that a step has failed, with all of its sequences. Returns other sequences that cannot go on either."""
+        return ()
+
+    def flush(self, out: Outcome) -> None:
+        """Adds to an outcome what the feature has gathered since the last one."""
+
+    def answered(self, what: str, answer: object, now: float) -> None:
+        """Notes that the worker has carried out a FeatureOrder, with this answer."""
+
+    def load(self) -> dict[str, Any]:
+        """Returns the feature's figures for :attr:`Outcome.load`."""
+        return {}
+
+    def lacking_blocks(self) -> int:
+        """Returns how many slots the feature would like to have, which it gets only where decodes need none."""
+        return 0
+
+    def yield_slots(self, blocks: int, now: float) -> bool:
+        """Gives so many slots or more back to the stock, because memory is short. Returns False if the feature gave
+        none."""
+        return False
+
+    def chain_opened(self, chain_id: int, holding: Holding | None, now: float) -> None:
+        """Takes the node's answer to a ChainOrder; the answer is None where the node gave no ticket."""
+
+    def chain_committed(self, chain_id: int, slots: Seq[int], refusal: str) -> None:
+        """Takes the node's answer to a CommitOrder for one of the feature's chains."""
+
+    def owns_chain(self, chain_id: int) -> bool:
+        """Returns whether a chain of this id, below 0, is one of the feature's :meth:`chains`."""
+        return False
+
+    def chains(self) -> Iterable[BlockChain]:
+        """Returns the feature's chains of blocks, which are beside those of sequences."""
+        return ()
+
+    def check_integrity(self, sequences: Iterable[Sequence]) -> None:
+        """Raises AssertionError where what the feature knows contradicts the sequences that are not gone."""
+
+
+MakeStepFeature = Callable[[], StepFeature]
+
+
+def overrides(
+    features: Iterable[StepFeature], method: Callable[Concatenate[StepFeature, P], R]
+) -> tuple[Callable[P, R], ...]:
+    """Returns the features' own versions of a method of StepFeature, in their order, as far as they have one."""
+    name = method.__name__
+    return tuple(getattr(one, name) for one in features if getattr(type(one), name) is not method)

@@ -1,0 +1,79 @@
+"""Computes what a step costs, as one formula: a worker's fit of it bounds its steps, and makes the planner's prices.
+
+    seconds = step + tokens * token + sequences * sequence + KV tokens read * read + query-key pairs * pair
+
+:mod:`pillion.engine.scheduling.step_cost` fits the five numbers to real steps and publishes them with heartbeats;
+:mod:`pillion.gateway.planning.plan_cost` prices routes with the numbers of every worker. Sans-IO (I9), and without
+numpy: a gateway weighs dozens of routes for each request.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+# However late the decodes are, a prompt tail gets this many tokens of each step, so that it is never starved.
+MIN_TAIL_TOKENS = 16
+# With a target in plain steps, prompts that wait limit the throughput where they are more than this for each decode.
+# Then a step may be longer, until it does at least this share of the work that the largest step would do in the same
+# time.
+WAITING_PER_DECODE = 0.5
+LEAST_THROUGHPUT = 0.9
+
+
+class StepModel(NamedTuple):
+    """Holds the seconds of a step, and of each token, sequence, KV token read and query-key pair in it."""
+
+    step_s: float
+    token_s: float
+    sequence_s: float
+    read_s: float
+    pair_s: float
+
+    def at_speed(self, speed: float) -> StepModel:
+        """Returns the model of the same steps on cores that are ``speed`` times as fast together."""
+        return StepModel._make([weight_s / speed for weight_s in self])
+
+    def plain_s(self, streams: int, context_tokens: int) -> float:
+        """Returns the seconds of a step that decodes one token of each stream; together they read
+        ``context_tokens``."""
+        return self.step_s + streams * (self.token_s + self.sequence_s) + context_tokens * (self.read_s + self.pair_s)
+
+    def piece_s(self, start: int) -> float:
+        """Returns the seconds that a piece of a prompt tail adds to a step besides those of its tokens: for one more
+        sequence, and for reading the KV before ``start``."""
+        return self.sequence_s + self.read_s * start
+
+    def tail_token_s(self, position: float) -> float:
+        """Returns the seconds that each token of a prompt tail adds to a step, if it attends to ``position`` keys."""
+        return self.token_s + self.read_s + self.pair_s * position
+
+    def tail_tokens(self, left_s: float, start: int, most: int) -> int:
+        """Returns the most tokens, 0 to ``most``, of a prompt tail at ``start`` that take ``left_s`` seconds."""
+        # This solves linear * c + pairs * c * c / 2 = left_s for c tokens.
+        linear, pairs = self.tail_token_s(start), self.pair_s
+        if left_s <= 0:
+            return 0
+        if pairs * left_s * 2 > 1e-9 * linear * linear:
+            count = (math.sqrt(linear * linear + 2 * pairs * left_s) - linear) / pairs
+        else:
+            count = left_s / linear if linear > 0 else most
+        return int(min(count, most))
+
+    def range_s(self, start: int, end: int, step_tokens: int) -> float:
+        """Returns the seconds of computing the tokens start .. end alone, ``step_tokens`` in each step: every step
+        reads the KV before it again."""
+        tokens = end - start
+        if tokens <= 0:
+            return 0.0
+        steps = -(-tokens // step_tokens)
+        reads = steps * start + tokens * (steps + 1) / 2
+        pairs = tokens * (start + (tokens + 1) / 2)
+        fixed = steps * (self.step_s + self.sequence_s)
+        return fixed + tokens * self.token_s + reads * self.read_s + pairs * self.pair_s
+
+
+def seconds_for_throughput(fixed_s: float, longest_s: float) -> float:
+    """Returns the seconds of the shortest step that gets LEAST_THROUGHPUT of the work done which one of ``longest_s``
+    gets done in the same time. ``fixed_s``, what a step costs by itself and each piece of a tail, is no work."""
+    return fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s))

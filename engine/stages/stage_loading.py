@@ -1,0 +1,168 @@
+"""Loads prefill workers of several stages, and each process's share of the model, for the room that
+:mod:`pillion.engine.backends.loading` enters."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from pillion.config import PrefillFlags, WorkerFlags
+from pillion.engine.backends.loading import (
+    LoadedModel,
+    choose_kernels,
+    core_share,
+    tell_of_kernels,
+)
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.ranks.rank_loading import load_shard, loading_order, whole_prompt_tokens, worker_label
+from pillion.engine.ranks.rank_shard import RankShard
+from pillion.engine.stages.stage_shares import StagePlace
+from pillion.errors import ConfigError
+from pillion.kvstore.memory.domain import CPU
+
+if TYPE_CHECKING:
+    # These modules import torch, which a supervisor that asks what can be run does not need.
+    from pillion.engine.ranks.rank_memory import RankMemory
+    from pillion.engine.ranks.rank_processes import AbortableMemory
+    from pillion.engine.stages.cpu_stage import StageShare
+    from pillion.engine.stages.stage_rows import StageLink
+
+log = logging.getLogger("pillion.worker")
+
+# Between two stages each rank has two ends of a socket: that of the stage before, and that of the stage after.
+Pairs = Sequence[Sequence[tuple[socket.socket, socket.socket]]]
+
+
+class Stages:
+    """Implements :class:`pillion.engine.backends.loading.ProcessLoader`."""
+
+    @staticmethod
+    def check(flags: WorkerFlags, device: str, prepared: PreparedModel) -> None:
+        """Raises ConfigError where ``--pipeline-parallel-size`` stages cannot run the model on this device."""
+        size = flags.pipeline_parallel_size
+        needs = f"--pipeline-parallel-size {size} needs"
+        if not isinstance(flags, PrefillFlags):
+            raise ConfigError(f"{needs} a prefill worker: a decode step would wait for one stage after the other")
+        StagePlace.of(0, size, flags.tensor_parallel_size).shard(load_config(prepared.folder))
+        if sys.platform != "linux":
+            raise ConfigError(f"{needs} Linux")
+        if device != CPU:
+            raise ConfigError(f"{needs} --device cpu: stages on GPUs are not there yet; set --tensor-parallel-size")
+        if reason := choose_kernels(flags, prepared)[1]:
+            raise ConfigError(f"{needs} the CPU kernels: {reason}")
+
+    @staticmethod
+    def load(flags: WorkerFlags, device: str, prepared: PreparedModel, threads: int) -> LoadedModel:
+        """Loads a worker of several stages, of which this process is the first. All of them load at the same time."""
+        from pillion.engine.ranks.rank_memory import RankMemory
+        from pillion.engine.stages.stage_rows import StageLink, StageRows
+        from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
+
+        stages, ranks, config = flags.pipeline_parallel_size, flags.tensor_parallel_size, load_config(prepared.folder)
+        # A prompt of the greatest length fits where prompts run whole; memory that no step touches is never allocated
+        # by the system.
+        max_tokens = max(flags.step_budget_tokens, whole_prompt_tokens(flags, prepared))
+        rows = StageRows.create(stages, ranks, max_tokens, hidden_bytes(config))
+        meetings = [RankMemory.create(config, ranks, max_tokens) for _ in range(stages if ranks > 1 else 0)]
+        order = loading_order(flags, threads, max_tokens=max_tokens)
+        pairs: Pairs = [[socket.socketpair() for _ in range(ranks)] for _ in range(stages - 1)]
+        link = StageLink(StagePlace.of(0, stages, ranks), rows, *_beside(StagePlace.of(0, stages, ranks), pairs))
+        processes = StageProcesses(stages, ranks, worker_label(flags), _StageMemory(link, meetings))
+
+        def each(process: int) -> list[int]:
+            place = StagePlace.of(process, stages, ranks)
+            sockets = [one.fileno() for one in _beside(place, pairs) if one is not None]
+            return [rows.fd, *sockets, *(memory.fd for memory in meetings[place.stage : place.stage + 1])]
+
+        try:
+            with processes.loading(order, each=each):
+                # Each process has descriptors of its sockets by now, and its end shall be theirs.
+                for sock in (end for between in pairs for pair in between for end in pair):
+                    if sock is not pairs[0][0][0]:
+                        sock.close()
+                own = _share(flags, prepared, threads, link, *meetings[:1])
+        except BaseException:
+            processes.close()
+            raise
+        log.info("%d stages of %d ranks share the model, processes %s beside this", stages, ranks, processes.pids())
+        operators = f"cpu/{own.model.isa.name}, {stages} stages"
+        return LoadedModel(prepared, StagedBackend(own, processes), operators, ranks=processes)
+
+
+class _StageMemory:
+    """Holds what all processes of a worker have in common; implements
+    :class:`pillion.engine.ranks.rank_processes.AbortableMemory`."""
+
+    def __init__(self, link: StageLink, meetings: Sequence[RankMemory]) -> None:
+        self._link, self._meetings = link, meetings
+
+    def abort(self) -> None:
+        """Ends every wait for another rank of a stage, and those of this process for another stage."""
+        self._link.abort()
+        for memory in self._meetings:
+            memory.abort()
+
+    def close(self) -> None:
+        self._link.close()
+        for memory in self._meetings:
+            memory.close()
+
+
+def load_stage(order: dict[str, Any], rows_fd: int, *more: int) -> tuple[StageShare, AbortableMemory]:
+    """Loads the share of a process by the first one's order. The descriptors after that of the rows are those of its
+    sockets, and of the memory in which its stage's ranks meet. Raises ConfigError."""
+    from pillion.engine.ranks.rank_memory import RankMemory
+    from pillion.engine.stages.stage_rows import StageLink, StageRows
+
+    flags = WorkerFlags(**order["flags"])
+    prepared = prepare(flags, log.info)
+    stages, ranks = flags.pipeline_parallel_size, flags.tensor_parallel_size
+    place, given = StagePlace.of(order["rank"], stages, ranks), iter(more)
+    row_bytes = hidden_bytes(load_config(prepared.folder))
+    rows = StageRows(os.dup(rows_fd), stages, ranks, order["max_tokens"], row_bytes)
+    before = socket.socket(fileno=os.dup(next(given))) if place.stage else None
+    after = socket.socket(fileno=os.dup(next(given))) if place.stage < stages - 1 else None
+    meetings = [RankMemory.open(os.dup(descriptor)) for descriptor in given]
+    link = StageLink(place, rows, before, after)
+    return _share(flags, prepared, order["threads"], link, *meetings), _StageMemory(link, meetings)
+
+
+def _share(
+    flags: WorkerFlags, prepared: PreparedModel, threads: int, link: StageLink, meeting: RankMemory | None = None
+) -> StageShare:
+    """Makes a process's backend, with its share of the worker's ``threads``. ``meeting`` is the memory of the stage's
+    ranks, where it has several. Raises ConfigError."""
+    from pillion.engine.ranks.rank_memory import RankMember
+    from pillion.engine.ranks.rank_processes import STEP_SILENCE_MS
+    from pillion.engine.stages.cpu_stage import CpuStageBackend, CpuStageRankBackend
+
+    place, shard = link.place, link.place.shard(load_config(prepared.folder))
+    model, threads, cores = load_shard(flags, prepared, shard, threads, place.process, place.stages * place.ranks)
+    # Each stage keeps the worker's cores while it computes. None borrows, because what it has to do comes step by step.
+    share = core_share(flags) if place.rank == 0 else None
+    share = replace(share, borrows=False) if share is not None else None
+    tell_of_kernels(model, threads, share)
+    if meeting is None or not isinstance(shard, RankShard):
+        return CpuStageBackend(model, threads, cores, share, link)
+    return CpuStageRankBackend(model, threads, cores, share, link, RankMember(shard, meeting, STEP_SILENCE_MS))
+
+
+def hidden_bytes(config: ModelConfig) -> int:
+    """Returns the bytes of a row of the residual stream in the kernels' buffer."""
+    from pillion.kernels.cpu.runtime.program import Buffer
+
+    return Buffer("tokens.hidden", -(-config.hidden_size // 32) * 32, "float32", "tokens").stride
+
+
+def _beside(place: StagePlace, pairs: Pairs) -> tuple[socket.socket | None, socket.socket | None]:
+    """Returns the sockets of a process: to the stage before, and to the next one."""
+    before = pairs[place.stage - 1][place.rank][1] if place.stage else None
+    after = pairs[place.stage][place.rank][0] if place.stage < place.stages - 1 else None
+    return before, after

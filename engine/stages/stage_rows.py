@@ -1,0 +1,127 @@
+"""Passes the rows of the residual stream from stage to stage.
+
+    stage s: give --copy--> slot k % stages --the number of the step--> stage s + 1: take --copy--> its buffer
+
+Each rank of a stage passes its rows to the same rank of the next stage. The rows of a step lie in memory that all
+processes map, in one of as many slots as there are stages. That many steps are under way at most, so nobody reads a
+slot any more when it is written again. A socket carries the number of each step whose rows are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import socket
+import struct
+
+import numpy as np
+
+from pillion.engine.backends.backend import BackendLost, Bytes
+from pillion.engine.stages.stage_shares import StagePlace
+from pillion.errors import ConfigError, Internal
+
+_NUMBER = struct.Struct("<Q")
+
+
+class StageRows:
+    """Maps the memory for the rows of a worker's steps, [stages - 1][ranks][stages][row_bytes * max_tokens]: the rows
+    between two stages, of each rank, of each step under way."""
+
+    def __init__(self, descriptor: int, stages: int, ranks: int, max_tokens: int, row_bytes: int) -> None:
+        """Maps the memory of a descriptor, and then owns that. Raises ConfigError for memory of another size."""
+        self.fd = descriptor
+        self.stages, self.ranks, self.max_tokens, self.row_bytes = stages, ranks, max_tokens, row_bytes
+        size = (stages - 1) * ranks * stages * max_tokens * row_bytes
+        if os.fstat(descriptor).st_size != size:
+            raise ConfigError("this is no memory of these stages")
+        # The mapping lives as long as the last array over it.
+        found: Bytes = np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        self._slots = found.reshape(stages - 1, ranks, stages, max_tokens * row_bytes)
+
+    @classmethod
+    def create(cls, stages: int, ranks: int, max_tokens: int, row_bytes: int) -> StageRows:
+        """Makes the memory; pages that no step touches take none. Raises ConfigError where the system has none."""
+        try:
+            descriptor = os.memfd_create("pillion-stages", os.MFD_CLOEXEC)
+            os.ftruncate(descriptor, (stages - 1) * ranks * stages * max_tokens * row_bytes)
+            return cls(descriptor, stages, ranks, max_tokens, row_bytes)
+        except OSError as error:
+            raise ConfigError(f"no memory for {stages} stages: {error.strerror}") from None
+
+    def slot(self, after: int, rank: int, step: int) -> Bytes:
+        """Returns the bytes for the rows that a rank of the stage ``after`` makes in a step."""
+        found: Bytes = self._slots[after, rank, step % self.stages]
+        return found
+
+    def close(self) -> None:
+        """Closes the descriptor; the mapping goes with its last user. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+class StageLink:
+    """Represents one process's ends of what it has in common with the stages beside its own: ``before`` leads to the
+    stage before, ``after`` to the next one; None at the ends of the pipeline.
+
+    One thread passes rows; any thread may call :meth:`abort`.
+    """
+
+    def __init__(
+        self, place: StagePlace, rows: StageRows, before: socket.socket | None, after: socket.socket | None
+    ) -> None:
+        """Owns the sockets and the memory from now on."""
+        self.place, self.rows = place, rows
+        self._before, self._after = before, after
+        # These count the steps that have begun and ended here.
+        self._taken = self._given = 0
+
+    @property
+    def max_tokens(self) -> int:
+        """Gives the number of rows that a step may have."""
+        return self.rows.max_tokens
+
+    def take(self, into: Bytes) -> None:
+        """Begins a step: returns when the stage before has given its rows, which are ``into`` then. Raises BackendLost
+        where that stage has ended."""
+        if self._before is not None:
+            if self._number(self._before) != self._taken:
+                raise Internal(f"{self.place.name} is at step {self._taken}, and the stage before is not")
+            slot = self.rows.slot(self.place.stage - 1, self.place.rank, self._taken)
+            into[:] = slot[: len(into)]
+        self._taken += 1
+
+    def give(self, rows: Bytes) -> None:
+        """Ends a step, and gives its rows to the next stage. Raises BackendLost where that stage has ended."""
+        if self._after is not None:
+            self.rows.slot(self.place.stage, self.place.rank, self._given)[: len(rows)] = rows
+            try:
+                self._after.sendall(_NUMBER.pack(self._given))
+            except OSError:
+                raise BackendLost(f"the stage after {self.place.name} has ended") from None
+        self._given += 1
+
+    def abort(self) -> None:
+        """Ends every wait for another stage for good, here and in the stages beside this one."""
+        for sock in (self._before, self._after):
+            if sock is not None:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Closes the memory's descriptor, after :meth:`abort`. Idempotent."""
+        self.abort()
+        self.rows.close()
+
+    def _number(self, before: socket.socket) -> int:
+        data = b""
+        while len(data) < _NUMBER.size:
+            try:
+                more = before.recv(_NUMBER.size - len(data))
+            except OSError:
+                more = b""
+            if not more:
+                raise BackendLost(f"the stage before {self.place.name} has ended")
+            data += more
+        return int(_NUMBER.unpack(data)[0])

@@ -1,0 +1,47 @@
+"""Says which layers each stage of a worker has, and which process is which stage and rank. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.engine.ranks.rank_shard import RankShard
+from pillion.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlace:
+    """Describes the place of one process among the ``stages`` of a worker, each of which is ``ranks`` processes."""
+
+    stage: int
+    rank: int
+    stages: int
+    ranks: int
+
+    @classmethod
+    def of(cls, process: int, stages: int, ranks: int) -> StagePlace:
+        """Returns the place of a process: those of the first stage come first."""
+        return cls(*divmod(process, ranks), stages, ranks)
+
+    @property
+    def process(self) -> int:
+        return self.stage * self.ranks + self.rank
+
+    @property
+    def name(self) -> str:
+        """Gives the name by which people know the process."""
+        return f"stage {self.stage}" + (f" rank {self.rank}" if self.ranks > 1 else "")
+
+    def shard(self, config: ModelConfig) -> ModelShard:
+        """Returns what the process computes. Raises ConfigError for a model that ranks or stages cannot share."""
+        whole = whole_model(config) if self.ranks == 1 else RankShard.of(config, self.rank, self.ranks)
+        return replace(whole, layers=layers_of_stage(config.num_layers, self.stage, self.stages))
+
+
+def layers_of_stage(layers: int, stage: int, stages: int) -> range:
+    """Returns the layers of a stage: shares differ by one layer at most, and the larger ones come last, because the
+    last layer of a prefill step ends with its KV. Raises ConfigError where there are more stages than layers."""
+    if stages > layers:
+        raise ConfigError(f"--pipeline-parallel-size {stages} is too much to share {layers} layers")
+    return range(stage * layers // stages, (stage + 1) * layers // stages)

@@ -1,0 +1,123 @@
+"""Implements the backend of a prefill worker of several stages: the first stage's process launches each step in all.
+
+    launch(k)  --the batch--> every process;  the first stage computes step k meanwhile, and gives its rows
+    wait(k)    <--when it computed-- every process;  no stage uses a slot of step k any more
+
+While a stage computes step k, the stage before computes step k + 1. All tokens of a prefill step are known, so as many
+steps are under way as there are stages.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pillion.engine.backends.backend import PoolPlace, StepBatch
+from pillion.engine.ranks.rank_messages import step_to_bytes
+from pillion.engine.ranks.rank_processes import AbortableMemory, RankProcesses
+from pillion.engine.ranks.ranked_backend import RankedCalls
+from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
+from pillion.engine.stages.cpu_stage import StageShare
+from pillion.engine.stages.stage_clock import StageClock, Worked
+from pillion.engine.stages.stage_shares import StagePlace
+from pillion.errors import Internal
+from pillion.observability import metric_catalog as names
+from pillion.observability.metrics import Reading
+
+log = logging.getLogger("pillion.step")
+
+MODULE = "pillion.engine.stages.stage_main"
+# The first stage waits for the others as long as for silent ranks, and this many times what it took for the longest of
+# the steps under way itself, for each stage.
+SLOWER = 4
+# The answer of a process to a step: when it computed.
+WORKED = struct.Struct("<2d")
+
+
+class StageProcesses(RankProcesses):
+    """Holds the other processes of a worker of several stages. ``clock`` says how long each stage computed and
+    waited."""
+
+    noun = "stage"
+
+    def __init__(self, stages: int, ranks: int, label: str, memory: AbortableMemory) -> None:
+        self.stages, self.ranks_each = stages, ranks
+        self.clock = StageClock(stages)
+        super().__init__(stages * ranks, label, memory, module=MODULE)
+
+    def name_of(self, rank: int) -> str:
+        return StagePlace.of(rank, self.stages, self.ranks_each).name
+
+    def readings(self) -> Iterator[Reading]:
+        """Yields how many processes there are, and the times of each stage."""
+        yield names.RANKS, (), self.size
+        for stage, (work_s, wait_s) in enumerate(zip(self.clock.work_s, self.clock.wait_s, strict=True)):
+            yield names.STAGE_WORK, (str(stage),), work_s
+            yield names.STAGE_WAIT, (str(stage),), wait_s
+
+
+class StagedBackend(RankedCalls):
+    """Implements a :class:`pillion.engine.backends.backend.Backend` for steps of prompts alone, which choose and score
+    no token."""
+
+    own: StageShare
+    ranks: StageProcesses
+
+    def __init__(self, own: StageShare, processes: StageProcesses) -> None:
+        """Takes the first stage's own share and the other processes, and owns both from now on."""
+        super().__init__(own, processes)
+        self.max_steps_under_way = processes.stages
+        # This is how long the last steps took here, as many as may be under way.
+        self._took_s: deque[float] = deque(maxlen=processes.stages)
+
+    def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
+        """Uses ``memory`` as the pool here; the other processes map it by :meth:`LoadedModel.bind_pool`."""
+        self.own.bind_pool(memory, num_slots)
+
+    def launch(self, batch: StepBatch, copies: Sequence[tuple[int, int]], rows: SamplingRows | None) -> StagedStep:
+        """Begins a step in all stages; returns when the first one has computed its layers. Raises Internal for a step
+        that chooses tokens, or copies slots."""
+        if copies or len(batch.sample_rows):
+            raise Internal("a worker of several stages chooses no tokens")
+        # A step that no stage could run fails alone, and no other process hears of it.
+        self.own.check(batch)
+        processes, began_s = self.ranks, time.monotonic()
+        processes.clock.launched(began_s)
+        with processes.beginning(step_to_bytes(batch)) as number:
+            self.own.forward(batch)
+        self._took_s.append(time.monotonic() - began_s)
+        processes.work_ms = int(SLOWER * processes.stages * max(self._took_s) * 1000)
+        return StagedStep(batch.num_tokens, self.own.worked, processes, number)
+
+
+@dataclass(frozen=True, slots=True)
+class StagedStep:
+    """Represents a step of ``tokens`` tokens that the first stage has computed, and that other stages may still
+    compute. ``number`` is what :meth:`RankProcesses.ended` takes."""
+
+    tokens: int
+    own: Worked
+    processes: StageProcesses
+    number: int
+
+    def choose(self, rows: SamplingRows) -> None:
+        raise Internal("a worker of several stages chooses no tokens")
+
+    def wait(self) -> Sampled:
+        """Returns when all stages have written their KV. Raises BackendLost."""
+        processes = self.processes
+        others = [Worked(*WORKED.unpack(answer)) for answer in processes.ended(self.number)]
+        # Ranks of a stage compute at the same time, so the first one's times are the stage's.
+        stages = [self.own, *others][:: processes.ranks_each]
+        waits = processes.clock.landed(stages)
+        if log.isEnabledFor(logging.DEBUG):
+            told = (
+                f"stage {stage} waited {wait * 1000:.1f} ms and computed {(one.ended_s - one.began_s) * 1000:.1f} ms"
+                for stage, (wait, one) in enumerate(zip(waits, stages, strict=True))
+            )
+            log.debug("a step of %d tokens: %s", self.tokens, ", ".join(told))
+        return Sampled()

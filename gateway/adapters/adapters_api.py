@@ -1,0 +1,78 @@
+"""Serves vLLM's two endpoints for adapters, for operators: a name is given to an adapter, or taken away."""
+
+from __future__ import annotations
+
+import msgspec
+from starlette.routing import Route
+
+from pillion.gateway.gateway import Gateway
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.openai_fields import parse
+
+TEXT = b"text/plain; charset=utf-8"
+_LOADED = {"lora_name": "style", "lora_path": "/srv/adapters/style"}
+_UNLOADED = {"lora_name": "style"}
+
+
+def adapter_routes(gateway: Gateway) -> list[Route]:
+    """Returns the rows for the HTTP port's table that load and unload adapters."""
+    api, tenant_of = AdaptersApi(gateway), gateway.tenant_of
+    load = Endpoint("POST", api.load_lora_adapter, tenant_of, LoadAdapterBody, example=_LOADED)
+    unload = Endpoint("POST", api.unload_lora_adapter, tenant_of, UnloadAdapterBody, example=_UNLOADED)
+    return [Route("/v1/load_lora_adapter", load), Route("/v1/unload_lora_adapter", unload)]
+
+
+class LoadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/load_lora_adapter, as vLLM has it.
+
+    Attributes:
+        lora_name: the name by which requests ask for the adapter.
+        lora_path: its folder on the gateway's machine, inside of one of --lora-path.
+        load_inplace: whether the name may belong to another adapter already, which then loses it.
+        base_model_name: the model that the adapter is for; may be left out for that of --model.
+    """
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool = False
+    base_model_name: str | None = None
+
+
+class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/unload_lora_adapter, as vLLM has it.
+
+    Attributes:
+        lora_name: the name that is taken away.
+        lora_int_id: ignored; adapters have no numbers here.
+    """
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class AdaptersApi:
+    """Handles the HTTP calls about adapters; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
+    handlers raise into responses."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def load_lora_adapter(self, call: HttpCall) -> None:
+        """Gives a name to the LoRA adapter of a folder, at all gateways. Needs an operator's key."""
+        body = parse(await call.body(), LoadAdapterBody)
+        await self._gateway.load_adapter(
+            call.tenant,
+            body.lora_name,
+            body.lora_path,
+            in_place=body.load_inplace,
+            model=body.base_model_name or "",
+        )
+        said = f"Success: LoRA adapter '{body.lora_name}' added successfully."
+        await call.answer(200, said.encode(), content_type=TEXT)
+
+    async def unload_lora_adapter(self, call: HttpCall) -> None:
+        """Takes the name of a LoRA adapter away; answers that run with it go on. Needs an operator's key."""
+        body = parse(await call.body(), UnloadAdapterBody)
+        await self._gateway.unload_adapter(call.tenant, body.lora_name)
+        said = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
+        await call.answer(200, said.encode(), content_type=TEXT)

@@ -1,0 +1,131 @@
+"""Serves the endpoints of Anthropic's API; calls for answers go through ModelCalls."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from functools import partial
+
+import msgspec
+from starlette.routing import Route
+
+from pillion.config import GatewayFlags
+from pillion.errors import PillionError
+from pillion.gateway.anthropic.anthropic_errors import ANTHROPIC_ERRORS
+from pillion.gateway.anthropic.anthropic_events import CachedTo, MessageWriter
+from pillion.gateway.anthropic.anthropic_fields import CountTokensBody, MessagesBody
+from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
+from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_errors import from_pillion
+from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
+from pillion.gateway.prefix_pins.breakpoints import Breakpoint, ids_before, shared_tokens
+from pillion.gateway.prefix_pins.prefix_pins import EPHEMERAL_WAIT_S, PrefixPins
+from pillion.kvstore.hashing import HASH_BYTES
+
+# This is the longer of the two times to live that a breakpoint may have.
+HOUR_S = 3600
+
+_EXAMPLE = {"model": "demo", "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+
+
+def anthropic_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+    """Returns the pages of Anthropic's API for the table of the HTTP port."""
+    api, tenant_of = AnthropicApi(calls, flags.cut_system_lines), calls.gateway.tenant_of
+    answered = Endpoint(
+        "POST",
+        api.messages,
+        tenant_of,
+        MessagesBody,
+        ANTHROPIC_ERRORS,
+        example=_EXAMPLE | {"max_tokens": 32},
+        in_batches=True,
+    )
+    counted = Endpoint("POST", api.count_tokens, tenant_of, CountTokensBody, ANTHROPIC_ERRORS, example=_EXAMPLE)
+    return [Route("/v1/messages", answered), Route("/v1/messages/count_tokens", counted)]
+
+
+class AnthropicApi:
+    """Handles the calls of Anthropic's API; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
+    handlers raise into responses. ``cut`` has the beginnings of lines that are left out of system texts."""
+
+    def __init__(self, calls: ModelCalls, cut: tuple[str, ...] = ()) -> None:
+        self._calls = calls
+        self._cut = cut
+        self._pins = PrefixPins(calls.gateway)
+
+    async def messages(self, call: HttpCall) -> None:
+        """Answers a conversation with the assistant's next message, as Anthropic has it."""
+        marked = _MarkedCall(self._calls.gateway, self._pins)
+        try:
+            read = partial(messages_request, cut=self._cut)
+            await self._calls.answer(call, read, marked.new_writer, marked.begun)
+        finally:
+            marked.close()
+
+    async def count_tokens(self, call: HttpCall) -> None:
+        """Counts the tokens that a conversation's prompt would have."""
+        await call.while_connected(self._count_tokens(call, await call.body()))
+
+    async def _count_tokens(self, call: HttpCall, raw: bytes) -> None:
+        gateway = self._calls.gateway
+        request, names = await self._calls.read(call, count_tokens_request, raw, self._cut)
+        await self._calls.entry(request.model, call.tenant)
+        try:
+            tokens = await gateway.tokenize(request, call.tenant)
+        except PillionError as error:
+            raise from_pillion(error, names) from None
+        await call.answer(200, msgspec.json.encode({"input_tokens": len(tokens)}))
+
+
+class _MarkedCall:
+    """Handles one call of /v1/messages with its breakpoints: their tokens are counted while the prompt is computed, and
+    pinned when its first delta is there."""
+
+    def __init__(self, gateway: Gateway, pins: PrefixPins) -> None:
+        self._gateway = gateway
+        self._pins = pins
+        self._counting: asyncio.Future[list[tuple[int, ...] | BaseException | None]] | None = None
+
+    def begun(self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry) -> None:
+        """Begins to count the prompt's tokens up to each breakpoint."""
+        if not asked.breakpoints or not self._gateway.caches_prefixes:
+            return
+        (request,) = asked.requests
+        counts = (ids_before(self._gateway, request, point, entry, call.tenant) for point in asked.breakpoints)
+        self._counting = asyncio.gather(*counts, return_exceptions=True)
+
+    async def new_writer(
+        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
+    ) -> MessageWriter:
+        """Makes the writer of an answer, which knows how many tokens of the prompt were prefix-pinned."""
+        head = {"id": f"msg_{call.request_id}", "model": entry.name, "system_fingerprint": reader.fingerprint}
+        pinned: dict[int, int] = {}
+        if self._counting is not None:
+            # One time limit covers the pins of all breakpoints, so an answer is never held back for longer.
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EPHEMERAL_WAIT_S):
+                    for point, ids in zip(asked.breakpoints, await self._counting, strict=True):
+                        if not isinstance(ids, BaseException):
+                            pinned[point.ttl_s] = await self._pinned(call, point, ids, entry, reader)
+        return MessageWriter(
+            head, asked.shows_thinking, CachedTo(pinned.get(HOUR_S, 0), max(pinned.values(), default=0))
+        )
+
+    def close(self) -> None:
+        """Ends the counting of tokens, because the call is over."""
+        if self._counting is not None:
+            self._counting.cancel()
+
+    async def _pinned(
+        self, call: HttpCall, point: Breakpoint, ids: tuple[int, ...] | None, entry: ModelEntry, reader: DeltaReader
+    ) -> int:
+        """Pins the prompt up to a breakpoint; returns how many tokens are pinned, 0 where nothing is pinned."""
+        prompt, virtual, placed = reader.first_prompt()
+        if placed is None:
+            return 0
+        most = min(len(prompt), len(placed.hashes) // HASH_BYTES * placed.block_size)
+        tokens = min(most, len(prompt) if ids is None else shared_tokens(prompt[:virtual] + ids, prompt))
+        tokens -= tokens % placed.block_size
+        done = await self._pins.pin_ephemeral(placed, call.tenant, tokens, point.ttl_s, entry.name)
+        return max(0, tokens - virtual) if done else 0

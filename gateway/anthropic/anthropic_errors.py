@@ -1,0 +1,50 @@
+"""Writes errors in the form that Anthropic's clients know."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pillion.gateway.http_api.http_errors import MAX_MESSAGE_CHARS, ApiError, ErrorForm
+
+# These are the types that Anthropic gives to errors, by the status that OpenAI's clients get.
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+# Anthropic has a status of its own for a service that cannot take a request now.
+_STATUSES = {503: 529}
+
+
+def _write(error: ApiError, request_id: str) -> tuple[int, bytes]:
+    """Writes ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+    kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    said = {"type": kind, "message": error.message[:MAX_MESSAGE_CHARS]}
+    status = _STATUSES.get(error.status, error.status)
+    return status, msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
+
+
+ANTHROPIC_ERRORS = ErrorForm(
+    _write,
+    "AnthropicError",
+    {
+        "type": "object",
+        "description": "What an error's body holds at Anthropic's door.",
+        "properties": {
+            "type": {"enum": ["error"], "description": "What this object is."},
+            "error": {
+                "type": "object",
+                "description": "The error, with Anthropic's type.",
+                "properties": {name: {"type": "string"} for name in ("type", "message")},
+            },
+            "request_id": {"type": "string", "description": "The request's id."},
+        },
+    },
+    _STATUSES,
+    (b"x-request-id", b"request-id"),
+)

@@ -1,0 +1,177 @@
+"""Writes responses as Anthropic's clients read them: named server-sent events, or one message at the end.
+
+message_start  ping  (content_block_start  content_block_delta ...  content_block_stop) ...  message_delta  message_stop
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
+from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartKind
+from pillion.types import Delta, FinishReason, Usage
+
+_END = b"\n\n"
+_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
+_STOP_REASONS = {
+    None: None,
+    FinishReason.STOP: "end_turn",
+    FinishReason.LENGTH: "max_tokens",
+    FinishReason.TOOL_CALLS: "tool_use",
+}
+# For each kind of part of an answer this gives the type of its deltas, and the field that holds their text.
+_DELTAS = {
+    PartKind.REASONING: ("thinking_delta", "thinking"),
+    PartKind.TEXT: ("text_delta", "text"),
+    PartKind.CALL: ("input_json_delta", "partial_json"),
+}
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class CachedTo:
+    """Says up to which token a prompt was pinned for an hour, and up to which at all, because of breakpoints; 0 where
+    nothing was."""
+
+    hour_tokens: int = 0
+    tokens: int = 0
+
+
+NOT_PINNED = CachedTo()
+
+
+class MessageWriter(AnswerWriter):
+    """Writes the response to one call of /v1/messages.
+
+    Args:
+        head: the message's fields "id", "model" and "system_fingerprint".
+        shows_thinking: whether thinking blocks have their text.
+        cached_to: how much of the prompt was pinned.
+    """
+
+    def __init__(self, head: Mapping[str, Any], shows_thinking: bool, cached_to: CachedTo = NOT_PINNED) -> None:
+        self._head = {**head, "type": "message", "role": "assistant"}
+        self._shows_thinking = shows_thinking
+        self._cached_to = cached_to
+        self._parts = OutputParts()
+        self._begun = False
+        # In an event, this precedes the text of the block that grows.
+        self._front = b""
+        self._finish_reason: FinishReason | None = None
+        self._stop_string = ""
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """Writes an answer's deltas as events of content blocks; before the first ones it writes the message's
+        start."""
+        written = []
+        if not self._begun:
+            self._begun = True
+            written += [_event("message_start", {"message": self._message([], usage())}), _PING]
+        for _, delta in batch:
+            if self._parts.further_text(delta):
+                written.append(self._front + _encode(delta.text) + b"}}\n\n")
+            else:
+                written += self._delta_events(delta)
+        return b"".join(written)
+
+    def last_events(self, usage: Usage) -> bytes:
+        """Writes the events that end the last content block and the message."""
+        stopped = _block_stop(len(self._parts.all) - 1) if self._parts.all else b""
+        ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._cached_to)})
+        return stopped + ended + _event("message_stop", {})
+
+    def failed(self, error: bytes) -> bytes:
+        """Writes the error as the last event of a stream; Anthropic's clients raise it."""
+        return b"event: error\ndata: " + error + _END
+
+    def keep(self, prompt: int, delta: Delta) -> None:
+        """Collects a delta of an answer for :meth:`whole`."""
+        for _, text, _ in self._parts.take(delta):
+            self.size_bytes += len(text)
+        self._note_end(delta)
+
+    def whole(self, usage: Usage) -> bytes:
+        """Writes the whole message, for a client that asked for no stream."""
+        return _encode(self._message([self._block(part) for part in self._parts.all], usage))
+
+    def _delta_events(self, delta: Delta) -> list[bytes]:
+        written = []
+        for part, text, begins in self._parts.take(delta):
+            if begins:
+                ended = _block_stop(part.index - 1) if part.index else b""
+                empty = self._block(replace(part, texts=[]))
+                written += [ended, _event("content_block_start", {"index": part.index, "content_block": empty})]
+                kind, field = _DELTAS[part.kind]
+                opened = _event("content_block_delta", {"index": part.index, "delta": {"type": kind, field: ""}})
+                self._front = opened.removesuffix(b'""}}\n\n')
+            if text and (self._shows_thinking or part.kind is not PartKind.REASONING):
+                written.append(self._front + _encode(text) + b"}}\n\n")
+        self._note_end(delta)
+        return written
+
+    def _note_end(self, delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            self._finish_reason, self._stop_string = delta.finish_reason, delta.stop_string
+
+    def _message(self, content: list[Any], usage: Usage) -> dict[str, Any]:
+        return {**self._head, "content": content, **self._stop(), "usage": _usage(usage, self._cached_to)}
+
+    def _stop(self) -> dict[str, str | None]:
+        """Gives the fields that say why the answer ended."""
+        reason = _STOP_REASONS[self._finish_reason]
+        if self._stop_string:
+            reason = "stop_sequence"
+        elif reason == "end_turn" and self._parts.has_calls:
+            reason = "tool_use"
+        return {"stop_reason": reason, "stop_sequence": self._stop_string or None}
+
+    def _block(self, part: OutputPart) -> dict[str, Any]:
+        """Makes a content block of a part of the answer."""
+        match part.kind:
+            case PartKind.REASONING:
+                return {"type": "thinking", "thinking": part.text if self._shows_thinking else "", "signature": ""}
+            case PartKind.TEXT:
+                return {"type": "text", "text": part.text, "citations": None}
+            case PartKind.CALL:
+                return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
+
+
+def _input(arguments: str) -> Raw | dict[str, str]:
+    """Returns a call's arguments as an object. Text that is no object, as in a call that was cut short, stands in an
+    object that Anthropic has for it."""
+    try:
+        msgspec.json.decode(arguments, type=dict[str, Raw])
+    except (ValueError, RecursionError):
+        return {"INVALID_JSON": arguments} if arguments else {}
+    return Raw(arguments.encode())
+
+
+def _usage(usage: Usage, cached_to: CachedTo) -> dict[str, Any]:
+    """Returns a call's usage under Anthropic's names. They divide the prompt's tokens into those that were found, those
+    that were computed and pinned, and the others."""
+    found = usage.cached_tokens
+    hour = max(0, cached_to.hour_tokens - found)
+    written = max(0, cached_to.tokens - found)
+    return {
+        "input_tokens": usage.prompt_tokens - found - written,
+        "cache_creation_input_tokens": written,
+        "cache_creation": {"ephemeral_5m_input_tokens": written - hour, "ephemeral_1h_input_tokens": hour},
+        "cache_read_input_tokens": found,
+        **({"cached_tokens_details": usage.cached_by_tier()} if found else {}),
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
+    }
+
+
+def _block_stop(index: int) -> bytes:
+    return _event("content_block_stop", {"index": index})
+
+
+def _event(kind: str, fields: Mapping[str, Any]) -> bytes:
+    return b"event: " + kind.encode() + b"\ndata: " + _encode({"type": kind, **fields}) + _END

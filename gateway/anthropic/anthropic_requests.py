@@ -1,0 +1,319 @@
+"""Turns the bodies of Anthropic's calls into requests of the gateway.
+
+One message of Anthropic's may become several: each result of a tool is a message of its own, and what a user says in
+messages that follow each other is one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+import msgspec
+
+from pillion.gateway.anthropic.anthropic_fields import (
+    AnthropicMessage,
+    AnthropicTool,
+    CacheControl,
+    CountTokensBody,
+    MessagesBody,
+    OutputConfig,
+    RedactedThinkingBlock,
+    ResultPart,
+    TextBlock,
+    Thinking,
+    ThinkingBlock,
+    ToolReferenceBlock,
+    ToolResultBlock,
+    ToolUseBlock,
+)
+from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
+from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.json_objects import json_object
+from pillion.gateway.http_api.model_calls import AskedCall
+from pillion.gateway.http_api.openai_fields import note_ignored, parse
+from pillion.gateway.prefix_pins.breakpoints import Breakpoint
+from pillion.types import (
+    ChatMessage,
+    ChatOptions,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutputs,
+    Tool,
+    ToolCall,
+    ToolOptions,
+)
+
+Body = TypeVar("Body", bound=CountTokensBody)
+
+# Anthropic demands at least as many tokens of thinking.
+MIN_THINKING_TOKENS = 1024
+MAX_BREAKPOINTS = 4
+_TTLS_S = {None: 300, "5m": 300, "1h": 3600}
+_CHOICES = {"auto": "auto", "any": "required", "tool": "named", "none": "none"}
+_NAMES: Mapping[str, str] = {
+    "sampling.stop": "stop_sequences",
+    "sampling.structured_outputs.json": "output_config.format.schema",
+    "sampling.structured_outputs": "output_config.format",
+    "chat.chat_template_kwargs": "output_config.effort",
+    "tools.tools": "tools",
+    "tools.choice": "tool_choice.type",
+    "tools.name": "tool_choice.name",
+    "tools.parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessagesRequest(AskedCall):
+    """Holds a parsed call of /v1/messages. ``shows_thinking`` says whether thinking blocks have their text.
+    ``breakpoints`` are those of its cache_control, the deepest of each time to live, in the order of the prompt."""
+
+    shows_thinking: bool
+    breakpoints: tuple[Breakpoint, ...] = ()
+
+
+def messages_request(raw: bytes, request_id: str, cut: Sequence[str] = ()) -> MessagesRequest:
+    """Reads the body of POST /v1/messages, without the lines of its system texts that begin with one of ``cut``. Raises
+    ApiError."""
+    body = _without_lines(parse(raw, MessagesBody), cut)
+    thinking = body.thinking or Thinking("adaptive")
+    budget = thinking.budget_tokens
+    if budget is not None and not MIN_THINKING_TOKENS <= budget < body.max_tokens:
+        raise refused("thinking.budget_tokens", f"{budget} is not in [{MIN_THINKING_TOKENS}, max_tokens)")
+    output = body.output_config or OutputConfig()
+    structured: StructuredOutputs | None = None
+    if output.format is not None:
+        structured = StructuredOutputs(json=json_object(output.format.schema, "output_config.format.schema"))
+    sampling = SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=body.top_k,
+        seed=body.seed,
+        max_tokens=body.max_tokens,
+        stop=tuple(body.stop_sequences or ()),
+        ignore_eos=bool(body.ignore_eos),
+        structured_outputs=structured,
+    )
+    conversation = _BlockConversation(body)
+    request = GenerateRequest(
+        model=body.model,
+        messages=conversation.messages,
+        chat=conversation.options,
+        tools=conversation.tools,
+        sampling=sampling,
+        cache_salt=body.cache_salt or "",
+        request_id=request_id,
+        priority=body.priority or 0,
+    )
+    return MessagesRequest(
+        requests=(request,),
+        names=(conversation.names,),
+        stream=bool(body.stream),
+        shows_thinking=thinking.display != "omitted",
+        breakpoints=_breakpoints(body),
+    )
+
+
+def count_tokens_request(raw: bytes, cut: Sequence[str] = ()) -> tuple[GenerateRequest, Mapping[str, str]]:
+    """Reads the body of POST /v1/messages/count_tokens, without the lines that :func:`messages_request` leaves out;
+    returns the request, and the client's names of its fields. Raises ApiError."""
+    body = _without_lines(parse(raw, CountTokensBody), cut)
+    conversation = _BlockConversation(body)
+    request = GenerateRequest(
+        model=body.model, messages=conversation.messages, chat=conversation.options, tools=conversation.tools
+    )
+    return request, conversation.names
+
+
+def _without_lines(body: Body, cut: Sequence[str]) -> Body:
+    """Returns a body without the first lines of its system texts that begin with one of ``cut``, and without the blocks
+    of which nothing is left then."""
+    beginnings = tuple(filter(None, cut))
+    if not beginnings or not body.system:
+        return body
+    if isinstance(body.system, str):
+        kept: str | list[TextBlock] = _after_lines(body.system, beginnings)
+    else:
+        texts = [(block, _after_lines(block.text, beginnings)) for block in body.system]
+        kept = [
+            block if text == block.text else msgspec.structs.replace(block, text=text)
+            for block, text in texts
+            if text or not block.text
+        ]
+    if kept == body.system:
+        return body
+    note_ignored("system.line")
+    return msgspec.structs.replace(body, system=kept)
+
+
+def _after_lines(text: str, beginnings: tuple[str, ...]) -> str:
+    """Returns a text from its first line on that begins otherwise."""
+    at = 0
+    while text.startswith(beginnings, at):
+        at = (text.find("\n", at) + 1) or len(text)
+    return text[at:]
+
+
+class _BlockConversation:
+    """Converts the body of a call to the gateway's own types; of a body that is not ``whole``, it converts only the
+    messages. Raises ApiError.
+
+    Attributes:
+        messages, options, tools: the gateway's own.
+        names: the client's names of fields, by the gateway's.
+    """
+
+    def __init__(self, body: CountTokensBody, *, whole: bool = True) -> None:
+        if not body.messages:
+            raise refused("messages", "at least one message is needed")
+        self.names = dict(_NAMES)
+        gathered = GatheredMessages("user", "messages", self.names)
+        # These are the names of the tools that the conversation has called, by the ids of the calls.
+        self._called: dict[str, str] = {}
+        if body.system:
+            gathered.add(ChatMessage("system", _text(body.system)), "system")
+        for n, message in enumerate(body.messages):
+            for made in self._converted(message, f"messages[{n}]"):
+                gathered.add(made, f"messages[{n}]")
+        self.messages = gathered.joined(_one_user)
+        if not whole:
+            return
+        self.options = _options(body)
+        self.tools = _tools(body)
+        for n in range(len(self.tools.tools)):
+            self.names |= {
+                f"tools.tools[{n}].parameters": f"tools[{n}].input_schema",
+                f"tools.tools[{n}]": f"tools[{n}]",
+            }
+
+    def _converted(self, message: AnthropicMessage, path: str) -> Iterator[ChatMessage]:
+        """Yields the gateway's messages that one of the client's stands for."""
+        role = message.role
+        if isinstance(message.content, str):
+            yield ChatMessage(role, message.content)
+            return
+        texts: list[str] = []
+        thoughts: list[str] = []
+        calls: list[ToolCall] = []
+        for n, block in enumerate(message.content):
+            where = f"{path}.content[{n}]"
+            match block:
+                case TextBlock():
+                    texts.append(block.text)
+                case RedactedThinkingBlock() if role == "assistant":
+                    pass
+                case ThinkingBlock() if role == "assistant":
+                    thoughts.append(block.thinking)
+                case ToolUseBlock() if role == "assistant":
+                    calls.append(ToolCall(block.id, block.name, json_object(block.input, f"{where}.input")))
+                    self._called[block.id] = block.name
+                case ToolResultBlock() if role == "user":
+                    if texts:
+                        yield ChatMessage(role, "\n".join(texts))
+                        texts.clear()
+                    yield self._result(block)
+                case _:
+                    raise refused(f"{where}.type", f"a message of role {role} has no such block")
+        if texts or thoughts or calls or not message.content:
+            yield ChatMessage(role, "\n".join(texts), tuple(calls), reasoning="\n".join(thoughts))
+
+    def _result(self, block: ToolResultBlock) -> ChatMessage:
+        text = ("Error: " if block.is_error else "") + _text(block.content or "")
+        name = self._called.get(block.tool_use_id, "")
+        return ChatMessage("tool", text, tool_call_id=block.tool_use_id, name=name)
+
+
+def _one_user(messages: Sequence[ChatMessage]) -> ChatMessage:
+    """Joins what a user says in messages that follow each other."""
+    return ChatMessage("user", "\n".join(message.content for message in messages))
+
+
+def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
+    """Returns the deepest breakpoint, and the deepest one with the longer time to live. Raises ApiError for too
+    many."""
+    # For each breakpoint the body before it is copied, so no more copies are made than it takes to see that there are
+    # too many.
+    marks = list(islice(_marks(body), MAX_BREAKPOINTS + 1))
+    if len(marks) > MAX_BREAKPOINTS:
+        raise refused("cache_control", f"too many breakpoints; at most {MAX_BREAKPOINTS} are possible")
+    chosen: list[Breakpoint] = []
+    for marked, cut in reversed(marks):
+        ttl_s = _TTLS_S[marked.ttl]
+        if not chosen or ttl_s > chosen[-1].ttl_s:
+            messages = None if cut is None else _BlockConversation(cut, whole=False).messages
+            chosen.append(Breakpoint(messages, ttl_s))
+    return tuple(reversed(chosen))
+
+
+def _marks(body: CountTokensBody) -> Iterator[tuple[CacheControl, CountTokensBody | None]]:
+    """Yields each cache_control of a body, in the order of the prompt, with the body cut off after it (None where it is
+    the whole body)."""
+    replace = msgspec.structs.replace
+    # Something has to follow the instructions, because most templates need a user's message.
+    start = replace(body, messages=[AnthropicMessage("user", ".")])
+    for tool in body.tools or ():
+        if tool.cache_control is not None:
+            yield tool.cache_control, start
+    for n, block in enumerate(body.system if isinstance(body.system, list) else ()):
+        if block.cache_control is not None:
+            assert isinstance(body.system, list)
+            yield block.cache_control, replace(start, system=body.system[: n + 1])
+    for n, message in enumerate(body.messages):
+        for m, part in enumerate(message.content if isinstance(message.content, list) else ()):
+            if not isinstance(part, ThinkingBlock | RedactedThinkingBlock) and part.cache_control is not None:
+                last = AnthropicMessage(message.role, list(message.content[: m + 1]))  # type: ignore[arg-type]
+                yield part.cache_control, replace(body, messages=[*body.messages[:n], last])
+    if body.cache_control is not None:
+        yield body.cache_control, None
+
+
+def _text(content: str | Sequence[ResultPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(map(_part_text, content))
+
+
+def _part_text(part: ResultPart) -> str:
+    match part:
+        case TextBlock():
+            return part.text
+        case ToolReferenceBlock():
+            return part.tool_name
+    return UNSEEN
+
+
+def _options(body: CountTokensBody) -> ChatOptions:
+    """Returns the options by which a conversation becomes a prompt."""
+    last, variables = body.messages[-1], dict[str, object]()
+    if isinstance(last.content, list) and any(isinstance(block, ToolUseBlock) for block in last.content):
+        text = "the answer cannot go on after calls of tools: send their results"
+        raise refused(f"messages[{len(body.messages) - 1}]", text)
+    if body.thinking is not None and body.thinking.type != "adaptive":
+        # Each model's template knows one of these two names of a variable, or none.
+        thinks = body.thinking.type == "enabled"
+        variables |= {"enable_thinking": thinks, "thinking": thinks}
+    if body.output_config is not None and body.output_config.effort is not None:
+        variables["reasoning_effort"] = body.output_config.effort
+    return ChatOptions(
+        continue_final_message=last.role == "assistant",
+        chat_template_kwargs=msgspec.json.encode(variables).decode() if variables else "",
+    )
+
+
+def _tools(body: CountTokensBody) -> ToolOptions:
+    """Returns the tools of a call and how they may be called."""
+    choice = body.tool_choice
+    parallel = (
+        None if choice is None or choice.disable_parallel_tool_use is None else not choice.disable_parallel_tool_use
+    )
+    return ToolOptions(
+        tools=tuple(_tool(tool, f"tools[{n}]") for n, tool in enumerate(body.tools or ())),
+        choice="" if choice is None else _CHOICES[choice.type],
+        name="" if choice is None else choice.name,
+        parallel_tool_calls=parallel,
+    )
+
+
+def _tool(tool: AnthropicTool, path: str) -> Tool:
+    schema = json_object(tool.input_schema, f"{path}.input_schema")
+    return Tool(name=tool.name, description=tool.description, parameters=schema, strict=tool.strict)

@@ -1,0 +1,86 @@
+"""Serves the lines of batches by the handlers of the same calls: there is no second way from a body to an answer."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Sequence
+from typing import Any
+
+from starlette.routing import Route
+
+from pillion.gateway.admission.tenants import Tenant
+from pillion.gateway.batches.batch_runner import LineReply
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_errors import ErrorForm, refused
+
+
+class LineCall(HttpCall):
+    """Represents a call that no connection brought: its body stands in a line of a batch, and its response is kept."""
+
+    def __init__(self, url: str, body: bytes, tenant: Tenant, request_id: str, error_form: ErrorForm) -> None:
+        scope = {
+            "method": "POST",
+            "path": url,
+            "raw_path": url.encode(),
+            "query_string": b"",
+            "headers": [(b"x-request-id", request_id.encode())],
+        }
+        super().__init__(scope, _nothing_comes, self._keep, error_form)
+        self.tenant = tenant
+        self._body = body
+        self._status = 0
+        self._answer = b""
+        self._retry_after_ms = 0
+
+    @property
+    def reply(self) -> LineReply:
+        """Gives the response to a line of a batch, once the handler has made it."""
+        return LineReply(self._status, self._answer, self._retry_after_ms / 1000)
+
+    async def body(self) -> bytes:
+        """Returns the line's body."""
+        return self._body
+
+    async def while_connected(self, work: Awaitable[None]) -> None:
+        """Awaits ``work``. No client could go away meanwhile, because the call comes from a file."""
+        await work
+
+    async def start_events(self) -> None:
+        """Refuses to stream an answer, because a file cannot hold a stream."""
+        raise refused("stream", "the answers of a batch come whole", "unsupported_parameter")
+
+    async def _keep(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._status = message["status"]
+            self._retry_after_ms = int(dict(message["headers"]).get(b"retry-after-ms", b"0"))
+        else:
+            self._answer += message.get("body", b"")
+
+
+class LineCalls:
+    """Serves lines by their urls, which are those of the HTTP port whose calls a batch may make."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, Endpoint] = {}
+
+    def take(self, routes: Sequence[Route]) -> None:
+        """Takes, from the HTTP port's pages, those whose calls a batch may make."""
+        for route in routes:
+            if isinstance(route.app, Endpoint) and route.app.in_batches:
+                # The tenant of a line is known, so the line needs no API key.
+                self._endpoints[route.path] = Endpoint("POST", route.app.handler, error_form=route.app.error_form)
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Gives the urls that a batch may call."""
+        return tuple(self._endpoints)
+
+    async def serve(self, url: str, body: bytes, tenant: Tenant, request_id: str) -> LineReply:
+        """Serves one line, whose url is among ``urls``; an error becomes its reply."""
+        endpoint = self._endpoints[url]
+        call = LineCall(url, body, tenant, request_id, endpoint.error_form)
+        await endpoint.answer(call)
+        return call.reply
+
+
+async def _nothing_comes() -> Any:
+    raise AssertionError("a line's body is read at once")

@@ -1,0 +1,252 @@
+"""Handles /v1/files and /v1/batches; :mod:`pillion.gateway.batches` decides what they may do."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.batches.batch_folder import (
+    INPUT_PURPOSE,
+    BatchFolder,
+    FileTooLarge,
+    FolderFull,
+    Upload,
+    page_of,
+)
+from pillion.gateway.batches.batch_records import COMPLETION_WINDOW, BatchRecord, FileRecord
+from pillion.gateway.batches.batch_runner import BatchRunner
+from pillion.gateway.batches.multipart import FormReader
+from pillion.gateway.batches.upload_places import (
+    MAX_UPLOADS,
+    MIN_BYTES_PER_S,
+    TENANT_UPLOADS,
+    UploadPlace,
+    UploadPlaces,
+)
+from pillion.gateway.http_api.http_call import HttpCall
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.http_api.openai_fields import parse
+from pillion.gateway.http_api.openai_requests import read_metadata
+
+# This much of a file is read or written at once.
+PIECE_BYTES = 256 * 2**10
+# A form may hold this much besides its file.
+MAX_FORM_BYTES = 2**20
+MAX_BATCH_BODY_BYTES = 64 * 2**10
+MAX_LISTED_FILES, LISTED_FILES = 10_000, 10_000
+MAX_LISTED_BATCHES, LISTED_BATCHES = 100, 20
+JSON_LINES = b"application/jsonl"
+
+
+class BatchBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/batches.
+
+    Attributes:
+        input_file_id: the file with the requests.
+        endpoint: the url that each of them calls: /v1/chat/completions, /v1/completions, /v1/messages or /v1/responses.
+        completion_window: only "24h" is known.
+        metadata: labels, at most 16 of 64 and 512 characters, which the batch gives back.
+    """
+
+    input_file_id: str
+    endpoint: str
+    completion_window: str
+    metadata: Raw = Raw()
+    output_expires_after: Raw = Raw()
+
+
+class BatchesApi:
+    """Handles the calls about files and batches, and refuses them where the gateway keeps no batches (``runner`` is
+    None). The lines of a batch may call ``urls``."""
+
+    def __init__(self, runner: BatchRunner | None, urls: Sequence[str]) -> None:
+        self._kept = runner
+        self._urls = urls
+        self._places = UploadPlaces()
+
+    async def create_file(self, call: HttpCall) -> None:
+        """Takes a file of requests, and keeps it for batches."""
+        form, loop = FormReader(call.header(b"content-type")), asyncio.get_running_loop()
+        folder, tenant = self._folder, call.tenant.name
+        limit = asyncio.timeout(None)
+        place = self._places.begin(tenant, loop.time(), lambda: limit.reschedule(loop.time()))
+        if place is None:
+            text = f"{MAX_UPLOADS} files are being sent, or {TENANT_UPLOADS} by this tenant"
+            raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
+        try:
+            async with limit:
+                limit.reschedule(place.ends_s)
+                record = await self._uploaded(call, form, folder, place, limit)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"the file comes at less than {MIN_BYTES_PER_S} bytes a second"
+            raise ApiError(408, "another file has its place: it comes too slowly" if place.lost else text) from None
+        finally:
+            self._places.end(place)
+        await _answer(call, record.shown())
+
+    async def _uploaded(
+        self, call: HttpCall, form: FormReader, folder: BatchFolder, place: UploadPlace, limit: asyncio.Timeout
+    ) -> FileRecord:
+        """Reads the form of an upload into a file of the folder."""
+        length, on_disk = call.header(b"content-length"), self._runner.on_disk
+        expected = int(length) if length.isdigit() and len(length) < 16 else 0
+        most = folder.file_bytes + MAX_FORM_BYTES
+        with _mapped(), contextlib.ExitStack() as opened:
+            if expected > most:
+                raise folder.too_large()
+
+            def begin() -> Upload:
+                # The folder knows the file even where this call ends while the thread works on it.
+                size_bytes = min(expected, folder.file_bytes)
+                return opened.enter_context(contextlib.closing(folder.upload(place.tenant, size_bytes)))
+
+            upload = await on_disk(begin)
+            waiting = bytearray()
+            async for piece in call.pieces():
+                place.size_bytes += len(piece)
+                if not place.lost:
+                    limit.reschedule(place.ends_s)
+                if place.size_bytes > most:
+                    raise folder.too_large()
+                waiting += form.feed(piece)
+                if len(waiting) >= PIECE_BYTES:
+                    await on_disk(upload.write, waiting)
+                    waiting = bytearray()
+            form.end()
+            _check_fields(form.fields)
+            await on_disk(upload.write, waiting)
+            return await on_disk(upload.keep, form.filename or "", INPUT_PURPOSE)
+
+    async def files(self, call: HttpCall) -> None:
+        """Lists files, the newest first."""
+        asked = call.query("after", "limit", "order", "purpose")
+        found = await self._runner.on_disk(self._folder.files, call.tenant.name, asked.get("purpose", ""))
+        order = asked.get("order", "desc")
+        if order not in ("asc", "desc"):
+            raise refused("order", "asc or desc")
+        await _answer(call, _listed(found[::-1] if order == "asc" else found, asked, LISTED_FILES, MAX_LISTED_FILES))
+
+    async def file(self, call: HttpCall) -> None:
+        """Describes one file to the client."""
+        record = await self._runner.on_disk(self._folder.file, call.tenant.name, call.parameters["id"])
+        await _answer(call, record.shown())
+
+    async def content(self, call: HttpCall) -> None:
+        """Sends a file's content to the client."""
+        folder, on_disk = self._folder, self._runner.on_disk
+        record, file = await on_disk(folder.open_file, call.tenant.name, call.parameters["id"])
+
+        async def send() -> None:
+            await call.start(200, [(b"content-type", JSON_LINES), (b"content-length", b"%d" % record.bytes)])
+            left = record.bytes if call.method != "HEAD" else 0
+            while left:
+                piece = await on_disk(file.read, min(left, PIECE_BYTES))
+                if not piece:
+                    raise EOFError(f"{record.id} is shorter than its record says")
+                left -= len(piece)
+                await call.write(piece, last=not left)
+            if not record.bytes or call.method == "HEAD":
+                await call.write(b"", last=True)
+
+        with file:
+            await call.while_connected(send())
+
+    async def delete_file(self, call: HttpCall) -> None:
+        """Removes a file that no batch reads."""
+        name = call.parameters["id"]
+        await self._runner.on_disk(self._folder.delete_file, call.tenant.name, name)
+        await _answer(call, {"id": name, "object": "file", "deleted": True})
+
+    async def create_batch(self, call: HttpCall) -> None:
+        """Runs the requests of a file in the background."""
+        folder = self._folder
+        raw = await call.body()
+        if len(raw) > MAX_BATCH_BODY_BYTES:
+            raise ApiError(413, f"the body is larger than {MAX_BATCH_BODY_BYTES} bytes", code="request_too_large")
+        body = parse(raw, BatchBody)
+        metadata = read_metadata(body.metadata) or None
+        if body.endpoint not in self._urls:
+            raise refused("endpoint", f"{' or '.join(self._urls)}", "unsupported_value")
+        if body.completion_window != COMPLETION_WINDOW:
+            raise refused("completion_window", f"only {COMPLETION_WINDOW!r} is supported", "unsupported_value")
+        with _mapped():
+            record = await self._runner.on_disk(
+                folder.create, call.tenant.name, body.input_file_id, body.endpoint, metadata
+            )
+        await _answer(call, record.shown())
+
+    async def batches(self, call: HttpCall) -> None:
+        """Lists the tenant's batches, the newest first."""
+        asked = call.query("after", "limit")
+        found = await self._runner.on_disk(self._folder.batches, call.tenant.name)
+        await _answer(call, _listed(found, asked, LISTED_BATCHES, MAX_LISTED_BATCHES))
+
+    async def batch(self, call: HttpCall) -> None:
+        """Tells the client how far a batch is."""
+        record = await self._runner.on_disk(self._folder.batch, call.tenant.name, call.parameters["id"])
+        await _answer(call, record.shown())
+
+    async def cancel_batch(self, call: HttpCall) -> None:
+        """Ends a batch early; the lines that are done keep their results."""
+        with _mapped():
+            record = await self._runner.on_disk(self._folder.cancel, call.tenant.name, call.parameters["id"])
+        await _answer(call, record.shown())
+
+    @property
+    def _runner(self) -> BatchRunner:
+        if self._kept is None:
+            text = "files and batches are not kept here: start the gateway with --batch-path FOLDER"
+            raise ApiError(404, text, code="not_configured")
+        return self._kept
+
+    @property
+    def _folder(self) -> BatchFolder:
+        return self._runner.folder
+
+
+@contextlib.contextmanager
+def _mapped() -> Iterator[None]:
+    """Gives two errors of the batches' folder the statuses that HTTP has for them."""
+    try:
+        yield
+    except FolderFull as error:
+        said = from_pillion(error, {})
+        raise ApiError(
+            507, said.message, kind="server_error", code="insufficient_storage", retry_after_ms=said.retry_after_ms
+        ) from None
+    except FileTooLarge as error:
+        raise ApiError(413, error.message, param="file", code="request_too_large") from None
+
+
+def _check_fields(fields: dict[str, str]) -> None:
+    """Checks the fields of an upload's form besides the file. Raises ApiError."""
+    if "purpose" not in fields:
+        raise refused("purpose", "this field is required", "missing_required_parameter")
+    if fields["purpose"] != INPUT_PURPOSE:
+        raise refused("purpose", f"only {INPUT_PURPOSE!r} is supported", "unsupported_value")
+    for name in fields:
+        if name != "purpose":
+            raise refused(name[:100], "this field is not known here", "unknown_parameter")
+
+
+def _listed(
+    records: Sequence[FileRecord | BatchRecord], asked: dict[str, str], usual: int, most: int
+) -> dict[str, Any]:
+    """Returns a page of a list of files or batches. Raises ApiError, and NotFound for an unknown ``after``."""
+    limit = asked.get("limit", str(usual))
+    if not limit.isdigit() or len(limit) > 9 or not 1 <= int(limit) <= most:
+        raise refused("limit", f"a number from 1 to {most}")
+    page, more = page_of(records, [one.id for one in records], asked.get("after", ""), int(limit))
+    ends = {"first_id": page[0].id, "last_id": page[-1].id} if page else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": [one.shown() for one in page], **ends, "has_more": more}
+
+
+async def _answer(call: HttpCall, body: dict[str, Any]) -> None:
+    await call.answer(200, msgspec.json.encode(body))

@@ -1,0 +1,124 @@
+"""Reads the form in which a client uploads a file, multipart/form-data, piece by piece as it arrives."""
+
+from __future__ import annotations
+
+import msgspec
+from python_multipart.exceptions import FormParserError
+from python_multipart.multipart import MultipartParser, parse_options_header
+
+from pillion.gateway.http_api.http_errors import ApiError, refused
+
+FORM_TYPE = "multipart/form-data"
+MAX_FORM_FIELDS = 8
+MAX_FORM_VALUE_BYTES = 1024
+
+
+class UploadForm(msgspec.Struct):
+    """Describes the form of POST /v1/files.
+
+    Attributes:
+        file: the file, with its name: JSON lines, each a request.
+        purpose: only "batch" is known.
+    """
+
+    file: str
+    purpose: str
+
+
+class FormReader:
+    """Reads one form of an upload. ``feed`` gives the bytes of its file; ``fields`` and ``filename`` are whole once the
+    form has ended.
+
+    Raises ApiError for another content type than multipart/form-data.
+    """
+
+    def __init__(self, content_type: str) -> None:
+        kind, options = parse_options_header(content_type)
+        boundary = options.get(b"boundary", b"")
+        if kind != FORM_TYPE.encode() or not boundary:
+            raise ApiError(415, f"the body must be sent as Content-Type: {FORM_TYPE}")
+        self.fields: dict[str, str] = {}
+        self.filename: str | None = None
+        self._ended = False
+        self._header = self._value = b""
+        self._disposition = b""
+        self._name = ""
+        self._is_file = False
+        self._content: list[bytes] = []
+        try:
+            self._parser = MultipartParser(
+                boundary,
+                {
+                    "on_part_begin": self._begin,
+                    "on_header_field": self._header_name,
+                    "on_header_value": self._header_value,
+                    "on_header_end": self._header_end,
+                    "on_headers_finished": self._headers_finished,
+                    "on_part_data": self._data,
+                    "on_part_end": self._part_end,
+                    "on_end": self._end,
+                },
+            )
+        except FormParserError as error:
+            raise _unreadable(error) from None
+
+    def feed(self, piece: bytes) -> bytes:
+        """Reads a piece of the form; returns the bytes of the piece that belong to the file. Raises ApiError."""
+        try:
+            self._parser.write(piece)
+        except FormParserError as error:
+            raise _unreadable(error) from None
+        found, self._content = b"".join(self._content), []
+        return found
+
+    def end(self) -> None:
+        """Notes that the body has ended. Raises ApiError where the form has not ended, or holds no file."""
+        if not self._ended:
+            raise ApiError(400, "the form ends in the middle", code="invalid_form")
+        if self.filename is None:
+            raise refused("file", "this field is required", "missing_required_parameter")
+
+    def _begin(self) -> None:
+        self._disposition = b""
+
+    def _header_name(self, data: bytes, start: int, end: int) -> None:
+        self._header += data[start:end]
+
+    def _header_value(self, data: bytes, start: int, end: int) -> None:
+        self._value += data[start:end]
+
+    def _header_end(self) -> None:
+        if self._header.lower() == b"content-disposition":
+            self._disposition = self._value
+        self._header = self._value = b""
+
+    def _headers_finished(self) -> None:
+        _, options = parse_options_header(self._disposition)
+        self._name = options.get(b"name", b"").decode("utf-8", "replace")
+        self._is_file = self._name == "file"
+        if self._is_file:
+            if self.filename is not None:
+                raise refused("file", "one file comes at a time")
+            self.filename = options.get(b"filename", b"").decode("utf-8", "replace")
+            return
+        if not self._name or self._name in self.fields or len(self.fields) >= MAX_FORM_FIELDS:
+            raise refused(self._name[:100], "this field comes twice, or there are too many")
+        self.fields[self._name] = ""
+
+    def _data(self, data: bytes, start: int, end: int) -> None:
+        if self._is_file:
+            self._content.append(data[start:end])
+            return
+        self.fields[self._name] += data[start:end].decode("utf-8", "replace")
+        if len(self.fields[self._name]) > MAX_FORM_VALUE_BYTES:
+            raise refused(self._name[:100], f"longer than {MAX_FORM_VALUE_BYTES} bytes")
+
+    def _part_end(self) -> None:
+        self._is_file = False
+
+    def _end(self) -> None:
+        self._ended = True
+
+
+def _unreadable(error: FormParserError) -> ApiError:
+    return ApiError(400, f"the form cannot be read: {error}", code="invalid_form")

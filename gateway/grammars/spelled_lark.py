@@ -1,0 +1,288 @@
+r"""Writes a grammar in Lark anew, for its texts as a string of JSON spells them (I9).
+
+    start: "a" LF /[^"]+/  LF: /\n/   -->   start: "a" terminal_lf (/[^"\\\x00-\x1f]+/ | /\\(?:\\|n|...)/)+
+
+JSON spells each character by itself, and this module lets it have one spelling: the shortest escape where it needs
+one, else itself. So each text of the grammar has one spelled text. llguidance ends a terminal where the next byte
+cannot go on with it, and takes no byte back. A backslash says only with the next byte what it is, so no terminal here
+goes on after an escape, or into one: the terminals of the client are rules, and those that are left are either an
+escape or have none. What this module does not know to be the same then is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.grammars.answer_grammar import expression
+
+# These are the characters that JSON spells with an escape, and what it writes after the backslash.
+_ESCAPES = {one: json.dumps(one)[2:-1] for one in ['"', "\\", *map(chr, range(0x20))]}
+# All control characters without a short escape stand together.
+_SHORT = '"\\\b\t\n\f\r'
+_ESCAPES = {one: _ESCAPES[one] for one in [*_SHORT, *sorted(set(_ESCAPES) - set(_SHORT))]}
+_LONG = "|".join(spelling for one, spelling in _ESCAPES.items() if one not in _SHORT)
+_PLAIN = r'[^"\\\x00-\x1f]'
+# A grammar, and a class of an expression in it, may have this many characters: each may become a hundred.
+MAX_CHARS = 16_384
+MAX_CLASS_CHARS = 256
+# An expression may have groups within groups up to this depth.
+MAX_DEPTH = 50
+_TOKEN = re.compile(
+    r"""(?P<comment>(?:\#|//)[^\n]*)
+    |(?P<low>"(?:\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|[^"\\\n])")\s*\.\.\s*
+        (?P<high>"(?:\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|[^"\\\n])")
+    |(?P<string>"(?:\\.|[^"\\\n])*+")(?P<caseless>i?)
+    |/(?P<regex>(?:\\.|[^/\\\n])++)/(?P<flags>[imslux]*)
+    |%import\s+common\s*\.\s*(?P<one>\w+)(?:[ \t]*->[ \t]*(?P<alias>\w+))?
+    |%import\s+common\s*\((?P<several>[\w\s,]*)\)
+    |(?P<refused>%\w+|<[^<>\s]+>|@[\w-]+|~(?!\s*\d)|&|\w++\[[^\]\n]{0,200}\]\s*:)
+    |(?P<name>\w[\w-]*+)""",
+    re.VERBOSE,
+)
+# An expression's parts: a class without another one in it, an escape, a group's beginning, how often something comes,
+# or one character.
+_PART = re.compile(
+    r"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\Z))|\\(?P<escape>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[pP]\{[^{}]{1,64}\}|[pP].|.)"
+    r"|\((?P<group>\?(?:P?<\w+>|[a-z-]*[:)]))|(?P<often>[*+?]|\{\d+(?:,\d*)?\})(?P<lazy>[?+]?)|(?P<one>.)",
+    re.DOTALL,
+)
+_LETTERS = {"n": "\n", "t": "\t", "r": "\r", "f": "\f", "v": "\v", "a": "\a", "0": "\0"}
+# Within a class these mean something else in Rust's notation than each character by itself, or need its tables.
+_OPERATORS = re.compile(r"\[|&&|--|~~|\\[pPxu]\{|\\[bBAz]")
+# Properties of letters, numbers and marks: JSON spells all such characters as themselves.
+_LETTERS_OF = re.compile(r"p(?:[LMN]|\{(?:[LMN][a-z]?|Letter|Number|Mark|Alphabetic)\})")
+_NUMBER = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?"
+# The terminals of Lark's own grammar "common", but for those of comments and strings.
+_COMMON = {
+    "DIGIT": "[0-9]",
+    "HEXDIGIT": "[a-fA-F0-9]",
+    "INT": "[0-9]+",
+    "SIGNED_INT": r"[+-]?[0-9]+",
+    "DECIMAL": r"[0-9]+\.[0-9]*|\.[0-9]+",
+    "NUMBER": _NUMBER,
+    "SIGNED_NUMBER": rf"[+-]?{_NUMBER}",
+    "LCASE_LETTER": "[a-z]",
+    "UCASE_LETTER": "[A-Z]",
+    "LETTER": "[A-Za-z]",
+    "WORD": "[A-Za-z]+",
+    "CNAME": "[_A-Za-z][_A-Za-z0-9]*",
+    "WS_INLINE": r"[ \t]+",
+    "WS": r"[ \t\f\r\n]+",
+    "CR": r"\r",
+    "LF": r"\n",
+    "NEWLINE": r"(\r?\n)+",
+}
+
+
+def spelled(grammar: str, field: str) -> str:
+    """Returns a client's grammar in Lark for its texts as JSON spells them, without the quotes around them. Raises
+    InvalidRequest, which names the client's ``field``, for what cannot be written so."""
+    try:
+        if len(grammar) > MAX_CHARS:
+            raise ValueError(f"a grammar of {len(grammar)} characters; at most {MAX_CHARS}")
+        return _TOKEN.sub(_token, grammar)
+    except ValueError as error:
+        text = f"{error}; a call's arguments in JSON cannot be held to that"
+        raise InvalidRequest.of(FieldViolation(field, text)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """Matches one character: one of the expression ``plain`` ("" for none), or one of ``escaped``, as JSON spells
+    it."""
+
+    plain: str
+    escaped: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class _Often:
+    """Matches ``inner`` as often as the quantifier ``often`` says."""
+
+    inner: _Node
+    often: str
+
+
+@dataclass(frozen=True, slots=True)
+class _OneOf:
+    """Matches one of some sequences."""
+
+    options: tuple[tuple[_Node, ...], ...]
+
+
+_Node = _Set | _Often | _OneOf
+
+
+def _token(found: re.Match[str]) -> str:
+    if found["refused"]:
+        raise ValueError(f"the grammar has {found['refused'][:100]!r}")
+    if found["low"]:
+        low, high = (re.escape(_text(found[name])) for name in ("low", "high"))
+        return _written((_set(f"[{low}-{high}]"),), "")
+    if found["string"]:
+        return _written([_one(one) for one in _text(found["string"])], found["caseless"]) or '""'
+    if found["regex"]:
+        if not set(found["flags"]) <= {"i", "s", "u"}:
+            raise ValueError(f"an expression has the flags {found['flags']!r}")
+        return _regex(found["regex"].replace(r"\/", "/"), found["flags"])
+    if found["one"]:
+        return _imported(found["one"], found["alias"] or found["one"])
+    if found["several"]:
+        return "\n".join(_imported(name, name) for name in found["several"].replace(",", " ").split())
+    name = found["name"]
+    return f"terminal_{name.lower()}" if name and name.lstrip("_")[:1].isupper() else found[0]
+
+
+def _text(string: str) -> str:
+    """Returns the text of a string as Lark writes it."""
+    try:
+        return str(json.loads(re.sub(r"((?:^|[^\\])(?:\\\\)*)\\x", r"\1\\u00", string)))
+    except ValueError:
+        raise ValueError(f"the grammar has the string {string[:100]}") from None
+
+
+def _imported(name: str, alias: str) -> str:
+    if name not in _COMMON:
+        raise ValueError(f"the grammar imports common.{name[:100]}")
+    return f"terminal_{alias.lower()}: {_regex(_COMMON[name], '')}"
+
+
+def _regex(pattern: str, flags: str) -> str:
+    parts = list(_PART.finditer(pattern))
+    node = _options(parts[::-1], "s" in flags, 0)
+    return _written((node,), "i" if "i" in flags else "") or '""'
+
+
+def _options(parts: list[re.Match[str]], dot_all: bool, depth: int) -> _OneOf:
+    """Reads the parts of an expression, the next one last, up to the end of the group."""
+    if depth > MAX_DEPTH:
+        raise ValueError("an expression is nested too deeply")
+    options: list[tuple[_Node, ...]] = []
+    nodes: list[_Node] = []
+    while parts:
+        found = parts.pop()
+        text = found[0]
+        if text == ")" and depth:
+            break
+        if text == "|":
+            options.append(tuple(nodes))
+            nodes = []
+        elif found["often"] and nodes and not found["lazy"] and not isinstance(nodes[-1], _Often):
+            nodes.append(_Often(nodes.pop(), text))
+        elif text == "(" or found["group"] is not None:
+            nodes.append(_options(parts, _dots(found["group"] or "", dot_all), depth + 1))
+        elif text == ".":
+            nodes.append(_set(r"[\s\S]" if dot_all else r"[^\n]"))
+        elif found["often"] or text in ("^", "$", "[", ")"):
+            raise ValueError(f"an expression has {text!r} where it means something of its own")
+        else:
+            nodes.append(_set(text) if found["set"] else _one(text) if found["one"] else _escape(found["escape"]))
+    return _OneOf((*options, tuple(nodes)))
+
+
+def _dots(group: str, dot_all: bool) -> bool:
+    """Returns whether a dot matches line ends in a group that begins so."""
+    flags = group.strip("?:") if group.endswith(":") else ""
+    if group.endswith(")") or not set(flags) <= set("s-"):
+        raise ValueError(f"an expression has {'(' + group!r}")
+    return "s" not in flags.partition("-")[2] if "s" in flags else dot_all
+
+
+def _escape(escape: str) -> _Set:
+    if escape in ("d", "w") or _LETTERS_OF.fullmatch(escape):
+        return _Set(f"\\{escape}")
+    if escape in ("D", "W", "s", "S"):
+        return _set(f"[\\{escape}]")
+    if escape in _LETTERS:
+        return _one(_LETTERS[escape])
+    if escape[0] in "xu" and len(escape) > 1:
+        return _one(chr(int(escape[1:], 16)))
+    if escape.isalnum() or len(escape) > 1:
+        raise ValueError(f"an expression has '\\{escape}'")
+    return _one(escape)
+
+
+def _one(character: str) -> _Set:
+    return _Set("", character) if character in _ESCAPES else _Set(re.escape(character))
+
+
+def _set(text: str) -> _Set:
+    if len(text) > MAX_CLASS_CHARS or _OPERATORS.search(text, 1):
+        raise ValueError(f"an expression has the class {text[:100]!r}")
+    try:
+        # What of the escaped characters is in a class is the same in Python's notation, where it has ASCII's sets.
+        holds = re.compile(text, re.ASCII).fullmatch
+    except re.error:
+        raise ValueError(f"an expression has the class {text[:100]!r}") from None
+    within = "".join(one for one in _ESCAPES if holds(one))
+    return _Set(f"[{text}&&{_PLAIN}]" if within else text, within)
+
+
+def _written(nodes: Sequence[_Node], caseless: str, ends: bool = True) -> str:
+    """Writes a sequence as the right side of a rule. ``ends`` says whether only an escape, or nothing that the same
+    terminal could go on with, may follow."""
+    written: list[str] = []
+    word = ""
+    for node, following in zip(nodes, [*nodes[1:], None], strict=True):
+        last = ends if following is None else isinstance(following, _Set) and not following.plain
+        if isinstance(node, _Set) and not node.escaped:
+            # Characters that follow each other are one terminal.
+            word += node.plain
+            if isinstance(following, _Set) and not following.escaped:
+                continue
+            written.append(_terminal(word, caseless))
+            word = ""
+        else:
+            written.append(_piece(node, caseless, last))
+    return " ".join(written)
+
+
+def _piece(node: _Node, caseless: str, ends: bool) -> str:
+    if ends and not _has_escapes(node):
+        return _terminal(_plain(node), caseless)
+    match node:
+        case _Set():
+            return _either(node, "", caseless)
+        case _Often(_Set() as inner, ("*" | "+") as often) if ends:
+            return _either(inner, "+", caseless) + often
+        case _Often(inner, often):
+            return f"({_piece(inner, caseless, False)}){often}"
+        case _OneOf(options):
+            return f"({' | '.join(_written(one, caseless, ends) or _EMPTY for one in options)})"
+
+
+_EMPTY = '""'
+
+
+def _either(node: _Set, run: str, caseless: str) -> str:
+    plain = [_terminal(node.plain + run, caseless)] if node.plain else []
+    spellings = "|".join(re.escape(_ESCAPES[one]) for one in node.escaped).replace(_LONG, "u00(?:0[0-7be-f]|1[0-9a-f])")
+    escaped = [_terminal(rf"\\(?:{spellings})", "")] if node.escaped else []
+    return f"({' | '.join(plain + escaped)})"
+
+
+def _terminal(pattern: str, caseless: str) -> str:
+    return expression(pattern, "") + caseless if pattern else _EMPTY
+
+
+def _has_escapes(node: _Node) -> bool:
+    match node:
+        case _Set():
+            return bool(node.escaped)
+        case _Often():
+            return _has_escapes(node.inner)
+    return any(_has_escapes(inner) for option in node.options for inner in option)
+
+
+def _plain(node: _Node) -> str:
+    """Writes a part without escapes as an expression."""
+    match node:
+        case _Set():
+            return node.plain
+        case _Often():
+            return f"(?:{_plain(node.inner)}){node.often}"
+    return f"(?:{'|'.join(''.join(map(_plain, option)) for option in node.options)})"

@@ -1,0 +1,58 @@
+"""Writes the structures that a client may ask for as pieces of a grammar (I9)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+from pillion.gateway.grammars.json_schema import MAX_VIOLATIONS, schema_faults, written
+from pillion.gateway.grammars.structural_tags import tag_piece
+from pillion.gateway.request.client_json import parsed
+from pillion.types import StructuredOutputs
+
+_FIELD = "sampling.structured_outputs"
+
+
+def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int] = MappingProxyType({})) -> Piece:
+    """Makes the piece of a grammar for a checked structure; ``token_ids`` has the ids of the model's special tokens by
+    their texts. Raises InvalidRequest where its text is not what it should
+    be."""
+    if structured.json is not None:
+        return json_piece(_parsed(structured.json, f"{_FIELD}.json"), f"{_FIELD}.json")
+    if structured.json_object:
+        return json_piece({"type": "object"}, f"{_FIELD}.json_object")
+    if structured.regex is not None:
+        return Piece(expression(structured.regex, f"{_FIELD}.regex"), sources={f"{_FIELD}.regex": None})
+    if structured.choice:
+        # All choices are one terminal, which llguidance reads in one go, however many there are.
+        rule = f"CHOICE: {' | '.join(map(literal, structured.choice))}"
+        return Piece("CHOICE", (rule,), sources={f"{_FIELD}.choice": None})
+    if structured.grammar is not None:
+        return Piece("@client", grammars={"client": structured.grammar}, sources={f"{_FIELD}.grammar": None})
+    field = f"{_FIELD}.structural_tag"
+    return tag_piece(_parsed(structured.structural_tag or "", field), field, json_piece, token_ids)
+
+
+def json_piece(schema: Any, field: str) -> Piece:
+    """Makes the piece of a grammar for JSON that fits the ``schema`` of the client's ``field``. Raises InvalidRequest
+    with each place in the schema that no answer can be held to."""
+    faults = [
+        FieldViolation(field, f"at {path}: {reason}" if path else reason)
+        for path, reason in itertools.islice(schema_faults(schema), MAX_VIOLATIONS)
+    ]
+    if faults:
+        raise InvalidRequest.of(*faults)
+    whole = written(schema)
+    return Piece(f"%json {json.dumps(whole, ensure_ascii=False)}", sources={field: whole})
+
+
+def _parsed(text: str, field: str) -> Any:
+    try:
+        return parsed(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest.of(FieldViolation(field, f"not JSON: {error}")) from None

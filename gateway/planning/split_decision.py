@@ -1,0 +1,332 @@
+"""Chooses the route with the soonest first token that spares the decode worker's streams, and where it is split (I9).
+
+    every decode worker, with the better of: its own node's best prefill worker, the best one elsewhere, none
+      --> the least of predicted time to first token + time that running streams lose beyond their latency
+          + time that later requests wait longer
+      --> its decision: the split, on a grid between cached and the last whole block; again when the ticket shows what
+          is really pinned
+
+A fixed policy has one place for the split instead of the grid, and each route's price is that of this place.
+
+A prefix hit is worth the computing that it saves, not more: a node with a long queue loses requests to one that has to
+compute the prefix again. Whether prefill workers are used at all changes only for a gain above HYSTERESIS, so that two
+equal routes do not take turns with every heartbeat.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
+
+from pillion.engine.scheduling.step_model import StepModel
+from pillion.gateway.planning.cluster_view import ClusterSnapshot, SplitPolicy
+from pillion.gateway.planning.plan_cost import (
+    DEFAULT_BYTES_PER_S,
+    FETCH_CALL_S,
+    LEAST_FETCH_S,
+    CoreBudget,
+    DecodeSide,
+    Models,
+    PrefillSide,
+    route_s,
+)
+from pillion.wire.registry import ComponentRecord
+
+# Another kind of route than the last request took must save this share of the prompt's own computing time, and so must
+# a smaller prefill range over a larger one: where both are about equal prefill workers get the work, and decode workers
+# stay free for short prompts.
+HYSTERESIS = 0.1
+# The split may fall at this many places between the cached tokens and the last whole block, or where the cached tokens
+# end.
+SPLIT_STEPS = 8
+# Decode workers whose predictions differ by less than this share are equal: the request's number chooses one.
+EQUAL_SHARE = 0.01
+# At most this many decode workers are weighed: those with the fewest tokens before the request's, at their own speeds.
+MAX_WEIGHED = 4
+# A stream counts for this many tokens when decode workers are ranked.
+STREAM_TOKENS = 16
+# A route that uses a prefill worker, and one that does not, are remembered by these names for the next request.
+ON_PREFILL = "prefill"
+ON_DECODE = "decode"
+
+
+class Fetched(enum.Enum):
+    """Describes the blocks that are fetched to a decode worker's node, beside those of its own lower tiers."""
+
+    NOTHING = enum.auto()
+    OF_NODES = enum.auto()
+    OF_BUCKET = enum.auto()
+
+
+class Route(NamedTuple):
+    """Describes a decode worker with the better of two choices: no prefill worker, or one for all chunks. The price of
+    the better one is enough to compare decode workers. ``fetched`` are the sources whose blocks are worth their
+    transfer, which takes ``fetch_s``."""
+
+    price_s: float
+    decode: DecodeSide
+    prefill: PrefillSide | None
+    cached_blocks: int
+    fetch_s: float
+    fetched: Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class SplitDecision:
+    """Decides one request's split, with both workers as they were when it was planned.
+
+    Attributes:
+    sticky_choice: ON_PREFILL or ON_DECODE, as the last request of its size was routed; "" where there was none.
+        words: why this decode worker was chosen, and what was known of the prefix.
+        policy: says where the split falls, unless predictions decide.
+    """
+
+    route: Route
+    block_size: int
+    sticky_choice: str
+    words: str
+    policy: SplitPolicy
+
+    def split(self, cached_blocks: int, limit_blocks: int) -> tuple[int, str]:
+        """Returns the number of blocks before the split, and why."""
+        cached, prefill = cached_blocks * self.block_size, self.route.prefill
+        prefix = f"prefix of {cached} tokens" if cached else "no prefix"
+        if cached_blocks != self.route.cached_blocks:
+            prefix += f" ({self.route.cached_blocks * self.block_size} expected)"
+        if cached_blocks == limit_blocks:
+            return cached_blocks, f"nothing to share out; {self.words}; {prefix}"
+        if prefill is None:
+            return cached_blocks, f"co-located, no prefill worker; {self.words}; {prefix}"
+        if self.policy.share is not None:
+            fixed = self.policy.split_blocks(cached_blocks, limit_blocks)
+            return fixed, f"{self._where(cached_blocks, fixed)}; {self.words}; {prefix}"
+        alone_s, margin_s = self._price(cached, cached), self.margin_s(cached)
+        places = [cached_blocks + (limit_blocks - cached_blocks) * n // SPLIT_STEPS for n in range(SPLIT_STEPS, 0, -1)]
+        prices = {at: self._price(cached, at * self.block_size) for at in places if at > cached_blocks}
+        best_s = min(prices.values())
+        best = next(at for at, price_s in prices.items() if price_s <= best_s + margin_s)
+        shared, kept = self._uses_prefill(margin_s, alone_s, best_s)
+        where = self._where(cached_blocks, best if shared else cached_blocks)
+        compared = f"{alone_s:.3g} s alone, {best_s:.3g} s with {prefill.component.component_id}"
+        why = f"{where}: {compared}{', as before' if kept else ''}; {self.words}; {prefix}"
+        return best if shared else cached_blocks, why
+
+    def _where(self, cached_blocks: int, split_blocks: int) -> str:
+        if split_blocks == cached_blocks or self.route.prefill is None:
+            return "co-located"
+        name = self.route.prefill.component.component_id
+        return f"{name} computes {(split_blocks - cached_blocks) * self.block_size}"
+
+    def margin_s(self, cached: int) -> float:
+        """Returns how many seconds another route must save over the last one, with ``cached`` tokens. The number
+        depends on the prompt alone, because otherwise the load would decide."""
+        return HYSTERESIS * self.route.decode.own_cores_s(cached, self.route.decode.end)
+
+    def fetch_limit_s(self, start_blocks: int, end_blocks: int) -> float | None:
+        """Returns the longest that fetching these blocks may take: it is the time that computing them there takes. It
+        is None for a fixed policy, which fetches within the flags' bounds."""
+        if self.policy.share is not None:
+            return None
+        decode = self.route.decode
+        computed_s = decode.model.range_s(start_blocks * self.block_size, end_blocks * self.block_size, decode.most)
+        return max(LEAST_FETCH_S, computed_s)
+
+    def _uses_prefill(self, margin_s: float, alone_s: float, shared_s: float) -> tuple[bool, bool]:
+        """Returns whether a prefill worker is used, and whether it is used only because the last request used one."""
+        better = shared_s < alone_s
+        if not self.sticky_choice:
+            return better, False
+        if self.sticky_choice == ON_PREFILL:
+            kept = shared_s <= alone_s + margin_s
+            return kept, kept and not better
+        kept = alone_s <= shared_s + margin_s
+        return not kept, kept and better
+
+    def _price(self, cached: int, split: int) -> float:
+        return route_s(self.route.prefill, self.route.decode, cached, split, self.route.fetch_s)
+
+
+class StickyChoices:
+    """Remembers whether the last request used prefill workers, by model and size of what it had to compute. It is
+    bounded: sizes count by powers of two, and a gateway serves few models."""
+
+    def __init__(self) -> None:
+        self._last: dict[tuple[str, int], str] = {}
+
+    def of(self, model: str, tokens: int) -> str:
+        """Returns ON_PREFILL, ON_DECODE, or "" where there was no such request."""
+        return self._last.get((model, tokens.bit_length()), "")
+
+    def note(self, model: str, tokens: int, shared: bool) -> None:
+        """Notes a plan for later requests. ``shared`` says that it uses a prefill worker."""
+        self._last[model, tokens.bit_length()] = ON_PREFILL if shared else ON_DECODE
+
+
+def choose(
+    snapshot: ClusterSnapshot, decodes: list[ComponentRecord], prefills: list[ComponentRecord], nodes: frozenset[str]
+) -> SplitDecision:
+    """Chooses the workers of one attempt; the decision's route names them.
+
+    Args:
+        decodes: usable decode workers, at least one.
+        prefills: usable prefill workers, or none.
+        nodes: live nodes that did not fail this request.
+    """
+    models, hits = Models(decodes, prefills), snapshot.hits
+    weighed = _least(snapshot, models, decodes)[:MAX_WEIGHED]
+    best = _prefill_sides(snapshot, models, prefills, weighed)
+    known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
+    limit = snapshot.limit_blocks
+    behind = snapshot.demand_per_s[0] / len(decodes)
+    shared_cores = (
+        _shared_cores(snapshot, weighed) if any(component.core_lending_table for component in weighed) else {}
+    )
+    routes = [
+        _route(
+            snapshot,
+            component,
+            models.of(component),
+            best,
+            min(known, limit),
+            limit,
+            behind,
+            shared_cores.get(component.component_id),
+        )
+        for component in weighed
+    ]
+    least_s = min(route.price_s for route in routes) * (1 + EQUAL_SHARE)
+    chosen = next(route for route in routes if route.price_s <= least_s)
+    words = _why(snapshot, chosen, decodes)
+    node_id = chosen.decode.component.node_id
+    far = snapshot.far_hits.get(node_id, 0)
+    for kind, blocks, name in ((Fetched.OF_NODES, known, holder), (Fetched.OF_BUCKET, far, "a bucket")):
+        if chosen.fetched is kind:
+            words += f", with blocks of {name}"
+        elif min(blocks, limit) > chosen.cached_blocks:
+            words += f", blocks of {name} cost more to fetch"
+    if not snapshot.index_available:
+        words += ", the index is away"
+    return SplitDecision(chosen, snapshot.block_size, snapshot.sticky_choice, words, snapshot.policy)
+
+
+def _why(snapshot: ClusterSnapshot, chosen: Route, decodes: list[ComponentRecord]) -> str:
+    """Says in words why this decode worker was chosen."""
+    hits, component = snapshot.hits, chosen.decode.component
+    if len(decodes) == 1:
+        return f"{component.component_id} is the only one"
+    rival = max(decodes, key=lambda other: hits.get(other.node_id, 0))
+    busier = hits.get(rival.node_id, 0) > hits.get(component.node_id, 0)
+    passed = f", {rival.component_id} has more of the prefix and is busier" if busier else ""
+    return f"{component.component_id} is soonest of {len(decodes)}{passed}"
+
+
+def _least(snapshot: ClusterSnapshot, models: Models, components: list[ComponentRecord]) -> list[ComponentRecord]:
+    """Returns components by roughly the time until the request would be done there, the soonest first. Equals are
+    rotated by ``spread``, so that they take turns."""
+    turn = snapshot.spread % len(components) if components else 0
+    sent, hits, size, streams = snapshot.sent_tokens, snapshot.hits, snapshot.block_size, snapshot.sent_load
+    found = []
+    for component in components[turn:] + components[:turn]:
+        name, reported, mine = component.component_id, component.queued_tokens, sent.get(component.component_id, 0)
+        tokens = (
+            (reported if reported > mine else mine) + snapshot.prompt_tokens - hits.get(component.node_id, 0) * size
+        )
+        if component.role == "decode":
+            tokens += STREAM_TOKENS * max(component.running_requests, streams.get(name, 0))
+        found.append((tokens * models.rough_token_s(component) + snapshot.adapter_wait_s(component), component))
+    return [component for _, component in sorted(found, key=itemgetter(0))]
+
+
+def _prefill_sides(
+    snapshot: ClusterSnapshot, models: Models, prefills: list[ComponentRecord], decodes: list[ComponentRecord]
+) -> list[PrefillSide]:
+    """Returns the best prefill worker of each decode worker's node, and the best one elsewhere, the soonest first."""
+    sent, chunk, tokens = snapshot.sent_tokens, snapshot.chunk_tokens, snapshot.prompt_tokens
+    near = {component.node_id for component in decodes}
+    best: dict[str, ComponentRecord] = {}
+    for component in _least(snapshot, models, prefills):
+        best.setdefault(component.node_id if component.node_id in near else "", component)
+    behind = snapshot.demand_per_s[1] / max(1, len(prefills))
+    sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.component_id, 0), behind) for p in best.values()]
+    if snapshot.adapter:
+        sides = [side._replace(wait_s=side.wait_s + snapshot.adapter_wait_s(side.component)) for side in sides]
+    return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
+
+
+def _shared_cores(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> dict[str, CoreBudget]:
+    """Returns the shared cores of each decode worker that shares its own, by component id. Each lending table belongs
+    to one node."""
+    mates: dict[tuple[str, str], list[ComponentRecord]] = {}
+    for component in (*snapshot.components, *snapshot.lending_mates):
+        if component.core_lending_table:
+            mates.setdefault((component.node_id, component.core_lending_table), []).append(component)
+    follower_tokens = snapshot.demand_tokens or snapshot.prompt_tokens
+    return {
+        decode.component_id: CoreBudget.of(
+            decode, mates[decode.node_id, decode.core_lending_table], snapshot.sent_tokens, follower_tokens
+        )
+        for decode in decodes
+        if decode.core_lending_table and decode.core_share
+    }
+
+
+def _route(
+    snapshot: ClusterSnapshot,
+    component: ComponentRecord,
+    model: StepModel,
+    best: list[PrefillSide],
+    known: int,
+    limit: int,
+    behind: float,
+    shared_cores: CoreBudget | None,
+) -> Route:
+    """Returns the price of this decode worker, with its node's prefill worker or the best one elsewhere."""
+    size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
+    block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
+    streams, tokens = snapshot.sent_load.get(component_id, 0), snapshot.sent_tokens.get(component_id, 0)
+    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, shared_cores)
+    if snapshot.adapter:
+        decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))
+    cached, fetch_s, fetched = _fetched(snapshot, decode, known, limit, block_s)
+    chosen: PrefillSide | None = None
+    for side in best:
+        if side.component.node_id == node_id:
+            if chosen is None or side.wait_s <= chosen.wait_s + chosen.extra_s:
+                chosen = side
+            break
+        if chosen is None:
+            there = min(snapshot.hits.get(side.component.node_id, 0), cached)
+            carried = min(limit - cached, snapshot.chunk_tokens // size) + cached - there
+            chosen = side._replace(extra_s=2 * FETCH_CALL_S + carried * block_s)
+    places = {cached}
+    if chosen is not None:
+        most = snapshot.policy.split_blocks(cached, limit)
+        places = {cached, most} if snapshot.policy.share is None else {most}
+    price_s = min(route_s(chosen, decode, cached * size, place * size, fetch_s) for place in places)
+    return Route(price_s, decode, chosen, cached, fetch_s, fetched)
+
+
+def _fetched(
+    snapshot: ClusterSnapshot, decode: DecodeSide, known: int, limit: int, block_s: float
+) -> tuple[int, float, Fetched]:
+    """Returns how many leading blocks a decode worker's node will have, the seconds that fetching takes, and the
+    sources that they come from. Of three choices it takes what saves most: its own blocks, those with the ``known``
+    ones of other nodes, and those with a bucket's after them. A fixed policy takes the most blocks."""
+    node_id, size = decode.component.node_id, snapshot.block_size
+    own = min(snapshot.hits.get(node_id, 0), limit)
+    here, nodes_s = max(own, known), max(0, known - own) * block_s
+    far = min(snapshot.far_hits.get(node_id, 0), limit)
+    bucket_s = nodes_s + (far - here) * (snapshot.bucket_block_s or decode.component.block_bytes / DEFAULT_BYTES_PER_S)
+    best, best_gain = (own, 0.0, Fetched.NOTHING), 0.0
+    for blocks, taken_s, kind in ((known, nodes_s, Fetched.OF_NODES), (far, bucket_s, Fetched.OF_BUCKET)):
+        if blocks <= own or (kind is Fetched.OF_BUCKET and far <= here):
+            continue
+        if snapshot.policy.share is not None:
+            gain = float(blocks)
+        else:
+            gain = decode.model.range_s(own * size, blocks * size, decode.most) - taken_s - FETCH_CALL_S
+        if gain > best_gain:
+            best, best_gain = (blocks, taken_s + FETCH_CALL_S, kind), gain
+    return best

@@ -1,0 +1,227 @@
+"""Computes prompts ahead and keeps them, as `pillion cache` and the Messages API's cache_control ask for.
+
+warm:  the request, without a token to generate --in the background--> computed, where nobody else wants the places
+pin:   warm --> the KV node of the plan pins the chain, within the tenant's quota there, until its time is over
+list, drop:  every KV node is asked: the nodes know, and no gateway
+
+A tenant's pins are its own: the tenant's name goes with each call to a KV node, and its salt goes into the block
+hashes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import re
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import TypeVar
+
+from opentelemetry import context as otel_context
+
+from pillion.errors import (
+    FieldViolation,
+    InvalidRequest,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    PillionError,
+    Unauthenticated,
+    Unavailable,
+)
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.gateway import Gateway
+from pillion.gateway.links.node_link import NodeLink
+from pillion.gateway.request.admitted_request import PlacedPrefix
+from pillion.gateway.request.request_runner import RequestRunner
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.kvstore.prefix_pins.pin_table import MAX_PREFIX_PIN_S
+from pillion.types import GenerateRequest, PinnedPrefix, SamplingParams, WarmedPrefix
+from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefixPin
+
+log = logging.getLogger("pillion.gateway")
+
+T = TypeVar("T")
+
+DEFAULT_TTL_S = 86_400
+MAX_TTL_S = int(MAX_PREFIX_PIN_S)
+# An answer waits this long for a pin that its cache_control asks for.
+EPHEMERAL_WAIT_S = 0.25
+# A user may give a pin such a name. The names of cache_control's pins have a colon, so that nobody gives them by
+# chance.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_EPHEMERAL = re.compile(r"cache_control:[0-9a-f]{16}")
+# A pin that its user gave no name is named by this many hexadecimal digits of a hash of its blocks' hashes.
+_NAME_DIGITS = 16
+
+
+class PrefixPins:
+    """Warms and pins prompts through ``gateway``. Where keys are needed and there is no tenant, its methods raise
+    Unauthenticated; where prefixes are not cached, they raise PermissionDenied."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+
+    async def warm(
+        self,
+        request: GenerateRequest,
+        tenant: Tenant | None,
+        *,
+        pin: bool = False,
+        name: str = "",
+        ttl_s: int = 0,
+        timeout_s: float | None = None,
+        parent: otel_context.Context | None = None,
+    ) -> WarmedPrefix:
+        """Computes what is missing of a prompt's KV, and pins it.
+
+        Args:
+            request: the request whose prompt, model and salt are used, and nothing else.
+            name: the pin's name; "": a name that follows from the prompt.
+            ttl_s: how long it is pinned; 0: DEFAULT_TTL_S.
+
+        Raises what Gateway.generate raises, and Overloaded where the pin would be beyond a quota: then the prompt is
+        computed and not pinned.
+        """
+        known = self._known(tenant)
+        if name and not _NAME.fullmatch(name):
+            raise InvalidRequest.of(FieldViolation("name", "up to 128 letters, digits and . _ - are allowed"))
+        if not 0 <= ttl_s <= MAX_TTL_S:
+            raise InvalidRequest.of(FieldViolation("ttl_s", f"{ttl_s} is not in [0, {MAX_TTL_S}]"))
+        asked = replace(request, sampling=SamplingParams(max_tokens=0), resume=None)
+        # The prompt is computed as a background request, which gets only slots that no other request wants.
+        runner = await self._gateway.generate(asked, tenant=known.in_background(), timeout_s=timeout_s, parent=parent)
+        try:
+            async for _ in runner:
+                pass
+        finally:
+            runner.cancel()
+        usage, pinned = runner.usage(), None
+        if pin:
+            pinned = await self._pin(runner, known, name, ttl_s or DEFAULT_TTL_S)
+        return WarmedPrefix(usage.prompt_tokens - usage.cached_tokens, usage.cached_tokens, pinned)
+
+    async def pin_ephemeral(self, placed: PlacedPrefix, tenant: Tenant, tokens: int, ttl_s: int, model: str) -> bool:
+        """Pins the whole blocks among a prompt's first ``tokens``, for a cache_control. Returns whether they were
+        pinned within EPHEMERAL_WAIT_S. The pin is only a wish, so a quota that is met and a node that is silent are no
+        errors."""
+        hashes = placed.hashes[: tokens // placed.block_size * HASH_BYTES]
+        if not hashes:
+            return False
+        name = f"cache_control:{hashes[-HASH_BYTES:].hex()[:_NAME_DIGITS]}"
+        try:
+            async with asyncio.timeout(EPHEMERAL_WAIT_S):
+                await self._pin_at(placed, hashes, tenant, name, ttl_s, tokens, model, ephemeral=True)
+        except (PillionError, TimeoutError) as error:
+            log.debug("a cache_control is not met: %s", error)
+            return False
+        return True
+
+    async def pins(self, tenant: Tenant | None) -> list[PinnedPrefix]:
+        """Returns the tenant's pins at all KV nodes that answer, by name. Raises Unavailable where none answers."""
+        owner = self._known(tenant).name
+
+        async def ask(link: NodeLink) -> list[PinnedPrefix]:
+            return [_pinned(one, link.node_id) for one in await link.client.list_prefix_pins(link.epoch, owner)]
+
+        found = [pin for pins in (await self._ask_all(ask))[0] for pin in pins]
+        return sorted(found, key=lambda pin: (pin.name, pin.node_id))
+
+    async def drop(self, name: str, tenant: Tenant | None) -> None:
+        """Ends a pin of the tenant. Raises NotFound where no KV node has it, and Unavailable where no node that answers
+        has it and one does not answer."""
+        owner = self._known(tenant).name
+        if not _NAME.fullmatch(name) and not _EPHEMERAL.fullmatch(name):
+            raise NotFound("there is no pin of this name")
+
+        async def ask(link: NodeLink) -> bool:
+            return await link.client.unpin_prefix(link.epoch, owner, name)
+
+        found, silent = await self._ask_all(ask)
+        if any(found):
+            return
+        if silent is not None:
+            raise Unavailable(f"no KV node that answers has a pin {name!r}, and one did not answer: {silent.message}")
+        raise NotFound(f"there is no pin {name!r}")
+
+    def _known(self, tenant: Tenant | None) -> Tenant:
+        if not self._gateway.caches_prefixes:
+            raise PermissionDenied("this gateway reuses no prefixes: --no-enable-prefix-caching was given")
+        if tenant is None and self._gateway.needs_keys:
+            raise Unauthenticated("an API key is needed")
+        return tenant or OPEN
+
+    async def _pin(self, runner: RequestRunner, tenant: Tenant, name: str, ttl_s: int) -> PinnedPrefix:
+        placed, tokens = runner.placed_prefix(), len(runner.admitted.prompt)
+        if placed is None or not placed.hashes:
+            size = placed.block_size if placed is not None else 0
+            raise InvalidRequest(f"the prompt of {tokens} tokens has no whole block of {size} tokens to pin")
+        name = name or f"prefix-{hashlib.sha256(placed.hashes).hexdigest()[:_NAME_DIGITS]}"
+        kept = await self._pin_at(placed, placed.hashes, tenant, name, ttl_s, tokens, runner.admitted.model)
+        # A name stands for one prompt, so the pins of this name at other nodes are ended.
+        others = [link for link in self._gateway.cluster.nodes() if link.node_id != placed.node_id and link.alive]
+        drops = (link.client.unpin_prefix(link.epoch, tenant.name, name) for link in others)
+        await asyncio.gather(*drops, return_exceptions=True)
+        return _pinned(kept, placed.node_id)
+
+    async def _pin_at(
+        self,
+        placed: PlacedPrefix,
+        hashes: bytes,
+        tenant: Tenant,
+        name: str,
+        ttl_s: int,
+        tokens: int,
+        model: str,
+        *,
+        ephemeral: bool = False,
+    ) -> PrefixPin:
+        link = self._gateway.cluster.node(placed.node_id)
+        most_blocks = tenant.max_pinned_tokens // placed.block_size
+        if tenant.max_pinned_tokens and not most_blocks:
+            # For the KV node a bound of zero would mean no bound.
+            size = f"a block of {placed.block_size} tokens"
+            raise Overloaded(f"max_pinned_tokens of {tenant.max_pinned_tokens} is less than {size}")
+        request = PinPrefixRequest(
+            epoch=link.epoch,
+            owner=tenant.name,
+            name=name,
+            block_hashes=hashes,
+            ttl_s=ttl_s,
+            most_blocks=most_blocks,
+            tokens=tokens,
+            model=model,
+            ephemeral=ephemeral,
+        )
+        return await link.client.pin_prefix(request)
+
+    async def _ask_all(self, ask: Callable[[NodeLink], Awaitable[T]]) -> tuple[list[T], PillionError | None]:
+        """Asks all KV nodes; returns the answers of those that answer, and why one of the others did not. Raises
+        Unavailable where none answers."""
+        links = [link for link in self._gateway.cluster.nodes() if link.alive]
+        answers = await asyncio.gather(*map(ask, links), return_exceptions=True)
+        found = [answer for answer in answers if not isinstance(answer, BaseException)]
+        silent: PillionError | None = None
+        for answer in answers:
+            if isinstance(answer, PillionError):
+                silent = answer
+            elif isinstance(answer, BaseException):
+                raise answer
+        if not found:
+            raise Unavailable("no KV node answers" if silent is None else f"no KV node answers: {silent.message}")
+        return found, silent
+
+
+def _pinned(kept: PrefixPin, node_id: str) -> PinnedPrefix:
+    return PinnedPrefix(
+        name=kept.name,
+        model=kept.model,
+        tokens=kept.tokens,
+        blocks=kept.blocks,
+        present_blocks=kept.present_blocks,
+        expires_in_s=kept.left_s,
+        hits=kept.hits,
+        node_id=node_id,
+        ephemeral=kept.ephemeral,
+    )

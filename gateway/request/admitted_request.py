@@ -1,0 +1,130 @@
+"""Holds a checked request as the cluster runs it, and the chain of its block hashes."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from array import array
+from dataclasses import dataclass
+
+from pillion.gateway.planning.cluster_view import SplitPolicy
+from pillion.gateway.request.validation import ResolvedSampling
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.types import Resume
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GatewayOptions:
+    """Holds the flags that decide about requests. With ``max_running_requests`` 0, as many run as the workers have
+    slots for."""
+
+    policy: SplitPolicy
+    chunk_tokens: int
+    max_attempts: int
+    max_inflight_requests: int
+    max_inflight_tokens: int
+    prefix_caching: bool
+    max_running_requests: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmittedRequest:
+    """Describes a checked request that is ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
+
+    ``answers`` are given to the client, with log probabilities if ``show_logprobs``. Without prefix caching, no other
+    request has its ``cache_salt``. ``resume`` says what another gateway has given already. Every answer follows
+    ``grammar`` from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
+    which it was made. ``adapter`` is the digest of the adapter that answers are computed with; "" for the model alone.
+    ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. Nobody waits for
+    a request in the ``background``, which is a batch's.
+    """
+
+    request_id: str
+    model: str
+    fingerprint: str
+    prompt: tuple[int, ...]
+    resolved: ResolvedSampling
+    cache_salt: str
+    options: GatewayOptions
+    arrived: float
+    deadline: float | None
+    spread: int
+    priority: int = 0
+    answers: int = 1
+    show_logprobs: bool = False
+    resume: Resume | None = None
+    grammar: str = ""
+    grammar_fields: tuple[str, ...] = ()
+    original_tokens: int = 0
+    adapter: str = ""
+    adapter_rank: int = 0
+    virtual_tokens: int = 0
+    background: bool = False
+
+    @property
+    def own_prompt(self) -> tuple[int, ...]:
+        """Gives the tokens that the client sent."""
+        return self.prompt[self.virtual_tokens :]
+
+    @property
+    def text_tokens(self) -> int:
+        """Gives the largest number of tokens that prompt and answer may have together."""
+        return len(self.prompt) + self.resolved.max_tokens
+
+    @property
+    def short_text(self) -> bool:
+        """Says whether the request is so short that it has other rotary frequencies than longer ones
+        (PreparedModel.original_tokens)."""
+        return self.text_tokens <= self.original_tokens
+
+    @property
+    def resumed_tokens(self) -> int:
+        """Gives the number of tokens of all answers that other gateways have given."""
+        return sum(len(answer.token_ids) for answer in self.resume.answers) if self.resume is not None else 0
+
+    def digest(self) -> bytes:
+        """Returns a digest of weights, prompt and the model's own sampling values: where two gateways find the same
+        one, either can go on with the stream. It has 32 bytes."""
+        own = repr(self.resolved.recommended) if self.resolved.recommended else ""
+        named = f"{self.fingerprint}{self.adapter}{own}".encode()
+        return hashlib.sha256(named + array("I", self.prompt).tobytes()).digest()
+
+    @property
+    def system_fingerprint(self) -> str:
+        """Gives the fingerprint of weights and adapter in OpenAI's form."""
+        return f"fp_{self.fingerprint[:10]}" + (f"_{self.adapter[:10]}" if self.adapter else "")
+
+    def left_s(self) -> float | None:
+        """Returns the time left until the request's deadline, in seconds; None without a deadline."""
+        return None if self.deadline is None else max(0.001, self.deadline - time.monotonic())
+
+    def wait_s(self, most_s: float) -> float:
+        """Returns the time that a wait may take, in seconds: what the deadline leaves, and never more than
+        ``most_s``."""
+        left_s = self.left_s()
+        return most_s if left_s is None else min(left_s, most_s)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockHashChain:
+    """Holds the hashes of a prompt's whole blocks, 32 bytes each; ``root`` is the parent of the first."""
+
+    root: bytes = b""
+    hashes: bytes = b""
+
+    def first(self, blocks: int) -> bytes:
+        """Returns the hashes of the first ``blocks`` blocks."""
+        return self.hashes[: blocks * HASH_BYTES]
+
+    def before(self, blocks: int) -> bytes:
+        """Returns the parent of the block after the first ``blocks``."""
+        return self.hashes[(blocks - 1) * HASH_BYTES : blocks * HASH_BYTES] if blocks else self.root
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedPrefix:
+    """Says where a prompt's KV is: the KV node, and the hashes of its whole blocks of ``block_size`` tokens."""
+
+    node_id: str
+    hashes: bytes
+    block_size: int

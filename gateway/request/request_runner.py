@@ -1,0 +1,339 @@
+"""Runs one request: events of its answers come in, actions go out, and text goes to the client.
+
+A request has no task of its own beyond its calls: events are handled where they arrive, on the event loop, and the
+reader is woken. Deltas that the reader has not taken yet are merged (:mod:`pillion.gateway.request.outbox`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from opentelemetry import trace
+
+from pillion.errors import Cancelled, DeadlineExceeded, Internal, PillionError
+from pillion.gateway.links.cluster import Cluster
+from pillion.gateway.request import events as ev
+from pillion.gateway.request.admitted_request import AdmittedRequest, PlacedPrefix
+from pillion.gateway.request.component_calls import ComponentCalls
+from pillion.gateway.request.events import Action, Event
+from pillion.gateway.request.outbox import Outbox
+from pillion.gateway.request.parallel_samples import AnswerAction, ParallelSamples
+from pillion.gateway.request.request_machine import RequestMachine, RequestState
+from pillion.gateway.request.request_telemetry import RequestMeter
+from pillion.gateway.request.validation import answer_seed
+from pillion.gateway.tokens.answer_text import AnswerText
+from pillion.types import Delta, FinishReason, StreamOrigin, Timings, Usage
+
+log = logging.getLogger("pillion.gateway")
+
+# A worker is taken to hang when it brings an answer no chunk, no token and no sign that it waits in line for this long.
+MAX_SILENCE_S = 300.0
+# A client gets this message where the gateway itself fails.
+DEFECT = "internal error; the gateway's log says more"
+
+
+class RequestRunner:
+    """Runs a request, and iterates asynchronously over its deltas for one reader; raises PillionError where the request
+    fails.
+
+    ``cancel`` may be called at any time, any number of times, and frees everything at once (I8).
+
+    Args:
+        admitted: the request as it was admitted.
+        cluster: the connections to the components that work for it.
+        answers: an empty text for each answer that is generated.
+        span: the request's trace span, which the runner ends.
+        meter: records when tokens come and how the request ends.
+        on_end: called once, with the tokens used.
+    """
+
+    def __init__(
+        self,
+        admitted: AdmittedRequest,
+        cluster: Cluster,
+        answers: Sequence[AnswerText],
+        span: trace.Span,
+        meter: RequestMeter,
+        on_end: Callable[[Usage], None],
+    ) -> None:
+        self.admitted = admitted
+        self._answers = tuple(answers)
+        self._span = span
+        self._meter = meter
+        self._on_end = on_end
+        indexes = range(len(self._answers))
+        self._samples = ParallelSamples([_machine(admitted, index) for index in indexes])
+        seeds = [answer_seed(admitted.resolved.sampling.seed or 0, index) for index in indexes]
+        self._calls = [
+            ComponentCalls(admitted, seed, cluster, span, partial(self._post, index), self._fail_by_defect)
+            for index, seed in enumerate(seeds)
+        ]
+        self._outbox = Outbox(admitted.request_id, len(indexes), admitted.answers, admitted.show_logprobs)
+        self._inbox: deque[tuple[int | None, Event]] = deque()
+        self._handling = False
+        self._defect: PillionError | None = None
+        self._deadline: asyncio.TimerHandle | None = None
+        self._silence: asyncio.TimerHandle | None = None
+        self._last_event_s = [time.monotonic()] * len(indexes)
+        # The reader awaits this future while no delta is pending.
+        self._waiter: asyncio.Future[None] | None = None
+        self._emitted = False
+        self._reasons = [""] * len(indexes)
+        for index, answer in enumerate(admitted.resume.answers if admitted.resume is not None else ()):
+            self._reasons[index] = answer.finish_reason.value if answer.finish_reason is not None else ""
+        self.ended = False
+        # This says whether the request ended with an error that neither the client nor its deadline caused.
+        self.failed_unserved = False
+
+    def start(self) -> None:
+        """Begins the request. Call once."""
+        if self.admitted.deadline is not None:
+            left_s = max(0.0, self.admitted.deadline - time.monotonic())
+            self._deadline = asyncio.get_running_loop().call_later(left_s, self._post, None, ev.DeadlinePassed())
+        self._watch_silence()
+        for index, answer in enumerate(self._answers):
+            if answer.stopped:
+                # The text of a resumed answer may hold a stop string already.
+                self._post(index, ev.StopStringFound(answer.completion_tokens))
+        for index, action in self._samples.start():
+            self._perform(index, action)
+
+    def cancel(self) -> None:
+        """Ends the request, because the client went away."""
+        self._post(None, ev.RequestCancelled())
+
+    @property
+    def pending(self) -> bool:
+        """Says whether the next delta, or the error, is there already."""
+        return self._outbox.pending
+
+    def usage(self) -> Usage:
+        """Counts the tokens of prompt and answers so far."""
+        usage = self._samples.usage()
+        return replace(
+            usage, reasoning_tokens=sum(one.reasoning_tokens for one in self._answers), **self._brought(usage)
+        )
+
+    def origin(self) -> StreamOrigin | None:
+        """Returns what another gateway needs to go on with this stream, besides the tokens. Call it when the first
+        delta is there. The result is None where the answers are ranked, which cannot be resumed."""
+        if len(self._answers) > self.admitted.answers:
+            return None
+        seed = self.admitted.resolved.sampling.seed or 0
+        return StreamOrigin(seed, self.admitted.digest(), self._samples.usage().cached_tokens)
+
+    def placed_prefix(self) -> PlacedPrefix | None:
+        """Returns where the prompt's whole blocks are, once its first delta is there; None before the request has a
+        plan."""
+        plan, chain = self._samples.machines[0].plan, self._calls[0].chain
+        if plan is None:
+            return None
+        # Only whole blocks of the prompt count, without its last token, which is always computed.
+        whole = (len(self.admitted.prompt) - 1) // plan.block_size
+        return PlacedPrefix(plan.node_id, chain.first(whole), plan.block_size)
+
+    def __aiter__(self) -> RequestRunner:
+        return self
+
+    async def __anext__(self) -> Delta:
+        if self._outbox.over:
+            raise StopAsyncIteration
+        while not self._outbox.pending:
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+        return self._outbox.take()
+
+    def _wake(self) -> None:
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _post(self, index: int | None, event: Event) -> None:
+        """Handles ``event`` of one answer, or of all where ``index`` is None. An event that comes while another one is
+        handled waits its turn."""
+        self._inbox.append((index, event))
+        if self._handling:
+            return
+        self._handling = True
+        try:
+            while self._inbox:
+                for answer, action in self._handle(*self._inbox.popleft()):
+                    self._perform(answer, action)
+        except Exception as error:  # noqa: BLE001  (a defect must end its request, not the gateway)
+            self._handling = False
+            self._fail_by_defect(error)
+        finally:
+            self._handling = False
+
+    def _handle(self, index: int | None, event: Event) -> list[AnswerAction]:
+        now = time.monotonic()
+        if index is None:
+            return self._samples.handle_all(event, now)
+        self._last_event_s[index] = now
+        return self._samples.handle(index, event, now)
+
+    def _fail_by_defect(self, error: BaseException) -> None:
+        log.error("request %s failed", self.admitted.request_id, exc_info=error)
+        again, self._defect = self._defect, Internal(DEFECT)
+        if again is None:
+            # Cancelling frees what the request holds; the reader gets the defect instead.
+            self._post(None, ev.RequestCancelled())
+        self._fail(self._defect)
+
+    def _perform(self, index: int, action: Action) -> None:
+        calls = self._calls[index]
+        match action:
+            case ev.Emit():
+                # Nearly all actions are Emit, so it is tested first.
+                self._emit(index, action)
+            case ev.EmitScores(logprobs):
+                self._outbox.score(logprobs)
+                self._wake()
+            case ev.SubmitDecode():
+                calls.submit(action, [self._calls[sibling] for sibling in action.siblings])
+            case ev.Finish():
+                self._finish(index, action.reason)
+            case ev.Fail():
+                self._fail(self._defect or action.error)
+            case _:
+                if isinstance(action, ev.LookUp) and action.attempt > 1:
+                    # The request is replayed, on another worker or on the same one.
+                    self._span.add_event("replay", {"pillion.attempt": action.attempt, "pillion.answer": index})
+                calls.perform(action)
+
+    def _emit(self, index: int, action: ev.Emit) -> None:
+        """Gives tokens to the client. Every token of the request passes through here once, over all answers and
+        attempts."""
+        if not self._emitted:
+            self._emitted = True
+            self._span.add_event("first token")
+        answer = self._answers[index]
+        self._meter.tokens(index, len(action.token_ids), self._last_event_s[index])
+        self._outbox.add(index, answer.push(action.token_ids, action.logprobs))
+        self._wake()
+        if answer.stopped:
+            self._post(index, ev.StopStringFound(answer.completion_tokens))
+
+    def _finish(self, index: int, reason: FinishReason) -> None:
+        answer = self._answers[index]
+        last = answer.flush(cut=reason is FinishReason.LENGTH)
+        if answer.stopped:
+            # The end of the stream made the held-back characters certain, and they completed a stop string.
+            reason = FinishReason.STOP
+        if answer.calls and reason is FinishReason.STOP:
+            # Clients have to send the results of these calls, whatever ended the answer.
+            reason = FinishReason.TOOL_CALLS
+        self._calls[index].load.assign({})
+        self._reasons[index] = reason.value
+        self._outbox.finish(index, last, reason, answer.stop_string)
+        self._wake()
+        if all(self._reasons) and not self.ended:
+            self._outbox.end(self.usage(), self._timings(time.monotonic()))
+            self._span.set_attribute("gen_ai.response.finish_reasons", self._reasons)
+            self._end(None)
+
+    def _fail(self, error: PillionError) -> None:
+        if self.ended:
+            return
+        self.failed_unserved = not isinstance(error, Cancelled | DeadlineExceeded)
+        self._outbox.fail(error)
+        self._span.set_attribute("error.type", type(error).__name__)
+        self._span.set_status(trace.StatusCode.ERROR, error.message)
+        self._end(error)
+
+    def _end(self, error: PillionError | None) -> None:
+        self.ended = True
+        for calls in self._calls:
+            calls.load.assign({})
+        for timer in (self._deadline, self._silence):
+            if timer is not None:
+                timer.cancel()
+        usage, span = self.usage(), self._span
+        span.set_attribute("gen_ai.usage.input_tokens", usage.prompt_tokens)
+        span.set_attribute("gen_ai.usage.output_tokens", usage.completion_tokens)
+        span.set_attribute("gen_ai.usage.cache_read.input_tokens", usage.cached_tokens)
+        span.set_attribute("pillion.attempts", max(machine.attempt for machine in self._samples.machines))
+        span.end()
+        now = time.monotonic()
+        timings = self._timings(now)
+        self._meter.ended(now, usage, timings, self._reasons, error)
+        self._log_end(usage, timings, error)
+        self._on_end(usage)
+        self._wake()
+
+    def _timings(self, now: float) -> Timings:
+        timings = self._samples.timings(now)
+        return replace(timings, **self._brought(timings), system_fingerprint=self.admitted.system_fingerprint)
+
+    def _brought(self, found: Usage | Timings) -> dict[str, Any]:
+        """Returns the fields that say how many of the cached tokens were brought from where."""
+        # A later attempt may bring back more than the first one found.
+        left = found.cached_tokens
+        kept: dict[str, int] = {}
+        for source, tokens in self._calls[0].brought_tokens._asdict().items() if left else ():
+            kept[f"{source}_tokens"] = min(tokens, left)
+            left -= kept[f"{source}_tokens"]
+        return kept
+
+    def _log_end(self, usage: Usage, timings: Timings, error: PillionError | None) -> None:
+        """Writes the request's line into the log."""
+        if not log.isEnabledFor(logging.INFO):
+            return
+        how = ",".join(sorted(set(filter(None, self._reasons)))) if error is None else type(error).__name__
+        fields = {
+            "request_id": self.admitted.request_id,
+            "model": self.admitted.model,
+            "ended": how,
+            "prompt_tokens": usage.prompt_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "time_to_first_token_ms": round(timings.time_to_first_token_ms, 1),
+            "total_ms": round(timings.total_ms, 1),
+            "replays": timings.replays,
+        }
+        with trace.use_span(self._span):
+            words = " ".join(f"{name}={value}" for name, value in fields.items())
+            log.info("request %s", words, extra={"fields": fields})
+
+    def _watch_silence(self) -> None:
+        """Ends an answer that is silent for too long. Each answer is judged by itself: tokens of the others do not show
+        that it lives."""
+        longest_s = 0.0
+        for index, machine in enumerate(self._samples.machines):
+            if machine.state is RequestState.DONE:
+                continue
+            quiet_s = time.monotonic() - self._last_event_s[index]
+            if quiet_s >= MAX_SILENCE_S:
+                self._post(index, ev.AttemptSilent(machine.attempt))
+                quiet_s = 0.0
+            longest_s = max(longest_s, quiet_s)
+        if not self.ended:
+            self._silence = asyncio.get_running_loop().call_later(MAX_SILENCE_S - longest_s, self._watch_silence)
+
+
+def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
+    resolved, attempts, resume = admitted.resolved, admitted.options.max_attempts, admitted.resume
+    stop_ids = frozenset(resolved.stop_token_ids)
+    machine = partial(
+        RequestMachine,
+        admitted.prompt,
+        resolved.max_tokens,
+        stop_ids,
+        attempts,
+        admitted.arrived,
+        virtual_tokens=admitted.virtual_tokens,
+    )
+    # The first answer brings the prompt's log probabilities, for all of them.
+    scores = index == 0 and resolved.sampling.prompt_logprobs is not None
+    if resume is None:
+        return machine(follows=index > 0, scored_tokens=0 if scores else None)
+    scored = resume.scored_tokens if scores else None
+    so_far, cached_tokens = resume.answers[index], resume.origin.cached_tokens
+    return machine(resumed=so_far, cached_tokens=cached_tokens, scored_tokens=scored)

@@ -1,0 +1,51 @@
+"""Serves OpenAI's Responses API without storing anything: every call brings its whole conversation, and nothing is
+stored.
+"""
+
+from __future__ import annotations
+
+import time
+
+from starlette.routing import Route
+
+from pillion.config import GatewayFlags
+from pillion.gateway.gateway import ModelEntry
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.model_calls import DeltaReader, ModelCalls
+from pillion.gateway.responses.responses_events import ResponsesWriter
+from pillion.gateway.responses.responses_fields import ResponsesBody
+from pillion.gateway.responses.responses_requests import ResponsesRequest, responses_request
+
+_EXAMPLE = {"model": "demo", "input": "What is the capital of France?", "max_output_tokens": 32}
+
+
+def responses_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+    """Returns the page of the Responses API for the table of the HTTP port."""
+    api, tenant_of = ResponsesApi(calls), calls.gateway.tenant_of
+    answered = Endpoint("POST", api.responses, tenant_of, ResponsesBody, example=_EXAMPLE, in_batches=True)
+    return [Route("/v1/responses", answered)]
+
+
+class ResponsesApi:
+    """Handles the calls of the Responses API; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
+    handler raises into responses."""
+
+    def __init__(self, calls: ModelCalls) -> None:
+        self._calls = calls
+
+    async def responses(self, call: HttpCall) -> None:
+        """Answers a conversation with output items: reasoning, messages and calls of functions."""
+        await self._calls.answer(call, responses_request, self._new_writer)
+
+    async def _new_writer(
+        self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
+    ) -> ResponsesWriter:
+        head = {
+            "id": f"resp_{call.request_id}",
+            "created_at": int(time.time()),
+            "model": entry.name,
+            "system_fingerprint": reader.fingerprint,
+            "temperature": reader.sampling.temperature,
+            "top_p": reader.sampling.top_p,
+        }
+        return ResponsesWriter(head, self._calls.texts_of(entry), asked)

@@ -1,0 +1,259 @@
+"""Writes responses as clients of OpenAI's Responses read them: numbered server-sent events, or one object at the end.
+
+    created  in_progress  item ...  completed, incomplete or failed
+    item: output_item.added  content_part.added  delta ...  done  content_part.done  output_item.done
+
+The fields that stay the same from event to event are encoded once for each item; an event costs the encoding of its
+text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from pillion.gateway.http_api.custom_tools import CustomCalls
+from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
+from pillion.gateway.http_api.openai_events import LOGPROB_BYTES, cached_fields
+from pillion.gateway.http_api.openai_logprobs import TokenTexts
+from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartKind
+from pillion.gateway.responses.responses_requests import ResponsesRequest
+from pillion.types import Delta, FinishReason, TokenLogprob, Usage
+
+# For each kind of part this has the beginning of its item's id, and the kind of the events of its text.
+_PREFIXES = {PartKind.REASONING: "rs", PartKind.TEXT: "msg", PartKind.CALL: "fc"}
+_KINDS = {
+    PartKind.REASONING: "response.reasoning_text",
+    PartKind.TEXT: "response.output_text",
+    PartKind.CALL: "response.function_call_arguments",
+}
+# A failed response has one of these codes, by the error's own code; OpenAI's clients know no others that fit.
+_CODES = {"rate_limit_exceeded": "rate_limit_exceeded", "invalid_value": "invalid_prompt"}
+
+_encode = msgspec.json.Encoder().encode
+
+
+class ResponsesWriter(AnswerWriter):
+    """Writes the response to one call of /v1/responses.
+
+    Args:
+        head: the response's fields "id", "created_at", "model", "system_fingerprint", "temperature" and "top_p".
+        tokens: texts of the model's tokens, for log probabilities.
+        asked: the call.
+    """
+
+    def __init__(self, head: Mapping[str, Any], tokens: TokenTexts, asked: ResponsesRequest) -> None:
+        self._head = head
+        self._tokens = tokens
+        self._shows = asked.logprobs
+        self._echoed = asked.echoed
+        self._parts = OutputParts()
+        self._custom = CustomCalls(asked.custom)
+        self._spaced = asked.spaced
+        # This is the number of the response's next event.
+        self._number = 0
+        # In an event, these bytes stand before and after the text of the item that grows.
+        self._front = self._back = b""
+        self._finish_reason: FinishReason | None = None
+        # These are the log probabilities of tokens whose text has not come yet.
+        self._held: list[TokenLogprob] = []
+
+    def events(self, batch: DeltaBatch, usage: Callable[[], Usage]) -> bytes:
+        """Returns the deltas as events of output items, the first ones after those of the response's begin."""
+        written = []
+        if not self._number:
+            begun = self._response("in_progress", None)
+            written = [self._event(f"response.{kind}", {"response": begun}) for kind in ("created", "in_progress")]
+        for _, delta in batch:
+            if not self._shows and self._parts.further_text(delta):
+                written.append(self._text_event(delta.text))
+            else:
+                written += self._delta_events(delta)
+        return b"".join(written)
+
+    def last_events(self, usage: Usage) -> bytes:
+        """Returns the events that end the last item and the response."""
+        ended = [*self._item_done(self._parts.all[-1])] if self._parts.all else []
+        status = self._status()
+        return b"".join([*ended, self._event(f"response.{status}", {"response": self._response(status, usage)})])
+
+    def failed(self, error: bytes) -> bytes:
+        """Returns the response as a failed one, with what there is of it."""
+        said = msgspec.json.decode(error)["error"]
+        code = _CODES.get(said["code"], "server_error")
+        response = self._response("failed", None) | {"error": {"code": code, "message": said["message"]}}
+        return self._event("response.failed", {"response": response})
+
+    def keep(self, prompt: int, delta: Delta) -> None:
+        """Collects a delta of the answer for :meth:`whole`."""
+        for part, text, _ in self._parts.take(self._custom.read(delta)):
+            self.size_bytes += len(text)
+            self._add_logprobs(part, delta)
+        self._hold_logprobs(delta)
+        self._finish_reason = delta.finish_reason or self._finish_reason
+        self._last_logprobs()
+
+    def whole(self, usage: Usage) -> bytes:
+        """Returns the whole response, for a client that asked for no stream."""
+        return _encode(self._response(self._status(), usage))
+
+    def _delta_events(self, delta: Delta) -> Iterator[bytes]:
+        self._finish_reason = delta.finish_reason or self._finish_reason
+        for part, text, begins in self._parts.take(self._custom.read(delta)):
+            if begins:
+                if part.index:
+                    yield from self._item_done(self._parts.all[part.index - 1])
+                yield from self._item_begun(part)
+            logprobs = self._add_logprobs(part, delta)
+            if logprobs:
+                fields = {**self._place(part), "delta": text, "logprobs": self._logprobs(logprobs)}
+                yield self._event("response.output_text.delta", fields)
+            elif text:
+                yield self._text_event(text)
+        self._hold_logprobs(delta)
+        if last := self._last_logprobs():
+            fields = {**self._place(self._parts.all[-1]), "delta": "", "logprobs": self._logprobs(last)}
+            yield self._event("response.output_text.delta", fields)
+
+    def _add_logprobs(self, part: OutputPart, delta: Delta) -> list[TokenLogprob]:
+        """Adds the log probabilities of a delta with text to that text, with those of tokens before it that brought no
+        text."""
+        if not self._shows or part.kind is not PartKind.TEXT:
+            return []
+        logprobs = [*self._held, *delta.logprobs]
+        self._keep_logprobs(part, logprobs)
+        return logprobs
+
+    def _last_logprobs(self) -> list[TokenLogprob]:
+        """Adds, at an answer's end, the log probabilities of the tokens that brought no text, such as the one that ends
+        it. They belong to the text before them, whether they came in its delta or in one of their own."""
+        held = self._held
+        if self._finish_reason is None or not held or not self._parts.all:
+            return []
+        part, self._held = self._parts.all[-1], []
+        if part.kind is not PartKind.TEXT:
+            return []
+        self._keep_logprobs(part, held)
+        return held
+
+    def _keep_logprobs(self, part: OutputPart, logprobs: Sequence[TokenLogprob]) -> None:
+        part.logprobs.extend(logprobs)
+        self.size_bytes += LOGPROB_BYTES * sum(1 + len(one.top_ids) for one in logprobs)
+
+    def _hold_logprobs(self, delta: Delta) -> None:
+        if delta.text or delta.reasoning or delta.tool_calls:
+            self._held.clear()
+        elif self._shows:
+            self._held += delta.logprobs
+
+    def _item_begun(self, part: OutputPart) -> Iterator[bytes]:
+        empty = OutputPart(part.kind, part.index, part.call_id, part.name)
+        item = self._item(empty, "in_progress")
+        if part.kind is not PartKind.CALL:
+            item["content"] = []
+        yield self._event("response.output_item.added", {"output_index": part.index, "item": item})
+        if part.kind is not PartKind.CALL:
+            yield self._event("response.content_part.added", {**self._place(part), "part": self._content(empty)})
+        kind, more = f"{self._kind(part)}.delta", b',"logprobs":[]' if part.kind is PartKind.TEXT else b""
+        head = _encode({"type": kind, **self._place(part)})[:-1]
+        self._front = b"event: " + kind.encode() + b"\ndata: " + head + b',"delta":'
+        self._back = more + b',"sequence_number":'
+
+    def _item_done(self, part: OutputPart) -> Iterator[bytes]:
+        field = "text" if part.kind is not PartKind.CALL else "input" if self._is_custom(part) else "arguments"
+        fields: dict[str, Any] = {**self._place(part), field: part.text}
+        if part.kind is PartKind.TEXT:
+            fields["logprobs"] = self._logprobs(part.logprobs)
+        yield self._event(f"{self._kind(part)}.done", fields)
+        if part.kind is not PartKind.CALL:
+            yield self._event("response.content_part.done", {**self._place(part), "part": self._content(part)})
+        item = self._item(part, self._item_status(part, self._status()))
+        yield self._event("response.output_item.done", {"output_index": part.index, "item": item})
+
+    def _text_event(self, text: str) -> bytes:
+        event = self._front + _encode(text) + self._back + b"%d}\n\n" % self._number
+        self._number += 1
+        return event
+
+    def _event(self, kind: str, fields: Mapping[str, Any]) -> bytes:
+        numbered = {"type": kind, "sequence_number": self._number, **fields}
+        self._number += 1
+        return b"event: " + kind.encode() + b"\ndata: " + _encode(numbered) + b"\n\n"
+
+    def _status(self) -> str:
+        return "incomplete" if self._finish_reason is FinishReason.LENGTH else "completed"
+
+    def _item_status(self, part: OutputPart, status: str) -> str:
+        """Returns the status of an item of a response with ``status``: only the last item can be incomplete."""
+        return "incomplete" if status != "completed" and part is self._parts.all[-1] else "completed"
+
+    def _response(self, status: str, usage: Usage | None) -> dict[str, Any]:
+        over = status in ("completed", "incomplete")
+        return {
+            **self._head,
+            "object": "response",
+            "status": status,
+            "background": False,
+            "completed_at": int(time.time()) if over else None,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            **self._echoed,
+            "output": [self._item(part, self._item_status(part, status)) for part in self._parts.all],
+            "previous_response_id": None,
+            "service_tier": "default",
+            "store": False,
+            "truncation": "disabled",
+            "usage": None if usage is None else _usage(usage),
+        }
+
+    def _place(self, part: OutputPart) -> dict[str, Any]:
+        """Returns the fields that say to which part of the response the text of an item belongs."""
+        place = {"item_id": self._item_id(part), "output_index": part.index}
+        return place if part.kind is PartKind.CALL else {**place, "content_index": 0}
+
+    def _is_custom(self, part: OutputPart) -> bool:
+        return part.kind is PartKind.CALL and part.name in self._custom.names
+
+    def _kind(self, part: OutputPart) -> str:
+        return "response.custom_tool_call_input" if self._is_custom(part) else _KINDS[part.kind]
+
+    def _item_id(self, part: OutputPart) -> str:
+        prefix = "ctc" if self._is_custom(part) else _PREFIXES[part.kind]
+        return f"{prefix}_{part.index}_{self._head['id']}"
+
+    def _item(self, part: OutputPart, status: str) -> dict[str, Any]:
+        item: dict[str, Any] = {"id": self._item_id(part), "status": status}
+        match part.kind:
+            case PartKind.REASONING:
+                return {**item, "type": "reasoning", "summary": [], "content": [self._content(part)]}
+            case PartKind.TEXT:
+                return {**item, "type": "message", "role": "assistant", "content": [self._content(part)]}
+            case PartKind.CALL:
+                namespace, name = self._spaced.get(part.name, ("", part.name))
+                call = {"call_id": part.call_id, "name": name, **({"namespace": namespace} if namespace else {})}
+                if self._is_custom(part):
+                    return {**item, "type": "custom_tool_call", **call, "input": part.text}
+                return {**item, "type": "function_call", **call, "arguments": part.text}
+
+    def _content(self, part: OutputPart) -> dict[str, Any]:
+        if part.kind is PartKind.REASONING:
+            return {"type": "reasoning_text", "text": part.text}
+        logprobs = self._logprobs(part.logprobs)
+        return {"type": "output_text", "text": part.text, "annotations": [], "logprobs": logprobs}
+
+    def _logprobs(self, logprobs: Any) -> Any:
+        return self._tokens.chat(logprobs)["content"]
+
+
+def _usage(usage: Usage) -> dict[str, Any]:
+    """Returns a call's usage under the names of OpenAI's Responses."""
+    return {
+        "input_tokens": usage.prompt_tokens,
+        "input_tokens_details": {**cached_fields(usage), "cache_write_tokens": 0},
+        "output_tokens": usage.completion_tokens,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+    }

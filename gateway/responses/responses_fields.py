@@ -1,0 +1,306 @@
+"""Defines the fields of POST /v1/responses; a field's type says what becomes of it (openai_fields.py).
+
+The number of strings in a body bounds how many objects are made of it, as in Anthropic's requests, and JSON that is
+passed on is not parsed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Union
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.http_api.custom_tools import ToolGrammar
+from pillion.gateway.http_api.json_objects import Ignored, JsonObject
+from pillion.gateway.http_api.openai_fields import AnyText, JsonObjectFormat, Label, ReasoningEffort, TextFormat
+from pillion.gateway.http_api.sampling_body import Int, ResponsesSampling
+
+
+class ItemPart(msgspec.Struct, forbid_unknown_fields=True):
+    """Holds a part of an item's content; only its text is read.
+
+    Attributes:
+        type: "input_text" of users, "output_text" of the assistant, "reasoning_text" and "summary_text" of reasoning;
+            "input_image" of what a tool gave back.
+        text: the text.
+        image_url, file_id, detail: an image, in whose place the model reads that it cannot see it.
+        logprobs, annotations: what stood beside an earlier answer's text.
+    """
+
+    type: Literal["input_text", "output_text", "reasoning_text", "summary_text", "input_image"]
+    text: str | None = None
+    image_url: Ignored[Raw] = Raw()
+    file_id: Ignored[Raw] = Raw()
+    detail: Ignored[Raw] = Raw()
+    logprobs: Ignored[Raw] = Raw()
+    annotations: Ignored[Raw] = Raw()
+
+
+class InputItem(msgspec.Struct, forbid_unknown_fields=True):
+    """Holds an item of the conversation; items of an earlier response may be sent back as they were received.
+
+    Attributes:
+        type: "message" (the default) has role and content, "function_call" has call_id, name and arguments,
+            "function_call_output" has call_id and output, "custom_tool_call" has call_id, name and input,
+            "custom_tool_call_output" has call_id and output, "reasoning" has content or a summary.
+        role: "user", "system", "developer" or "assistant".
+        content: a text, or parts that are joined by line ends.
+        call_id: the id that joins a call and its result.
+        name: the tool's name.
+        namespace: the name of the tool's namespace.
+        arguments: a JSON object, as text.
+        input: the text that a custom tool was called with.
+        output: what the tool gave back.
+        summary: parts of reasoning, read where it has no content.
+        id, status, phase: what an earlier answer said of the item.
+        encrypted_content: reasoning that only OpenAI can read.
+    """
+
+    type: Literal[
+        "message",
+        "function_call",
+        "function_call_output",
+        "custom_tool_call",
+        "custom_tool_call_output",
+        "reasoning",
+    ] = "message"
+    role: Literal["user", "system", "developer", "assistant"] | None = None
+    content: str | list[ItemPart] | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    input: str | None = None
+    output: str | list[ItemPart] | None = None
+    summary: list[ItemPart] | None = None
+    id: Ignored[str | None] = None
+    status: Ignored[Literal["in_progress", "completed", "incomplete"] | None] = None
+    encrypted_content: Ignored[Raw] = Raw()
+    phase: Ignored[Raw] = Raw()
+    caller: Raw = Raw()
+
+    def __post_init__(self) -> None:
+        # The role is checked at once, so that every item has a string, and their number is bounded: megabytes of {}
+        # would be millions of items.
+        if self.type == "message" and self.role is None:
+            raise ValueError("Object missing required field `role`")
+
+
+class FunctionTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True, omit_defaults=True):
+    """Describes a function that the model may call.
+
+    Attributes:
+        name, description: what the model reads of it.
+        parameters: the JSON schema of its arguments; null or none is any object.
+        strict: whether the arguments of its calls always fit the schema.
+        defer_loading: the model knows every tool from the beginning, and need not search for it.
+        output_schema: what the function gives back; the model is not told.
+    """
+
+    name: str
+    description: str | None = None
+    parameters: JsonObject = Raw()
+    strict: bool | None = None
+    defer_loading: Ignored[Raw] = Raw()
+    output_schema: Ignored[Raw] = Raw()
+    allowed_callers: Raw = Raw()
+
+
+class InputGrammar(ToolGrammar, tag_field="type", tag="grammar", forbid_unknown_fields=True):
+    """Says that a custom tool's input follows a grammar; ToolGrammar describes its fields."""
+
+
+class CustomTool(msgspec.Struct, tag_field="type", tag="custom", forbid_unknown_fields=True, omit_defaults=True):
+    """Describes a tool whose input is a text.
+
+    Attributes:
+        name, description: what the model reads of it.
+        format: the form of the input; default: any text.
+        defer_loading: the model knows every tool from the beginning, and need not search for it.
+    """
+
+    name: str
+    description: str | None = None
+    format: AnyText | InputGrammar | None = None
+    defer_loading: Ignored[Raw] = Raw()
+    allowed_callers: Raw = Raw()
+
+
+class NamespaceTool(msgspec.Struct, tag_field="type", tag="namespace", forbid_unknown_fields=True, omit_defaults=True):
+    """Holds tools that belong together.
+
+    Attributes:
+        name: the namespace's name, which calls of its tools come back with.
+        description: what the model reads of it, before what it reads of the first of the tools.
+        tools: the tools.
+    """
+
+    name: str
+    description: str | None = None
+    tools: list[FunctionTool | CustomTool] = []
+
+
+class DroppedTool(msgspec.Struct):
+    """Describes a tool that OpenAI's server runs and that an answer can do without, so the model is not told of it. Any
+    fields are taken."""
+
+
+_DROPPED = (
+    *("web_search", "web_search_2025_08_26", "web_search_preview", "web_search_preview_2025_03_11"),
+    *("image_generation", "tool_search"),
+)
+# msgspec needs a type for each value of the tag.
+DROPPED_TOOLS = tuple(
+    msgspec.defstruct(f"DroppedTool_{tag}", [], bases=(DroppedTool,), tag_field="type", tag=tag) for tag in _DROPPED
+)
+ResponseTool: Any = Union[(FunctionTool, CustomTool, NamespaceTool, *DROPPED_TOOLS)]
+
+
+class NamedTool(msgspec.Struct, tag_field="type", tag="function", forbid_unknown_fields=True, omit_defaults=True):
+    """Names the function that has to be called.
+
+    Attributes:
+        name: the function's name.
+        namespace: the name of its namespace.
+    """
+
+    name: str
+    namespace: str | None = None
+
+
+class NamedCustomTool(NamedTool, tag_field="type", tag="custom", forbid_unknown_fields=True, omit_defaults=True):
+    """Names the custom tool that has to be called, as NamedTool does."""
+
+
+class AllowedChoices(msgspec.Struct, tag_field="type", tag="allowed_tools", forbid_unknown_fields=True):
+    """Names the tools that may be called, of those of which the model is told.
+
+    Attributes:
+        mode: "auto", or "required" for at least one call.
+        tools: the tools' names.
+    """
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool | NamedCustomTool]
+
+
+class SchemaFormat(msgspec.Struct, tag_field="type", tag="json_schema", forbid_unknown_fields=True, omit_defaults=True):
+    """Asks for JSON that fits a schema.
+
+    Attributes:
+        name: the schema's name; the answer does not depend on it.
+        schema: the JSON schema.
+        description: what the schema is for; the model is not told.
+        strict: every answer fits the schema, whatever it says.
+    """
+
+    name: str
+    schema: JsonObject
+    description: Ignored[str | None] = None
+    strict: bool | None = None
+
+
+class TextConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """Sets options of the answer's text.
+
+    Attributes:
+        format: the text's structure.
+        verbosity: a wish for a longer or shorter answer; no model's template knows it, so say it in the instructions.
+    """
+
+    format: TextFormat | JsonObjectFormat | SchemaFormat | None = None
+    verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
+
+
+class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True):
+    """Sets options of reasoning.
+
+    Attributes:
+        effort: the variable reasoning_effort of the model's chat template.
+        summary, generate_summary: reasoning items always have their whole text, and no summary.
+    """
+
+    effort: ReasoningEffort | None = None
+    summary: Ignored[Literal["auto", "concise", "detailed"] | None] = None
+    generate_summary: Ignored[Literal["auto", "concise", "detailed"] | None] = None
+    context: Raw = Raw()
+    mode: Raw = Raw()
+
+
+class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Sets options of a stream."""
+
+    include_obfuscation: Raw = Raw()
+
+
+class ResponsesBody(ResponsesSampling, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/responses; SamplingParams describes the fields of sampling.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        input: a text, or the items of a conversation.
+        instructions: a system message before the conversation.
+        max_output_tokens: most tokens to generate, reasoning included; default: what the context has left.
+        tools: the functions and custom tools that the model may call, alone or in namespaces.
+        tool_choice: "auto" (the default where there are tools), "none", "required", the tool to call, or the tools that
+            may be called.
+        parallel_tool_calls: whether one answer may have several calls; default true.
+        text: options of the answer's text.
+        reasoning: options of reasoning.
+        include: "message.output_text.logprobs" asks for log probabilities; what asks for more of reasoning, which
+            always has its text, or of items of OpenAI's own tools, has no effect.
+        top_logprobs: number of alternatives that are reported with each token.
+        stream: whether the answer is sent as server-sent events while it grows.
+        stream_options: options of that stream.
+        chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
+        truncation: a conversation that is too long is refused, also with "auto".
+        metadata: labels, at most 16 of 64 and 512 characters; they come back with the response.
+        user, safety_identifier: labels of at most 512 characters; they come back with the response.
+        prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
+        prompt_cache_retention, prompt_cache_options: prefixes stay as long as there is room for them.
+        client_metadata: what Codex says of itself, its turn and its window.
+        context_management: nothing is left out of a conversation; one that is too long is refused.
+        max_tool_calls: it bounds the calls of tools that a server runs, of which there are none.
+        service_tier: all requests are of one tier; see priority.
+        store: nothing is stored.
+        priority: smaller is more urgent, from -100 to 100; default 0. A tenant needs a permission to be below 0.
+        cache_salt: only requests with the same salt share cached prefixes.
+    """
+
+    model: str = ""
+    input: str | list[InputItem]
+    instructions: str | None = None
+    max_output_tokens: Int | None = None
+    tools: list[ResponseTool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | NamedTool | NamedCustomTool | AllowedChoices | None = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[str] | None = None
+    top_logprobs: Int | None = None
+    stream: bool | None = None
+    stream_options: ResponseStreamOptions | None = None
+    truncation: Ignored[Literal["auto", "disabled"] | None] = None
+    metadata: Raw = Raw()
+    user: Ignored[Label | None] = None
+    safety_identifier: Ignored[Label | None] = None
+    prompt_cache_key: Ignored[Label | None] = None
+    prompt_cache_options: Ignored[Raw] = Raw()
+    prompt_cache_retention: Ignored[str | None] = None
+    client_metadata: Ignored[Raw] = Raw()
+    context_management: Ignored[Raw] = Raw()
+    max_tool_calls: Ignored[Int | None] = None
+    service_tier: Ignored[Label | None] = None
+    store: Ignored[bool | None] = None
+    stop: Raw = Raw()
+    ignore_eos: bool | None = None
+    chat_template_kwargs: Raw = Raw()
+    priority: Int | None = None
+    cache_salt: str | None = None
+    access_programs: Raw = Raw()
+    background: Raw = Raw()
+    conversation: Raw = Raw()
+    image: Raw = Raw()
+    moderation: Raw = Raw()
+    previous_response_id: Raw = Raw()

@@ -1,0 +1,143 @@
+"""Makes tools and messages as chat templates want them, in the form that transformers gives them. Sans-IO (I9).
+
+A template that has no place for tools gets them as text, in the words of Hermes' and Qwen's own templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+from msgspec import Raw
+
+from pillion.types import ChatMessage, Tool
+
+_INTRODUCTION = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+# A message, a call or a tool has about this many bytes around its texts.
+ITEM_BYTES = 64
+# A custom tool is a function with this one argument. Its schema has the grammar of the text under the second name, for
+# the model to read, and for the grammar that holds its calls to it (gateway/grammars/tool_pieces.py).
+INPUT, GRAMMAR = "input", "x-grammar"
+# Arguments of so many characters in a conversation are written anew, which takes the event loop 15 ms at most.
+MAX_REWRITTEN_CHARS = 2**20
+_TOOLS = re.compile(r"\btools\b")
+
+
+def knows_tools(template: str) -> bool:
+    """Returns whether a chat template has a place for tools."""
+    return _TOOLS.search(template) is not None
+
+
+def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Returns messages with the fields that they have, and no others, because templates ask whether a field is there.
+
+    The arguments of calls are objects, and the result of a call has the tool's name, which only the call has.
+    """
+    names: dict[str, str] = {}
+    return [_message(message, names) for message in messages]
+
+
+def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
+    """Returns tools in OpenAI's form; None without any."""
+    return [{"type": "function", "function": _function(tool)} for tool in tools] or None
+
+
+def spelled_out(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
+    """Returns a conversation whose tools, calls and results are text, for a template that has no place for them.
+
+    The tools are told in the system message or, since not every template takes one, before the first message. Results
+    come from the user, and what the user says after them is in the same message: many templates want user and assistant
+    to alternate.
+    """
+    told: list[ChatMessage] = []
+    after_result, left = False, MAX_REWRITTEN_CHARS
+    for message in messages:
+        calls = []
+        for call in message.tool_calls:
+            left -= len(call.arguments)
+            calls.append(_spelled_call(call.name, _as_written(call.arguments) if left >= 0 else call.arguments))
+        content = "\n".join(filter(None, (message.content, *calls)))
+        if message.role == "tool":
+            content = f"<tool_response>\n{message.content}\n</tool_response>"
+        role = "user" if message.role == "tool" else message.role
+        if after_result and role == "user":
+            told[-1] = ChatMessage("user", f"{told[-1].content}\n{content}")
+        else:
+            told.append(replace(message, role=role, content=content, tool_calls=(), tool_call_id="", name=""))
+        after_result = message.role == "tool" or (after_result and role == "user")
+    if tools:
+        listed = "\n".join(msgspec.json.encode(one).decode() for one in template_tools(tools) or ())
+        introduction = _INTRODUCTION.format(tools=listed)
+        first = told[0].content
+        texts = (first, introduction) if told[0].role in ("system", "developer") else (introduction, first)
+        told[0] = replace(told[0], content="\n\n".join(filter(None, texts)))
+    return told
+
+
+def _spelled_call(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": {json.dumps(name)}, "arguments": {arguments or "{}"}}}\n</tool_call>'
+
+
+def _as_written(arguments: str) -> str:
+    """Returns the arguments of a call with the white space with which models write them. Clients send them back with
+    white space of their own, and nothing after it would be found in the prefix cache."""
+    try:
+        return msgspec.json.format(arguments, indent=0)
+    except (ValueError, RecursionError):
+        return arguments
+
+
+def message_bytes(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int:
+    """Returns about how many bytes a conversation has."""
+    calls = [call for message in messages for call in message.tool_calls]
+    return (
+        sum(ITEM_BYTES + len(message.content) + len(message.reasoning) for message in messages)
+        + sum(ITEM_BYTES + len(call.arguments) for call in calls)
+        + sum(ITEM_BYTES + len(tool.description) + len(tool.parameters) for tool in tools)
+    )
+
+
+def _message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
+    written: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning:
+        # Each chat template knows one of these names.
+        written |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+    if message.tool_calls:
+        written["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": Raw((call.arguments or "{}").encode())},
+            }
+            for call in message.tool_calls
+        ]
+        names.update((call.id, call.name) for call in message.tool_calls)
+    if message.tool_call_id:
+        written["tool_call_id"] = message.tool_call_id
+    name = message.name or names.get(message.tool_call_id)
+    return written | {"name": name} if name else written
+
+
+def _function(tool: Tool) -> dict[str, Any]:
+    written: dict[str, Any] = {"name": tool.name}
+    if tool.description:
+        written["description"] = tool.description
+    if tool.parameters:
+        written["parameters"] = Raw(tool.parameters.encode())
+    return written

@@ -1,0 +1,263 @@
+"""Multiplies by many adapters at once: computes what LoRA adds to the outputs of a linear layer, row by row.
+
+    Shrink: shrunk = A x for each row that has an adapter     AdapterGemm: out = epilogue(W x + B shrunk)
+
+An adapter with biases or trained norms multiplies W x by a number for each output, and adds another one, before that.
+
+Adapters have slots, and a table of records says where the matrices of each slot are, so that an adapter of any rank
+comes and goes by one change of the table (S-LoRA, Sheng et al. 2023; Punica, Chen et al. 2023). Rows of one adapter are
+in runs, whose tiles read A once. B needs no pass of its own: the epilogue of the product adds B's part to the sums of a
+row before it activates, adds or stores them, while B waits in the cache, prefetched when the panel began.
+
+A row's result has the same bits whatever the other rows and adapters are: each shrunk value is a fixed tree of
+additions over rising inputs, and each output goes on with its chain over rising ranks. A row without an adapter has the
+bits that :class:`pillion.kernels.cpu.products.gemm.Gemm` gives it.
+
+Both matrices are in tiles of 16 outputs (:mod:`pillion.kernels.cpu.products.tiles`), of the type of the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.isa import Isa
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import WORD_BYTES, RecordLayout, RecordView
+from pillion.kernels.cpu.products.gemm import LAYOUT, Gemm
+from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
+
+# This record describes an adapter slot's matrices for one linear layer. A slot without an adapter, or whose adapter
+# leaves the layer as it is, has only zeros.
+SLOT = RecordLayout(
+    "slot",
+    pointers=(
+        "a",  # a has tiles of A, whose outputs are the ranks of all pairs in turn
+        "b",  # b has a tile of B for each 16 packed outputs of the layer
+        # This is int32 [tiles of B]: for each tile, the bytes from the beginning of a row of shrunk inputs to the
+        # tile's first rank. It is 0 for a tile without a pair, which has only zeros.
+        "first_ranks",
+        # This is float32 [tiles of B, 2, 16]: by what the outputs of a tile are multiplied, and what is added to them.
+        "affine",
+    ),
+    numbers=(
+        "a_tiles",
+        "b_steps",  # a tile of B has this many steps
+        "is_affine",  # whether there is an affine
+    ),
+)
+# All kernels of a step's adapters read this record: for all rows and for the sampled ones, each row's slot or -1; the
+# numbers of rows that have one, ordered by slot; and int32 [runs, RUN_WORDS], the runs of these rows.
+ADAPTED = RecordLayout(
+    "adapted",
+    pointers=(
+        "tokens_slots",
+        "tokens_adapted",
+        "tokens_runs",
+        "samples_slots",
+        "samples_adapted",
+        "samples_runs",
+        "used_slots",  # used_slots are int32 [U]: the slots that the step uses
+        # These are int32: the rows of virtual tokens whose adapter has their embeddings, and those whose adapter has
+        # their keys and values.
+        "embedded_rows",
+        "prefixed_rows",
+    ),
+    numbers=("num_tokens_runs", "num_samples_runs", "num_used_slots", "num_embedded_rows", "num_prefixed_rows"),
+)
+SLOT_BYTES = WORD_BYTES * SLOT.num_words
+# A run of rows has three words: its slot, the place of its first row in the list of rows, and its number of rows.
+RUN_WORDS = 3
+_STEPS_PER_ITERATION = 4
+# This many bytes of a row are multiplied by a step's vector of weights: one float32, or a pair of bfloat16.
+_ROW_STEP_BYTES = 4
+# A run of few rows waits for A, whose bytes are prefetched this far ahead, because the processor's own prefetcher ends
+# at each page.
+_FEW_ROWS, _AHEAD_BYTES = 4, 4096
+
+
+def run_rows(isa: Isa) -> int:
+    """Returns the largest number of rows of a run, for which their sums stay in registers."""
+    return 3 if isa.fp32_tiles.narrow else min(isa.bf16_tiles.wide, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Shrink(KernelSpec):
+    """Computes ``shrunk`` [rows, ranks] = A x for the rows of the step's runs. ``x`` and ``shrunk`` have one type.
+
+    Attributes:
+        rows: "bf16" or "fp32", the type of x and A. Sums are float32 and are rounded once.
+        rows_of: "tokens" or "samples".
+    """
+
+    layout = RecordLayout(
+        "shrink",
+        pointers=("x", "slots", "shrunk", "adapted"),  # x has a layer's rows; slots has a record for each slot
+        numbers=("x_stride", "depth", "shrunk_stride"),  # depth is the number of padded inputs
+    )
+
+    rows: str
+    rows_of: str = "tokens"
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        slots, step = args.pointer("slots"), RecordView(ADAPTED, k, args.pointer("adapted"))
+        runs, count = step.pointer(f"{self.rows_of}_runs"), step.number(f"num_{self.rows_of}_runs")
+
+        def slot_of(run: Int) -> RecordView:
+            return RecordView(SLOT, k, slots + k.load_int(runs + run * (4 * RUN_WORDS), 32) * SLOT_BYTES)
+
+        # A work item is a tile of A with a run. A slot has as many tiles as its rank needs, so every call counts the
+        # tiles.
+        total = k.variable(k.int(0))
+        with k.range(count) as run:
+            total.value = total.value + slot_of(run).number("a_tiles")
+        first, behind = (total.value * (call.thread + number) // call.threads for number in (0, 1))
+        before = k.variable(k.int(0))
+        with k.range(count) as run:
+            slot, begin = slot_of(run), before.value
+            tiles = slot.number("a_tiles")
+            with k.range(k.least(behind - begin, tiles), k.most(first - begin, 0)) as tile:
+                self._multiply(call, step, slot, runs + run * (4 * RUN_WORDS), tile)
+            before.value = begin + tiles
+
+    def _multiply(self, call: KernelCall, step: RecordView, slot: RecordView, run: Ptr, tile: Int) -> None:
+        """Multiplies a run of rows by one tile of A."""
+        k, args = call.k, call.args
+        numbers = step.pointer(f"{self.rows_of}_adapted") + k.load_int(run + 4, 32) * 4
+        rows = k.load_int(run + 8, 32)
+        x, x_stride, out, out_stride = (
+            args.pointer("x"), args.number("x_stride"), args.pointer("shrunk"), args.number("shrunk_stride")
+        )  # fmt: skip
+        size = 2 if self.rows == "bf16" else 4
+        row_bytes, out_at, out_bytes = args.number("depth") * size, tile * (TILE_COLUMNS * size), TILE_COLUMNS * size
+        steps = row_bytes // _ROW_STEP_BYTES
+        a = slot.pointer("a") + tile * (steps * VECTOR_BYTES)
+        inside = k.variable(k.int(1))
+        inside.value = k.select(k.holds(a, steps * VECTOR_BYTES) & k.holds(numbers, rows * 4), k.int(1), k.int(0))
+        with k.range(rows) as number:
+            row = k.load_int(numbers + number * 4, 32)
+            fits = k.holds(x + row * x_stride, row_bytes) & k.holds(out + (row * out_stride + out_at), out_bytes)
+            inside.value = k.select(fits, inside.value, k.int(0))
+        with k.when(inside.value > 0):
+            self._call(k, rows, (x, x_stride, numbers, a, steps, out + out_at, out_stride))
+
+    def _call(self, k: Kernel, rows: Int, values: tuple[Any, ...]) -> None:
+        """Calls the function of a tile for ``rows`` rows."""
+        for height in k.cases(rows, run_rows(k.isa)):
+
+            def body(inner: Kernel, *seen: Any, height: int = height) -> None:
+                self._write_tile(inner, height, *seen)
+
+            k.call_subroutine(f"shrink_tile_{self.rows}_{height}", values, body)
+
+    def _write_tile(
+        self, k: Kernel, height: int, x: Ptr, x_stride: Int, numbers: Ptr, a: Ptr, steps: Int, out: Ptr, out_stride: Int
+    ) -> None:
+        """Writes the function that multiplies a run of rows by a tile. Even and odd steps have sums of their own where
+        registers allow it, because each sum waits for the last one."""
+        sides = 1 if k.isa.fp32_tiles.narrow else 2
+        row_numbers = [k.load_int(numbers + number * 4, 32) for number in range(height)]
+        rows = [x + number * x_stride for number in row_numbers]
+        sums = [[k.variable(k.vector(0.0)) for _ in range(sides)] for _ in range(height)]
+        with k.range(steps, step=_STEPS_PER_ITERATION) as first:
+            for number in range(_STEPS_PER_ITERATION):
+                at = a + (first + number) * VECTOR_BYTES
+                if height <= _FEW_ROWS:
+                    k.prefetch(at + _AHEAD_BYTES, near=False)
+                weights = _weights(k, at, self.rows)
+                for row, totals in zip(rows, sums, strict=True):
+                    total = totals[number % sides]
+                    total.value = _sum(k, total.value, row + (first + number) * _ROW_STEP_BYTES, weights, self.rows)
+        for row_number, totals in zip(row_numbers, sums, strict=True):
+            total = totals[0].value if sides == 1 else totals[0].value + totals[1].value
+            k.store_float(out + row_number * out_stride, total, self.rows == "bf16")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterGemm(Gemm):
+    """Multiplies as a :class:`Gemm` that is not grouped, and adds B shrunk to the sums of rows with an adapter before
+    the epilogue."""
+
+    layout = RecordLayout(
+        "adapter_gemm",
+        pointers=(*LAYOUT.pointers, "slots", "shrunk", "adapted"),
+        numbers=(*LAYOUT.numbers, "shrunk_stride"),
+        reals=LAYOUT.reals,
+    )
+
+    def expand(self, call: KernelCall) -> Expand:
+        return Expand(self, call)
+
+
+class Expand:
+    """Emits the code by which :class:`AdapterGemm` adds the adapters' part to a panel's sums."""
+
+    def __init__(self, spec: AdapterGemm, call: KernelCall) -> None:
+        self._k, self._rows = call.k, spec.rows
+        step = RecordView(ADAPTED, call.k, call.args.pointer("adapted"))
+        self._slots, self._shrunk = call.args.pointer("slots"), call.args.pointer("shrunk")
+        self._shrunk_stride = call.args.number("shrunk_stride")
+        self._row_slots = step.pointer(f"{spec.rows_of.removeprefix('num_')}_slots")
+        self._used, self._num_used = step.pointer("used_slots"), step.number("num_used_slots")
+
+    def _slot(self, number: Int) -> RecordView:
+        return RecordView(SLOT, self._k, self._slots + number * SLOT_BYTES)
+
+    def prefetch(self, panel: Int) -> None:
+        """Asks for the tiles of B of ``panel`` of all adapters of the step: they are multiplied once the panel's sums
+        are there."""
+        k = self._k
+        with k.range(self._num_used) as number:
+            slot = self._slot(k.load_int(self._used + number * 4, 32))
+            lines = slot.number("b_steps") * 2
+            tiles = slot.pointer("b") + panel * lines * VECTOR_BYTES
+            with k.range(lines, step=2 * _STEPS_PER_ITERATION) as first:
+                for line in range(2 * _STEPS_PER_ITERATION):
+                    k.prefetch(tiles + (first + line) * VECTOR_BYTES, near=False)
+
+    def added(self, row: Int, panel: Int, totals: list[Vec]) -> list[Vec]:
+        """Returns the sums of both tiles of ``panel`` after adding the adapter's part for ``row``."""
+        k = self._k
+        slot = k.load_int(self._row_slots + row * 4, 32)
+        variables = [k.variable(total) for total in totals]
+        with k.when(slot >= 0):
+            view = self._slot(slot)
+            steps = view.number("b_steps")
+            with k.when(steps > 0):
+                tile, shrunk = panel * 2, self._shrunk + row * self._shrunk_stride
+                with k.when(view.number("is_affine") > 0):
+                    affine = view.pointer("affine") + tile * (2 * VECTOR_BYTES)
+                    for half, total in enumerate(variables):
+                        at = affine + half * (2 * VECTOR_BYTES)
+                        total.value = k.fma(total.value, k.load(at), k.load(at + VECTOR_BYTES))
+                weights = view.pointer("b") + tile * (steps * VECTOR_BYTES)
+                first_ranks = view.pointer("first_ranks") + tile * 4
+                halves = [
+                    (total, shrunk + k.load_int(first_ranks + half * 4, 32), weights + steps * (half * VECTOR_BYTES))
+                    for half, total in enumerate(variables)
+                ]
+                self._add(halves, steps)
+        return [total.value for total in variables]
+
+    def _add(self, halves: list[tuple[Any, Ptr, Ptr]], steps: Int) -> None:
+        """Adds both tiles' products side by side: each half is a sum, the row's values of its ranks, and its tile of
+        B."""
+        k = self._k
+        with k.range(steps, step=_STEPS_PER_ITERATION) as first:
+            for number in range(_STEPS_PER_ITERATION):
+                step = first + number
+                for total, shrunk, tile in halves:
+                    weights = _weights(k, tile + step * VECTOR_BYTES, self._rows)
+                    total.value = _sum(k, total.value, shrunk + step * _ROW_STEP_BYTES, weights, self._rows)
+
+
+def _weights(k: Kernel, at: Ptr, rows: str) -> Any:
+    """Returns a step's weights."""
+    return k.load(at) if rows == "fp32" else k.load_pairs(at)
+
+
+def _sum(k: Kernel, total: Vec, row: Ptr, weights: Any, rows: str) -> Vec:
+    """Returns ``total`` plus the products of a step's weights with the values of a row."""
+    return k.fma(weights, k.broadcast(row), total) if rows == "fp32" else k.dot(total, weights, k.broadcast_pair(row))

@@ -1,0 +1,342 @@
+"""Defines the order in memory of codes of 4 and 8 bits, and how kernels turn them into numbers in registers.
+
+A *unit* is 4 inputs of the 32 outputs of a panel. Its codes become exact numbers, never rounded ones; scales are
+applied to finished sums (:mod:`pillion.kernels.cpu.few_bits.quantized_tiles`). A *constant* is a scale or an offset:
+float16 where all of a matrix are such numbers, because those of small groups are much of the memory, else float32.
+
+    4 bits   one line of 64 bytes; a lane of 32 bits has the 8 codes of column c of both tiles:
+             [16 lanes][2 inputs of a pair][2 pairs][2 tiles], the first code in the lowest bits
+    8 bits   a line for each of its two pairs of inputs: [4 quarters][2 tiles][4 columns][2 inputs], a byte is a sign
+             and 7 bits
+
+Numbers are bfloat16 pairs where the processor multiplies these and rows are bfloat16, else float32. Pairs come from
+tables that lie in registers: for 4 bits a shift and a look-up give 16 pairs, for 8 bits both bytes of each bfloat16 are
+looked up and interleaved within each quarter of a line. A float32 of 4 bits comes from a table with AVX-512, and that
+of NF4 on all processors; other whole numbers become the lowest bits of a float32 of which a subtraction leaves them
+alone (AVX2), or are shifted and converted (NEON). 8 bits become those of a float16, which is converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.byte_codes import (
+    FP8_SHRINK,
+    LINE_BYTES,
+    QUARTERS,
+    fp8_floats,
+    half_words,
+    looked_up,
+    word_lanes,
+)
+from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VF, VI, Kernel, Pairs, Ptr, Vec, int_lanes
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.torch.quantized_matrix import CODINGS
+
+UNIT_INPUTS = 4
+_SIGN = 0x80
+_MAGNITUDES = 0x7F
+# The 4 bits of a code may lie at most at the first of these places among the 23 bits of a float32's mantissa. Codes at
+# higher places are first moved down by as many bits as the second number says.
+_MOST_MANTISSA_BIT, _HIGH_SHIFT = 16, 12
+
+_BYTES = ir.VectorType(I8, LINE_BYTES)
+_WORDS = ir.VectorType(ir.IntType(16), LINE_BYTES // 2)
+_HALVES = ir.VectorType(ir.HalfType(), LANES)
+_LANE_WORDS = ir.VectorType(ir.IntType(16), LANES)
+# A product multiplies a pair of inputs by values of one of these types: Pairs, two Pairs whose sum is the values, or a
+# Vec for each of both inputs.
+Parts = tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CodeKind:
+    """Describes how panels keep codes.
+
+    Attributes:
+        codes: the name of the coding.
+        bits: 4 or 8.
+        values: the numbers that the stored codes stand for before they are multiplied by scales, float32 [16] or [256].
+        scale: the power of two by which scales are multiplied when they are packed.
+        constant_bytes: 4 where constants are float32, 2 where they are float16.
+    """
+
+    codes: str
+    bits: int
+    values: tuple[float, ...]
+    scale: float = 1.0
+    constant_bytes: int = 4
+
+    @property
+    def name(self) -> str:
+        """Returns the kind of the packed weights."""
+        return self.codes + "_half" * (self.constant_bytes == 2)
+
+    @property
+    def constant_dtype(self) -> torch.dtype:
+        """Returns the type of constants."""
+        return torch.float16 if self.constant_bytes == 2 else torch.float32
+
+    @property
+    def unit_bytes(self) -> int:
+        """Returns how many bytes a unit of packed codes takes."""
+        return UNIT_INPUTS * 2 * LANES * self.bits // 8
+
+    @property
+    def parts(self) -> int:
+        """Returns how many bfloat16 numbers add up to a value: one where bfloat16 holds them all."""
+        values = torch.tensor(self.values)
+        return 1 if torch.equal(values.bfloat16().float().nan_to_num(), values.nan_to_num()) else 2
+
+
+def _signed_bytes(lowest: float) -> tuple[float, ...]:
+    """Returns what bytes of a sign and a magnitude stand for; ``lowest`` is that of a sign without a magnitude."""
+    return tuple(float(code) if code < _SIGN else float(_SIGN - code) or lowest for code in range(256))
+
+
+def _code_kinds() -> Iterator[CodeKind]:
+    int4 = CodeKind("int4", 4, tuple(float(code if code < 8 else code - 16) for code in range(16)))
+    yield int4
+    yield replace(int4, constant_bytes=2)
+    # Only these codes have float16 offsets; offsets of int4 would be 8 scales larger, which float16 may not hold.
+    yield CodeKind("uint4", 4, tuple(map(float, range(16))), constant_bytes=2)
+    yield CodeKind("nf4", 4, tuple(CODINGS["nf4"].tolist()))
+    # The first of these two kinds is int8 without the code -128, the second one int8 with it, because looking up -128
+    # costs two more instructions.
+    for whole in (CodeKind("int8", 8, _signed_bytes(0.0)), CodeKind("int8_whole", 8, _signed_bytes(-128.0))):
+        yield whole
+        yield replace(whole, constant_bytes=2)
+    yield CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / FP8_SHRINK).tolist()), FP8_SHRINK)
+
+
+CODE_KINDS = {kind.name: kind for kind in _code_kinds()}
+
+
+def codes_of(coding: str, codes: Iterable[torch.Tensor]) -> str:
+    """Returns the ``CodeKind.codes`` of the kind that holds all these codes, whatever their constants. ``coding`` is a
+    key of :data:`pillion.kernels.torch.quantized_matrix.CODINGS`."""
+    if coding in ("uint4", "int4"):
+        return "int4"
+    if coding == "int8":
+        return "int8_whole" if any(bool((part == _SIGN).any()) for part in codes) else "int8"
+    return coding
+
+
+def kept_codes(coding: str, codes: torch.Tensor, kind: CodeKind) -> torch.Tensor:
+    """Returns codes as panels keep them. Codes of uint4 may become those of int4, which are smaller by 8: their offsets
+    then grow by 8 scales."""
+    if coding in ("uint4", "int4"):
+        return codes if kind.codes == "uint4" else codes ^ 8
+    return (
+        (codes.view(torch.int8).abs().view(torch.uint8) & _MAGNITUDES) | (codes & _SIGN) if coding == "int8" else codes
+    )
+
+
+def pack_codes(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Packs kept codes, uint8 [..., 32 columns, 4 inputs], one code in each byte, into units, uint8 [..., bytes]."""
+    lead = codes.shape[:-2]
+    if bits == 4:
+        split = codes.reshape(*lead, 2, LANES, 2, 2)  # split is [2 tiles][16 lanes][2 pairs][2 inputs of a pair]
+        nibbles = split.movedim((-3, -1, -2, -4), (-4, -3, -2, -1)).reshape(*lead, LINE_BYTES, 2)
+        return nibbles[..., 0] | nibbles[..., 1] << 4
+    # split is [tiles][quarters][columns][pairs][inputs]
+    split = codes.reshape(*lead, 2, QUARTERS, LANES // QUARTERS, 2, 2)
+    return split.movedim((-2, -4, -5, -3, -1), (-5, -4, -3, -2, -1)).reshape(*lead, 2 * LINE_BYTES)
+
+
+def unpack_codes(units: torch.Tensor, bits: int) -> torch.Tensor:
+    """Unpacks units into codes, as the inverse of :func:`pack_codes`."""
+    lead = units.shape[:-1]
+    if bits == 4:
+        nibbles = torch.stack((units & 15, units >> 4), -1).reshape(*lead, LANES, 2, 2, 2)
+        split = nibbles.movedim((-4, -3, -2, -1), (-3, -1, -2, -4))
+    else:
+        split = units.reshape(*lead, 2, QUARTERS, 2, LANES // QUARTERS, 2)
+        split = split.movedim((-5, -4, -3, -2, -1), (-2, -4, -5, -3, -1))
+    return split.reshape(*lead, 2 * LANES, UNIT_INPUTS)
+
+
+def load_constants(k: Kernel, kind: CodeKind, at: Ptr) -> Vec:
+    """Loads 16 constants, which are scales or offsets, as float32."""
+    if kind.constant_bytes == 4:
+        return k.load(at)
+    return Vec(k, k.builder.fpext(k.builder.bitcast(k.read(at, _LANE_WORDS, 2), _HALVES), VF))
+
+
+def in_pairs(k: Kernel, wide_rows: bool) -> bool:
+    """Returns whether products multiply bfloat16 pairs, not float32. ``wide_rows`` says whether rows are float32."""
+    return k.isa.bf16_dot == "x86" and not wide_rows
+
+
+def unit_parts(k: Kernel, kind: CodeKind, unit: Ptr, wide_rows: bool) -> Iterator[tuple[Parts, Parts]]:
+    """Loads the packed codes of 4 inputs of 32 outputs, and yields them as numbers: for each pair of inputs those of
+    the outputs 0 to 15 and of 16 to 31.
+
+    A pair's instructions are emitted only when the caller asks for the pair, which keeps few registers occupied.
+    """
+    pairs = in_pairs(k, wide_rows)
+    if kind.bits == 4:
+        line, widen = k.read(unit, VI, 4), _nibble_pairs if pairs else _nibble_floats
+        for place in (0, 2):
+            yield widen(k, kind, line, place), widen(k, kind, line, place + 1)
+        return
+    for at in (0, LINE_BYTES):
+        if pairs:
+            codes, (patterns,) = k.read(unit + at, _BYTES, 1), _patterns(kind)
+            lowest = patterns[_SIGN] >> 8 if kind.codes == "int8_whole" else None
+            first, second = looked_up(k, codes, codes, patterns[:_SIGN], lowest)
+            yield (first,), (second,)
+        else:
+            words = k.read(unit + at, _WORDS, 1)
+            yield _byte_floats(k, kind, words, 0), _byte_floats(k, kind, words, 1)
+
+
+def _nibble_pairs(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
+    """Looks up bfloat16 by the lowest 5 bits of each 16; the table has all values twice, so the fifth bit has no
+    effect."""
+    b, words = k.builder, k.builder.bitcast(k.builder.lshr(line, int_lanes(4 * place)), _WORDS)
+    function = k.function("llvm.x86.avx512.permvar.hi.512", _WORDS, [_WORDS, _WORDS])
+    return tuple(
+        Pairs(k, b.bitcast(b.call(function, [ir.Constant(_WORDS, table * 2), words]), VI)) for table in _patterns(kind)
+    )
+
+
+def _nibble_floats(k: Kernel, kind: CodeKind, line: Any, place: int) -> Parts:
+    """Returns the float32 of the first inputs of pairs and of the second ones."""
+    return _nibble_float(k, kind, line, place), _nibble_float(k, kind, line, 4 + place)
+
+
+def _nibble_float(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
+    b = k.builder
+    if "avx512f" in k.isa.needs:
+        function = k.function("llvm.x86.avx512.permvar.sf.512", VF, [VF, VI])
+        return Vec(k, b.call(function, [ir.Constant(VF, kind.values), b.lshr(line, int_lanes(4 * place))]))
+    top = b.shl(line, int_lanes(28 - 4 * place))
+    if kind.codes in ("int4", "uint4"):
+        if k.isa.machine == "x86_64":
+            return _whole_nibble(k, kind, line, place)
+        shift = b.ashr if kind.codes == "int4" else b.lshr
+        return Vec(k, b.sitofp(shift(top, int_lanes(28)), VF))
+    if k.isa.machine == "aarch64":
+        return _arm_table(k, kind, b.lshr(top, int_lanes(28)))
+    eight = ir.VectorType(I32, LANES // 2)
+    floats = ir.VectorType(VF.element, LANES // 2)
+    function = k.function("llvm.x86.avx2.permps", floats, [floats, eight])
+    lower, upper = (ir.Constant(floats, list(kind.values[begin : begin + 8])) for begin in (0, 8))
+    found = []
+    for half in range(2):
+        order = ir.Constant(eight, list(range(8 * half, 8 * half + 8)))
+        sign, places = (b.shuffle_vector(part, part, order) for part in (top, b.lshr(line, int_lanes(4 * place))))
+        high = b.icmp_signed("<", sign, ir.Constant(eight, [0] * 8))
+        found.append(b.select(high, b.call(function, [upper, places]), b.call(function, [lower, places])))
+    return Vec(k, b.shuffle_vector(*found, ir.Constant(VI, list(range(LANES)))))
+
+
+def _whole_nibble(k: Kernel, kind: CodeKind, line: Any, place: int) -> Vec:
+    """Returns the float32 of a code that is a whole number. AVX2 runs these instructions on more ports than shifts and
+    conversions.
+
+    The code stays where it is and becomes the lowest bits of a float32 whose exponent gives these bits their own value,
+    so that the number is 2**(23 - bit) + code. A subtraction leaves the code, exactly. The sign's bit of int4 is
+    flipped, which adds 8.
+    """
+    b, bit = k.builder, 4 * place
+    if bit > _MOST_MANTISSA_BIT:
+        line, bit = b.lshr(line, int_lanes(_HIGH_SHIFT)), bit - _HIGH_SHIFT
+    base = 2.0 ** (23 - bit)
+    start = (150 - bit) << 23
+    bits = b.and_(line, int_lanes(15 << bit))
+    if kind.codes == "int4":
+        start, base = start | 8 << bit, base + 8
+    return Vec(k, b.bitcast(b.xor(bits, int_lanes(start)), VF)) - base
+
+
+def _arm_table(k: Kernel, kind: CodeKind, places: Any) -> Vec:
+    """Looks up the four bytes of each float32 in a table of 64 bytes."""
+    b, some = k.builder, ir.VectorType(I8, 16)
+    function = k.function("llvm.aarch64.neon.tbl4.v16i8", some, [some] * 5)
+    content = torch.tensor(kind.values).view(torch.uint8).tolist()
+    table = [ir.Constant(some, content[begin : begin + 16]) for begin in range(0, 64, 16)]
+    spread = b.add(b.mul(places, int_lanes(0x04040404)), int_lanes(0x03020100))
+    four = ir.VectorType(I32, 4)
+    found = []
+    for quarter in range(QUARTERS):
+        order = ir.Constant(four, list(range(4 * quarter, 4 * quarter + 4)))
+        found.append(b.call(function, [*table, b.bitcast(b.shuffle_vector(spread, spread, order), some)]))
+    halves = [b.shuffle_vector(*found[at : at + 2], _counted(32)) for at in (0, 2)]
+    return Vec(k, b.bitcast(b.shuffle_vector(*halves, _counted(64)), VF))
+
+
+def _counted(count: int) -> Any:
+    return ir.Constant(ir.VectorType(I32, count), list(range(count)))
+
+
+def _byte_floats(k: Kernel, kind: CodeKind, words: Any, tile: int) -> Parts:
+    """Widens the codes of two inputs of a column, which a word of 16 bits holds, to float32."""
+    if kind.codes == "fp8_e4m3":
+        return fp8_floats(k, words, tile)
+    mine = half_words(k, words, tile)
+    return tuple(_int8_float(k, kind, mine, place) for place in (0, 8))
+
+
+def _int8_float(k: Kernel, kind: CodeKind, words: Any, place: int) -> Vec:
+    """Moves the sign of a code to that of a float16, and the magnitude to its lowest bits, whose unit is 2**-24."""
+    b = k.builder
+    magnitude = b.and_(b.lshr(words, word_lanes(place)) if place else words, word_lanes(_MAGNITUDES))
+    sign = word_lanes(0x8000 - 0x10000)
+    half = b.or_(magnitude, b.and_(words if place else b.shl(words, word_lanes(8)), sign))
+    if kind.codes == "int8_whole":
+        half = b.select(b.icmp_unsigned("==", half, sign), word_lanes(0x8000 + _SIGN - 0x10000), half)
+    return Vec(k, b.fpext(b.bitcast(half, _HALVES), VF))
+
+
+def register_unit(k: Kernel, kind: CodeKind, wide_rows: bool) -> float:
+    """Returns the number that a code of 1 becomes in registers; the scales of finished sums make up for it."""
+    return 2.0**-24 if kind.codes in ("int8", "int8_whole") and not in_pairs(k, wide_rows) else 1.0
+
+
+@cache
+def _patterns(kind: CodeKind) -> tuple[list[int], ...]:
+    """Returns the bits of the bfloat16 numbers that add up to a kind's values: a table for each part."""
+    values = torch.tensor(kind.values)
+    found = []
+    for _ in range(kind.parts):
+        rounded = values.bfloat16()
+        found.append([pattern & 0xFFFF for pattern in rounded.view(torch.int16).tolist()])
+        values = values - rounded.float()
+    return tuple(found)
+
+
+def parts_of(k: Kernel, kind: CodeKind, wide_rows: bool) -> int:
+    """Returns how many parts :func:`unit_parts` yields for a pair of inputs."""
+    return kind.parts if in_pairs(k, wide_rows) else 2
+
+
+def load_parts(k: Kernel, at: Ptr, parts: int, width: int, wide_rows: bool) -> Iterator[tuple[Parts, ...]]:
+    """Loads the parts of a widened unit that :func:`store_parts` stored; yields those of both tiles, or of the tile
+    that begins at ``at``."""
+    read = k.load_pairs if in_pairs(k, wide_rows) else k.load
+
+    def tile(step: int, number: int) -> Any:
+        return tuple(read(at + _place(step, part, number, parts)) for part in range(parts))
+
+    for step in range(2):
+        yield tuple(tile(step, number) for number in range(width))
+
+
+def store_parts(k: Kernel, at: Ptr, unit: Iterator[tuple[Parts, Parts]]) -> None:
+    """Stores a widened unit [2 pairs of inputs][parts][2 tiles][64 bytes]."""
+    for step, tiles in enumerate(unit):
+        for tile, parts in enumerate(tiles):
+            for part, value in enumerate(parts):
+                k.write(at + _place(step, part, tile, len(parts)), value.ir, 4)
+
+
+def _place(step: int, part: int, tile: int, parts: int) -> int:
+    return ((step * parts + part) * 2 + tile) * VECTOR_BYTES

@@ -1,0 +1,191 @@
+"""Lays out matrices in few bits for the products of :mod:`pillion.kernels.cpu.few_bits.few_bit_products`. Panels and
+tiles are those of :mod:`pillion.kernels.cpu.products.packing`:
+
+    int8_dots  [N / 32]: float32 scales [2 tiles][16], int32 sums of each output's codes, float32 offsets where the
+           matrix has them, and the codes [K / 4][2 tiles][16][4], each with 128 added; a product in integers reads them
+    codes  [N / 32][groups of inputs]: scales [2 tiles][16], such offsets where the matrix has them, and the codes of
+           the group's inputs (pillion.kernels.cpu.few_bits.codes)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.nn.functional import pad
+
+from pillion.kernels.cpu.few_bits.codes import (
+    CODE_KINDS,
+    UNIT_INPUTS,
+    CodeKind,
+    codes_of,
+    kept_codes,
+    pack_codes,
+    unpack_codes,
+)
+from pillion.kernels.cpu.products.packing import PackedWeight, in_turn
+from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS, TOTALS_BYTES
+from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, row_codes_of, same_order
+
+# The products of the codes of at most this many inputs, 255 * 128 each at most, add up to an integer of 32 bits.
+MAX_DOT_INPUTS = 2**31 // (255 * 128)
+# A thread's scratch has room for a widened group of at most this many inputs; larger groups are packed as several.
+MAX_GROUP_INPUTS = 512
+# Weights of this kind are int8 with a scale for each output, and are multiplied with rows of int8.
+INT8_DOTS = "int8_dots"
+KINDS = (*CODE_KINDS, INT8_DOTS)
+
+
+def panel_bytes(kind: str, depth: int, group: int, offsets: bool) -> int:
+    """Returns the number of bytes of a panel."""
+    if kind == INT8_DOTS:
+        return dots_constants_bytes(offsets) + depth * PANEL_COLUMNS
+    constants = -(-depth // group) * PANEL_COLUMNS * CODE_KINDS[kind].constant_bytes * (2 if offsets else 1)
+    return constants + depth // UNIT_INPUTS * CODE_KINDS[kind].unit_bytes
+
+
+def dots_constants_bytes(offsets: bool) -> int:
+    """Returns the number of bytes of a panel of ``INT8_DOTS`` before its codes."""
+    return TOTALS_BYTES * (3 if offsets else 2)
+
+
+def packed_kind(matrices: Sequence[Matrix], wide: str) -> str:
+    """Returns the kind in which panels hold all these matrices: ``wide`` where one is not in few bits, where they
+    differ in their groups or in the order of their inputs, or where vectors do not divide a group."""
+    first, quantized = matrices[0], [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    if not isinstance(first, QuantizedMatrix) or len(quantized) < len(matrices):
+        return wide
+    for matrix in quantized:
+        if (matrix.coding, matrix.group) != (first.coding, first.group) or not _packed_group(matrix):
+            return wide
+        if not same_order(matrix, first):
+            return wide
+    if row_codes_of(matrices) is not None and all(map(_fits_dots, matrices)):
+        return INT8_DOTS
+    codes = codes_of(first.coding, (matrix.codes for matrix in quantized))
+    for name in (f"{codes}_half", f"{first.coding}_half"):
+        kind = CODE_KINDS.get(name)
+        if kind and all(_holds(kind, part) for matrix in quantized for part in _constants(matrix, kind)):
+            return name
+    return codes
+
+
+def _fits_dots(matrix: Matrix) -> bool:
+    """Returns whether scales belong to rows and outputs alone, so that they can be applied to finished sums."""
+    assert isinstance(matrix, QuantizedMatrix)
+    return matrix.coding == "int8" and matrix.group >= matrix.shape[1] <= MAX_DOT_INPUTS
+
+
+def has_offsets(matrix: Matrix, kind: str) -> bool:
+    """Returns whether the panels of a matrix need offsets."""
+    return kind in KINDS and isinstance(matrix, QuantizedMatrix) and bool(_offsets(matrix, kind).any())
+
+
+def pack_few_bits(matrices: Sequence[Matrix], kind: str, offsets: bool) -> PackedWeight:
+    """Packs one matrix, or two with their tiles in turn."""
+    few = [matrix for matrix in matrices if isinstance(matrix, QuantizedMatrix)]
+    assert len(few) == len(matrices)
+    first = few[0]
+    offsets = offsets or any(has_offsets(matrix, kind) for matrix in few)
+    packed = _pack_dots(few, offsets) if kind == INT8_DOTS else _pack_codes(few, kind, offsets)
+    if first.order is None:
+        return packed
+    return replace(packed, order=torch.cat((first.order, torch.arange(first.shape[1], packed.depth))).to(torch.int32))
+
+
+def unpack_few_bits(packed: PackedWeight) -> torch.Tensor:
+    """Returns the columns of a packed matrix [pairs * 32, depth] in packed order, in float64."""
+    if packed.kind in CODE_KINDS:
+        return _unpack_codes(packed)
+    scales, _, *offsets, codes = _dots_parts(packed)
+    wide = (codes - 128.0).double() * scales.view(torch.float32).double()[..., None]
+    return (wide + offsets[0].view(torch.float32).double()[..., None] if offsets else wide).flatten(0, 1)
+
+
+def _panels(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Cuts outputs into panels: [N, inputs or groups], of one matrix, or of two with their tiles in turn, becomes
+    [pairs, 32, inputs or groups]."""
+    tile = PANEL_COLUMNS if len(parts) == 1 else TILE_COLUMNS
+    wide = [pad(part, (0, 0, 0, -len(part) % tile)) for part in parts]
+    packed = wide[0] if len(wide) == 1 else in_turn(*wide)
+    return packed.view(-1, PANEL_COLUMNS, packed.shape[1])
+
+
+def _pack_dots(matrices: Sequence[QuantizedMatrix], offsets: bool) -> PackedWeight:
+    inputs = matrices[0].shape[1]
+    depth = inputs + -inputs % DEPTH_MULTIPLE
+    codes = _panels([pad(matrix.codes.view(torch.int8), (0, depth - inputs)) for matrix in matrices])
+    units = (codes.view(torch.uint8) ^ 128).view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2)
+    constants = [_panels([matrix.scales for matrix in matrices]), codes.sum(2, dtype=torch.int32)]
+    if offsets:
+        constants.append(_panels([_offsets(matrix, INT8_DOTS) for matrix in matrices]))
+    before = [part.reshape(len(codes), PANEL_COLUMNS).view(torch.uint8) for part in constants]
+    return PackedWeight(INT8_DOTS, torch.cat([*before, units.flatten(1)], 1).flatten(), depth, len(codes), 0, offsets)
+
+
+def _dots_parts(packed: PackedWeight) -> tuple[torch.Tensor, ...]:
+    """Returns the parts of a packed matrix of this kind: scales, sums and perhaps offsets, uint8 [pairs, 32 * 4] each,
+    and the codes [pairs, 32, depth]."""
+    constants = dots_constants_bytes(packed.offsets)
+    whole = packed.data.view(packed.pairs, -1)
+    units = whole[:, constants:].reshape(packed.pairs, -1, PANEL_COLUMNS, UNIT_INPUTS)
+    codes = units.transpose(1, 2).reshape(packed.pairs, PANEL_COLUMNS, packed.depth)
+    return *(part.contiguous() for part in torch.split(whole[:, :constants], TOTALS_BYTES, 1)), codes
+
+
+def _pack_codes(matrices: Sequence[QuantizedMatrix], kind_name: str, offsets: bool) -> PackedWeight:
+    first, kind = matrices[0], CODE_KINDS[kind_name]
+    inputs = first.shape[1]
+    depth = inputs + -inputs % DEPTH_MULTIPLE
+    group = min(_packed_group(first), depth)
+    source = (torch.arange(0, depth, group) // first.group).clamp(max=first.scales.shape[1] - 1)
+    codes = _panels([pad(kept_codes(first.coding, matrix.codes, kind), (0, depth - inputs)) for matrix in matrices])
+    units = pack_codes(codes.view(len(codes), PANEL_COLUMNS, -1, UNIT_INPUTS).transpose(1, 2), kind.bits)
+    parts = list(zip(*(_constants(matrix, kind) for matrix in matrices), strict=True))[: 2 if offsets else 1]
+    constants = [_panels([matrix[:, source] for matrix in part]).to(kind.constant_dtype) for part in parts]
+    before = torch.cat([part.transpose(1, 2).contiguous().view(torch.uint8) for part in constants], 2)
+    stream, step = units.flatten(1), group // UNIT_INPUTS * kind.unit_bytes
+    pieces = [piece for number in range(len(source))
+              for piece in (before[:, number], stream[:, number * step : (number + 1) * step])]  # fmt: skip
+    return PackedWeight(kind.name, torch.cat(pieces, 1).flatten(), depth, len(units), group, offsets)
+
+
+def _packed_group(matrix: QuantizedMatrix) -> int:
+    """Returns how many inputs a packed group has: as many of a matrix's group as the kernels can take at once, or 0
+    where they cannot take such groups."""
+    if matrix.group >= matrix.shape[1]:
+        return MAX_GROUP_INPUTS
+    fitting = range(DEPTH_MULTIPLE, MAX_GROUP_INPUTS + 1, DEPTH_MULTIPLE)
+    return max((size for size in fitting if not matrix.group % size), default=0)
+
+
+def _constants(matrix: QuantizedMatrix, kind: CodeKind) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the scales and offsets [N, groups] of kept codes, float32."""
+    return matrix.scales * kind.scale, _offsets(matrix, kind.name)
+
+
+def _offsets(matrix: QuantizedMatrix, kind: str) -> torch.Tensor:
+    offsets = torch.zeros_like(matrix.scales) if matrix.offsets is None else matrix.offsets
+    shifted = matrix.coding == "uint4" and CODE_KINDS[kind].codes == "int4"
+    return offsets + 8 * matrix.scales if shifted else offsets
+
+
+def _holds(kind: CodeKind, constants: torch.Tensor) -> bool:
+    """Returns whether the type in which a kind stores scales and offsets holds these exactly."""
+    return torch.equal(constants.to(kind.constant_dtype).float(), constants)
+
+
+def _unpack_codes(packed: PackedWeight) -> torch.Tensor:
+    kind, parts = CODE_KINDS[packed.kind], 2 if packed.offsets else 1
+    rest = packed.data.view(packed.pairs, -1)
+    values, found = torch.tensor(kind.values).double(), []
+    for begin in range(0, packed.depth, packed.group):
+        inputs = min(packed.group, packed.depth - begin)
+        sizes = [parts * PANEL_COLUMNS * kind.constant_bytes, inputs // UNIT_INPUTS * kind.unit_bytes]
+        before, codes, rest = torch.split(rest, [*sizes, rest.shape[1] - sum(sizes)], 1)
+        constants = before.contiguous().view(kind.constant_dtype).double().view(packed.pairs, parts, PANEL_COLUMNS, 1)
+        plain_codes = unpack_codes(codes.reshape(packed.pairs, -1, kind.unit_bytes), kind.bits).transpose(1, 2)
+        wide = values[plain_codes.flatten(2).long()] * constants[:, 0]
+        found.append(wide + constants[:, 1] if packed.offsets else wide)
+    return torch.cat(found, 2).flatten(0, 1)

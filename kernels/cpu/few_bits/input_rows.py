@@ -1,0 +1,183 @@
+"""Prepares rows for products with weights in few bits: puts inputs in another order, sums groups, or rounds to int8."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from llvmlite import ir
+
+from pillion.kernels.cpu.language.emit import I8, I32, VECTOR_BYTES, VI, Int, Kernel, KernelVariable, Ptr, Quads, Vec
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.torch.quantized_matrix import LEAST_CODE, MOST_CODE, SYMMETRIC_CODE
+
+# Each row of codes has a record of constants with these byte offsets: the scale as float32; the shift as int32, which a
+# product's sums need for the bias of stored codes; the zero point as int32; and the sum of the numbers that its codes
+# stand for, as float32.
+ROW_CONSTANTS = {"scale": 0, "shift": 4, "zero": 8, "sum": 12}
+ROW_CONSTANTS_BYTES = 16
+# The sums of this many groups of inputs are computed at a time, because four vectors are added up together.
+SUMMED_GROUPS = 4
+_BYTES = ir.VectorType(I8, LANES)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherInputs(KernelSpec):
+    """Gathers inputs: ``out`` [rows, depth] = ``x`` [rows, depth] at the columns ``order``, int32 [depth]. Rows are
+    bfloat16 or float32."""
+
+    layout = RecordLayout("gather_inputs", pointers=("x", "order", "out"), numbers=("depth", "x_stride", "out_stride"))
+
+    bf16: bool
+    rows_of: str = "tokens"
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        x, order, out = (args.pointer(field) for field in self.layout.pointers)
+        depth, x_stride, out_stride = (args.number(field) for field in self.layout.numbers)
+        size = 2 if self.bf16 else 4
+        # There may be only one row, so threads share pieces of rows; a depth is a multiple of 16.
+        pieces = depth // LANES
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * pieces) as item:
+            row = item // pieces
+            first = (item - row * pieces) * LANES
+            source, target = x + row * x_stride, out + (row * out_stride + first * size)
+            for lane in range(LANES):
+                place = k.load_int(order + (first + lane) * 4, 32)
+                k.store_int(target + lane * size, k.load_int(source + place * size, 8 * size), 8 * size)
+
+
+@dataclass(frozen=True, slots=True)
+class SumInputs(KernelSpec):
+    """Sums inputs by group: ``sums`` [rows, groups] float32 has the sum of each row's values in each group of
+    ``inputs`` columns.
+
+    ``x`` [rows, depth] is bfloat16 or float32; ``depth`` and ``inputs`` are multiples of 16, and the last group may be
+    shorter. There are ``each`` rows for each of ``rows_of``. The tree of additions is fixed. Rows of ``sums`` have room
+    for a multiple of SUMMED_GROUPS groups, of which those after the last one become 0.
+    """
+
+    layout = RecordLayout("sum_inputs", pointers=("x", "sums"), numbers=("depth", "inputs", "x_stride", "sums_stride"))
+
+    bf16: bool
+    rows_of: str = "tokens"
+    each: int = 1
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        x, sums = (args.pointer(field) for field in self.layout.pointers)
+        depth, inputs, x_stride, sums_stride = (args.number(field) for field in self.layout.numbers)
+        groups = (depth + (inputs - 1)) // inputs
+        vector_bytes = VECTOR_BYTES // (2 if self.bf16 else 1)
+        items = (groups + (SUMMED_GROUPS - 1)) // SUMMED_GROUPS
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each * items) as item:
+            row = item // items
+            group = (item - row * items) * SUMMED_GROUPS
+            totals = [k.variable(k.vector(0.0)) for _ in range(SUMMED_GROUPS)]
+            for place, total in enumerate(totals):
+                first = (group + place) * inputs // LANES
+                behind = k.least((group + (place + 1)) * inputs, depth) // LANES
+                with k.range(behind, first) as vector:
+                    total.value = total.value + k.load_float(x + (row * x_stride + vector * vector_bytes), self.bf16)
+            k.store_sums(sums + (row * sums_stride + group * 4), *(total.value for total in totals))
+
+
+@dataclass(frozen=True, slots=True)
+class CodeInputs(KernelSpec):
+    """Rounds each row to int8: x -> scale * (code - zero), as :class:`pillion.kernels.torch.quantized_matrix.RowCodes`.
+
+    ``x`` [rows, depth] is bfloat16 or float32, and ``depth`` a multiple of 16. With ``codes``, ``out`` [rows, depth] is
+    int8, and ``constants`` [rows] are a row's ROW_CONSTANTS. Else ``out`` has x's type, and holds what codes stand for.
+    There are ``each`` rows for each of ``rows_of``.
+
+    ``scheme``: "dynamic" takes the scale from the row's largest size, "asymmetric" scale and zero from its least and
+    largest value, and "static" takes those of the record. A row that is not finite has a scale that is not, either.
+    """
+
+    layout = RecordLayout(
+        "code_inputs",
+        pointers=("x", "out", "constants"),
+        numbers=("depth", "x_stride", "out_stride", "constants_stride"),
+        reals=("scale", "zero"),
+    )
+
+    scheme: str
+    bf16: bool
+    rows_of: str = "tokens"
+    each: int = 1
+    codes: bool = True
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        x, out, constants = (args.pointer(field) for field in self.layout.pointers)
+        depth, x_stride, out_stride, constants_stride = (args.number(field) for field in self.layout.numbers)
+        size, vectors = 2 if self.bf16 else 4, depth // LANES
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.each) as row:
+            source, target = x + row * x_stride, out + row * out_stride
+            if self.scheme == "static":
+                # A row with NaN or infinities must not get codes that look finite.
+                wrong = self._largest(k, source, vectors) * 0.0
+                scale, zero = args.real("scale") + wrong, args.real("zero")
+            else:
+                scale, zero = self._range(k, source, vectors)
+            inverse = k.select(scale > 0.0, k.vector(1.0) / scale, k.vector(0.0))
+            total = k.variable(Quads(k, ir.Constant(VI, [0] * LANES)))
+            with k.range(vectors) as i:
+                value = k.load_float(source + i * (LANES * size), self.bf16)
+                # This equals value / scale in all bits (Markstein 1990): the largest value of a row is always near the
+                # middle of two codes, where the last bit decides.
+                near = value * inverse
+                quotient = k.fma(k.fma(near * -1.0, scale, value), inverse, near)
+                code = _bounded(k, k.rounded(quotient + zero))
+                if self.codes:
+                    whole = k.whole_lanes(code)
+                    total.value = total.value + whole
+                    k.write(target + i * LANES, k.builder.trunc(whole.ir, _BYTES), 1)
+                else:
+                    k.store_float(target + i * (LANES * size), (code - zero) * scale, self.bf16)
+            if self.codes:
+                self._constants(k, constants + row * constants_stride, total, scale, zero, depth)
+
+    def _largest(self, k: Kernel, source: Ptr, vectors: Int) -> Vec:
+        """Returns the largest size in a row, in all lanes; NaN and infinities are above all numbers."""
+        sizes = k.variable(k.vector(0.0))
+        with k.range(vectors) as i:
+            sizes.value = k.larger_size(
+                sizes.value, k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
+            )
+        return k.largest_size(sizes.value)
+
+    def _range(self, k: Kernel, source: Ptr, vectors: Int) -> tuple[Vec, Vec]:
+        """Returns a row's scale and zero, in all lanes."""
+        size = self._largest(k, source, vectors)
+        if self.scheme == "dynamic":
+            return size / SYMMETRIC_CODE, k.vector(0.0)
+        least, most = k.variable(k.vector(0.0)), k.variable(k.vector(0.0))
+        with k.range(vectors) as i:
+            value = k.load_float(source + i * (LANES * (2 if self.bf16 else 4)), self.bf16)
+            least.value, most.value = k.smaller(value, least.value), k.larger(value, most.value)
+        low = k.maximum(least.value * -1.0) * -1.0
+        # Where a row's value is not finite, the scale is not finite either.
+        half = k.maximum(most.value) * 0.5 - low * 0.5
+        scale = half / ((MOST_CODE - LEAST_CODE) / 2) + size * 0.0
+        zero = k.rounded(_bounded(k, k.vector(float(LEAST_CODE)) - low / scale))
+        return scale, k.select(scale > 0.0, zero, k.vector(0.0))
+
+    def _constants(self, k: Kernel, at: Ptr, codes: KernelVariable, scale: Vec, zero: Vec, depth: Int) -> None:
+        """Stores a row's constants. ``codes`` holds the sum of the row's codes in each lane."""
+        b, total, whole = k.builder, k.sum_quads(codes.value), k.whole_lanes(zero)
+        shift = Quads(k, b.mul(total.ir, ir.Constant(VI, [-k.code_bias] * LANES)))
+        numbers = total - whole * Quads(k, k.splat(b.trunc(depth.ir, I32)))
+        values: dict[str, Vec | Quads] = {
+            "scale": scale,
+            "shift": shift,
+            "zero": whole,
+            "sum": k.real_lanes(numbers) * scale,
+        }
+        for name, place in ROW_CONSTANTS.items():
+            k.write(at + place, b.extract_element(values[name].ir, I32(0)), 4)
+
+
+def _bounded(k: Kernel, value: Vec) -> Vec:
+    return k.smaller(k.larger(value, float(LEAST_CODE)), float(MOST_CODE))

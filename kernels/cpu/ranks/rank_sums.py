@@ -1,0 +1,174 @@
+"""Adds up over ranks, the processes that share a model (tensor parallelism), in memory that all of them map.
+
+    each rank writes its partial rows -> SumRanks: says ARRIVED, waits for all others, adds all partials in their order
+    ... -> MeetRanks: says ARRIVED, waits for all others
+
+Both are phases of a step. A phase has a number that only grows, the same in all ranks: the phase at the step's begin
+plus the operation's ``number``. Every rank adds up all partials for itself, so that there is one wait for each sum, and
+a result has the same bits in each rank and whenever a rank arrives. Two buffers of partials take turns: where a rank
+writes its partials of a phase, all have arrived at the phase before, and so nobody reads those of two phases before any
+more.
+
+A rank that waits polls for a while, then sleeps in the operating system, because ranks may share a core. An arrival
+wakes it; after a nap it also looks whether the ranks shall end (ABORT). A rank that has napped often enough in one wait
+says so itself. From then on no wait lasts, and the results of the step must not be used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pillion.kernels.cpu.language.emit import I64, VECTOR_BYTES, Int, Kernel, Ptr
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.cpu.language.sync import (
+    ALL_SLEEPERS,
+    FUTEX_WAIT,
+    FUTEX_WAKE,
+    atomic_add,
+    atomic_load,
+    atomic_raise,
+    atomic_swap,
+    futex,
+    pause,
+)
+from pillion.kernels.cpu.rows.rows import row_squares, vectors_of
+
+# The shared words are a line with ABORT, and then a line for each rank. Processors fetch lines of 64 bytes in pairs.
+RANK_LINE_BYTES = 128
+ABORT = 0
+# The line of a rank has two words: the last phase that the rank has arrived at, and how many others sleep until it
+# arrives.
+ARRIVED, SLEEPERS = 0, 8
+# These int64 words tell a rank's kernels: the phase that all ranks had reached when the step began, how often the rank
+# sleeps in one wait before it ends all ranks, how long each time, and the bytes between two ranks' partials.
+PHASE, NAPS, NAP_NS, STRIDE = 0, 8, 16, 24
+# A rank polls this often before it sleeps, which takes some 40 us: a phase is about as long, and another rank may need
+# this core.
+POLLS = 1_500
+# A work item has this many vectors of a row: a step has often fewer rows than there are threads, so rows are cut.
+_CHUNK_VECTORS = 32
+
+
+def words_bytes(ranks: int) -> int:
+    """Returns how many bytes the shared words of ``ranks`` ranks take."""
+    return (1 + ranks) * RANK_LINE_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class SumRanks(KernelSpec):
+    """Computes ``out`` [rows, width] = factor * (the sum of all ranks' ``partials`` [ranks][room for rows][width]), all
+    float32.
+
+    ``rank`` is this rank, and ``number`` that of the operation among those of a step that wait. Ranks wait for one
+    another at ``words``, as ``meeting`` says (PHASE and so on). With ``add`` the operation adds to ``out`` instead.
+    """
+
+    layout = RecordLayout(
+        "sum_ranks",
+        pointers=("partials", "out", "words", "meeting"),
+        numbers=("rank", "number", "width", "row_stride", "out_stride"),
+        reals=("factor",),
+    )
+
+    ranks: int
+    add: bool
+    rows_of: str = "tokens"
+
+    def emit(self, call: KernelCall) -> None:
+        _meet(call, self.ranks)
+        k, args = call.k, call.args
+        partials, out, factor = args.pointer("partials"), args.pointer("out"), args.real("factor")
+        rank_stride, row_stride, out_stride = (
+            k.load_int(args.pointer("meeting") + STRIDE),
+            args.number("row_stride"),
+            args.number("out_stride"),
+        )
+        vectors = vectors_of(args.number("width"))
+        chunks = (vectors + (_CHUNK_VECTORS - 1)) // _CHUNK_VECTORS
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * chunks) as item:
+            row, first = item // chunks, item % chunks * _CHUNK_VECTORS
+            sources = [partials + (rank_stride * rank + row * row_stride) for rank in range(self.ranks)]
+            with k.range(k.least(first + _CHUNK_VECTORS, vectors), first) as i:
+                at = i * VECTOR_BYTES
+                total = k.load(sources[0] + at)
+                for source in sources[1:]:
+                    total = total + k.load(source + at)
+                target = out + (row * out_stride + at)
+                k.store(target, k.fma(factor, total, k.load(target)) if self.add else total * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class MeetRanks(KernelSpec):
+    """Waits until all ranks have arrived: all can then read what each has written before."""
+
+    layout = RecordLayout("meet_ranks", pointers=("words", "meeting"), numbers=("rank", "number"))
+
+    ranks: int
+
+    def emit(self, call: KernelCall) -> None:
+        _meet(call, self.ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class ProjectionSquares(KernelSpec):
+    """Computes ``out`` [T, 2] float32: the sums of squares of a row's queries and of its keys in ``qkv``. RotateWrite
+    needs what these are in all ranks together.
+
+    ``counts_keys`` says whether the keys count; if not, another rank counts the same keys.
+    """
+
+    layout = RecordLayout("projection_squares", pointers=("qkv", "out"), numbers=("qkv_stride", "out_stride"))
+
+    head_dim: int
+    heads: int
+    kv_heads: int
+    counts_keys: bool
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        qkv, out = args.pointer("qkv"), args.pointer("out")
+        qkv_stride, out_stride = args.number("qkv_stride"), args.number("out_stride")
+        with call.even_share(call.step.number("num_tokens")) as row:
+            source, target = qkv + row * qkv_stride, out + row * out_stride
+            keys = source + self.heads * self.head_dim * 4
+            k.store_first(target, row_squares(k, source, k.int(self.heads * self.head_dim)))
+            sums = row_squares(k, keys, k.int(self.kv_heads * self.head_dim)) if self.counts_keys else k.vector(0.0)
+            k.store_first(target + 4, sums)
+
+
+def _meet(call: KernelCall, ranks: int) -> None:
+    """Arrives at the operation's phase, and waits for all ranks. Each call of the operation may be the first one."""
+    k, args = call.k, call.args
+    words, meeting = args.pointer("words"), args.pointer("meeting")
+    phase = k.load_int(meeting + PHASE) + args.number("number")
+    with k.when(k.holds(words, words_bytes(ranks))):
+        limits = k.load_int(meeting + NAPS), k.load_int(meeting + NAP_NS)
+        values = words, args.number("rank"), k.int(ranks), phase, *limits
+        k.call_subroutine("meet_ranks_words", values, _arrive_and_wait)
+
+
+def _arrive_and_wait(k: Kernel, words: Ptr, rank: Int, ranks: Int, phase: Int, naps: Int, nap_ns: Int) -> None:
+    mine = words + (rank * RANK_LINE_BYTES + RANK_LINE_BYTES)
+    with k.when(atomic_load(k, mine + ARRIVED) < phase):
+        atomic_raise(k, mine + ARRIVED, phase)
+        with k.when(atomic_load(k, mine + SLEEPERS) > 0):
+            futex(k, mine + ARRIVED, FUTEX_WAKE, I64(ALL_SLEEPERS))
+    polls, napped = k.variable(k.int(0)), k.variable(k.int(0))
+    with k.range(ranks) as other:
+        line = words + (other * RANK_LINE_BYTES + RANK_LINE_BYTES)
+        with k.forever() as end:
+            arrived = atomic_load(k, line + ARRIVED)
+            k.leave(end, (arrived >= phase) | (atomic_load(k, words + ABORT) > 0))
+            polls.value = polls.value + 1
+            with k.builder.if_else((polls.value < POLLS).ir) as (soon, late):
+                with soon:
+                    pause(k)
+                with late:
+                    atomic_add(k, line + SLEEPERS, 1)
+                    futex(k, line + ARRIVED, FUTEX_WAIT, arrived.ir, nap_ns)
+                    atomic_add(k, line + SLEEPERS, -1)
+                    with k.when(atomic_load(k, line + ARRIVED).equals(arrived)):
+                        napped.value = napped.value + 1
+                    with k.when(napped.value >= naps):
+                        atomic_swap(k, words + ABORT, 1)

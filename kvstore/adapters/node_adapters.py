@@ -1,0 +1,166 @@
+"""Serves adapters' files to workers whose machine lacks them, from this machine's model cache or another node's.
+
+worker --ReadAdapter--> its node --the files are here--> pieces
+                           '--they are not--> ReadAdapter at each other node, until one has them --> pieces
+
+gateway --FindAdapters--> those that are missing here --KeepAdapter--> the model cache of this machine
+
+The node does not look into the files, and keeps no copy of those that it passes on. Workers verify what they get, and
+what they read from the model cache, by its digest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pillion.adapter_folders import (
+    ADAPTERS,
+    adapter_draft,
+    cache_root,
+    is_adapter_digest,
+)
+from pillion.config import KVNodeFlags
+from pillion.errors import InvalidRequest, NotFound, Overloaded, PillionError
+from pillion.kvstore.adapters.adapter_pieces import next_piece, open_files, pieces_of, receive_files
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.transfer.block_exchange import Addresses
+from pillion.v1.kvnode_pb2 import (
+    AdapterPiece,
+    FindAdaptersReply,
+    FindAdaptersRequest,
+    KeepAdapterReply,
+    ReadAdapterRequest,
+)
+
+log = logging.getLogger("pillion.kvnode")
+
+# At most this many adapters are read here at once, those that are passed on included.
+MAX_READS = 16
+# At most MAX_ASKED_NODES nodes are asked for one adapter; a gateway may ask for at most MAX_ASKED_DIGESTS adapters at
+# once.
+MAX_ASKED_NODES = 16
+MAX_ASKED_DIGESTS = 4096
+
+
+class NodeAdapters:
+    """Serves the adapters of one node's machine.
+
+    Attributes:
+        addresses: returns the address of each live node, by its id.
+        root: the model cache's folder.
+        limits: what copies may take on this machine.
+        reading: number of adapters that are read or kept now.
+    """
+
+    def __init__(self, flags: KVNodeFlags, addresses: Addresses) -> None:
+        self._node_id = flags.node_id
+        self.addresses = addresses
+        self.root = cache_root()
+        self.limits = flags.store_limits
+        self.reading = 0
+
+    def calls(self) -> Mapping[str, Callable[..., Any]]:
+        """Returns the calls of the node's gRPC service that are about adapters."""
+        return {"ReadAdapter": self._read, "FindAdapters": self._find, "KeepAdapter": self._take}
+
+    async def _read(self, request: ReadAdapterRequest, context: object) -> AsyncIterator[AdapterPiece]:
+        async with aclosing(self.pieces(request.digest, request.ask_others)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _find(self, request: FindAdaptersRequest, context: object) -> FindAdaptersReply:
+        return FindAdaptersReply(missing=await self.missing(request.digests))
+
+    async def _take(self, pieces: AsyncIterator[AdapterPiece], context: object) -> KeepAdapterReply:
+        await self.keep(aiter(pieces))
+        return KeepAdapterReply()
+
+    async def pieces(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
+        """Yields the files of an adapter, in pieces. Raises NotFound where no node that was asked has them, Overloaded
+        where MAX_READS are running, and InvalidRequest for text that is no digest."""
+        with self._counted(digest):
+            files = await asyncio.to_thread(open_files, self.root / ADAPTERS / digest)
+            async with aclosing(pieces_of(files) if files else self._from_others(digest, ask_others)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def missing(self, digests: Sequence[str]) -> list[str]:
+        """Returns those of the adapters that this machine lacks; the others count as used now. Raises InvalidRequest
+        for text that is no digest, and for too many."""
+        if len(digests) > MAX_ASKED_DIGESTS or not all(map(is_adapter_digest, digests)):
+            raise InvalidRequest(f"at most {MAX_ASKED_DIGESTS} digests of adapters can be asked for")
+        return await asyncio.to_thread(lambda: [digest for digest in digests if not self._touch(digest)])
+
+    def _touch(self, digest: str) -> bool:
+        with contextlib.suppress(OSError):
+            os.utime(self.root / ADAPTERS / digest)
+            return True
+        return False
+
+    async def keep(self, pieces: AsyncIterator[AdapterPiece]) -> None:
+        """Keeps an adapter's files under the digest in the first piece. Raises InvalidRequest for files that are no
+        adapter, Unavailable for a silent sender, Overloaded where MAX_READS are running or the disk is full."""
+        first = await next_piece(pieces)
+        digest = first.digest if first is not None else ""
+        with self._counted(digest):
+            try:
+                await receive_files(first, pieces, partial(self._room, digest), self.limits.file_bytes)
+            except OSError as error:
+                raise Overloaded(f"{self._node_id} cannot keep an adapter: {error.strerror or error}") from None
+        log.info("adapter %s is kept on this machine", digest[:12])
+
+    @contextlib.contextmanager
+    def _counted(self, digest: str) -> Iterator[None]:
+        """Counts one adapter as being read or kept while the block runs. Raises InvalidRequest and Overloaded as its
+        callers say."""
+        if not is_adapter_digest(digest):
+            raise InvalidRequest(f"{digest[:80]!r} is no digest of an adapter")
+        if self.reading >= MAX_READS:
+            raise Overloaded(f"{self._node_id} reads {MAX_READS} adapters already")
+        self.reading += 1
+        try:
+            yield
+        finally:
+            self.reading -= 1
+
+    @contextlib.contextmanager
+    def _room(self, digest: str, size_bytes: int) -> Iterator[Path]:
+        """Yields a temporary folder, which becomes the adapter's own at the end: that is there whole or not at all."""
+        target = self.root / ADAPTERS / digest
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with adapter_draft(target.parent, size_bytes, self.limits.store_bytes) as draft:
+            yield draft
+            try:
+                draft.rename(target)
+            except OSError:
+                # Another process has kept a copy of the adapter meanwhile.
+                if not target.is_dir():
+                    raise
+
+    async def _from_others(self, digest: str, ask_others: bool) -> AsyncGenerator[AdapterPiece, None]:
+        nodes = await self.addresses() if ask_others else {}
+        for node_id in sorted(nodes.keys() - {self._node_id})[:MAX_ASKED_NODES]:
+            client = NodeClient(nodes[node_id], self._node_id)
+            begun = False
+            try:
+                async with aclosing(client.read_adapter(digest, self.limits.transfer_s, ask_others=False)) as pieces:
+                    async for piece in pieces:
+                        begun = True
+                        yield piece
+            except PillionError as error:
+                if begun:
+                    raise
+                log.info("%s does not have adapter %s: %s", node_id, digest[:12], error.message)
+            else:
+                return
+            finally:
+                await client.aclose()
+        raise NotFound(f"no KV node that was asked has the files of adapter {digest[:12]}")

@@ -1,0 +1,350 @@
+"""Implements the reader's side of the data plane: this node's connections to the nodes that it reads from.
+
+    get --> channel, session, Meet --> met --pin, read, release--> met
+                                        |-- the session ends (the source died, restarted, or dropped us) --> gone
+                                        +-- idle for too long, or too many peers --> gone
+    get again --> a new one, with a new boot epoch where the source restarted
+
+The end of a session releases everything that it had pinned at the source, so a lost reader holds nothing there for
+long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+
+from pillion.errors import Conflict, DeadlineExceeded, PillionError, Unavailable
+from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, NodeClient, NodeSession, call_unary, typed
+from pillion.kvstore.exchange.plane import MAX_PIECE_BYTES, MAX_READ_SLOTS, BlockShape, DataPlane, node_id_of
+from pillion.kvstore.memory.memory import CUDA, HOST
+from pillion.v1 import kvplane_pb2_grpc
+from pillion.v1.kvplane_pb2 import MeetReply, MeetRequest, PinBlocksReply, PinBlocksRequest, ReadBlocksRequest
+from pillion.wire.common import check_hello, hello_to_pb
+
+log = logging.getLogger("pillion.kvnode")
+
+MAX_PEERS = 256
+# A peer that was not used for this long is closed when another one is wanted.
+PEER_IDLE_S = 300.0
+# A list of nodes' addresses is used until it is this old.
+ADDRESSES_TTL_S = 1.0
+# A source may be silent for this long in the middle of a stream.
+STREAM_STALL_S = 2.0
+# Releases wait while a source does not answer; beyond this number the oldest are left to the session's end.
+MAX_RELEASES = 4096
+RELEASE_RETRY_DELAY_S = 0.1
+# After a failure a source is avoided for this long. A source that was given less time than FAIR_TIMEOUT_S does not
+# count as failed.
+AVOID_S = 1.0
+FAIR_TIMEOUT_S = 0.2
+
+Addresses = Callable[[], Awaitable[Mapping[str, str]]]
+
+
+class Peer:
+    """Holds a connection to one source, with a session there; it implements the data plane's :class:`BlockStream`.
+    ``pool`` is the source's."""
+
+    def __init__(self, client: NodeClient, session: NodeSession, pool: MeetReply) -> None:
+        self.pool = pool
+        self.node_id = node_id_of(pool)
+        self.used_s = time.monotonic()
+        self._client = client
+        self._session = session
+        self._plane: Any = kvplane_pb2_grpc.KVPlaneStub(client.channel)
+        self._releases: list[tuple[int, int]] = []
+        self._releasing: asyncio.Task[None] | None = None
+        self._ended = asyncio.create_task(session.closed(), name=f"session at {self.node_id}")
+
+    @property
+    def alive(self) -> bool:
+        """Returns whether the session is open, and with it every pin is valid."""
+        return not self._ended.done()
+
+    async def pin(self, block_hashes: bytes, first_block: int, timeout_s: float) -> PinBlocksReply:
+        """Pins the longest prefix of a chain that the source has; returns its slots from ``first_block`` on.
+
+        When this call ends without an answer, the source is told to release the pins. Raises the source's errors.
+        """
+        nonce = secrets.randbits(62) + 1
+        request = PinBlocksRequest(
+            epoch=self._session.epoch, nonce=nonce, block_hashes=block_hashes, first_block=first_block
+        )
+        self.used_s = time.monotonic()
+        try:
+            pinned: PinBlocksReply = await call_unary(self._plane.PinBlocks, request, timeout_s)
+            if len(pinned.slots) != len(pinned.checksums):
+                raise Conflict(f"the source names {len(pinned.slots)} slots and {len(pinned.checksums)} checksums")
+            if max(pinned.slots, default=-1) >= self.pool.num_slots:
+                raise Conflict(f"{self.node_id} names a slot that it does not have")
+        except (asyncio.CancelledError, PillionError):
+            self._let_go(0, nonce)
+            raise
+        return pinned
+
+    def release(self, ticket_id: int) -> None:
+        """Starts to release a ticket's pinned blocks; it never fails and never waits."""
+        if ticket_id:
+            self._let_go(ticket_id, 0)
+
+    async def read(self, plane: DataPlane, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
+        """Reads blocks (:meth:`DataPlane.read`). Raises Unavailable also if they were not pinned all the time."""
+        await plane.read(self.pool, self, ticket_id, remote, local)
+        self.used_s = time.monotonic()
+        if not self.alive:
+            raise Unavailable(f"the session at {self.node_id} ended during the read")
+
+    async def read_blocks(self, ticket_id: int, slots: tuple[int, ...], targets: list[memoryview]) -> None:
+        """Fills ``targets`` with pinned blocks. When this ends, however it does, nobody writes to them any more. Raises
+        Unavailable if the source is silent for STREAM_STALL_S or ends the stream early, and the source's errors."""
+        for start in range(0, len(slots), MAX_READ_SLOTS):
+            part = slots[start : start + MAX_READ_SLOTS]
+            request = ReadBlocksRequest(
+                epoch=self._session.epoch, ticket_id=ticket_id, slots=part, max_piece_bytes=MAX_PIECE_BYTES
+            )
+            await self._stream(request, targets[start : start + len(part)])
+
+    async def aclose(self) -> None:
+        """Ends the session at the source, and with it everything that it holds there. Idempotent."""
+        if self._releasing is not None:
+            self._releasing.cancel()
+        await self._session.aclose()
+        await asyncio.gather(self._ended, *filter(None, [self._releasing]), return_exceptions=True)
+        await self._client.aclose()
+
+    async def _stream(self, request: Any, targets: list[memoryview]) -> None:
+        try:
+            call = self._plane.ReadBlocks(request)
+        except grpc.aio.UsageError:
+            raise Unavailable("the connection was closed") from None
+        data = memoryview(b"")
+        try:
+            for target in targets:
+                at = 0
+                while at < len(target):
+                    data = data or await self._piece(call)
+                    if not data:
+                        raise Unavailable(f"{self.node_id} sent {at} of {len(target)} bytes of a block")
+                    fits = min(len(data), len(target) - at)
+                    target[at : at + fits], data = data[:fits], data[fits:]
+                    at += fits
+            if data:
+                raise Unavailable(f"{self.node_id} sent {len(data)} bytes more than the blocks have")
+        finally:
+            call.cancel()
+
+    async def _piece(self, call: Any) -> memoryview:
+        try:
+            async with asyncio.timeout(STREAM_STALL_S):
+                piece = await typed(call.read())
+        except TimeoutError:
+            raise Unavailable(f"{self.node_id} was silent for {STREAM_STALL_S:.1f} s") from None
+        return memoryview(b"" if piece is grpc.aio.EOF else piece.data)
+
+    def _let_go(self, ticket_id: int, nonce: int) -> None:
+        self._releases.append((ticket_id, nonce))
+        del self._releases[:-MAX_RELEASES]
+        if self._releasing is None or self._releasing.done():
+            self._releasing = asyncio.create_task(self._release_all(), name=f"releases at {self.node_id}")
+
+    async def _release_all(self) -> None:
+        while self._releases and self.alive:
+            batch, self._releases = self._releases, []
+            tickets = [ticket for ticket, _ in batch if ticket]
+            nonces = [nonce for _, nonce in batch if nonce]
+            try:
+                await self._client.release(self._session.epoch, tickets, nonces=nonces)
+            except PillionError as error:
+                log.debug("release at KV node %s failed: %s", self.node_id, error.message)
+                self._releases = (batch + self._releases)[-MAX_RELEASES:]
+                await asyncio.sleep(RELEASE_RETRY_DELAY_S)
+
+
+class SourceNode:
+    """Stands for a node to read from in one fetch; it is connected when something is first pinned."""
+
+    def __init__(self, node_id: str, peers: Peers) -> None:
+        self.node_id = node_id
+        self._peers = peers
+        self._pinned_at: dict[int, Peer] = {}
+
+    async def pin(self, hashes: bytes, first_block: int, *, timeout_s: float) -> PinBlocksReply:
+        """Pins at the source node, as :meth:`Peer.pin` does; the time includes meeting the node.
+
+        Raises Unavailable, Conflict, DeadlineExceeded.
+        """
+        until_s = time.monotonic() + timeout_s
+        try:
+            peer = await self._peers.get(self.node_id, timeout_s)
+            pinned = await peer.pin(hashes, first_block, max(0.0, until_s - time.monotonic()))
+        except (Unavailable, DeadlineExceeded):
+            if timeout_s >= FAIR_TIMEOUT_S:
+                self._peers.avoid(self.node_id)
+            raise
+        if pinned.ticket_id:
+            self._pinned_at[pinned.ticket_id] = peer
+        return pinned
+
+    def release(self, ticket_id: int) -> None:
+        """Starts to release a ticket; it never fails and never waits."""
+        peer = self._pinned_at.pop(ticket_id, None)
+        if peer is not None:
+            peer.release(ticket_id)
+
+    async def read(self, ticket_id: int, remote: tuple[int, ...], local: tuple[int, ...]) -> None:
+        peer = self._pinned_at.get(ticket_id)
+        if peer is None:
+            raise Unavailable(f"nothing is pinned at {self.node_id} under that ticket")
+        try:
+            await peer.read(await self._peers.plane(), ticket_id, remote, local)
+        except Unavailable:
+            self._peers.avoid(self.node_id)
+            raise
+
+
+class Peers:
+    """Holds all peers of this node, by node id.
+
+    Args:
+        addresses: returns node id -> address of all nodes' gRPC services; called at most every ADDRESSES_TTL_S.
+        plane: returns this node's data plane, which may be made at the first call.
+    """
+
+    def __init__(
+        self, node_id: str, shape: BlockShape, addresses: Addresses, plane: Callable[[], Awaitable[DataPlane]]
+    ) -> None:
+        self._node_id = node_id
+        self._addresses = addresses
+        self._shape = shape
+        self._make_plane = plane
+        self._made_plane: DataPlane | None = None
+        self._avoided_until_s: dict[str, float] = {}
+        self._known: Mapping[str, str] = {}
+        self._known_until_s = 0.0
+        self._peers: dict[str, Peer] = {}
+        self._meeting: dict[str, asyncio.Task[Peer]] = {}
+        self._closing: dict[asyncio.Task[None], None] = {}
+        self._closed = False
+
+    def source(self, node_id: str) -> SourceNode:
+        """Returns a source for one fetch. Raises Unavailable for this node, and for one that failed within AVOID_S."""
+        if self._closed or node_id == self._node_id:
+            raise Unavailable(f"{node_id} is no source for this node")
+        if time.monotonic() < self._avoided_until_s.get(node_id, 0.0):
+            raise Unavailable(f"KV node {node_id} failed a moment ago")
+        return SourceNode(node_id, self)
+
+    async def plane(self) -> DataPlane:
+        """Returns this node's data plane."""
+        self._made_plane = await self._make_plane()
+        return self._made_plane
+
+    def avoid(self, node_id: str) -> None:
+        """Makes fetches avoid, during AVOID_S, a node that has just failed."""
+        now = time.monotonic()
+        self._avoided_until_s = {name: until for name, until in self._avoided_until_s.items() if until > now}
+        self._avoided_until_s[node_id] = now + AVOID_S
+
+    async def get(self, node_id: str, timeout_s: float = CALL_TIMEOUT_S) -> Peer:
+        """Returns a connected peer; several callers share one attempt to connect. Raises Unavailable for a node that is
+        unknown or does not answer in time, Conflict where the pools do not fit."""
+        peer = self._peers.get(node_id)
+        if peer is not None and peer.alive:
+            peer.used_s = time.monotonic()
+            return peer
+        if self._closed or node_id == self._node_id:
+            raise Unavailable(f"{node_id} is no source for this node")
+        task = self._meeting.get(node_id)
+        if task is None:
+            task = self._meeting[node_id] = asyncio.create_task(self._meet(node_id), name=f"meeting {node_id}")
+            task.add_done_callback(lambda _: self._meeting.pop(node_id, None))
+            # Perhaps no caller is left that looks at the task's exception.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(task)
+        except TimeoutError:
+            raise Unavailable(f"KV node {node_id} does not answer") from None
+
+    def drop(self, node_id: str) -> None:
+        """Ends the link to a peer; the next :meth:`get` connects again. Reads under way at the peer fail."""
+        peer = self._peers.pop(node_id, None)
+        if peer is not None:
+            if self._made_plane is not None:
+                self._made_plane.forget(node_id)
+            task = asyncio.create_task(peer.aclose(), name=f"leaving {node_id}")
+            self._closing[task] = None
+            task.add_done_callback(lambda done: self._closing.pop(done, None))
+
+    async def aclose(self) -> None:
+        """Ends the connections to all peers. Idempotent."""
+        self._closed = True
+        for task in list(self._meeting.values()):
+            task.cancel()
+        await asyncio.gather(*self._meeting.values(), return_exceptions=True)
+        for node_id in list(self._peers):
+            self.drop(node_id)
+        await asyncio.gather(*self._closing, return_exceptions=True)
+
+    async def _meet(self, node_id: str) -> Peer:
+        # The earlier connection is of no use any more: a restarted source has a new boot epoch, and everything of the
+        # old one is void.
+        self.drop(node_id)
+        address = await self._address(node_id)
+        self._make_room()
+        client = NodeClient(address, self._node_id)
+        session: NodeSession | None = None
+        try:
+            session = await client.open_session()
+            stub: Any = kvplane_pb2_grpc.KVPlaneStub(client.channel)
+            request = MeetRequest(
+                hello=hello_to_pb(self._node_id),
+                block_bytes=self._shape.block_bytes,
+                kv_namespace=self._shape.namespace,
+            )
+            pool: MeetReply = await call_unary(stub.Meet, request)
+            if check_hello(pool.hello) != node_id:
+                raise Unavailable(f"{address} is KV node {node_id_of(pool)}, not {node_id}")
+            pool.memory_kind = pool.memory_kind or HOST
+            if pool.memory_kind not in (HOST, CUDA):
+                raise Conflict(
+                    f"{node_id} has its pool in memory of kind {pool.memory_kind!r}, which is not known here"
+                )
+            self._shape.check(BlockShape(pool.block_bytes, pool.kv_namespace), node_id)
+        except BaseException:
+            if session is not None:
+                await session.aclose()
+            await client.aclose()
+            raise
+        self._peers[node_id] = peer = Peer(client, session, pool)
+        return peer
+
+    def _make_room(self) -> None:
+        now = time.monotonic()
+        by_use = sorted(self._peers, key=lambda node_id: self._peers[node_id].used_s)
+        for place, node_id in enumerate(by_use):
+            peer = self._peers[node_id]
+            too_many = len(by_use) - place >= MAX_PEERS
+            if too_many or not peer.alive or now - peer.used_s > PEER_IDLE_S:
+                self.drop(node_id)
+
+    async def _address(self, node_id: str) -> str:
+        now = time.monotonic()
+        if now >= self._known_until_s:
+            with contextlib.suppress(PillionError):
+                found = await self._addresses()
+                # A registry that lacks this very node has lost its data, so the addresses that are known are kept.
+                self._known = found if self._node_id in found else {**self._known, **found}
+            self._known_until_s = now + ADDRESSES_TTL_S
+        address = self._known.get(node_id, "")
+        if not address:
+            raise Unavailable(f"the registry has no address of KV node {node_id}")
+        return address

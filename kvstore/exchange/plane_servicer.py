@@ -1,0 +1,88 @@
+"""Serves the source's side of the data plane, the service of kvplane.proto: messages in, calls on the pool, messages
+out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+
+from pillion.errors import InvalidRequest
+from pillion.kvstore.exchange.plane import MAX_PIECE_BYTES, MAX_READ_SLOTS, BlockShape
+from pillion.kvstore.hashing import split_hashes
+from pillion.kvstore.memory.memory import PoolMemory, keep_freed_buffers
+from pillion.v1 import kvplane_pb2, kvplane_pb2_grpc
+from pillion.wire.common import check_hello
+
+SERVICE_NAME = kvplane_pb2.DESCRIPTOR.services_by_name["KVPlane"].full_name
+# At most this many blocks of a chain may be pinned at once: 8 MiB of hashes, half of a message's limit.
+MAX_PIN_BLOCKS = 2**18
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class SourcePool(Protocol):
+    """Describes a pool that other nodes read from. All calls are made on the node's loop."""
+
+    async def describe(self) -> kvplane_pb2.MeetReply:
+        """Describes the pool to readers; may take a second the first time."""
+
+    async def pin_chain(
+        self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float
+    ) -> kvplane_pb2.PinBlocksReply:
+        """Pins the longest prefix of a chain that this node has, lower tiers included, to a ticket of ``epoch``, and
+        returns its blocks from ``first_block`` on; without such blocks nothing is pinned. Raises NotFound for a void
+        epoch."""
+
+    def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
+        """Returns the slots of a ticket's chain, in O(1) except for the first time. Raises NotFound unless ``epoch``
+        holds the ticket."""
+
+    @property
+    def memory(self) -> PoolMemory: ...
+
+
+class KVPlaneServicer(kvplane_pb2_grpc.KVPlaneServicer):
+    """Serves kvplane.proto. ``source`` returns the pool, or raises Unavailable as long as it has no shape."""
+
+    def __init__(self, source: Callable[[], SourcePool]) -> None:
+        self._source = source
+        keep_freed_buffers()
+
+    async def Meet(self, request: Any, context: Context) -> Any:  # noqa: N802
+        reader = check_hello(request.hello)
+        reply = await self._source().describe()
+        shape = BlockShape(reply.block_bytes, reply.kv_namespace)
+        shape.check(BlockShape(request.block_bytes, request.kv_namespace), reader)
+        return reply
+
+    async def PinBlocks(self, request: Any, context: Context) -> Any:  # noqa: N802
+        hashes = split_hashes(request.block_hashes)
+        if len(hashes) > MAX_PIN_BLOCKS:
+            raise InvalidRequest(f"{len(hashes)} blocks cannot be pinned at once, at most {MAX_PIN_BLOCKS}")
+        if request.first_block > len(hashes):
+            raise InvalidRequest(f"block {request.first_block} is after the end of a chain of {len(hashes)}")
+        # Blocks in lower tiers are brought up first, in half of the caller's time, so that it can still use them.
+        left_s = context.time_remaining()
+        timeout_s = left_s / 2 if left_s else 0.0
+        return await self._source().pin_chain(request.epoch, request.nonce, hashes, request.first_block, timeout_s)
+
+    async def ReadBlocks(self, request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: N802
+        slots, source = tuple(request.slots), self._source()
+        if len(slots) > MAX_READ_SLOTS:
+            raise InvalidRequest(f"{len(slots)} slots cannot be read in one call, at most {MAX_READ_SLOTS}")
+        memory, ticket_id = source.memory, request.ticket_id
+        if not set(slots) <= source.pinned_slots(request.epoch, ticket_id):
+            raise InvalidRequest(f"a slot is not of ticket {ticket_id}'s chain")
+        # A reader of an older version accepts no piece that continues into the next block.
+        ahead_blocks = memory.ahead_blocks if request.max_piece_bytes else 1
+        piece_bytes = min(request.max_piece_bytes or MAX_PIECE_BYTES, MAX_PIECE_BYTES)
+        for first in range(0, len(slots), ahead_blocks):
+            pieces = await memory.pieces(slots[first : first + ahead_blocks], piece_bytes)
+            # A ticket's chain never gets shorter, so a ticket that is still held pinned these blocks while they were
+            # copied. Where it was released meanwhile, the slots may hold other blocks already.
+            source.pinned_slots(request.epoch, ticket_id)
+            for piece in pieces:
+                yield kvplane_pb2.BlockPiece(data=piece)

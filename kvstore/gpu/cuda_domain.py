@@ -1,0 +1,159 @@
+"""Manages the memory of one GPU or several: segments are device memory, shared by descriptors as the host's are.
+
+A pool has a segment on each GPU that ``--kv-device`` names, with some of the KV heads of every block.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from fractions import Fraction
+
+from pillion.config import KVNodeFlags
+from pillion.errors import ConfigError, InvalidRequest
+from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaDriver
+from pillion.kvstore.gpu.cuda_memory import CudaMemory, PinnedMemory
+from pillion.kvstore.gpu.cuda_segment import DeviceSegment
+from pillion.kvstore.gpu.host_tier import HostTier
+from pillion.kvstore.gpu.shards import Shards
+from pillion.kvstore.ledger.records import slots_of
+from pillion.kvstore.memory.domain import Division, Domain, MadeSegment
+from pillion.kvstore.memory.memory import CUDA, PoolMemory
+from pillion.kvstore.tiers.tiers import Tier
+from pillion.wire.attach import MAX_SHARDS
+
+log = logging.getLogger("pillion.kvnode")
+
+
+class CudaDomain:
+    """Represents the memory of one GPU or several. A GPU that is named twice has two shards."""
+
+    kind = CUDA
+
+    def __init__(self, flags: KVNodeFlags, indexes: Sequence[int]) -> None:
+        self._flags = flags
+        driver = CudaDriver()
+        self._by_index: dict[int, CudaDevice] = {}
+        for index in indexes:
+            if index not in self._by_index:
+                self._by_index[index] = driver.device(index)
+        self._devices = [self._by_index[index] for index in indexes]
+        self.device_indexes = tuple(indexes)
+        self.device_uuids = tuple(device.uuid for device in self._devices)
+
+    def division(self, block_bytes: int, kv_rows: int, kv_heads: int) -> Division:
+        count = len(self._devices)
+        if count == 1:
+            return Shards.whole(block_bytes)
+        if not (kv_rows and kv_heads):
+            raise InvalidRequest(
+                f"this KV node divides blocks over {count} GPUs by KV heads, and the worker does not say how many it"
+                " has: it is of an older version"
+            )
+        return Shards.divided(block_bytes, kv_rows, kv_heads, count)
+
+    def layout(self, namespace: str, division: Division) -> str:
+        assert isinstance(division, Shards)
+        return division.layout(namespace, self.device_uuids)
+
+    def pool_bytes(self, division: Division) -> int:
+        """Returns the size of the pool. Without a flag, each GPU gives the share of its memory that may be used, less
+        all that is in use now."""
+        left = {index: self._left(device) for index, device in self._by_index.items()}
+        if len(self._devices) == 1:
+            return self._flags.kv_pool_bytes or left[self.device_indexes[0]]
+        # The pool gets as many slots as the fullest GPU has room for.
+        taken = dict.fromkeys(self._by_index, 0)
+        for shard, index in enumerate(self.device_indexes):
+            taken[index] += division.shard_bytes(shard)
+        if self._flags.kv_pool_bytes:
+            slots = slots_of(self._flags.kv_pool_bytes, sum(taken.values()))
+        else:
+            slots = min(slots_of(left[index], size) for index, size in taken.items())
+        return slots * division.block_bytes
+
+    def place(self, device_uuid: str) -> int:
+        """Returns the first of the shards that are on a GPU. Raises ConfigError if none is."""
+        if not device_uuid:
+            # The process that attaches does not say on which GPU it computes, so it gets the first shard.
+            return 0
+        if device_uuid not in self.device_uuids:
+            named = ",".join(f"cuda:{index}" for index in self.device_indexes)
+            raise ConfigError(
+                f"a process computes on the GPU {device_uuid}, and this KV node has memory on {named} alone: name the"
+                " GPU of each rank of its workers in --kv-device, or choose the GPU by CUDA_VISIBLE_DEVICES"
+            )
+        return self.device_uuids.index(device_uuid)
+
+    def segment(self, size_bytes: int, shard: int = 0) -> MadeSegment:
+        return DeviceSegment(self._devices[shard], size_bytes)
+
+    def kept(self, descriptors: Sequence[int], num_slots: int, division: Division) -> list[MadeSegment]:
+        made: list[MadeSegment] = []
+        try:
+            for shard, (device, descriptor) in enumerate(zip(self._devices, descriptors, strict=True)):
+                made.append(DeviceSegment.kept(device, descriptor, num_slots * division.shard_bytes(shard)))
+        except BaseException:
+            for segment in made:
+                segment.close()
+            raise
+        return made
+
+    def memory(self, segments: Sequence[MadeSegment], num_slots: int, division: Division) -> PoolMemory:
+        mappings = [segment.mapping for segment in segments if isinstance(segment, DeviceSegment)]
+        assert isinstance(division, Shards)
+        return CudaMemory(mappings, num_slots, division)
+
+    def buffers(self, block_bytes: int) -> Tier | None:
+        if not self._flags.host_bytes:
+            return None
+        pinned = PinnedMemory(self._devices[0], self._flags.host_bytes)
+        return HostTier(pinned.view, block_bytes, pinned.close, verify=self._flags.verify_blocks)
+
+    def close(self) -> None:
+        for device in self._by_index.values():
+            device.close()
+
+    def _left(self, device: CudaDevice) -> int:
+        """Returns the bytes of a GPU for its part of the pool. Raises ConfigError where nothing is left and no flag
+        sets the size."""
+        free, total = device.memory_info()
+        log.info("CUDA device %d has %d bytes, %d of them free", device.index, total, free)
+        share = self._flags.gpu_memory_utilization
+        left = int(Fraction(str(share)) * total) - (total - free)
+        if left <= 0 and not self._flags.kv_pool_bytes:
+            raise ConfigError(
+                f"nothing is left for KV on CUDA device {device.index}: {total - free} of its {total} bytes are "
+                f"in use, and --gpu-memory-utilization {share} allows no more"
+            )
+        return left
+
+
+def open_cuda_domain(flags: KVNodeFlags) -> Domain:
+    """Opens the domain of the GPUs that ``--kv-device`` names. Raises what
+    :func:`pillion.kvstore.memory.domain.open_domain` raises."""
+    indexes = device_indexes(flags.kv_device)
+    if not 0 < flags.gpu_memory_utilization <= 1:
+        raise ConfigError(f"--gpu-memory-utilization {flags.gpu_memory_utilization}: choose more than 0, at most 1")
+    if flags.host_bytes < 0:
+        raise ConfigError(f"--host-bytes {flags.host_bytes} is less than 0")
+    return CudaDomain(flags, indexes)
+
+
+def place_of(domain: Domain, device_uuid: str) -> int:
+    """Returns the first shard of a domain that is on a GPU. Raises ConfigError if none is; host memory is near to
+    all."""
+    return domain.place(device_uuid) if isinstance(domain, CudaDomain) else 0
+
+
+def device_indexes(kv_device: str) -> tuple[int, ...]:
+    """Reads "cuda" (0), "cuda:N" or several of these. Raises ConfigError on anything else."""
+    found = []
+    for device in kv_device.split(","):
+        name, colon, number = device.partition(":")
+        if name != CUDA or (colon and not (number.isascii() and number.isdecimal())):
+            raise ConfigError(f"--kv-device {kv_device!r} is not cpu, cuda, cuda:N, or several such as cuda:0,cuda:1")
+        found.append(int(number or 0))
+    if len(found) > MAX_SHARDS:
+        raise ConfigError(f"--kv-device names {len(found)} GPUs; a pool can be on {MAX_SHARDS}")
+    return tuple(found)

@@ -1,0 +1,207 @@
+"""Holds a pool on a GPU, as :class:`pillion.kvstore.memory.memory.PoolMemory`: its bytes come and go through stages of
+pinned host memory.
+
+    a reader   waits for a free stage --> slots are copied into it, in a thread --> reads --> the stage is free
+    a writer   waits for a free stage --> writes --> the stage is copied to its slots, in a thread --> it is free
+
+Each stage has a stream of its own, so copies of several callers overlap; how many stages there are bounds them and the
+memory that is pinned. No caller holds one stage and waits for another. A caller that a slow source may keep waiting
+holds a stage only as a writer, and there are fewer writers than stages.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, asynccontextmanager
+from typing import Any, TypeVar
+
+from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.gpu.cuda_copies import CudaCopies
+from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaError
+from pillion.kvstore.gpu.cuda_segment import DeviceMapping
+from pillion.kvstore.gpu.shards import Shards
+from pillion.kvstore.memory.memory import CUDA, address_of, block_checksum, joined, until_over
+
+# There are this many stages of pinned memory; further callers wait for one.
+STAGES = 6
+# At most this many stages are given to writers: their bytes may come from a slow source, and other copies do not wait
+# for that.
+MAX_WRITERS = 4
+# A stage has this size, or that of one block: that is enough to keep a bus of some 50 GB/s busy, and little enough to
+# share.
+STAGE_BYTES = 8 * 2**20
+
+Result = TypeVar("Result")
+
+
+class PinnedMemory:
+    """Holds host memory of this process that a GPU copies from and to directly, in whole pages. Raises ConfigError if
+    so much cannot be had or pinned."""
+
+    def __init__(self, device: CudaDevice, size_bytes: int) -> None:
+        self._device = device
+        try:
+            self._mapped = mmap.mmap(-1, size_bytes)
+        except (OSError, ValueError, OverflowError) as error:
+            raise ConfigError(f"cannot have {size_bytes} bytes of host memory: {error}") from None
+        self.view = memoryview(self._mapped)
+        self.address = address_of(self.view)
+        self._registered = False
+        try:
+            device.register(self.address, size_bytes)
+            self._registered = True
+        finally:
+            if not self._registered:
+                self.close()
+
+    def close(self) -> None:
+        """Unpins and frees the memory, from and to which no copy may run any more. Idempotent."""
+        if self._registered:
+            self._registered = False
+            self._device.unregister(self.address)
+        with contextlib.suppress(BufferError):
+            # A view of the memory that somebody still holds keeps it mapped.
+            self.view.release()
+            self._mapped.close()
+
+
+class _Stage:
+    """Holds a stage: a stream on each of the pool's GPUs, with pinned memory for a few blocks."""
+
+    def __init__(self, copies: CudaCopies, views: list[memoryview]) -> None:
+        self.copies = copies
+        self.views = views
+        self.addresses = [address_of(view) for view in views]
+
+
+class CudaMemory:
+    """Implements PoolMemory (:mod:`pillion.kvstore.memory.memory`) on a GPU, or on several, each with a shard of every
+    block; whole blocks come and go in their canonical layout. ``address`` and ``device_index`` are of the first GPU.
+
+    Making one pins memory, so it must not be made on the event loop's thread. Raises ConfigError if the pool does not
+    fit into ``mappings``, one for each share, or if nothing can be pinned.
+    """
+
+    kind = CUDA
+
+    def __init__(self, mappings: Sequence[DeviceMapping], num_slots: int, shards: Shards) -> None:
+        mapping, block_bytes = mappings[0], shards.block_bytes
+        for shard, part in enumerate(mappings):
+            if part.size_bytes < num_slots * shards.shard_bytes(shard):
+                needed = f"{num_slots} slots of {shards.shard_bytes(shard)} bytes"
+                raise ConfigError(f"{needed} do not fit into {part.size_bytes} bytes")
+        self.num_slots, self.block_bytes = num_slots, block_bytes
+        self.device_index, self.address = mapping.device_index, mapping.address
+        self.batch_blocks = self.ahead_blocks = max(1, min(num_slots, STAGE_BYTES // block_bytes))
+        self._mappings = mappings
+        self._closed = False
+        stage_bytes = self.batch_blocks * block_bytes
+        self._pinned = PinnedMemory(mapping.device, STAGES * stage_bytes)
+        self._stages: list[_Stage] = []
+        for first in range(0, STAGES * stage_bytes, stage_bytes):
+            starts = range(first, first + stage_bytes, block_bytes)
+            views = [self._pinned.view[start : start + block_bytes] for start in starts]
+            self._stages.append(_Stage(CudaCopies(mappings, num_slots, shards), views))
+        self._free: asyncio.LifoQueue[_Stage] = asyncio.LifoQueue()
+        for stage in self._stages:
+            self._free.put_nowait(stage)
+        self._writers = asyncio.Semaphore(MAX_WRITERS)
+        self._threads = ThreadPoolExecutor(STAGES, "kv-cuda-copy")
+
+    @asynccontextmanager
+    async def writing(self, slots: Sequence[int]) -> AsyncIterator[list[memoryview]]:
+        async with self._writers, self._stage() as stage:
+            yield stage.views[: len(slots)]
+            await self._in_thread(lambda: self._to_slots(stage.copies, slots, stage.addresses))
+
+    async def pieces(self, slots: Sequence[int], piece_bytes: int) -> list[bytes]:
+        def copy(stage: _Stage) -> list[bytes]:
+            self._to_host(stage.copies, slots, stage.addresses)
+            return joined(stage.views[: len(slots)], piece_bytes)
+
+        async with self._stage() as stage:
+            return await self._in_thread(lambda: copy(stage))
+
+    async def copy_out(
+        self, slots: Sequence[int], targets: Sequence[memoryview], known_sums: Sequence[int]
+    ) -> list[int]:
+        """Copies slots straight into ``targets``, which should be pinned memory for speed."""
+
+        def copy(stage: _Stage) -> list[int]:
+            self._to_host(stage.copies, slots, [address_of(target) for target in targets])
+            return [known or block_checksum(target) for target, known in zip(targets, known_sums, strict=True)]
+
+        async with self._stage() as stage:
+            return await self._in_thread(lambda: copy(stage))
+
+    async def copy_in(self, slots: Sequence[int], sources: Sequence[memoryview]) -> None:
+        """Copies straight from ``sources``, which should be pinned memory for speed, into slots."""
+        async with self._stage() as stage:
+            addresses = [address_of(source) for source in sources]
+            await self._in_thread(lambda: self._to_slots(stage.copies, slots, addresses))
+
+    async def checksums(self, slots: Sequence[int]) -> list[int]:
+        def look(stage: _Stage, part: Sequence[int]) -> list[int]:
+            self._to_host(stage.copies, part, stage.addresses)
+            return [block_checksum(view) for view in stage.views[: len(part)]]
+
+        sums: list[int] = []
+        for start in range(0, len(slots), self.batch_blocks):
+            part = slots[start : start + self.batch_blocks]
+            async with self._stage() as stage:
+                sums += await self._in_thread(lambda stage=stage, part=part: look(stage, part))  # type: ignore[misc]
+        return sums
+
+    def on_device(self) -> AbstractContextManager[None]:
+        return self._mappings[0].device.current()
+
+    def hold(self) -> Any:
+        return [mapping.hold() for mapping in self._mappings]
+
+    def close(self) -> None:
+        """Frees stages and threads; the mapping stays its segment's. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._threads.shutdown()
+        for stage in self._stages:
+            stage.copies.close()
+        self._stages.clear()
+        self._pinned.close()
+
+    @asynccontextmanager
+    async def _stage(self) -> AsyncIterator[_Stage]:
+        stage = await self._free.get()
+        try:
+            yield stage
+        finally:
+            self._free.put_nowait(stage)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        loop = asyncio.get_running_loop()
+        try:
+            result: Result = await until_over(loop.run_in_executor(self._threads, work))
+        except CudaError as error:
+            raise Unavailable(f"the GPU's memory cannot be copied: {error.message}") from None
+        return result
+
+    # -- The following methods run in threads.
+
+    def _to_host(self, copies: CudaCopies, slots: Sequence[int], addresses: Sequence[int]) -> None:
+        try:
+            for slot, target in zip(slots, addresses, strict=False):
+                copies.to_host(target, slot)
+        finally:
+            # Where one copy could not begin, those before it still run and must end.
+            copies.synchronize()
+
+    def _to_slots(self, copies: CudaCopies, slots: Sequence[int], addresses: Sequence[int]) -> None:
+        try:
+            for slot, source in zip(slots, addresses, strict=False):
+                copies.to_slot(slot, source)
+        finally:
+            copies.synchronize()

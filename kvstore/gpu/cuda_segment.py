@@ -1,0 +1,140 @@
+"""Makes a GPU's memory a segment, the counterpart of :mod:`pillion.kvstore.memory.segment` for host memory.
+
+node     create --> export: the descriptor that workers get --> map, for its own copies
+worker   descriptor --> import --> map: the same memory, at an address of its own
+keeper   descriptor alone: a node's next life imports and maps it
+the end  of the last of them, however it comes, gives the memory back to the device
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from typing import Any
+
+from pillion.errors import ConfigError
+from pillion.kvstore.gpu.cuda_driver import CudaDevice, CudaDriver, CudaError
+
+
+class MappingHold:
+    """Keeps device memory mapped, because the holder may still write to it after its owner has closed the mapping."""
+
+
+class DeviceMapping:
+    """Represents device memory that this process has mapped. :func:`map_device`, or a node's segment, makes it.
+
+    Attributes:
+        address: the address of its first byte, for kernels and copies; the host cannot follow it.
+        size_bytes: size of the mapping.
+        device_index: number in this process of the device that has the memory, torch's ``cuda:N``.
+        device: the device that reads and writes it, the same one or another.
+    """
+
+    divided = False
+
+    def __init__(self, device: CudaDevice, handle: int, size_bytes: int, home_index: int | None = None) -> None:
+        """Maps the memory. ``home_index`` is the number of the device that has it; None stands for ``device``."""
+        self.device = device
+        self.size_bytes = size_bytes
+        self.device_index = device.index if home_index is None else home_index
+        self.address = device.map(handle, size_bytes)
+        self._held: weakref.WeakSet[MappingHold] = weakref.WeakSet()
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Gives the mapping as bytes (CUDA Array Interface 3, of Numba) for ``torch.as_tensor(mapping, device=...)``;
+        that view is void once the mapping is closed."""
+        return {"shape": (self.size_bytes,), "typestr": "|u1", "data": (self.address, False), "version": 3}
+
+    def hold(self) -> MappingHold:
+        """Returns an object that makes :meth:`close` leave the memory mapped as long as it lives."""
+        hold = MappingHold()
+        self._held.add(hold)
+        return hold
+
+    def close(self) -> None:
+        """Unmaps memory that nothing uses any more; held memory stays until the process ends. Idempotent."""
+        if self.address and not self._held:
+            self.device.unmap(self.address, self.size_bytes)
+            self.address = 0
+
+
+def map_device(
+    fd: int, size_bytes: int, device_uuid: str, library: str = "", *, reader_index: int | None = None
+) -> DeviceMapping:
+    """Maps memory that another process made on the device of that UUID; the descriptor stays the caller's.
+
+    ``library`` names another driver than the system's. ``reader_index`` is the number of the device whose kernels use
+    the memory; None stands for the one that has it. Raises ConfigError, also where the one device cannot reach the
+    other's memory.
+    """
+    driver = CudaDriver(library)
+    home = driver.index_of(device_uuid)
+    device = driver.device(home if reader_index is None else reader_index)
+    if not device.reaches(home):
+        raise ConfigError(
+            f"CUDA device {device.index} cannot reach the memory of CUDA device {home}, where the KV node has a part of"
+            " its pool: there is no peer access between the two; serve with as many ranks as the pool has GPUs"
+            " (--tensor-parallel-size), or give each size a KV node of its own"
+        )
+    handle = device.import_fd(fd)
+    try:
+        return DeviceMapping(device, handle, size_bytes, home)
+    finally:
+        # The mapping keeps the memory without the handle.
+        device.release(handle)
+
+
+class DeviceSegment:
+    """Represents memory of ``device``, at least ``size_bytes``: a descriptor, and the node's own mapping. Raises
+    ConfigError if the device has not so much left."""
+
+    def __init__(self, device: CudaDevice, size_bytes: int) -> None:
+        if size_bytes <= 0:
+            raise ConfigError(f"{size_bytes} bytes of a GPU's memory hold nothing")
+        self.size_bytes = device.rounded(size_bytes)
+        self._fd = -1
+        with contextlib.ExitStack() as undo:
+            try:
+                handle = device.create(self.size_bytes)
+                undo.callback(device.release, handle)
+                self._fd = device.export_fd(handle)
+                undo.callback(self._close_fd)
+                self.mapping = DeviceMapping(device, handle, self.size_bytes)
+                device.release(handle)
+            except CudaError as error:
+                free, total = device.memory_info()
+                raise ConfigError(
+                    f"cannot make {self.size_bytes} bytes on CUDA device {device.index}, of whose {total} bytes "
+                    f"{free} are free: {error.message}"
+                ) from None
+            undo.pop_all()
+
+    @classmethod
+    def kept(cls, device: CudaDevice, descriptor: int, size_bytes: int) -> DeviceSegment:
+        """Maps the memory of an earlier process behind ``descriptor``, which stays the caller's. ``size_bytes`` is the
+        size for which that process asked. Raises ConfigError where the memory cannot be mapped with that size."""
+        segment = cls.__new__(cls)
+        segment.size_bytes, segment._fd = device.rounded(size_bytes), -1
+        handle = device.import_fd(descriptor)
+        try:
+            segment.mapping = DeviceMapping(device, handle, segment.size_bytes)
+        finally:
+            device.release(handle)
+        segment._fd = os.dup(descriptor)
+        return segment
+
+    def fileno(self) -> int:
+        """Returns the descriptor to send to workers."""
+        return self._fd
+
+    def close(self) -> None:
+        """Gives up the node's own hold on the memory; workers that map the memory keep it. Idempotent."""
+        self.mapping.close()
+        self._close_fd()
+
+    def _close_fd(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -1,0 +1,138 @@
+"""Serves connections of the attach socket that want a shared region (:mod:`pillion.kvstore.gpu.regions`).
+
+process                                node
+  | -- RegionHello ------------------> |
+  |        ... others fill it ...      |  at most WAIT_S
+  | <-- RegionReply + descriptor ----- |  state "fill" or "ready" (or an error, then the end)
+  | -- RegionFilled -----------------> |  after "fill"
+  | ============ the end ============> |  the process uses the region no more
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import socket
+from collections.abc import Sequence
+from typing import Any
+
+from pillion.errors import ConfigError, DeadlineExceeded, InvalidRequest, PillionError
+from pillion.kvstore.gpu.cuda_domain import place_of
+from pillion.kvstore.gpu.regions import FILL, Action, Dropped, Granted, Regions
+from pillion.kvstore.memory.domain import MadeSegment
+from pillion.kvstore.memory.node_memory import NodeMemory
+from pillion.kvstore.node.attach_server import read_line, until_end
+from pillion.wire.attach import RegionHello, RegionReply, region_filled_from_line
+from pillion.wire.json_lines import line_to_bytes
+
+log = logging.getLogger("pillion.kvnode")
+
+# A process waits at most this long for a region to be filled, because large weights may come from a slow disk.
+WAIT_S = 1800.0
+
+
+class RegionServer:
+    """Serves all region connections of one node. ``regions`` is for tests."""
+
+    def __init__(self, node_id: str, memory: NodeMemory) -> None:
+        self.regions = Regions()
+        self._node_id = node_id
+        self._memory = memory
+        self._ids = itertools.count(1)
+        self._segments: dict[str, MadeSegment] = {}
+        self._waiting: dict[int, asyncio.Future[str]] = {}
+
+    async def serve(self, sock: socket.socket, hello: RegionHello) -> None:
+        """Serves one connection until it ends. Raises OSError if the connection breaks."""
+        user = next(self._ids)
+        try:
+            shard = place_of(self._memory.domain, hello.device_uuid)
+            # Each GPU has regions of its own, whatever their keys.
+            key = hello.region_key if shard == 0 else f"{hello.region_key} of shard {shard}"
+            state = await self._granted(sock, user, key, hello.size_bytes)
+            if not state:
+                return
+            segment = await self._segment(key, hello.size_bytes, shard)
+            log.info("%s has region %s: %s", hello.component_id, hello.region_key[:16], state)
+            uuid = self._memory.domain.device_uuids[shard]
+            self._answer(sock, [segment.fileno()], state=state, mapped_bytes=segment.size_bytes, device_uuid=uuid)
+            if state == FILL:
+                message = region_filled_from_line(await read_line(sock))
+                if message.filled_bytes != hello.size_bytes:
+                    raise InvalidRequest(f"{message.filled_bytes} of {hello.size_bytes} bytes were filled")
+                self._do(self.regions.filled(user))
+            await until_end(sock)
+        except PillionError as error:
+            log.warning("%s gets no region: %s", hello.component_id, error.message)
+            # A process that was granted memory before gets this message as well, which says why the connection ends.
+            self._answer(sock, [], error=error.message)
+        finally:
+            self._waiting.pop(user, None)
+            self._do(self.regions.gone(user))
+
+    @property
+    def waiting(self) -> int:
+        """Gives the number of connections that wait for a region, or have been granted one."""
+        return len(self._waiting)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Gives the keys of regions that have memory."""
+        return frozenset(self._segments)
+
+    def close(self) -> None:
+        """Closes the memory of all regions; no connection is served any more. Idempotent."""
+        for segment in self._segments.values():
+            segment.close()
+        self._segments.clear()
+
+    async def _granted(self, sock: socket.socket, user: int, key: str, size_bytes: int) -> str:
+        """Waits for the region; returns FILL or READY, or an empty string if the other side went away first."""
+        granted: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._waiting[user] = granted
+        self._do(self.regions.ask(user, key, size_bytes))
+        if not granted.done():
+            gone = asyncio.ensure_future(until_end(sock))
+            try:
+                both: set[asyncio.Future[Any]] = {granted, gone}
+                await asyncio.wait(both, timeout=WAIT_S, return_when=asyncio.FIRST_COMPLETED)
+                if gone.done():
+                    # A broken connection counts as the end of its user too.
+                    gone.exception()
+                    return ""
+            finally:
+                gone.cancel()
+                await asyncio.wait({gone})
+        if not granted.done():
+            raise DeadlineExceeded(f"the region was not filled within {WAIT_S:.0f} s")
+        return granted.result()
+
+    async def _segment(self, key: str, size_bytes: int, shard: int) -> MadeSegment:
+        """Returns the region's memory, which is made for its first user, on the GPU of a shard of the pool. A second
+        filler gets the same memory."""
+        if key in self._segments:
+            return self._segments[key]
+        try:
+            segment = await self._memory.region(size_bytes, shard)
+        except ConfigError:
+            idle = self.regions.drop_idle()
+            if not idle:
+                raise
+            self._do(idle)
+            segment = await self._memory.region(size_bytes, shard)
+        self._segments[key] = segment
+        return segment
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Granted):
+                future = self._waiting.get(action.user)
+                if future is not None and not future.done():
+                    future.set_result(action.state)
+            elif isinstance(action, Dropped) and (segment := self._segments.pop(action.key, None)) is not None:
+                segment.close()
+
+    def _answer(self, sock: socket.socket, fds: list[int], **fields: Any) -> None:
+        reply = RegionReply(node_id=self._node_id, memory_kind=self._memory.domain.kind, **fields)
+        socket.send_fds(sock, [line_to_bytes(reply)], fds)

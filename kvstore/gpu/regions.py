@@ -1,0 +1,161 @@
+"""Shares regions, which are memory beside the pool that workers of one node share under a key, such as weights. Sans-IO
+(I9).
+
+    asked --first asker: fill--> filling --filled--> ready --last user goes--> idle --room is needed--> gone
+               ^                   |  ^                ^--------- asked ---------+
+               |                   |  +-- others wait --> ready, once it is filled
+               +-- the next waiter +-- the filler ends before: the next waiter fills; nobody waits: gone
+
+A region is filled by exactly one user, whose connection proves that it lives. No other user gets a region that is not
+filled. An idle region stays: a worker that is started again need not load its weights again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from pillion.errors import Conflict, Overloaded
+
+# A node has at most this many regions, idle ones included.
+MAX_REGIONS = 64
+# At most this many users wait for one region.
+MAX_WAITERS = 256
+
+FILL, READY = "fill", "ready"
+
+
+@dataclass(frozen=True, slots=True)
+class Granted:
+    """Says that ``user`` gets the region, to fill it or to read it: ``state`` is FILL or READY."""
+
+    user: int
+    key: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Says that the region has no user any more, so that its memory can be freed."""
+
+    key: str
+
+
+Action = Granted | Dropped
+
+
+@dataclass(slots=True)
+class _Region:
+    """Holds the state of one region. ``filler`` is None once it is filled; ``users`` use the region; ``waiting`` wait
+    for it, in order."""
+
+    size_bytes: int
+    filler: int | None
+    users: set[int] = field(default_factory=set)
+    waiting: OrderedDict[int, None] = field(default_factory=OrderedDict)
+
+
+class Regions:
+    """Holds all regions of a node. A user is one connection, under a number that is never used again."""
+
+    def __init__(self, max_regions: int = MAX_REGIONS, max_waiters: int = MAX_WAITERS) -> None:
+        self._max_regions, self._max_waiters = max_regions, max_waiters
+        # Idle regions stand in the order in which they became idle.
+        self._regions: OrderedDict[str, _Region] = OrderedDict()
+        self._key_of: dict[int, str] = {}
+
+    def ask(self, user: int, key: str, size_bytes: int) -> list[Action]:
+        """Requests a region for ``user``, which gets it now or later. Raises Conflict where a region of that name has
+        another size, Overloaded where too many are kept or wait."""
+        actions: list[Action] = []
+        region = self._regions.get(key)
+        if region is not None and region.size_bytes != size_bytes:
+            raise Conflict(f"the region has {region.size_bytes} bytes, {size_bytes} were asked for")
+        if region is not None and region.filler is not None and len(region.waiting) >= self._max_waiters:
+            raise Overloaded(f"{self._max_waiters} workers wait for this region already")
+        if region is None:
+            actions += self._room_for_one()
+            region = self._regions[key] = _Region(size_bytes, filler=user)
+            region.users.add(user)
+            actions.append(Granted(user, key, FILL))
+        elif region.filler is None:
+            region.users.add(user)
+            actions.append(Granted(user, key, READY))
+        else:
+            region.waiting[user] = None
+        self._key_of[user] = key
+        return actions
+
+    def filled(self, user: int) -> list[Action]:
+        """Gives the region that ``user`` has filled to all who wait. Raises Conflict for another user."""
+        key = self._key_of.get(user, "")
+        region = self._regions.get(key)
+        if region is None or region.filler != user:
+            raise Conflict("this region is not yours to fill")
+        region.filler = None
+        actions: list[Action] = [Granted(waiter, key, READY) for waiter in region.waiting]
+        region.users.update(region.waiting)
+        region.waiting.clear()
+        return actions
+
+    def gone(self, user: int) -> list[Action]:
+        """Removes ``user``, which neither uses its region nor waits for it any more. Idempotent."""
+        key = self._key_of.pop(user, "")
+        region = self._regions.get(key)
+        if region is None:
+            return []
+        region.waiting.pop(user, None)
+        region.users.discard(user)
+        if region.filler == user:
+            if not region.waiting:
+                del self._regions[key]
+                return [Dropped(key)]
+            region.filler = region.waiting.popitem(last=False)[0]
+            region.users.add(region.filler)
+            return [Granted(region.filler, key, FILL)]
+        if not region.users:
+            self._regions.move_to_end(key)
+        return []
+
+    def state(self, key: str) -> str:
+        """Returns a region's state: "filling", "ready", "idle", or "gone"."""
+        region = self._regions.get(key)
+        if region is None:
+            return "gone"
+        return "filling" if region.filler is not None else "ready" if region.users else "idle"
+
+    def drop_idle(self) -> list[Action]:
+        """Drops all idle regions, because memory is short."""
+        keys = [key for key, region in self._regions.items() if not region.users]
+        for key in keys:
+            del self._regions[key]
+        return [Dropped(key) for key in keys]
+
+    def check_integrity(self) -> None:
+        """Raises Conflict, which names what does not add up."""
+        findings = []
+        if len(self._regions) > self._max_regions:
+            findings.append(f"{len(self._regions)} regions, at most {self._max_regions} may be")
+        for key, region in self._regions.items():
+            named = {user for user, its_key in self._key_of.items() if its_key == key}
+            if named != region.users | region.waiting.keys() or region.users & region.waiting.keys():
+                findings.append(f"region {key}: its users and those who name it differ")
+            if region.filler is not None and region.users != {region.filler}:
+                findings.append(f"region {key}: others than its filler see it before it is filled")
+            if region.filler is None and region.waiting:
+                findings.append(f"region {key}: {len(region.waiting)} wait for what is ready")
+            if len(region.waiting) > self._max_waiters:
+                findings.append(f"region {key}: {len(region.waiting)} wait, at most {self._max_waiters} may")
+        if set(self._key_of.values()) - self._regions.keys():
+            findings.append("somebody uses a region that is gone")
+        if findings:
+            raise Conflict("; ".join(findings))
+
+    def _room_for_one(self) -> list[Action]:
+        if len(self._regions) < self._max_regions:
+            return []
+        for key, region in self._regions.items():
+            if not region.users:
+                del self._regions[key]
+                return [Dropped(key)]
+        raise Overloaded(f"{self._max_regions} regions are in use already")

@@ -1,0 +1,118 @@
+"""Divides a pool over the memories of several GPUs into shards, each of which has some KV heads of every block.
+
+    a block, in its canonical layout   [rows][heads][piece]                   rows: layers, keys before values
+    its part in a shard                [rows][heads of the shard][piece]      in the same slot of every shard
+
+Hashes, checksums, tiers and other nodes know the canonical layout alone. A block is gathered from its shards and
+scattered into them by rectangles: as many rows as the block has, each of some bytes that lie together on both sides.
+With more shards than heads, several have the same head: it is gathered from the first one and scattered into all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pillion.errors import InvalidRequest
+from pillion.kvstore.memory.head_shares import shares_of
+from pillion.wire.attach import MAX_SHARDS
+
+
+@dataclass(frozen=True, slots=True)
+class Rectangle:
+    """Describes ``rows`` times ``width_bytes``: in the part of a block in ``shard`` from ``shard_at`` on, every
+    ``shard_pitch`` bytes, and in the block from ``block_at`` on, every ``block_pitch`` bytes."""
+
+    shard: int
+    rows: int
+    width_bytes: int
+    shard_at: int
+    shard_pitch: int
+    block_at: int
+    block_pitch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """Divides blocks of ``rows`` rows of ``heads`` pieces. Raises InvalidRequest for a division that cannot be.
+
+    Attributes:
+        shares: the heads of each shard, in order; together they are all heads.
+    """
+
+    rows: int
+    heads: int
+    piece_bytes: int
+    shares: tuple[range, ...]
+
+    def __post_init__(self) -> None:
+        if min(self.rows, self.heads, self.piece_bytes) < 1 or not 1 <= len(self.shares) <= MAX_SHARDS:
+            raise InvalidRequest(
+                f"blocks of {self.rows} rows of {self.heads} heads of {self.piece_bytes} bytes cannot be divided into "
+                f"{len(self.shares)} shards; {MAX_SHARDS} are the most"
+            )
+        start = stop = 0
+        for share in self.shares:
+            # Shares follow each other without a gap; where two shares overlap, both have the common heads.
+            if not (share and share.step == 1 and start <= share.start <= stop <= share.stop <= self.heads):
+                break
+            start, stop = share.start, share.stop
+        else:
+            if stop == self.heads:
+                return
+        raise InvalidRequest(f"{list(self.shares)} are not shares of {self.heads} heads")
+
+    @classmethod
+    def whole(cls, block_bytes: int) -> Shards:
+        """Makes the division of blocks that lie in one piece in one shard."""
+        return cls(1, 1, block_bytes, (range(1),))
+
+    @classmethod
+    def divided(cls, block_bytes: int, rows: int, heads: int, count: int) -> Shards:
+        """Divides blocks of ``rows`` rows of ``heads`` pieces of one size over ``count`` shards."""
+        pieces = rows * heads
+        if pieces < 1 or block_bytes % pieces:
+            raise InvalidRequest(f"a block of {block_bytes} bytes has no {rows} rows of {heads} KV heads")
+        return cls(rows, heads, block_bytes // pieces, shares_of(heads, count))
+
+    def layout(self, namespace: str, device_uuids: Sequence[str]) -> str:
+        """Returns a name, of 64 hexadecimal digits, for blocks of a namespace that are divided like this over these
+        GPUs."""
+        shares = [(share.start, share.stop) for share in self.shares]
+        said = repr((namespace, tuple(device_uuids), self.rows, self.heads, self.piece_bytes, shares))
+        return hashlib.sha256(said.encode()).hexdigest()
+
+    @property
+    def block_bytes(self) -> int:
+        """Gives the number of bytes of a block in its canonical layout."""
+        return self.rows * self.heads * self.piece_bytes
+
+    def shard_bytes(self, shard: int) -> int:
+        """Returns the bytes of a block's part in a shard."""
+        return self.rows * len(self.shares[shard]) * self.piece_bytes
+
+    def scattered(self) -> list[Rectangle]:
+        """Returns the rectangles that bring a block into all of its shards."""
+        return [self._rectangle(shard, share) for shard, share in enumerate(self.shares)]
+
+    def gathered(self) -> list[Rectangle]:
+        """Returns the rectangles that bring a block's parts together, each head once."""
+        end, found = 0, []
+        for shard, share in enumerate(self.shares):
+            if share.stop > end:
+                found.append(self._rectangle(shard, range(end, share.stop)))
+                end = share.stop
+        return found
+
+    def _rectangle(self, shard: int, heads: range) -> Rectangle:
+        share, piece = self.shares[shard], self.piece_bytes
+        return Rectangle(
+            shard=shard,
+            rows=self.rows,
+            width_bytes=len(heads) * piece,
+            shard_at=(heads.start - share.start) * piece,
+            shard_pitch=len(share) * piece,
+            block_at=heads.start * piece,
+            block_pitch=self.heads * piece,
+        )

@@ -1,0 +1,115 @@
+"""Implements a node's connection to its pool's keeper, a process that holds the pool's descriptors while no node does.
+
+node                                    keeper (:mod:`pillion.kvstore.pool_survival.keeper_process`)
+  | -- KeeperHello "take", its name ----> |
+  | <-- KeeperReply [+ descriptors] ----- |  what an earlier node of that name gave it, if anything
+  | -- KeeperHello "keep" + descriptors > |  in place of those; or "drop": they are of no use
+  | <-- KeeperReply --------------------- |
+  | <=========== the end ================ |  the keeper is gone: what it kept goes with its last user
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pillion.errors import PillionError, Unavailable
+from pillion.kvstore.pool_survival.keeper_messages import (
+    MAX_KEEPER_LINE_BYTES,
+    MAX_KEPT_MEMORIES,
+    MAX_KEPT_PROCESSES,
+    KeeperHello,
+    KeeperReply,
+    keeper_reply_from_line,
+)
+from pillion.net.private_socket import close_all, peer_gone, receive_line
+from pillion.wire.json_lines import line_to_bytes
+
+# A call to the keeper may take this long: it serves one call after the other, none for longer than a second.
+KEEPER_TIMEOUT_S = 5.0
+
+
+@dataclass
+class KeptDescriptors:
+    """Holds the descriptors that the keeper has under one name: of a pool's memories, and of processes (pidfds) with
+    the place that each has in the pool. The object that has them closes them."""
+
+    memories: list[int]
+    processes: list[tuple[int, int]]
+
+    def close(self) -> None:
+        """Closes the descriptors. Idempotent."""
+        close_all(self.memories)
+        while self.processes:
+            os.close(self.processes.pop()[1])
+
+
+class PoolKeeper:
+    """Talks to the keeper behind a Unix socket. Calls block for up to KEEPER_TIMEOUT_S, and raise Unavailable if the
+    keeper does not answer."""
+
+    def __init__(self, socket_path: str) -> None:
+        self._path = socket_path
+        self._connection: socket.socket | None = None
+
+    def take(self, name: str) -> KeptDescriptors | None:
+        """Returns the descriptors that the keeper has under ``name``, which it still keeps, or None if it has none."""
+        sock, reply, descriptors = self._ask(KeeperHello(action="take", name=name), ())
+        sock.close()
+        if not reply.kept or len(descriptors) != reply.memories + len(reply.places):
+            close_all(descriptors)
+            return None
+        processes = zip(reply.places, descriptors[reply.memories :], strict=True)
+        return KeptDescriptors(descriptors[: reply.memories], list(processes))
+
+    def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
+        """Makes the keeper keep these descriptors under ``name``, in place of those it has: the pool's memories, and
+        ``processes`` by place and descriptor. They still belong to the caller. Raises Unavailable, also if another node
+        that lives keeps its own descriptors under that name."""
+        # While the earlier connection is open, the keeper would take this node for another one.
+        self.close()
+        places = tuple(place for place, _ in processes)
+        hello = KeeperHello(action="keep", name=name, memories=len(memories), places=places)
+        sock, reply, descriptors = self._ask(hello, [*memories, *(descriptor for _, descriptor in processes)])
+        close_all(descriptors)
+        if not reply.kept:
+            sock.close()
+            raise Unavailable(f"the pool's keeper keeps nothing: {reply.error or 'it did not say why'}")
+        sock.setblocking(False)
+        self._connection = sock
+
+    def drop(self, name: str) -> None:
+        """Makes the keeper close the descriptors that it has under ``name``, unless they are another live node's."""
+        self.close()
+        sock, _, descriptors = self._ask(KeeperHello(action="drop", name=name), ())
+        sock.close()
+        close_all(descriptors)
+
+    def lost(self) -> bool:
+        """Returns whether the keeper that keeps this node's pool has ended."""
+        return self._connection is None or peer_gone(self._connection)
+
+    def close(self) -> None:
+        """Closes the connection; the keeper still keeps the descriptors that it has. Idempotent."""
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    def _ask(self, hello: KeeperHello, descriptors: Sequence[int]) -> tuple[socket.socket, KeeperReply, list[int]]:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        received: list[int] = []
+        try:
+            sock.settimeout(KEEPER_TIMEOUT_S)
+            sock.connect(self._path)
+            socket.send_fds(sock, [line_to_bytes(hello)], descriptors)
+            line, received = receive_line(sock, MAX_KEEPER_LINE_BYTES, MAX_KEPT_MEMORIES + MAX_KEPT_PROCESSES)
+            for descriptor in received:
+                os.set_inheritable(descriptor, False)
+            return sock, keeper_reply_from_line(line), received
+        except (OSError, PillionError) as error:
+            sock.close()
+            close_all(received)
+            why = error.message if isinstance(error, PillionError) else error.strerror or str(error)
+            raise Unavailable(f"no answer from the pool's keeper at {self._path}: {why}") from None

@@ -1,0 +1,195 @@
+"""Keeps KV pools: this process, the keeper, does nothing but hold descriptors, so that a pool outlives its KV node.
+
+    node --"keep", descriptors--> kept under the node's name --"take"--> the node's next life, as often as it asks
+            |                          |-- the node keeps others, or its next life does --> closed
+            |                          |-- the node drops them --> closed
+            |                          |-- the node is gone for KEPT_WITHOUT_NODE_S --> closed
+            |                          '-- the keeper ends --> closed
+            '-- another node of that name lives --> refused
+
+The keeper never maps what it keeps, never looks at it, and calls no driver for a GPU's memory. The kernel frees a pool
+with its last descriptor and mapping, so nothing is left when the keeper ends with the cluster, however that ends. Its
+socket is 0600 in a folder of 0700: a process that may connect may read all KV, as at the attach socket. (systemd has
+the same for its services, FileDescriptorStoreMax=.)
+
+The keeper serves one connection after the other, each within REQUEST_TIMEOUT_S. The connection of the last "keep" under
+a name stays open, which is how node and keeper notice each other's end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from dataclasses import dataclass, field
+
+from pillion.errors import Conflict, InvalidRequest, Overloaded, PillionError
+from pillion.kvstore.pool_survival.keeper_messages import (
+    MAX_KEEPER_LINE_BYTES,
+    MAX_KEPT_MEMORIES,
+    MAX_KEPT_PROCESSES,
+    MIN_KEPT_MEMORIES,
+    KeeperHello,
+    KeeperReply,
+    keeper_hello_from_line,
+)
+from pillion.net.private_socket import close_all, listen_private, peer_gone, receive_line
+from pillion.wire.json_lines import line_to_bytes
+
+log = logging.getLogger("pillion.keeper")
+
+REQUEST_TIMEOUT_S = 1.0
+KEEPER_BACKLOG = 16
+# The keeper keeps descriptors under at most this many names at once.
+MAX_KEPT = 64
+# The keeper has at most this many descriptors, with the connections of their nodes. Together with what one request
+# brings, this is less than the 1,024 that a process may have open on most systems.
+MAX_KEPT_DESCRIPTORS = 768
+# The keeper pauses this long if it can accept no connection, because it or the system has too many files open.
+ACCEPT_PAUSE_S = 0.5
+# A pool whose node does not come back is kept for KEPT_WITHOUT_NODE_S, and the keeper looks every LOOK_S. The pool may
+# be most of the machine's memory, and an operator who restarts a node does so within minutes.
+KEPT_WITHOUT_NODE_S = 3600.0
+LOOK_S = 10.0
+
+
+@dataclass
+class _Kept:
+    """Holds what the keeper keeps for one node. ``node`` is the connection of the node that gave the descriptors, the
+    last of which are of processes that have these ``places`` in its pool. ``gone_s`` is when the node's end was first
+    seen, on the monotonic clock."""
+
+    descriptors: list[int]
+    places: tuple[int, ...]
+    node: socket.socket
+    gone_s: float | None = None
+
+    @property
+    def reply(self) -> KeeperReply:
+        """Makes the message that is sent with these descriptors to the node that asks for them."""
+        return KeeperReply(kept=True, memories=len(self.descriptors) - len(self.places), places=self.places)
+
+
+@dataclass
+class KeeperServer:
+    """Serves nodes, and holds the descriptors that they give it to keep, by name."""
+
+    kept: dict[str, _Kept] = field(default_factory=dict)
+
+    def serve(self, sock: socket.socket) -> None:
+        """Serves one connection, and closes it or holds it with the descriptors that came by it."""
+        descriptors: list[int] = []
+        stays = False
+        try:
+            sock.settimeout(REQUEST_TIMEOUT_S)
+            line, descriptors = receive_line(sock, MAX_KEEPER_LINE_BYTES, MAX_KEPT_MEMORIES + MAX_KEPT_PROCESSES)
+            hello = keeper_hello_from_line(line)
+            if hello.action == "take":
+                self._give(sock, hello.name)
+            elif hello.action == "drop":
+                if self._left(hello.name) is not None:
+                    self._drop(self.kept.pop(hello.name))
+                _answer(sock, KeeperReply())
+            else:
+                self._keep(sock, hello, descriptors)
+                descriptors, stays = [], True
+        except PillionError as error:
+            _answer(sock, KeeperReply(error=error.message))
+        except OSError as error:
+            # A process that connects and sends nothing may only have looked whether there is a keeper, so nothing is
+            # logged.
+            log.debug("a connection failed: %s", error)
+        finally:
+            close_all(descriptors)
+            if not stays:
+                sock.close()
+
+    def look(self, now_s: float) -> None:
+        """Gives up each pool whose node has not come back within KEPT_WITHOUT_NODE_S; called each LOOK_S at least."""
+        for name, kept in tuple(self.kept.items()):
+            if kept.gone_s is None and peer_gone(kept.node):
+                kept.gone_s = now_s
+            if kept.gone_s is not None and now_s - kept.gone_s >= KEPT_WITHOUT_NODE_S:
+                minutes = KEPT_WITHOUT_NODE_S / 60
+                log.warning("the pool of %s is dropped: that node did not come back within %g minutes", name, minutes)
+                self._drop(self.kept.pop(name))
+
+    def close(self) -> None:
+        """Gives up all descriptors that the keeper holds. Idempotent."""
+        while self.kept:
+            self._drop(self.kept.popitem()[1])
+
+    def _keep(self, sock: socket.socket, hello: KeeperHello, descriptors: list[int]) -> None:
+        if hello.memories < MIN_KEPT_MEMORIES or len(descriptors) != hello.memories + len(hello.places):
+            wanted = f"{hello.memories} of a pool and {len(hello.places)} of processes"
+            raise InvalidRequest(f"{len(descriptors)} descriptors came; {wanted} were promised")
+        if hello.name not in self.kept and len(self.kept) >= MAX_KEPT:
+            raise Overloaded(f"{MAX_KEPT} pools are kept already")
+        others = sum(len(kept.descriptors) + 1 for name, kept in self.kept.items() if name != hello.name)
+        if others + len(descriptors) + 1 > MAX_KEPT_DESCRIPTORS:
+            raise Overloaded(
+                f"{others} descriptors of other pools are kept already, and this pool has {len(descriptors)}: the"
+                f" keeper holds at most {MAX_KEPT_DESCRIPTORS}"
+            )
+        before = self._left(hello.name)
+        _answer(sock, KeeperReply(kept=True))
+        sock.setblocking(False)
+        self.kept[hello.name] = _Kept(descriptors, hello.places, sock)
+        if before is not None:
+            self._drop(before)
+        log.info("keeps the pool of %s", hello.name)
+
+    def _left(self, name: str) -> _Kept | None:
+        """Returns what is kept under a name by a node that is gone, if anything. Raises Conflict if that node lives."""
+        before = self.kept.get(name)
+        if before is not None and not peer_gone(before.node):
+            raise Conflict(f"another node of the name {name} lives: give each node a --node-id of its own")
+        return before
+
+    def _give(self, sock: socket.socket, name: str) -> None:
+        kept = self.kept.get(name)
+        _answer(sock, kept.reply if kept else KeeperReply(), kept.descriptors if kept else ())
+
+    @staticmethod
+    def _drop(kept: _Kept) -> None:
+        kept.node.close()
+        close_all(kept.descriptors)
+
+
+def _answer(sock: socket.socket, reply: KeeperReply, descriptors: list[int] | tuple[()] = ()) -> None:
+    """Sends an answer of one small line. The socket's buffer is empty, so this does not wait, and fails only if the
+    peer is gone."""
+    try:
+        socket.send_fds(sock, [line_to_bytes(reply)], list(descriptors))
+    except OSError as error:
+        log.debug("an answer could not be sent: %s", error)
+
+
+def _accepted(server: socket.socket) -> socket.socket | None:
+    """Returns the next connection; None if none came in time, or none can be accepted now, which must not end the
+    keeper."""
+    try:
+        return server.accept()[0]
+    except TimeoutError:
+        return None
+    except OSError as error:
+        log.warning("no connection can be accepted: %s", error.strerror or error)
+        time.sleep(ACCEPT_PAUSE_S)
+        return None
+
+
+def run_keeper(path: str) -> None:
+    """Keeps pools at the Unix socket ``path`` until the process ends. Raises ConfigError for a path that no socket can
+    have."""
+    server, keeper = listen_private(path, KEEPER_BACKLOG, "keep pools"), KeeperServer()
+    server.settimeout(LOOK_S)
+    try:
+        while True:
+            if (sock := _accepted(server)) is not None:
+                keeper.serve(sock)
+            keeper.look(time.monotonic())
+    finally:
+        keeper.close()
+        server.close()
+        os.unlink(path)

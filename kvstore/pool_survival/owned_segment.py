@@ -1,0 +1,96 @@
+"""Defines a segment of host memory that one process owns, and the places of the processes that use it.
+
+The node owns the memory while it maps it by a descriptor of its own, by which it has locked place 0 of the file.
+Workers do so with places of their own (:mod:`pillion.kvstore.memory.segment`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sys
+
+from pillion.errors import ConfigError
+from pillion.kvstore.memory.segment import FLOCK, Segment, lock_place, reopened
+
+# The node that owns a segment has this place. Workers' places are their epochs.
+OWNER = 0
+
+
+class OwnedSegment(Segment):
+    """Represents a segment that this process may own, which it does after :meth:`own`."""
+
+    _own_fd = -1
+
+    @classmethod
+    def kept(cls, descriptor: int) -> OwnedSegment:
+        """Returns the segment of an earlier process behind ``descriptor``, which the segment closes in the end. Raises
+        ConfigError if its size could change."""
+        segment = cls.__new__(cls)
+        segment.size_bytes, segment._fd = os.fstat(descriptor).st_size, descriptor
+        if not _is_sealed(descriptor):
+            segment.close()
+            raise ConfigError("memory that was kept is none that a KV node has made")
+        return segment
+
+    @property
+    def to_map(self) -> int:
+        """Gives the descriptor to map the memory by: that of its ownership, if this process owns the segment."""
+        return self._own_fd if self._own_fd >= 0 else self._fd
+
+    def own(self) -> bool:
+        """Tries to own the segment, for as long as this process maps it by ``to_map`` or has not closed it. Returns
+        False if another process does. Raises OSError if the system has no such locks."""
+        if self._own_fd >= 0:
+            return True
+        own_fd = reopened(self._fd)
+        try:
+            lock_place(own_fd, OWNER)
+        except BlockingIOError:
+            os.close(own_fd)
+            return False
+        except OSError:
+            os.close(own_fd)
+            raise
+        self._own_fd = own_fd
+        return True
+
+    def users(self) -> set[int]:
+        """Returns the places of the processes that use the segment, without its owner's."""
+        return locked_places(self.to_map)
+
+    def close(self) -> None:
+        super().close()
+        if self._own_fd >= 0:
+            os.close(self._own_fd)
+            self._own_fd = -1
+
+
+def locked_places(descriptor: int) -> set[int]:
+    """Returns the places after OWNER that other open files have locked. Raises OSError."""
+    places = set[int]()
+    # The system names any one lock within a range, so this looks at both sides of it. A length of 0 has no end.
+    ranges = [(OWNER + 1, 0)]
+    while ranges:
+        first, length = ranges.pop()
+        asked = FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, first, length, 0)
+        kind, _, start, locked, _ = FLOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))
+        if kind == fcntl.F_UNLCK:
+            continue
+        places.add(start)
+        if start > first:
+            ranges.append((first, start - first))
+        after = start + locked
+        if locked and (not length or after < first + length):
+            ranges.append((after, first + length - after if length else 0))
+    return places
+
+
+def _is_sealed(descriptor: int) -> bool:
+    if sys.platform != "linux":
+        return False
+    sealed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    try:
+        return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & sealed == sealed
+    except OSError:
+        return False

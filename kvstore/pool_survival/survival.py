@@ -1,0 +1,127 @@
+"""Computes checksums of committed blocks and writes them into the table, so that the node's next life can recover them;
+and recovers those of its last life.
+
+    committed --checksum, in a thread, soon--> in the table
+    kept      --checksum, in a thread: a chain that somebody asks for first, the others one after the other--> committed
+
+A node serves at once, whatever it found. It brings the blocks of its earlier life in like those of a lower tier: a
+caller that asks for a chain waits until the node has checked the kept blocks of that chain, about as fast as memory can
+be read. A block that does not fit its checksum is dropped (I1).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import IndexEvent
+from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.node.pool import PoolLife
+from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
+from pillion.kvstore.pool_survival.slot_table import SurvivingBlock
+from pillion.kvstore.pool_survival.surviving_blocks import SurvivingBlocks
+from pillion.kvstore.pool_survival.surviving_pool import SurvivingPool, keep_alive
+from pillion.v1.kvnode_pb2 import NodeStatus
+
+log = logging.getLogger("pillion.kvnode")
+
+# The node checks this many bytes between two turns of its loop.
+CHECKED_BYTES = 32 * 2**20
+# At most this many blocks are put into the ledger, or into the table, in one turn of the loop.
+CHECKED_BLOCKS = 512
+# The node looks this often whether its pool's keeper is still there.
+KEEPER_LOOK_S = 0.5
+# The node looks this often for blocks without an entry, so a death may cost what was committed in this time.
+SEAL_S = 0.005
+
+
+class PoolSurvival(PoolLife):
+    """Keeps one pool's blocks recoverable for the node's next life, once the pool has its shape. The node's loop makes
+    all calls.
+
+    Args:
+        changed: called after every change in the ledger.
+
+    Attributes:
+        blocks: the pool's table, with the blocks that are not recovered yet; for reading.
+    """
+
+    def __init__(
+        self,
+        node_id: str,
+        keeper: PoolKeeper,
+        pool: SurvivingPool,
+        ledger: Ledger,
+        memory: PoolMemory,
+        changed: Callable[[], None],
+    ) -> None:
+        self.blocks = SurvivingBlocks(ledger, pool.table)
+        self._node_id, self._keeper, self._pool = node_id, keeper, pool
+        self._memory, self._changed = memory, changed
+        self._batch_blocks = max(1, min(CHECKED_BYTES // memory.block_bytes, CHECKED_BLOCKS))
+        self._looking = asyncio.Lock()
+        self._unsealed = asyncio.Event()
+
+    def begin(self) -> None:
+        """Claims the kept blocks, before the loop turns after the pool has got its shape."""
+        self.blocks.claim(self._pool.entries)
+        if self.blocks.pending:
+            log.info("%d blocks of this node's earlier life are looked at", len(self.blocks.pending))
+
+    def note(self, events: Iterable[IndexEvent]) -> None:
+        """Notes changes of the ledger's blocks; see :meth:`SurvivingBlocks.note`."""
+        events = tuple(events)
+        self.blocks.note(events)
+        if any(event.here for event in events):
+            self._unsealed.set()
+
+    async def run(self) -> None:
+        """Computes checksums, writes entries and recovers blocks until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            group.create_task(keep_alive(self._keeper, self._node_id, self._pool, KEEPER_LOOK_S))
+            group.create_task(self._take_all())
+            group.create_task(self._seal_all())
+
+    async def bring(self, hashes: Sequence[bytes]) -> None:
+        """Waits until all blocks of a chain that outlived the node's last life, and are sound, are committed again."""
+        while self.blocks.pending and self.blocks.run_of(hashes, 1):
+            async with self._looking:
+                await self._take(self.blocks.run_of(hashes, self._batch_blocks))
+
+    def complete(self, status: NodeStatus) -> None:
+        status.recovered_blocks, status.surviving_blocks = self.blocks.recovered, len(self.blocks.pending)
+
+    def check_integrity(self) -> None:
+        self.blocks.check_integrity()
+
+    async def _take_all(self) -> None:
+        while self.blocks.pending:
+            async with self._looking:
+                await self._take(self.blocks.next_run(self._batch_blocks))
+            await asyncio.sleep(0)
+        if self.blocks.recovered or self.blocks.dropped:
+            log.info(
+                "%d blocks of this node's earlier life are here again, %d are not",
+                self.blocks.recovered,
+                self.blocks.dropped,
+            )
+
+    async def _take(self, run: list[SurvivingBlock]) -> None:
+        sums = await self._memory.checksums([entry.slot for entry in run])
+        self.blocks.take(run, sums)
+        self._changed()
+
+    async def _seal_all(self) -> None:
+        while True:
+            await self._unsealed.wait()
+            blocks = self.blocks.unsealed(self._batch_blocks)
+            if not blocks:
+                self._unsealed.clear()
+                continue
+            unknown = [block for block in blocks if not block.checksum]
+            found = dict(zip(unknown, await self._memory.checksums([b.slot for b in unknown]), strict=True))
+            self.blocks.seal(blocks, [found.get(block, block.checksum) for block in blocks])
+            # Other tasks wait for this loop too, and blocks come in chunks, so the task pauses between two rounds.
+            await asyncio.sleep(SEAL_S)

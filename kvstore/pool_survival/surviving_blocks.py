@@ -1,0 +1,182 @@
+"""Keeps a table of the ledger's committed blocks beside the pool, so that a KV node's death does not take them.
+
+    commit    the block is in the ledger --its checksum is known--> its entry is written
+    eviction  the block has left the ledger --> its entry is removed --> its slot is leased, written to, ...
+    death     what has an entry was committed, whole, and nobody has been allowed to write to its slot since
+    the node's next life, when no process uses the pool any more (:mod:`pillion.kvstore.pool_survival.surviving_pool`)
+              a slot with an entry is claimed --its bytes fit, and its parent is there--> in the ledger again
+                                              '--they do not, or it has none--> entry removed --> free
+
+An entry is removed before its slot is leased, because the node calls :meth:`SurvivingBlocks.note` with the ledger's
+events in the same turn of its loop in which it evicts, before anybody hears of the slot. An entry is written later than
+its block is committed, so a death costs the blocks that were committed just before it.
+
+It does no I/O (I9): checksums are computed elsewhere, and come back by :meth:`SurvivingBlocks.seal` and
+:meth:`SurvivingBlocks.take`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import islice
+
+from pillion.errors import Internal
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import Block, IndexEvent
+from pillion.kvstore.pool_survival.slot_table import NO_PARENT, SlotTable, SurvivingBlock
+
+
+class SurvivingBlocks:
+    """Keeps the table of one pool, and the blocks of the node's earlier life that are not in ``ledger`` again yet. Only
+    the node's loop calls it.
+
+    Attributes:
+        pending: blocks of the earlier life by hash, the first written first. The node itself leases their slots.
+        recovered, dropped: how many blocks of the earlier life are in the ledger again, and how many cannot be.
+    """
+
+    def __init__(self, ledger: Ledger, table: SlotTable) -> None:
+        self.pending: dict[bytes, SurvivingBlock] = {}
+        self.recovered = self.dropped = 0
+        self._ledger = ledger
+        self._table = table
+        self._epoch = 0
+        # For each block's hash this has the hashes of the pending blocks that follow it.
+        self._children: dict[bytes, dict[bytes, None]] = {}
+        # These are committed blocks without an entry yet, and the slot of each block with one.
+        self._unsealed: dict[bytes, None] = {}
+        self._slots: dict[bytes, int] = {}
+
+    def claim(self, entries: Iterable[SurvivingBlock]) -> None:
+        """Claims the slots of an earlier life's blocks, once, before any is leased. ``entries`` are the table's."""
+        for entry in entries:
+            if entry.hash in self.pending:
+                # A block that was computed twice has two entries, of which one is enough.
+                self._table.remove(entry.slot)
+            else:
+                self.pending[entry.hash] = entry
+                self._children.setdefault(entry.parent, {})[entry.hash] = None
+        if self.pending:
+            self._epoch = self._ledger.claim([entry.slot for entry in self.pending.values()])
+
+    def note(self, events: Iterable[IndexEvent]) -> None:
+        """Notes changes of the ledger's blocks. The caller passes all events, in order, before it uses a slot that was
+        freed."""
+        for event in events:
+            if event.here:
+                # A block that was recovered from the earlier life has its entry in the table already.
+                if event.block_hash not in self._slots:
+                    self._unsealed[event.block_hash] = None
+                continue
+            self._unsealed.pop(event.block_hash, None)
+            slot = self._slots.pop(event.block_hash, None)
+            if slot is not None:
+                self._table.remove(slot)
+
+    def unsealed(self, most: int) -> list[Block]:
+        """Returns committed blocks that have no entry yet, at most ``most``."""
+        known = self._ledger.tree.by_hash
+        return [known[block_hash] for block_hash in islice(self._unsealed, most)]
+
+    def seal(self, blocks: Sequence[Block], checksums: Sequence[int]) -> None:
+        """Writes entries for those of ``blocks`` that are still in the ledger. The checksum of a block that has left
+        may be of other bytes, and is ignored."""
+        for block, checksum in zip(blocks, checksums, strict=True):
+            if self._ledger.tree.by_hash.get(block.hash) is block and block.hash in self._unsealed:
+                del self._unsealed[block.hash]
+                block.checksum = checksum
+                self._write(block)
+
+    def next_run(self, most: int) -> list[SurvivingBlock]:
+        """Returns pending blocks of one chain to look at next, parents first, at most ``most``; none at the end."""
+        entry = next(iter(self.pending.values()), None)
+        while entry is not None and entry.parent in self.pending:
+            entry = self.pending[entry.parent]
+        run: list[SurvivingBlock] = []
+        while entry is not None and len(run) < most:
+            run.append(entry)
+            children = self._children.get(entry.hash)
+            entry = self.pending[next(iter(children))] if children else None
+        return run
+
+    def run_of(self, hashes: Sequence[bytes], most: int) -> list[SurvivingBlock]:
+        """Returns the pending blocks that come next on a chain, after its blocks in the ledger, at most ``most``."""
+        run: list[SurvivingBlock] = []
+        known = self._ledger.tree.by_hash
+        for block_hash in hashes:
+            if block_hash in known:
+                continue
+            entry = self.pending.get(block_hash)
+            if entry is None or len(run) >= most:
+                break
+            run.append(entry)
+        return run
+
+    def take(self, run: Sequence[SurvivingBlock], checksums: Sequence[int]) -> int:
+        """Puts a run's blocks into the ledger if their bytes fit their checksums and their parents are in it, and frees
+        the slots of the others. Returns how many blocks it put there. :meth:`next_run` or :meth:`run_of` has returned
+        the run, and no other was taken since."""
+        known, taken = self._ledger.tree.by_hash, self.recovered
+        good: list[SurvivingBlock] = []
+        for entry, checksum in zip(run, checksums, strict=True):
+            here = entry.hash in known
+            follows = entry.parent == good[-1].hash if good else entry.parent == NO_PARENT or entry.parent in known
+            if not here and follows and checksum == entry.checksum:
+                good.append(entry)
+                continue
+            # The chain may go on after a block that was computed anew, so the following blocks are looked at, too.
+            self._restore(good)
+            good = []
+            self._drop(entry, lost=not here)
+        self._restore(good)
+        if not self.pending:
+            self._ledger.gone(self._epoch)
+        return self.recovered - taken
+
+    def check_integrity(self) -> None:
+        """Raises Internal if table, ledger and pending blocks contradict each other. O(slots)."""
+        known = self._ledger.tree.by_hash
+        told = {slot: entry for slot in range(self._table.shape.num_slots) if (entry := self._table.read(slot))}
+        kept = {slot: block_hash for block_hash, slot in self._slots.items()}
+        kept |= {entry.slot: entry.hash for entry in self.pending.values()}
+        if kept != {slot: entry.hash for slot, entry in told.items()}:
+            raise Internal("the table names other blocks than those that are kept")
+        for block_hash, slot in self._slots.items():
+            block = known.get(block_hash)
+            if block is None or block.slot != slot:
+                raise Internal(f"slot {slot} is in the table, and its block is not in the ledger")
+        if known.keys() != self._unsealed.keys() | self._slots.keys() or self._unsealed.keys() & self._slots.keys():
+            raise Internal("a committed block is neither in the table nor on its way there, or both")
+        holder = self._ledger.holders.get(self._epoch)
+        claimed = set(holder.leased) if holder is not None else set()
+        if claimed != {entry.slot for entry in self.pending.values()}:
+            raise Internal("the slots of kept blocks are not those that are claimed")
+
+    def _restore(self, run: Sequence[SurvivingBlock]) -> None:
+        if not run:
+            return
+        parent = None if run[0].parent == NO_PARENT else self._ledger.tree.by_hash[run[0].parent]
+        blocks = self._ledger.restore(self._epoch, parent, [(entry.slot, entry.hash) for entry in run])
+        for block, entry in zip(blocks, run, strict=True):
+            self._forget(entry)
+            block.checksum = entry.checksum
+            self._slots[block.hash] = block.slot
+        self.recovered += len(run)
+
+    def _drop(self, entry: SurvivingBlock, *, lost: bool) -> None:
+        self._forget(entry)
+        self._table.remove(entry.slot)
+        self._ledger.give_back(self._epoch, [entry.slot])
+        self.dropped += lost
+
+    def _forget(self, entry: SurvivingBlock) -> None:
+        del self.pending[entry.hash]
+        siblings = self._children[entry.parent]
+        del siblings[entry.hash]
+        if not siblings:
+            del self._children[entry.parent]
+
+    def _write(self, block: Block) -> None:
+        parent = block.parent.hash if block.parent is not None else NO_PARENT
+        self._table.write(block.slot, block.hash, parent, block.checksum)
+        self._slots[block.hash] = block.slot

@@ -1,0 +1,234 @@
+"""Runs a node's prefix pins in real time: serves the calls, ends pins in time, and keeps the record for the node's next
+life.
+
+    start --record read--> pinned again, as far as their time is not over; the chains come with the pool, or later
+      while it runs: what is over ends; the record is written when something has changed, and again for an emptied Redis
+
+The table decides (:mod:`pillion.kvstore.prefix_pins.pin_table`). Without Redis, and while it does not answer,
+everything goes on, but a restarted node knows nothing of its pins: they lapse.
+
+The record is read once the pool has its shape and Redis answers, which may be long after the first call. A prefix pin
+that is dropped before that is remembered by its name, and is not taken back from the record: a call that waited for
+Redis, or failed without it, would make pins depend on Redis while the node lives. A pin that another one has replaced
+does not come back, either, as long as that one lasts. A list that is asked for before the record was read lacks the
+pins that only the record knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from pillion.config import KVNodeFlags
+from pillion.errors import InvalidRequest, PillionError, Unavailable
+from pillion.kvstore.hashing import split_hashes
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.node.pool_pins import PinMakers, PoolPins
+from pillion.kvstore.prefix_pins.pin_records import PrefixPinRecord, PrefixPinRecords
+from pillion.kvstore.prefix_pins.pin_table import PrefixPin, PrefixPinTable, PrefixPinWish
+from pillion.v1.kvnode_pb2 import ListPrefixPinsReply, ListPrefixPinsRequest, PinPrefixRequest, UnpinPrefixRequest
+from pillion.v1.kvnode_pb2 import PrefixPin as PrefixPinReply
+
+log = logging.getLogger("pillion.kvnode")
+
+# The node looks this often for pins whose time is over, and for a change that is yet to be written.
+LOOK_S = 1.0
+# The pins' record in Redis is written again after this time even if nothing has changed, lest Redis was emptied.
+REPEAT_S = 10.0
+# A record's names have at most this many characters: a tenant's and a pin's, which the gateway bounds more tightly.
+MAX_NAME_CHARS = 256
+# At most this many dropped names are remembered until the node's record of pins was read.
+MAX_UNREAD_DROPS = 4096
+
+
+class NodePrefixPins(PoolPins):
+    """Holds the prefix pins of one pool. Only the node's loop calls it.
+
+    Args:
+        ledger: made with a :class:`PrefixPinTable`.
+    records: where the pins are written for the node's next life; None where they are not written.
+    """
+
+    def __init__(self, ledger: Ledger, records: PrefixPinRecords | None = None) -> None:
+        self._ledger = ledger
+        assert isinstance(ledger.prefix_pins, PrefixPinTable)
+        self._table = ledger.prefix_pins
+        self._records = records
+        self._read = self._changed = False
+        # These are the owners and names that were dropped before the record was read.
+        self._dropped: set[tuple[str, str]] = set()
+        self._written_s = float("-inf")
+
+    def pin_prefix(self, request: PinPrefixRequest) -> PrefixPinReply:
+        """Pins a chain for a tenant. Raises InvalidRequest, Overloaded beyond a quota, Unavailable before the pool has
+        its shape, and Conflict for a fenced epoch."""
+        now = self._active(request.epoch)
+        if not self._ledger.num_slots:
+            raise Unavailable("no worker has attached to the KV node yet, so its pool has no shape")
+        hashes = split_hashes(request.block_hashes)
+        if not hashes or max(map(len, (request.owner, request.name, request.model))) > MAX_NAME_CHARS:
+            raise InvalidRequest(f"a pin needs a block, and names of at most {MAX_NAME_CHARS} characters")
+        wish = PrefixPinWish(
+            owner=request.owner,
+            name=request.name,
+            last_hash=hashes[-1],
+            blocks=len(hashes),
+            until_s=now + request.ttl_s,
+            tokens=request.tokens,
+            model=request.model,
+            ephemeral=request.ephemeral,
+        )
+        pin = self._table.pin_prefix(wish, now, hashes, request.most_blocks)
+        self._changed = True
+        return _described(pin, now)
+
+    def drop(self, request: UnpinPrefixRequest) -> bool:
+        """Ends a prefix pin; returns whether the pin existed, or may stand in the record that was not read yet. Raises
+        Unavailable where no more drops can be remembered until that record is read, and Conflict for a fenced epoch."""
+        self._active(request.epoch)
+        remembered = self._remember_drop(request.owner, request.name)
+        dropped = self._table.drop(request.owner, request.name)
+        self._changed |= dropped
+        return dropped or remembered
+
+    def listed(self, request: ListPrefixPinsRequest) -> ListPrefixPinsReply:
+        """Returns an owner's prefix pins, without those that are only in a record which was not read yet."""
+        now = self._seen(request.epoch)
+        found = self._table.of(request.owner)
+        return ListPrefixPinsReply(prefix_pins=[_described(pin, now) for pin in found])
+
+    async def run(self) -> None:
+        """Ends pins whose time is over and keeps the record, until it is cancelled. The pool has its shape."""
+        while True:
+            self._changed |= self._table.expire(time.monotonic()) > 0
+            if self._records is not None:
+                try:
+                    await self._keep_record(self._records)
+                except Unavailable as error:
+                    log.debug("the record of pins waits for Redis: %s", error.message)
+            await asyncio.sleep(LOOK_S)
+
+    async def aclose(self) -> None:
+        """Writes the last changes, if Redis answers, and closes the connections. No call changes anything any more, and
+        ``run`` has ended. Idempotent."""
+        records, self._records = self._records, None
+        if records is None:
+            return
+        try:
+            if self._read and self._changed:
+                await self._write(records)
+        except Unavailable as error:
+            log.debug("the record of pins is not the newest one: %s", error.message)
+        await records.aclose()
+
+    async def _keep_record(self, records: PrefixPinRecords) -> None:
+        if not self._read:
+            # The record is read before anything is written, because it may have more than this life has yet.
+            self._take_back(await records.read())
+            self._read = True
+            # A pin that was dropped before the record was read has to leave the record too.
+            self._changed |= bool(self._dropped)
+            self._dropped.clear()
+        repeats = self._table.all and time.monotonic() - self._written_s >= REPEAT_S
+        if self._changed or repeats:
+            await self._write(records)
+
+    def _take_back(self, records: list[PrefixPinRecord]) -> None:
+        now, wall_ms = time.monotonic(), time.time() * 1000
+        prefix_pins = self._table
+        known_before = len(prefix_pins.all)
+        for record in records:
+            key = record.owner, record.name
+            if key in prefix_pins.all or key in self._dropped or record.until_ms <= wall_ms:
+                continue
+            wish = PrefixPinWish(
+                owner=record.owner,
+                name=record.name,
+                last_hash=record.last_hash,
+                blocks=record.blocks,
+                until_s=now + (record.until_ms - wall_ms) / 1000,
+                tokens=record.tokens,
+                model=record.model,
+                ephemeral=record.ephemeral,
+            )
+            try:
+                prefix_pins.pin_prefix(wish, now)
+            except PillionError as error:
+                log.warning("pin %s of the node's earlier life is not recovered: %s", record.name, error.message)
+        if taken := len(prefix_pins.all) - known_before:
+            log.info("%d pins are known from the node's earlier life", taken)
+
+    async def _write(self, records: PrefixPinRecords) -> None:
+        now, wall_ms = time.monotonic(), time.time() * 1000
+        wishes = [pin.wish for pin in self._table.all.values()]
+        written = [
+            PrefixPinRecord(
+                owner=wish.owner,
+                name=wish.name,
+                last_hash=wish.last_hash,
+                blocks=wish.blocks,
+                until_ms=round(wall_ms + (wish.until_s - now) * 1000),
+                tokens=wish.tokens,
+                model=wish.model,
+                ephemeral=wish.ephemeral,
+            )
+            for wish in wishes
+        ]
+        self._changed = False
+        try:
+            longest_s = max((wish.until_s - now for wish in wishes), default=0.0)
+            await records.write(written, round(longest_s * 1000))
+        except BaseException:
+            self._changed = True
+            raise
+        self._written_s = time.monotonic()
+
+    def _remember_drop(self, owner: str, name: str) -> bool:
+        """Keeps a prefix pin from coming back with a record that was not read yet; returns whether there is such a
+        record."""
+        if self._records is None or self._read or max(len(owner), len(name)) > MAX_NAME_CHARS:
+            return False
+        if len(self._dropped) >= MAX_UNREAD_DROPS and (owner, name) not in self._dropped:
+            raise Unavailable(
+                f"this KV node has not read yet which pins its earlier life had, and remembers {MAX_UNREAD_DROPS} that"
+                " were dropped since: try again when Redis answers"
+            )
+        self._dropped.add((owner, name))
+        return True
+
+    def _active(self, epoch: int) -> float:
+        """Records a sign of life of a caller that may change something. Raises NotFound for a void epoch, Conflict for
+        a fenced one."""
+        now = self._seen(epoch)
+        self._ledger.active(epoch)
+        return now
+
+    def _seen(self, epoch: int) -> float:
+        """Records a sign of life of the caller. Raises NotFound for a void epoch."""
+        now = time.monotonic()
+        self._ledger.seen(epoch, now)
+        return now
+
+
+def _described(pin: PrefixPin, now: float) -> PrefixPinReply:
+    wish = pin.wish
+    return PrefixPinReply(
+        name=wish.name,
+        model=wish.model,
+        tokens=wish.tokens,
+        blocks=wish.blocks,
+        present_blocks=pin.blocks,
+        left_s=max(0, round(wish.until_s - now)),
+        hits=pin.hits,
+        ephemeral=wish.ephemeral,
+    )
+
+
+def make_pins(flags: KVNodeFlags) -> PinMakers:
+    """Makes the prefix pins of a node by its flags. Raises ConfigError for a bad URL of Redis."""
+    records = PrefixPinRecords(flags.redis_url, flags.node_id) if flags.redis_url else None
+    return PinMakers(
+        lambda tree: PrefixPinTable(tree, flags.max_pinned_percent, flags.max_tenant_pinned_percent),
+        lambda ledger: NodePrefixPins(ledger, records),
+    )

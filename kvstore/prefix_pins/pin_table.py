@@ -1,0 +1,376 @@
+"""Keeps prefix pins: chains that leave the pool after everything else, for a while and within bounds. Users say pins.
+
+    pinned --the chain's last block is in the pool--> whole --nothing else can be evicted--> partly in the pool
+                                                          ^                                            |
+                                                          +-------- the chain's last block comes ------+
+    any of them --its time is over, its owner drops it, another one takes its place,
+                  or its last block comes at another depth than it says--> (void)
+
+A prefix pin gives its chain no protection against requests, only against other cached blocks: a block that a ticket
+pins is protected, but a prefix-pinned block is evicted when there is nothing else to evict. So the pool has as many
+available slots with prefix pins as without, nobody waits for one, and nothing deadlocks where everything is
+prefix-pinned (I5). Nor are prefix pins needed for correct answers (I1).
+
+A chain is named by its last block's hash. That is enough to pin it again where it comes back after an eviction or in
+a node's next life, and it tells nothing of the prompt.
+
+Quotas count the wished blocks, also where blocks are shared or not there: what an owner may have does not depend on
+what others do. Sans-IO (I9).
+
+A prefix pin marks its chain by ``Block.prefix_pins``, as a pin holds one by ``Block.holds``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from pillion.errors import InvalidRequest, Overloaded
+from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
+from pillion.kvstore.ledger.ledger_pins import LedgerPins
+from pillion.kvstore.ledger.records import Block
+from pillion.kvstore.ledger.tree import BlockTree
+from pillion.v1.kvnode_pb2 import NodeStatus
+
+# One node has at most MAX_PREFIX_PINS prefix pins, and one owner at most MAX_OWNER_PREFIX_PINS of them. The record of a
+# pin takes some 200 bytes in Redis.
+MAX_PREFIX_PINS = 1024
+MAX_OWNER_PREFIX_PINS = 128
+# A prefix pin may last this long.
+MAX_PREFIX_PIN_S = 30 * 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixPinWish:
+    """Says what is to be pinned, by whom, and for how long.
+
+    Attributes:
+        owner: the tenant; names are its own.
+        name: unique for an owner. A later wish of the same name replaces the earlier one.
+        last_hash: the last block of the chain, which names the whole chain.
+        blocks, tokens: length of the chain, and of the prompt that it is the beginning of.
+        until_s: when it lapses, on the ledger's clock.
+        model: the model's name, for people who list the pin.
+        ephemeral: whether the wish is for a moment's conversation. A longer one of the same owner replaces the pins
+            that it covers.
+    """
+
+    owner: str
+    name: str
+    last_hash: bytes
+    blocks: int
+    until_s: float
+    tokens: int = 0
+    model: str = ""
+    ephemeral: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class PrefixPin:
+    """Represents a prefix pin: what the tenant has asked for (``wish``), and how much of the chain is in the pool.
+
+    Attributes:
+        end: the last block of the chain that is in the pool; None where none is known to be.
+        hits: the number of tickets at whose admission the pool had the whole pinned chain as a part of theirs.
+    """
+
+    wish: PrefixPinWish
+    end: Block | None = None
+    hits: int = 0
+
+    @property
+    def blocks(self) -> int:
+        """Gives the number of blocks of the chain that are prefix-pinned now."""
+        return self.end.depth + 1 if self.end is not None else 0
+
+
+class PrefixPinTable(LedgerPins):
+    """Holds all prefix pins of one pool. The ledger calls it for blocks that come and go; no call waits, so it has no
+    lock.
+
+    Args:
+        tree: the pool's blocks, which this class marks.
+        percent, owner_percent: shares of the pool that all owners, and one of them, may have prefix-pinned.
+
+    Attributes:
+        all: every prefix pin by its owner and name.
+        blocks: the number of blocks that all wishes have together.
+        max_blocks, max_owner_blocks: the most that all owners, and one of them, may have.
+        lapsed_ever: how many prefix pins have ended because their time was over.
+        refused_ever: how many wishes were beyond a quota, or had another length than they said.
+        hits_ever: how many hits all prefix pins have had, those that have ended included.
+    """
+
+    def __init__(self, tree: BlockTree, percent: int, owner_percent: int) -> None:
+        self.all: dict[tuple[str, str], PrefixPin] = {}
+        self.blocks = 0
+        self.lapsed_ever = self.refused_ever = self.hits_ever = 0
+        self._tree = tree
+        tree.policy = PrefixPinEviction(tree.policy)
+        self._percents = percent, owner_percent
+        self.max_blocks = self.max_owner_blocks = 0
+        self._owner_blocks: Counter[str] = Counter()
+        self._owner_counts: Counter[str] = Counter()
+        self._by_last_hash: dict[bytes, list[PrefixPin]] = {}
+        self._ends: dict[Block, list[PrefixPin]] = {}
+
+    def shape(self, num_slots: int) -> None:
+        """Sets the bounds in blocks, once the pool's number of slots is known."""
+        percent, owner_percent = self._percents
+        self.max_blocks = num_slots * percent // 100
+        self.max_owner_blocks = num_slots * owner_percent // 100
+
+    def of(self, owner: str) -> list[PrefixPin]:
+        """Returns an owner's prefix pins, the oldest first. O(prefix pins of the node)."""
+        return [pin for (whose, _), pin in self.all.items() if whose == owner]
+
+    def pin_prefix(
+        self, wish: PrefixPinWish, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
+    ) -> PrefixPin:
+        """Pins a chain as far as it is in the pool, and the rest when it comes.
+
+        Args:
+            now: time on the same clock as the wish's; a wish that is over by then is refused.
+            hashes: the chain, the wish's last block last and no hash twice; without them a chain that is not whole here
+                is looked for by its last block alone.
+            most_blocks: the owner's own bound at this node, where it is below the node's; 0: it has none.
+
+        Raises InvalidRequest for a wish that makes no sense, Overloaded beyond a quota; nothing is changed then.
+        """
+        self._judge_sense(wish, now, hashes)
+        replaced = self._replaced(wish, hashes)
+        try:
+            self._judge(wish, replaced, most_blocks)
+        except Overloaded:
+            self.refused_ever += 1
+            raise
+        hits = 0
+        for old in replaced:
+            hits += old.hits if old.wish.name == wish.name else 0
+            self._remove(old)
+        pin = PrefixPin(wish, hits=hits)
+        self.all[wish.owner, wish.name] = pin
+        self._by_last_hash.setdefault(wish.last_hash, []).append(pin)
+        self._count(wish, 1)
+        last_block = self._tree.by_hash.get(wish.last_hash) or self._tree.longest_prefix(hashes).last_block
+        if last_block is not None:
+            self._move(pin, last_block)
+        return pin
+
+    def drop(self, owner: str, name: str) -> bool:
+        """Ends a prefix pin; returns whether the pin existed."""
+        pin = self.all.get((owner, name))
+        if pin is None:
+            return False
+        self._remove(pin)
+        return True
+
+    def expire(self, now: float) -> int:
+        """Ends all prefix pins whose time is over; returns their number. O(prefix pins)."""
+        over = [pin for pin in self.all.values() if pin.wish.until_s <= now]
+        for pin in over:
+            self._remove(pin)
+        self.lapsed_ever += len(over)
+        return len(over)
+
+    # The ledger calls the following methods.
+
+    def used(self, hashes: Sequence[bytes], blocks: int) -> None:
+        """Counts a hit of each prefix pin that ends among the first ``blocks`` of a chain, which are in the pool when a
+        ticket is admitted. Blocks that a fetch brings later do not count. O(blocks), nothing where nothing is
+        prefix-pinned."""
+        if not self._by_last_hash:
+            return
+        # A prefix that a ticket pinned is a chain of the tree, so no hash comes twice.
+        for block_hash in hashes[:blocks]:
+            for pin in self._by_last_hash.get(block_hash, ()):
+                pin.hits += 1
+                self.hits_ever += 1
+
+    def came(self, block: Block) -> None:
+        """Notes that a block was committed, or restored. A prefix pin that said another length of its chain ends."""
+        for pin in tuple(self._by_last_hash.get(block.hash, ())):
+            if pin.wish.blocks == block.depth + 1:
+                self._move(pin, block)
+            else:
+                self._remove(pin)
+                self.refused_ever += 1
+
+    def went(self, block: Block) -> None:
+        """Notes that a block was evicted. The marks of pins that ended there are on its parent from now on."""
+        if block.prefix_pins and block.parent is not None:
+            block.parent.prefix_pins += block.prefix_pins - 1
+        for pin in self._ends.pop(block, ()):
+            pin.end = block.parent
+            if block.parent is not None:
+                self._ends.setdefault(block.parent, []).append(pin)
+
+    def describe(self, status: NodeStatus) -> None:
+        """Adds the table's counts to a node's status."""
+        status.prefix_pins = len(self.all)
+        status.prefix_pin_blocks = self.blocks
+        status.prefix_pin_hits = self.hits_ever
+
+    def check(self) -> Iterator[str]:
+        """Yields a line for each thing that does not add up. It takes O(blocks of the pool)."""
+        blocks = self._tree.by_hash
+        ends = Counter(pin.end for pin in self.all.values() if pin.end is not None)
+        if {block: len(found) for block, found in self._ends.items()} != dict(ends):
+            yield "the ends of prefix pins are not those that are filed"
+        marked = Counter(block.parent for block in blocks.values() if block.parent is not None and block.prefix_pins)
+        for block in blocks.values():
+            if block.prefix_pins != ends[block] + marked[block]:
+                yield f"block of slot {block.slot} has {block.prefix_pins} marks of {ends[block]} prefix pins"
+        for pin in self.all.values():
+            name, end, wished = pin.wish.name, pin.end, pin.wish.blocks
+            if end is not None and blocks.get(end.hash) is not end:
+                yield f"prefix pin {name} ends with a block that is gone"
+            if end is not None and (end.hash == pin.wish.last_hash) != (pin.blocks == wished):
+                yield f"prefix pin {name} wishes {wished} blocks, and ends with block {pin.blocks}"
+            if pin not in self._by_last_hash.get(pin.wish.last_hash, ()):
+                yield f"prefix pin {name} is not found by its last block"
+            if blocks.get(pin.wish.last_hash, end) is not end:
+                yield f"prefix pin {name} does not end with its last block, which is here"
+        if self.blocks != sum(pin.wish.blocks for pin in self.all.values()) or self.blocks > self.max_blocks:
+            yield f"{self.blocks} blocks are counted as prefix-pinned, of at most {self.max_blocks}"
+        if any(count > self.max_owner_blocks for count in self._owner_blocks.values()):
+            yield "an owner has more prefix-pinned than it may"
+
+    def _judge_sense(self, wish: PrefixPinWish, now: float, hashes: Sequence[bytes]) -> None:
+        """Raises InvalidRequest for a prefix pin that contradicts itself or the pool, or that lasts for too long."""
+        if wish.blocks < 1 or not now < wish.until_s <= now + MAX_PREFIX_PIN_S:
+            raise InvalidRequest(f"a pin has at least one block and lasts for up to {MAX_PREFIX_PIN_S:.0f} s")
+        if hashes and (len(set(hashes)) != wish.blocks or len(hashes) != wish.blocks or hashes[-1] != wish.last_hash):
+            raise InvalidRequest("a pin names each block of its chain once, the last one last")
+        last_block = self._tree.by_hash.get(wish.last_hash)
+        if last_block is not None and last_block.depth + 1 != wish.blocks:
+            raise InvalidRequest(
+                f"the pin's last block is number {last_block.depth + 1} of its chain, not {wish.blocks}"
+            )
+
+    def _replaced(self, wish: PrefixPinWish, hashes: Sequence[bytes]) -> list[PrefixPin]:
+        """Returns the earlier prefix pins that a new one replaces."""
+        same = self.all.get((wish.owner, wish.name))
+        found = [] if same is None else [same]
+        for block_hash in hashes if wish.ephemeral else ():
+            for other in self._by_last_hash.get(block_hash, ()):
+                covered = other.wish.owner == wish.owner and other.wish.ephemeral and other.wish.until_s <= wish.until_s
+                if covered and other is not same:
+                    found.append(other)
+        return found
+
+    def _judge(self, wish: PrefixPinWish, replaced: Sequence[PrefixPin], most_blocks: int) -> None:
+        freed = sum(old.wish.blocks for old in replaced)
+        owned, total = self._owner_blocks[wish.owner] - freed + wish.blocks, self.blocks - freed + wish.blocks
+        bound = min(self.max_owner_blocks, most_blocks or self.max_owner_blocks)
+        if owned > bound:
+            raise Overloaded(f"the tenant's pins would have {owned} blocks at this KV node, of at most {bound}")
+        if total > self.max_blocks:
+            raise Overloaded(f"all pins would have {total} blocks at this KV node, of at most {self.max_blocks}")
+        if not replaced and self._owner_counts[wish.owner] >= MAX_OWNER_PREFIX_PINS:
+            raise Overloaded(f"the tenant has {MAX_OWNER_PREFIX_PINS} pins at this KV node already")
+        if not replaced and len(self.all) >= MAX_PREFIX_PINS:
+            raise Overloaded(f"this KV node has {MAX_PREFIX_PINS} pins already")
+
+    def _move(self, pin: PrefixPin, block: Block) -> None:
+        """Lets a prefix pin's marks end with ``block``, which is on its chain."""
+        if pin.end is block:
+            return
+        self._mark_chain(block)
+        self._unmark(pin)
+        pin.end = block
+        self._ends.setdefault(block, []).append(pin)
+
+    def _unmark(self, pin: PrefixPin) -> None:
+        end, pin.end = pin.end, None
+        if end is None:
+            return
+        found = self._ends[end]
+        found.remove(pin)
+        if not found:
+            del self._ends[end]
+        self._unmark_chain(end)
+
+    def _mark_chain(self, block: Block) -> None:
+        """Marks the chain that ends with ``block``. O(blocks of the chain)."""
+        at: Block | None = block
+        policy = self._tree.policy
+        grows = True
+        while at is not None:
+            # The block is moved even where nothing new is marked, because an ancestor has to stand after the blocks
+            # that were just marked.
+            if not at.holds:
+                policy.remove(at)
+            at.prefix_pins += grows
+            grows = grows and at.prefix_pins == 1
+            if not at.holds:
+                policy.add(at)
+            at = at.parent
+
+    def _unmark_chain(self, block: Block) -> None:
+        """Takes a mark back. A block without any mark is evicted like every other block."""
+        at: Block | None = block
+        policy = self._tree.policy
+        while at is not None:
+            if at.prefix_pins > 1:
+                at.prefix_pins -= 1
+                return
+            if not at.holds:
+                policy.remove(at)
+            at.prefix_pins = 0
+            if not at.holds:
+                policy.add(at)
+            at = at.parent
+
+    def _remove(self, pin: PrefixPin) -> None:
+        wish = pin.wish
+        del self.all[wish.owner, wish.name]
+        found = self._by_last_hash[wish.last_hash]
+        found.remove(pin)
+        if not found:
+            del self._by_last_hash[wish.last_hash]
+        self._count(wish, -1)
+        self._unmark(pin)
+
+    def _count(self, wish: PrefixPinWish, sign: int) -> None:
+        self.blocks += sign * wish.blocks
+        self._owner_blocks[wish.owner] += sign * wish.blocks
+        self._owner_counts[wish.owner] += sign
+        if not self._owner_counts[wish.owner]:
+            del self._owner_blocks[wish.owner], self._owner_counts[wish.owner]
+
+
+class PrefixPinEviction:
+    """Evicts prefix-pinned blocks last: first the blocks of ``plain`` by its rule, and only when none is left there,
+    the prefix-pinned block that lost its protection, or was prefix-pinned, first.
+
+    ``Block.prefix_pins`` says which part knows a block. It changes only while the block is in neither. Every ancestor
+    of a prefix-pinned block is prefix-pinned too, so both parts keep the chain rule, and so do they together.
+    """
+
+    def __init__(self, plain: EvictionPolicy) -> None:
+        self.plain = plain
+        self._pinned = LruEviction()
+
+    def add(self, block: Block) -> None:
+        self._part(block).add(block)
+
+    def remove(self, block: Block) -> None:
+        self._part(block).remove(block)
+
+    def pop(self) -> Block:
+        return self.plain.pop() if len(self.plain) else self._pinned.pop()
+
+    def drop(self, block: Block) -> None:
+        self._part(block).drop(block)
+
+    def __len__(self) -> int:
+        return len(self.plain) + len(self._pinned)
+
+    def __iter__(self) -> Iterator[Block]:
+        yield from self.plain
+        yield from self._pinned
+
+    def _part(self, block: Block) -> EvictionPolicy:
+        return self._pinned if block.prefix_pins else self.plain

@@ -1,0 +1,376 @@
+"""Implements the disk tier: blocks that left the pool, as files (disk_files.py), bounded in size, found again after a
+restart.
+
+    open --scan of headers--> serving --close--> writes under way end, the folder is free for another node
+    a block     on its way --written--> kept --least recently used--> dropped
+                    +--------failed-----> reported gone    +--read: does not fit its checksum--> removed, counted
+
+The loop owns all state and never touches a file. One thread writes and removes files in the order of the
+calls, so a block that is dropped and kept again ends up kept; other threads read. Because a chain's
+last block leaves the pool first and is touched first, it is older here than the head and goes first, as in the pool.
+
+A disk may hang for minutes. A read that is given up ends after the block that a thread is just reading, and one that
+no thread has begun ends at once, so that few slots wait for late reads. A disk that was late is paused and probed
+(:mod:`pillion.kvstore.tiers.tier_breaker`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
+
+from pillion.config import KVNodeFlags
+from pillion.kvstore.ledger.records import PoolShape
+from pillion.kvstore.memory.memory import until_over
+from pillion.kvstore.tiers.disk_tier.disk_files import SHARDS, BlockFileLayout, BlockFiles, DiskFolder
+from pillion.kvstore.tiers.tier_breaker import TierBreaker
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt, MediumTier, heads_first
+
+log = logging.getLogger("pillion.kvnode")
+
+READ_THREADS = 2
+# This many threads read headers while the node starts, because a disk is faster with many requests at once.
+SCAN_THREADS = 4
+# This many bytes may wait to be written; further blocks are refused, and so forgotten.
+MAX_QUEUED_BYTES = 512 * 2**20
+# A read that is given up is late when threads have been at it for this long, or when no read at all has brought a block
+# for this long. The time in which it waits for a thread is not the disk's.
+LATE_S = 1.0
+# After an error nothing is written for this long, so that a full disk is not tried for every block.
+PAUSE_S = 5.0
+
+
+async def open_disk_tier(folder: DiskFolder, *, namespace: bytes, block_bytes: int, disk_bytes: int) -> DiskTier:
+    """Opens the disk tier. Blocks of this namespace that earlier nodes left are kept, the newest first as far as they
+    fit.
+
+    Raises ConfigError if the folder cannot be used.
+
+    Args:
+        namespace: 32 bytes that define what the blocks' bytes mean; files of other namespaces are ignored.
+        disk_bytes: most bytes that the files of this namespace may take.
+    """
+    layout = BlockFileLayout(namespace, block_bytes)
+    tier = DiskTier(folder, await asyncio.to_thread(BlockFiles, folder, layout), disk_bytes)
+    await tier.restore()
+    return tier
+
+
+class DiskMedium:
+    """Holds the disk tier's folder, which is locked when the node starts
+    (:class:`pillion.kvstore.tiers.media.NearMedium`)."""
+
+    def __init__(self, flags: KVNodeFlags) -> None:
+        self._folder = DiskFolder(flags.disk_path)
+        self._disk_bytes = flags.disk_bytes
+
+    async def open_tier(self, shape: PoolShape) -> DiskTier:
+        namespace = bytes.fromhex(shape.namespace)
+        return await open_disk_tier(
+            self._folder, namespace=namespace, block_bytes=shape.block_bytes, disk_bytes=self._disk_bytes
+        )
+
+    def close(self) -> None:
+        self._folder.close()
+
+
+class DiskTier(MediumTier[BlockName]):
+    """Implements :class:`pillion.kvstore.tiers.tiers.Tier` on a disk; :func:`open_disk_tier` explains it."""
+
+    name = "disk"
+
+    def __init__(self, folder: DiskFolder, files: BlockFiles, disk_bytes: int) -> None:
+        super().__init__(files.root)
+        self._folder = folder
+        self._files = files
+        self._block_bytes = files.layout.block_bytes
+        self._max_blocks = disk_bytes // files.layout.file_bytes
+        self._coming: set[bytes] = set()
+        self._reading = 0
+        # This is when a block was last read, by time.monotonic(); threads write it.
+        self._moved_s = 0.0
+        self._breaker = TierBreaker()
+        self._probing: asyncio.Task[None] | None = None
+        self._writer = ThreadPoolExecutor(1, "kv-disk-write")
+        self._readers = ThreadPoolExecutor(READ_THREADS, "kv-disk-read")
+        self._work: dict[asyncio.Future[list[BlockName]], None] = {}
+        self._stamp = 0
+        self._paused_until_s = 0.0
+
+    def answers(self) -> bool:
+        now = time.monotonic()
+        if self._reading and now - self._moved_s >= LATE_S:
+            self._late(now)
+        return not self._breaker.paused
+
+    def room_bytes(self) -> int:
+        shut = self._closed or self._breaker.paused
+        if shut or time.monotonic() < self._paused_until_s or not self._max_blocks:
+            return 0
+        most_blocks = min(MAX_QUEUED_BYTES // self._block_bytes, self._max_blocks)
+        return max(0, most_blocks - len(self._coming)) * self._block_bytes
+
+    def by_use(self) -> list[bytes]:
+        """Returns the hashes of all kept blocks, least recently used first."""
+        return list(self._kept)
+
+    def names(self) -> Iterable[BlockName]:
+        return heads_first(self._kept)
+
+    def touch(self, hashes: Sequence[bytes]) -> None:
+        stamps = {block_hash: self._next_stamp() for block_hash in hashes if block_hash in self._kept}
+        for block_hash in stamps:
+            self._kept.move_to_end(block_hash)
+        if stamps and not self._closed and not self._breaker.paused:
+            self._writer.submit(self._stamp_files, stamps)
+
+    async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        """Stores blocks in files; where the caller is cancelled, the writing still goes on to its end."""
+        work = asyncio.ensure_future(self._store(blocks))
+        self._work[work] = None
+        work.add_done_callback(lambda done: self._work.pop(done, None))
+        return await asyncio.shield(work)
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        """Reads blocks. A cancelled caller is held for at most the time to read one of them."""
+        names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
+        if self._closed or not names:
+            return 0
+        # The head of a chain must stay newer than the chain's other blocks.
+        stamps = [self._next_stamp() for _ in names][::-1]
+        jobs = list(zip(names, targets, stamps, strict=False))
+        given_up, started_s = threading.Event(), list[float]()
+        if not self._reading:
+            self._moved_s = time.monotonic()
+        shares = (jobs[first::READ_THREADS] for first in range(min(READ_THREADS, len(jobs))))
+        reads = [self._readers.submit(self._read, share, given_up, started_s) for share in shares]
+
+        def give_up() -> None:
+            given_up.set()
+            for read in reads:
+                # Cancelling ends only reads that no thread has begun.
+                read.cancel()
+            now = time.monotonic()
+            if started_s and now - started_s[0] >= LATE_S:
+                self._late(now)
+
+        self._reading += 1
+        try:
+            await until_over(asyncio.wait(list(map(asyncio.wrap_future, reads))), give_up)
+        finally:
+            self._reading -= 1
+        if time.monotonic() - started_s[0] < LATE_S:
+            self._breaker.in_time()
+        failures: list[str | None] = [None] * len(jobs)
+        for first, read in enumerate(reads):
+            failures[first::READ_THREADS] = read.result()
+        return self._came(names, failures)
+
+    async def restore(self) -> None:
+        """Reads the headers of the files that are there. It is called once, before anything else."""
+        began_s = time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._kept, surplus, broken = await loop.run_in_executor(self._writer, self._scan)
+        self._stamp = time.time_ns()
+        self.counts.corrupt += broken
+        self.counts.dropped += len(surplus)
+        if surplus:
+            self._writer.submit(self._remove_files, surplus)
+        log.info(
+            "%s has %d blocks (%.2f s); %d broken files, %d too many",
+            self._files.root, len(self._kept), time.monotonic() - began_s, broken, len(surplus),
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        self._closed = True
+        if self._probing is not None:
+            self._probing.cancel()
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+        await asyncio.to_thread(self._shut_down)
+
+    # The following methods run on the event loop.
+
+    async def _store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        gone, self._unreported = self._unreported, []
+        jobs: list[tuple[BlockName, memoryview, int]] = []
+        for name, payload in blocks:
+            if name.hash in self._kept:
+                self.touch([name.hash])
+            elif name.hash in self._coming:
+                continue
+            elif self.room_bytes() < self._block_bytes or payload.nbytes != self._block_bytes:
+                self.counts.failed += 1
+                gone.append(name)
+            else:
+                self._coming.add(name.hash)
+                jobs.append((name, payload, self._next_stamp()))
+        if not jobs:
+            return self._not_kept(gone)
+        surplus = self._make_room()
+        gone += surplus
+        loop = asyncio.get_running_loop()
+        try:
+            # A read that began earlier may still be in one of the old files.
+            old = [] if self._reading else [name.hash for name in surplus]
+            failures = await loop.run_in_executor(self._writer, self._write, surplus[len(old) :], old, jobs)
+        finally:
+            self._coming.difference_update(name.hash for name, _, _ in jobs)
+        for (name, _, _), failure in zip(jobs, failures, strict=True):
+            if failure is None:
+                self._kept[name.hash] = name
+                self.counts.stored += 1
+            else:
+                gone.append(name)
+                self.counts.failed += 1
+                self._paused_until_s = time.monotonic() + PAUSE_S
+                self._warn("cannot write blocks to disk", failure)
+        return self._not_kept(gone)
+
+    def _not_kept(self, names: list[BlockName]) -> list[BlockName]:
+        """Returns ``names`` without blocks that were stored again meanwhile."""
+        return [name for name in names if name.hash not in self._kept]
+
+    def _make_room(self) -> list[BlockName]:
+        """Drops the least recently used blocks until all kept and coming ones fit; returns the dropped ones."""
+        surplus = []
+        while self._kept and len(self._kept) + len(self._coming) > self._max_blocks:
+            surplus.append(self._kept.popitem(last=False)[1])
+        self.counts.dropped += len(surplus)
+        return surplus
+
+    def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
+        """Counts a read; returns how many blocks came before the first that did not. Broken blocks are removed."""
+        good = len(list(takewhile(lambda failure: failure is None, failures)))
+        for name, failure in reversed(list(zip(names, failures, strict=True))):
+            # Blocks after a failed one count as used too, because a restart goes by the stamps of their files.
+            if failure is None and name.hash in self._kept:
+                self._kept.move_to_end(name.hash)
+        self.counts.loaded += good
+        for name, failure in zip(names, failures, strict=True):
+            # The block was dropped, and perhaps written again, while it was read: it is another file now.
+            if failure is None or self._kept.get(name.hash) is not name:
+                continue
+            del self._kept[name.hash]
+            self._unreported.append(name)
+            if failure == _CORRUPT:
+                self.counts.corrupt += 1
+            else:
+                self.counts.failed += 1
+            self._warn("a block on disk is lost and will be computed again", failure)
+            if not self._closed:
+                self._writer.submit(self._remove_files, [name])
+        return good
+
+    def _late(self, now: float) -> None:
+        """Pauses the disk until a probe comes in time."""
+        if self._closed or self._breaker.paused:
+            return
+        self._breaker.late(now)
+        log.warning(
+            "the disk tier did not answer within %.1f s: nothing is read from it or written to it until a probe does; "
+            "prompts compute what is there (%s)", LATE_S, self._files.root,
+        )  # fmt: skip
+        self._probing = asyncio.create_task(self._probe(), name="probing the disk tier")
+
+    async def _probe(self) -> None:
+        """Reads a block after each pause until one comes in time. A probe waits for a thread as every read does, so
+        while all threads hang there is one probe, and it ends soon after they do."""
+        breaker = self._breaker
+        while breaker.paused:
+            await asyncio.sleep(max(0.0, breaker.probe_at_s - time.monotonic()))
+            oldest = next(iter(self._kept), None)
+            taken_s = await asyncio.wrap_future(self._readers.submit(self._probe_s, oldest))
+            if taken_s < LATE_S:
+                breaker.answered()
+                paused_s = time.monotonic() - breaker.since_s
+                log.warning("the disk tier answers again after %.1f s (%s)", paused_s, self._files.root)
+            else:
+                breaker.late(time.monotonic())
+
+    def _next_stamp(self) -> int:
+        self._stamp = max(self._stamp + 1, time.time_ns())
+        return self._stamp
+
+    # The following methods run in threads.
+
+    def _write(
+        self, surplus: list[BlockName], old: list[bytes], jobs: list[tuple[BlockName, memoryview, int]]
+    ) -> list[str | None]:
+        """Writes ``jobs``, reusing the files of ``old``, which are no more numerous; returns each job's failure or
+        None. When the disk is full, the remaining jobs are not tried."""
+        self._remove_files(surplus)
+        failures: list[str | None] = []
+        full = ""
+        for name, payload, stamp in jobs:
+            try:
+                if not full:
+                    self._files.write(name, payload, stamp, old.pop() if old else b"")
+                failures.append(full or None)
+            except OSError as error:
+                failures.append(error.strerror or str(error))
+                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+                    full = failures[-1] or ""
+        for block_hash in old:
+            self._files.remove(block_hash)
+        return failures
+
+    def _read(
+        self, jobs: list[tuple[BlockName, memoryview, int]], given_up: threading.Event, started_s: list[float]
+    ) -> list[str | None]:
+        started_s.append(time.monotonic())
+        failures: list[str | None] = []
+        for name, target, stamp in jobs:
+            if given_up.is_set():
+                break
+            try:
+                self._files.read(name, target, stamp)
+                failures.append(None)
+            except Corrupt:
+                failures.append(_CORRUPT)
+            except OSError as error:
+                failures.append(error.strerror or str(error))
+            self._moved_s = time.monotonic()
+        return failures
+
+    def _probe_s(self, block_hash: bytes | None) -> float:
+        """Returns the seconds that it took to read a block, or to learn that it cannot be read."""
+        began_s = time.monotonic()
+        with contextlib.suppress(OSError):
+            if block_hash is not None:
+                self._files.probe(block_hash)
+        return time.monotonic() - began_s
+
+    def _remove_files(self, names: Iterable[BlockName]) -> None:
+        """Removes files. A block that cannot be removed comes back after a restart, and is still good then."""
+        for name in names:
+            self._files.remove(name.hash)
+
+    def _stamp_files(self, stamps: dict[bytes, int]) -> None:
+        for block_hash, stamp in stamps.items():
+            self._files.stamp(block_hash, stamp)
+
+    def _scan(self) -> tuple[OrderedDict[bytes, BlockName], list[BlockName], int]:
+        """Gives the kept blocks, least recently used first; the blocks that do not fit; the number of broken files."""
+        with ThreadPoolExecutor(SCAN_THREADS, "kv-disk-scan") as threads:
+            found = [item for part in threads.map(self._files.scan, range(SHARDS)) for item in part]
+        names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]
+        broken = len(found) - len(names)
+        surplus = names[: max(0, len(names) - self._max_blocks)]
+        return OrderedDict((name.hash, name) for name in names[len(surplus) :]), surplus, broken
+
+    def _shut_down(self) -> None:
+        self._writer.shutdown()
+        self._readers.shutdown()
+        self._folder.close()
+
+
+_CORRUPT = "it does not fit its header or checksum"

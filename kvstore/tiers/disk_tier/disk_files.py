@@ -1,0 +1,260 @@
+"""Writes blocks as files: the format of a file, and the folder that one node owns.
+
+    FOLDER/pillion-kv.lock                                   locked (flock) as long as a node uses the folder
+    FOLDER/<namespace, 16 digits>/<hash, 2 digits>/<hash, 64 digits>.kv
+    ...                                             .kv.part while it is written; renamed when it is whole
+
+    header, 192 bytes, little-endian: magic 8, version 4, length of parent 4, namespace 32, hash 32, parent 32,
+    segment 32, payload bytes 8, payload checksum 8, zero 24, checksum of all before 8; then the payload
+
+A file's modification time is the order of use, in nanoseconds. Nothing is synced: after a power cut a file may be
+short or damaged, which the header, the length or the payload's checksum shows. Only files with such a name inside this
+namespace's folder are ever removed. All functions here block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from pillion.errors import ConfigError
+from pillion.kvstore.hashing import HASH_BYTES
+from pillion.kvstore.memory.memory import block_checksum
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt
+
+MAGIC = b"PILLIONB"
+VERSION = 1
+HEADER_BYTES = 192
+LOCK_NAME = "pillion-kv.lock"
+SUFFIX = ".kv"
+PART_SUFFIX = ".kv.part"
+# A file takes a whole number of these pages from a disk.
+PAGE_BYTES = 4096
+# A probe reads this many bytes at once.
+PROBE_BYTES = 2**20
+# There are this many subfolders, named by the first two digits of a hash.
+SHARDS = 256
+
+_FIELDS = struct.Struct("<8sII32s32s32s32sQQ24x")
+_CHECKSUM = struct.Struct("<Q")
+_OUR_NAME = re.compile(r"[0-9a-f]{64}\.kv(\.part)?")
+_OWNER_ONLY_FOLDER, _OWNER_ONLY_FILE = 0o700, 0o600
+
+
+class Foreign(Exception):  # noqa: N818
+    """Says that a file is sound, but belongs to another namespace."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFileLayout:
+    """Describes the layout that all files of one tier share. ``namespace`` has 32 bytes."""
+
+    namespace: bytes
+    block_bytes: int
+
+    @property
+    def file_bytes(self) -> int:
+        """Gives the disk space that one block takes."""
+        return -(-(HEADER_BYTES + self.block_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+    def pack(self, name: BlockName) -> bytes:
+        """Returns the header of one block's file."""
+        fields = _FIELDS.pack(
+            MAGIC, VERSION, len(name.parent), self.namespace, name.hash, name.parent, name.segment,
+            self.block_bytes, name.checksum,
+        )  # fmt: skip
+        return fields + _CHECKSUM.pack(block_checksum(fields))
+
+    def unpack(self, header: bytes, block_hash: bytes) -> BlockName:
+        """Reads the header of a block's file. Raises Foreign for the header of another namespace, Corrupt for anything
+        else but a sound header of ``block_hash`` in this version and size."""
+        if len(header) != HEADER_BYTES or _CHECKSUM.unpack(header[_FIELDS.size :])[0] != block_checksum(
+            header[: _FIELDS.size]
+        ):
+            raise Corrupt("the header is damaged")
+        magic, version, parent_bytes, namespace, found, parent, segment, length, checksum = _FIELDS.unpack_from(header)
+        if namespace != self.namespace:
+            raise Foreign
+        if magic != MAGIC or version != VERSION:
+            raise Corrupt(f"format version {version}, not {VERSION}")
+        if found != block_hash or length != self.block_bytes or parent_bytes not in (0, HASH_BYTES):
+            raise Corrupt("it is of another block")
+        return BlockName(found, parent[:parent_bytes], segment, checksum)
+
+
+class DiskFolder:
+    """Represents a folder that this process alone uses; the folder is made if it is missing. Raises ConfigError if it
+    cannot be written to, or if another node has it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self._lock = -1
+        try:
+            self.path.mkdir(mode=_OWNER_ONLY_FOLDER, parents=True, exist_ok=True)
+            self._lock = os.open(self.path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self.close()
+            raise ConfigError(f"--disk-path {self.path}: another node uses this folder") from None
+        except OSError as error:
+            self.close()
+            raise ConfigError(f"--disk-path {self.path}: {error.strerror}") from None
+
+    def close(self) -> None:
+        """Gives the folder up to other nodes. Idempotent."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+
+class BlockFiles:
+    """Reads and writes the files of one namespace in a folder. Raises ConfigError if its subfolders cannot be made."""
+
+    def __init__(self, folder: DiskFolder, layout: BlockFileLayout) -> None:
+        self.layout = layout
+        self.root = folder.path / layout.namespace.hex()[:16]
+        try:
+            self.root.mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+            for shard in range(SHARDS):
+                (self.root / f"{shard:02x}").mkdir(mode=_OWNER_ONLY_FOLDER, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--disk-path {folder.path}: {error.strerror}") from None
+        self._root = f"{self.root}{os.sep}"
+
+    def path_of(self, block_hash: bytes) -> str:
+        """Returns the path that a block's file has or would have."""
+        digits = block_hash.hex()
+        return f"{self._root}{digits[:2]}{os.sep}{digits}{SUFFIX}"
+
+    def write(self, name: BlockName, payload: memoryview, stamp: int, old: bytes = b"") -> None:
+        """Writes a block's file as a whole, or not at all. Raises OSError.
+
+        Args:
+            stamp: its place in the order of use.
+            old: a block whose file is reused, as no thread reads that any more; a new file can cost more than its
+                bytes.
+        """
+        path = self.path_of(name.hash)
+        part = path.removesuffix(SUFFIX) + PART_SUFFIX
+        try:
+            if old:
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(self.path_of(old), part)
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, _OWNER_ONLY_FILE)
+            try:
+                _write_all(fd, [memoryview(self.layout.pack(name)), payload])
+                if os.fstat(fd).st_size != HEADER_BYTES + self.layout.block_bytes:
+                    os.ftruncate(fd, HEADER_BYTES + self.layout.block_bytes)
+                os.utime(fd, ns=(stamp, stamp))
+            finally:
+                os.close(fd)
+            os.rename(part, path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+            raise
+
+    def read(self, name: BlockName, target: memoryview, stamp: int) -> None:
+        """Reads one block into ``target``. Raises Corrupt, or OSError (FileNotFoundError for a missing file)."""
+        header = bytearray(HEADER_BYTES)
+        fd = os.open(self.path_of(name.hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if os.fstat(fd).st_size != HEADER_BYTES + self.layout.block_bytes:
+                raise Corrupt("it has another length")
+            _read_all(fd, [memoryview(header), target])
+            try:
+                if self.layout.unpack(bytes(header), name.hash) != name:
+                    raise Corrupt("its header changed")
+            except Foreign:
+                raise Corrupt("its header changed") from None
+            if block_checksum(target) != name.checksum:
+                raise Corrupt("its bytes do not fit their checksum")
+            # A file that cannot be stamped is still a good file.
+            with contextlib.suppress(OSError):
+                os.utime(fd, ns=(stamp, stamp))
+        finally:
+            os.close(fd)
+
+    def probe(self, block_hash: bytes) -> None:
+        """Reads a block's file from the medium, past the system's cache, and forgets its bytes. Raises OSError."""
+        fd = os.open(self.path_of(block_hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            while os.read(fd, PROBE_BYTES):
+                pass
+        finally:
+            os.close(fd)
+
+    def stamp(self, block_hash: bytes, stamp: int) -> None:
+        """Moves a file in the order of use, if it can be stamped."""
+        with contextlib.suppress(OSError):
+            os.utime(self.path_of(block_hash), ns=(stamp, stamp))
+
+    def remove(self, block_hash: bytes) -> None:
+        """Removes a block's file, if that is possible."""
+        with contextlib.suppress(OSError):
+            os.unlink(self.path_of(block_hash))
+
+    def scan(self, shard: int) -> list[tuple[int, BlockName | None]]:
+        """Returns (stamp, name) of each block in subfolder ``shard`` of SHARDS, by its header alone.
+
+        Half-written and broken files are removed; a broken file, and one that cannot be read, is (0, None). Foreign
+        files stay and are skipped, as is a subfolder that cannot be listed.
+        """
+        folder, found = f"{self._root}{shard:02x}{os.sep}", list[tuple[int, BlockName | None]]()
+        with contextlib.suppress(OSError):
+            for file in filter(_OUR_NAME.fullmatch, os.listdir(folder)):
+                try:
+                    found.append(self._inspect(folder + file, file))
+                except Foreign:
+                    continue
+                except OSError:
+                    # The file can perhaps be read later. If not, the next write of this hash replaces it.
+                    found.append((0, None))
+                except Corrupt:
+                    with contextlib.suppress(OSError):
+                        os.unlink(folder + file)
+                    if file.endswith(SUFFIX):
+                        found.append((0, None))
+        return found
+
+    def _inspect(self, path: str, file: str) -> tuple[int, BlockName]:
+        if not file.endswith(SUFFIX):
+            raise Corrupt("it was never finished")
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            header, status = os.pread(fd, HEADER_BYTES, 0), os.fstat(fd)
+        finally:
+            os.close(fd)
+        name = self.layout.unpack(header, bytes.fromhex(file.removesuffix(SUFFIX)))
+        if status.st_size != HEADER_BYTES + self.layout.block_bytes:
+            raise Corrupt("it has another length")
+        return status.st_mtime_ns, name
+
+
+def _write_all(fd: int, pieces: list[memoryview]) -> None:
+    """Writes all pieces to a file. A short write is the first sign of a full disk or a file-size limit; the next one
+    raises."""
+    while pieces:
+        done = os.writev(fd, pieces)
+        while pieces and done >= len(pieces[0]):
+            done -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][done:]
+
+
+def _read_all(fd: int, pieces: list[memoryview]) -> None:
+    while pieces:
+        done = os.readv(fd, pieces)
+        if not done:
+            raise Corrupt("it ends early")
+        while pieces and done >= len(pieces[0]):
+            done -= len(pieces.pop(0))
+        if pieces:
+            pieces[0] = pieces[0][done:]

@@ -1,0 +1,192 @@
+"""Writes runs of blocks as objects: how blocks are joined to a run, and the name and the bytes of an object. Sans-IO
+(I9).
+
+    <namespace, 64 digits>/<segment, 64 digits>/<first block, 64 digits>-<4 digits of each following block>
+
+    header, 2,048 bytes, little-endian: magic 8, version 4, blocks 4, block bytes 8, length of parent 4, zero 4,
+    namespace 32, segment 32, the first block's parent 32, then hash 32 and payload checksum 8 of each block, zeros,
+    checksum of all before 8; then the payloads
+
+A run is blocks of one segment (the SEGMENT_BLOCKS blocks of a chain that the index keeps together), each after the one
+before it. Its name tells what is in it, so a list of a segment's objects, one request, says for each block of a prompt
+whether and where it is kept, whoever wrote it: nodes of other clusters that share the bucket, too. Two clusters that
+keep the same run write the same object.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
+from pillion.kvstore.memory.memory import block_checksum
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt
+
+MAGIC = b"PILLIONR"
+VERSION = 1
+HEADER_BYTES = 2048
+# An object has at most this much payload, unless a single block has more: enough that a store's answering time is a
+# small part of the transfer, little enough that a reader of a few blocks does not wait for many others.
+MAX_RUN_BYTES = 16 * 2**20
+# An object's name has this many bytes of the hash of each block but the first, because services that keep objects as
+# files allow names of 255 characters. One in 65,536 blocks that seem to be in an object is another one, which is
+# noticed when the object is read.
+_TAG_BYTES = 2
+
+_FIELDS = struct.Struct("<8sIIQI4x32s32s32s")
+_ENTRY = struct.Struct("<32sQ")
+_CHECKSUM = struct.Struct("<Q")
+_NAME = re.compile(r"([0-9a-f]{64})-((?:[0-9a-f]{4})*)")
+
+
+@dataclass(frozen=True, slots=True)
+class RunName:
+    """Holds what an object's name says of its run.
+
+    Attributes:
+        segment: hash of the segment's first block.
+        first: hash of the run's first block.
+        tags: the first bytes of the hash of each block after the first one.
+    """
+
+    segment: bytes
+    first: bytes
+    tags: tuple[bytes, ...] = ()
+
+    @classmethod
+    def of(cls, names: Sequence[BlockName]) -> RunName:
+        """Makes the name of the object that has these blocks, a run."""
+        tags = tuple(name.hash[:_TAG_BYTES] for name in names[1:])
+        return cls(names[0].segment, names[0].hash, tags)
+
+    @classmethod
+    def parse(cls, segment: bytes, text: str) -> RunName | None:
+        """Reads the last part of an object's path; None for an object that is no run."""
+        found = _NAME.fullmatch(text)
+        if found is None:
+            return None
+        packed = bytes.fromhex(found[2])
+        tags = tuple(packed[at : at + _TAG_BYTES] for at in range(0, len(packed), _TAG_BYTES))
+        return cls(segment, bytes.fromhex(found[1]), tags) if len(tags) < SEGMENT_BLOCKS else None
+
+    def __len__(self) -> int:
+        return 1 + len(self.tags)
+
+    def __str__(self) -> str:
+        return f"{self.first.hex()}-{b''.join(self.tags).hex()}"
+
+    def leading(self, hashes: Sequence[bytes]) -> int:
+        """Returns how many of ``hashes``, the first of which is the run's first block, the run has."""
+        for place, (tag, block_hash) in enumerate(zip(self.tags, hashes[1:], strict=False)):
+            if not block_hash.startswith(tag):
+                return place + 1
+        return min(len(self), len(hashes))
+
+
+def split_runs(
+    blocks: Iterable[tuple[BlockName, memoryview]], block_bytes: int
+) -> list[list[tuple[BlockName, memoryview]]]:
+    """Joins blocks, which come in any order, to runs of at most MAX_RUN_BYTES and one segment."""
+    kept = {name.hash: (name, payload) for name, payload in blocks}
+    child: dict[bytes, bytes] = {}
+    for name, _ in kept.values():
+        # Where several blocks follow one, the others begin runs of their own.
+        if name.parent in kept and kept[name.parent][0].segment == name.segment:
+            child.setdefault(name.parent, name.hash)
+    heads = kept.keys() - set(child.values())
+    most = _most_blocks(block_bytes)
+    runs: list[list[tuple[BlockName, memoryview]]] = []
+    for head in (block_hash for block_hash in kept if block_hash in heads):
+        run: list[tuple[BlockName, memoryview]] = []
+        at: bytes | None = head
+        while at is not None:
+            if len(run) == most:
+                runs.append(run)
+                run = []
+            run.append(kept[at])
+            at = child.get(at)
+        runs.append(run)
+    return runs
+
+
+def _most_blocks(block_bytes: int) -> int:
+    return max(1, min(SEGMENT_BLOCKS, MAX_RUN_BYTES // block_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class RunLayout:
+    """Describes the layout that all objects of one namespace share. ``namespace`` has 32 bytes."""
+
+    namespace: bytes
+    block_bytes: int
+
+    def folder(self, segment: bytes) -> str:
+        """Returns the beginning of the paths of all objects of a segment."""
+        return f"{self.namespace.hex()}/{segment.hex()}"
+
+    def path(self, run: RunName) -> str:
+        """Returns the path of a run's object."""
+        return f"{self.folder(run.segment)}/{run}"
+
+    def size_bytes(self, run: RunName) -> int:
+        """Returns the size of a run's object. Raises Corrupt for a name of more blocks than a run has."""
+        if len(run) > _most_blocks(self.block_bytes):
+            raise Corrupt(f"its name has {len(run)} blocks, and a run has at most {_most_blocks(self.block_bytes)}")
+        return HEADER_BYTES + len(run) * self.block_bytes
+
+    def pack(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> bytearray:
+        """Makes the object of a run, whose blocks have ``block_bytes`` each."""
+        first = blocks[0][0]
+        packed = bytearray(HEADER_BYTES + len(blocks) * self.block_bytes)
+        _FIELDS.pack_into(
+            packed, 0, MAGIC, VERSION, len(blocks), self.block_bytes, len(first.parent),
+            self.namespace, first.segment, first.parent,
+        )  # fmt: skip
+        for place, (name, payload) in enumerate(blocks):
+            _ENTRY.pack_into(packed, _FIELDS.size + place * _ENTRY.size, name.hash, name.checksum)
+            begin = HEADER_BYTES + place * self.block_bytes
+            packed[begin : begin + self.block_bytes] = payload.cast("B")
+        checked = HEADER_BYTES - _CHECKSUM.size
+        _CHECKSUM.pack_into(packed, checked, block_checksum(memoryview(packed)[:checked]))
+        return packed
+
+    def unpack(self, data: memoryview, run: RunName) -> dict[bytes, tuple[int, memoryview]]:
+        """Returns the checksum and payload of each block of an object, by its hash; the payloads are not checked.
+        Raises Corrupt for anything but a sound object of this run, version and size."""
+        checked = HEADER_BYTES - _CHECKSUM.size
+        if len(data) < HEADER_BYTES or _CHECKSUM.unpack_from(data, checked)[0] != block_checksum(data[:checked]):
+            raise Corrupt("the header is damaged")
+        magic, version, count, length, parent_bytes, namespace, segment, _ = _FIELDS.unpack_from(data)
+        if magic != MAGIC or version != VERSION:
+            raise Corrupt(f"format version {version}, not {VERSION}")
+        if (namespace, segment, length) != (self.namespace, run.segment, self.block_bytes):
+            raise Corrupt("it is of another namespace or segment")
+        if parent_bytes not in (0, HASH_BYTES) or count != len(run):
+            raise Corrupt("it is of another run")
+        if len(data) != HEADER_BYTES + count * self.block_bytes:
+            raise Corrupt("it has another length")
+        entries = [_ENTRY.unpack_from(data, _FIELDS.size + place * _ENTRY.size) for place in range(count)]
+        hashes = [block_hash for block_hash, _ in entries]
+        if hashes[0] != run.first or run.leading(hashes) != count:
+            raise Corrupt("it is of another run")
+        begins = range(HEADER_BYTES, len(data), self.block_bytes)
+        payloads = (data[begin : begin + self.block_bytes] for begin in begins)
+        return {block_hash: (checksum, part) for (block_hash, checksum), part in zip(entries, payloads, strict=True)}
+
+
+def places_in(runs: Iterable[RunName], hashes: Sequence[bytes]) -> Mapping[bytes, RunName]:
+    """Returns which run has each of ``hashes``, blocks of a chain within one segment; where several runs have it, the
+    one that goes on longest."""
+    place = {block_hash: number for number, block_hash in enumerate(hashes)}
+    found: dict[bytes, tuple[int, RunName]] = {}
+    for run in runs:
+        begin = place.get(run.first)
+        if begin is None:
+            continue
+        end = begin + run.leading(hashes[begin:])
+        for block_hash in hashes[begin:end]:
+            if block_hash not in found or found[block_hash][0] < end:
+                found[block_hash] = end, run
+    return {block_hash: run for block_hash, (_, run) in found.items()}

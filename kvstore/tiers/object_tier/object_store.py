@@ -1,0 +1,193 @@
+"""Accesses a bucket of an S3 service with the library obstore: reads ``--object-url``, and makes the three requests of
+the object tier.
+
+    s3://BUCKET/PREFIX?endpoint=https://HOST&region=REGION&virtual_hosted_style=false
+
+obstore is Rust's ``object_store`` (Apache Arrow) behind asyncio: requests run on threads of its own, without the GIL,
+and it signs them, finds credentials and tries again as its users expect. boto3 needs a thread for each request, and
+aiobotocore computes signatures and reads bodies on the event loop. Credentials are those of the environment (the
+variables ``AWS_...``, a web identity, the instance's role): a URL with credentials is refused, because flags are
+visible to all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+from pillion.errors import ConfigError
+from pillion.kvstore.tiers.tiers import Corrupt
+
+FLAG = "--object-url"
+# A request with all its attempts ends by this time, whatever the service does.
+REQUEST_TIMEOUT_MS = 10_000
+CONNECT_TIMEOUT_MS = 2_000
+# There are this many attempts after the first one, after answers that may pass (503, 429, a lost connection), with
+# these waits before them.
+MAX_RETRIES = 2
+FIRST_BACKOFF_MS, MOST_BACKOFF_MS = 100, 1_000
+# One list brings this many names, as many as S3 sends at once.
+MAX_LISTED_NAMES = 1000
+
+_KEYS = ("endpoint", "region", "virtual_hosted_style")
+
+
+class MissingObject(Exception):  # noqa: N818
+    """Says that there is no such object, or not any more."""
+
+
+class ObjectStoreFailure(Exception):  # noqa: N818
+    """Says that the service refused a request, failed or did not answer in time; the text says which in a few words."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectPlace:
+    """Holds the parts of an object store's URL. ``endpoint`` and ``region`` are empty if the environment or AWS's
+    defaults give them."""
+
+    bucket: str
+    prefix: str
+    endpoint: str = ""
+    region: str = ""
+    virtual_hosted_style: bool = False
+
+    def __str__(self) -> str:
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+
+def parse_object_url(url: str) -> ObjectPlace:
+    """Reads ``--object-url``. Raises ConfigError, which repeats nothing that may be a secret."""
+    try:
+        parts = urlsplit(url)
+        keys = parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query))
+    except ValueError:
+        raise ConfigError(f"{FLAG} is no URL") from None
+    if parts.scheme != "s3" or not parts.netloc:
+        raise ConfigError(
+            f"{FLAG} does not begin with s3://BUCKET: other services than S3 and what speaks it are not served"
+        )
+    if "@" in parts.netloc or ":" in parts.netloc:
+        raise ConfigError(
+            f"{FLAG}: credentials and ports do not belong there; AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            " have the one, endpoint=URL has the other"
+        )
+    for name, _ in keys:
+        if name not in _KEYS:
+            raise ConfigError(f"{FLAG}: {name} is not one of {', '.join(_KEYS)}")
+    said = dict(keys)
+    endpoint, style = said.get("endpoint", ""), said.get("virtual_hosted_style", "false")
+    try:
+        there = urlsplit(endpoint)
+    except ValueError:
+        raise ConfigError(f"{FLAG}: its endpoint is no URL") from None
+    if "endpoint" in said and there.scheme not in ("http", "https"):
+        raise ConfigError(f"{FLAG}: its endpoint does not begin with http:// or https://")
+    if "@" in there.netloc:
+        raise ConfigError(f"{FLAG}: credentials do not belong into its endpoint")
+    if style not in ("true", "false"):
+        raise ConfigError(f"{FLAG}: virtual_hosted_style is true or false")
+    return ObjectPlace(
+        bucket=parts.netloc,
+        prefix=parts.path.strip("/"),
+        endpoint=endpoint.rstrip("/"),
+        region=said.get("region", ""),
+        virtual_hosted_style=style == "true",
+    )
+
+
+class ObjectStore:
+    """Represents a client of one bucket; paths are relative to the URL's prefix. Calls may be cancelled at any time.
+
+    Raises ConfigError where obstore is not installed or refuses the place.
+    """
+
+    def __init__(self, place: ObjectPlace) -> None:
+        self.place = place
+        try:
+            # The package is imported only when it is needed: a node without this tier needs no obstore.
+            self._obstore = importlib.import_module("obstore")
+            stores = importlib.import_module("obstore.store")
+            self._failed: type[Exception] = importlib.import_module("obstore.exceptions").BaseError
+        except ImportError as error:
+            raise ConfigError(
+                f"{FLAG}: obstore cannot be imported ({error}); it comes with the extra pillion[objects]"
+            ) from None
+        options: dict[str, Any] = {"endpoint": place.endpoint, "region": place.region}
+        try:
+            self._store = stores.S3Store(
+                place.bucket,
+                prefix=place.prefix or None,
+                virtual_hosted_style_request=place.virtual_hosted_style,
+                client_options={
+                    "allow_http": place.endpoint.startswith("http://"),
+                    "timeout": timedelta(milliseconds=REQUEST_TIMEOUT_MS),
+                    "connect_timeout": timedelta(milliseconds=CONNECT_TIMEOUT_MS),
+                },
+                retry_config={
+                    "max_retries": MAX_RETRIES,
+                    "retry_timeout": timedelta(milliseconds=REQUEST_TIMEOUT_MS),
+                    "backoff": {
+                        "init_backoff": timedelta(milliseconds=FIRST_BACKOFF_MS),
+                        "max_backoff": timedelta(milliseconds=MOST_BACKOFF_MS),
+                        "base": 2,
+                    },
+                },
+                **{name: value for name, value in options.items() if value},
+            )
+        except (self._failed, TypeError, ValueError) as error:
+            raise ConfigError(f"{FLAG}: {_first_line(error)}") from None
+
+    async def put(self, path: str, data: bytearray) -> None:
+        """Writes an object, whole or not at all. Raises ObjectStoreFailure."""
+        await self._asked(self._obstore.put_async(self._store, path, data, use_multipart=False))
+
+    async def get(self, path: str, size_bytes: int) -> memoryview:
+        """Reads an object of so many bytes. Raises MissingObject, ObjectStoreFailure, and Corrupt for an object of
+        another size, of which nothing is read, because any writer to the bucket may have put anything there."""
+
+        async def read() -> Any:
+            try:
+                found = await self._obstore.get_async(self._store, path)
+            except FileNotFoundError:
+                return None
+            said = found.meta["size"]
+            if said != size_bytes:
+                raise Corrupt(f"it has {said} bytes, not {size_bytes}")
+            return await found.bytes_async()
+
+        found = await self._asked(read())
+        if found is None:
+            raise MissingObject
+        return memoryview(found)
+
+    async def names(self, folder: str, after: str = "") -> list[str]:
+        """Returns the last part of each object's path in ``folder``, in their order from after ``after`` on, at most
+        MAX_LISTED_NAMES. Raises ObjectStoreFailure."""
+
+        async def listed() -> list[Any]:
+            pages = self._obstore.list(
+                self._store, folder, offset=f"{folder}/{after}" if after else None, chunk_size=MAX_LISTED_NAMES
+            )
+            async for some in pages:
+                return list(some)
+            return []
+
+        return [one["path"].rpartition("/")[2] for one in await self._asked(listed())]
+
+    async def _asked(self, request: Any) -> Any:
+        try:
+            async with asyncio.timeout(REQUEST_TIMEOUT_MS / 1000):
+                return await request
+        except TimeoutError:
+            raise ObjectStoreFailure(f"no answer within {REQUEST_TIMEOUT_MS} ms") from None
+        except (self._failed, OSError) as error:
+            raise ObjectStoreFailure(_first_line(error)) from None
+
+
+def _first_line(error: Exception) -> str:
+    """Returns obstore's error message, without the request and the answer that it repeats over many lines."""
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

@@ -1,0 +1,402 @@
+"""Implements the object tier: blocks of the pool, copied to a bucket that outlives nodes and that clusters may share.
+
+    a block   copied --queued--> written --put--> kept, known here --least recently used--> forgotten, still there
+                       +--failed-----------> reported gone    ^ |
+    a prompt --find: a list of its segment's objects----------+ +--get: does not fit its checksum--> forgotten, counted
+
+What this node knows of the bucket is what it wrote, and what it found when it was asked for a prompt's blocks; an
+object is as good whoever wrote it (object_runs.py). The bucket itself is bounded by its owner's
+rules of expiry: an object that is gone is a block that is missing (I1).
+
+Nothing waits for the service but a fetch, which is bounded: blocks to be written are copied into a queue of bounded
+size, and while that is full, or the service fails, blocks are refused. A service that failed or was late is paused and
+probed (:mod:`pillion.kvstore.tiers.tier_breaker`). The loop owns all state; bytes are copied and checked in threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby, takewhile
+from typing import Any
+
+from pillion.config import KVNodeFlags
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import PoolShape
+from pillion.kvstore.memory.memory import PoolMemory, block_checksum, until_over
+from pillion.kvstore.tiers.object_tier.object_runs import HEADER_BYTES, RunLayout, RunName, places_in, split_runs
+from pillion.kvstore.tiers.object_tier.object_store import (
+    MAX_LISTED_NAMES,
+    MissingObject,
+    ObjectStore,
+    ObjectStoreFailure,
+    parse_object_url,
+)
+from pillion.kvstore.tiers.object_tier.write_through import WriteThrough
+from pillion.kvstore.tiers.tier_breaker import TierBreaker
+from pillion.kvstore.tiers.tiers import BlockName, Corrupt, FarTier, MediumTier, heads_first
+
+log = logging.getLogger("pillion.kvnode")
+
+# This many bytes may wait to be written, or are being written; further blocks are refused, and so forgotten.
+MAX_QUEUED_BYTES = 256 * 2**20
+# This many requests of each kind may run at once.
+MAX_PUTS, MAX_GETS, MAX_LISTS = 4, 8, 16
+# At most this many lists run or wait for their turn; further ones find nothing.
+MAX_WAITING_LISTS = 256
+# At most this many blocks are known to be in the bucket, with some 300 bytes each.
+MAX_KNOWN_BLOCKS = 2**18
+# A block that no object had is not asked for again for this long; this many such blocks are remembered.
+ABSENT_MS = 5_000
+MAX_ABSENT_BLOCKS = 4096
+# No chain has this segment, so a list of it only shows whether the service answers.
+_NO_SEGMENT = bytes(32)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Says that a block is in the bucket, and which run has it. Its checksum is in the object."""
+
+    name: BlockName
+    run: RunName
+
+
+class ObjectMedium:
+    """Represents a bucket as :class:`pillion.kvstore.tiers.media.FarMedium`. Raises ConfigError for a URL that names
+    none."""
+
+    def __init__(self, flags: KVNodeFlags) -> None:
+        self._store = ObjectStore(parse_object_url(flags.object_url))
+        self.place = str(self._store.place)
+
+    def make_tier(self, shape: PoolShape) -> ObjectTier:
+        return ObjectTier(self._store, RunLayout(bytes.fromhex(shape.namespace), shape.block_bytes))
+
+    def copies(
+        self,
+        ledger: Ledger,
+        memory: PoolMemory,
+        tiers: Sequence[FarTier],
+        blocks_lost: Callable[[Sequence[BlockName]], None],
+    ) -> WriteThrough:
+        return WriteThrough(ledger, memory, tiers, blocks_lost)
+
+
+class ObjectTier(MediumTier[_Place]):
+    """Implements :class:`pillion.kvstore.tiers.tiers.FarTier` over a bucket. Listing and writing go on when a caller is
+    cancelled."""
+
+    name = "object"
+
+    def __init__(self, store: ObjectStore, layout: RunLayout) -> None:
+        super().__init__(store.place)
+        self._store = store
+        self._layout = layout
+        # For each run this has the hashes of its blocks that are known.
+        self._of_run: dict[RunName, set[bytes]] = {}
+        # These blocks wait to be written; until then they are loaded from these bytes.
+        self._coming: dict[bytes, tuple[BlockName, memoryview]] = {}
+        self._queued_bytes = 0
+        self._puts, self._gets, self._lists = (asyncio.Semaphore(most) for most in (MAX_PUTS, MAX_GETS, MAX_LISTS))
+        self._work: set[asyncio.Task[None]] = set()
+        # The first has the running lists, by segment and the name that they begin after; the second has blocks that no
+        # listed object had, and until when that counts.
+        self._listing: dict[tuple[bytes, str], asyncio.Task[tuple[list[RunName], bool]]] = {}
+        self._absent: OrderedDict[bytes, float] = OrderedDict()
+        self._breaker = TierBreaker()
+        self._probing: asyncio.Task[None] | None = None
+
+    def __contains__(self, block_hash: bytes) -> bool:
+        return block_hash in self._kept or block_hash in self._coming
+
+    def answers(self) -> bool:
+        return not self._breaker.paused
+
+    def room_bytes(self) -> int:
+        return 0 if self._closed or self._breaker.paused else max(0, MAX_QUEUED_BYTES - self._queued_bytes)
+
+    def names(self) -> Iterable[BlockName]:
+        coming = {block_hash: name for block_hash, (name, _) in self._coming.items()}
+        return heads_first({block_hash: place.name for block_hash, place in self._kept.items()} | coming)
+
+    async def store(self, blocks: Sequence[tuple[BlockName, memoryview]]) -> list[BlockName]:
+        """Queues copies of the blocks, and returns before they are written."""
+        gone, self._unreported = self._unreported, []
+        fresh: list[tuple[BlockName, memoryview]] = []
+        for name, payload in blocks:
+            if name.hash in self._kept:
+                self._kept.move_to_end(name.hash)
+            elif name.hash in self._coming:
+                continue
+            elif self.room_bytes() < self._layout.block_bytes or payload.nbytes != self._layout.block_bytes:
+                self.counts.failed += 1
+                gone.append(name)
+            else:
+                self._coming[name.hash] = name, payload
+                self._queued_bytes += self._layout.block_bytes
+                fresh.append((name, payload))
+        if fresh:
+            try:
+                await until_over(self._queue(fresh))
+            except MemoryError:
+                for name, _ in fresh:
+                    del self._coming[name.hash]
+                self._queued_bytes -= len(fresh) * self._layout.block_bytes
+                gone += [name for name, _ in fresh]
+        return [name for name in gone if name.hash not in self]
+
+    async def _queue(self, fresh: Sequence[tuple[BlockName, memoryview]]) -> None:
+        """Copies blocks, whose payloads are the caller's only until then, and begins to write them."""
+        runs = split_runs(fresh, self._layout.block_bytes)
+        objects = await asyncio.to_thread(lambda: [self._layout.pack(run) for run in runs])
+        for run, data in zip(runs, objects, strict=True):
+            names, size = [name for name, _ in run], self._layout.block_bytes
+            for name, begin in zip(names, range(HEADER_BYTES, len(data), size), strict=True):
+                self._coming[name.hash] = name, memoryview(data)[begin : begin + size]
+            task = asyncio.create_task(self._put(names, data), name="writing an object")
+            self._work.add(task)
+            task.add_done_callback(self._work.discard)
+
+    async def _put(self, names: Sequence[BlockName], data: bytearray) -> None:
+        run, failure = RunName.of(names), ""
+        try:
+            async with self._puts:
+                if self._breaker.paused:
+                    failure = "the service is paused"
+                else:
+                    await self._store.put(self._layout.path(run), data)
+        except ObjectStoreFailure as error:
+            failure = str(error)
+            self._failed("blocks were not written", failure)
+        finally:
+            for name in names:
+                del self._coming[name.hash]
+            self._queued_bytes -= len(names) * self._layout.block_bytes
+        if failure:
+            self.counts.failed += len(names)
+            self._unreported += names
+        else:
+            self.counts.stored += len(names)
+            for name in names:
+                self._absent.pop(name.hash, None)
+                self._know(_Place(name, run))
+
+    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False) -> None:
+        """Lists the segments of a chain from block ``first`` on: that of this block, and all others at once where that
+        one is here to its end. Blocks that are known already are not asked for.
+
+        With ``roughly``, of n others the last and about every √n-th are listed, then those between the deepest one that
+        is here and the next. So a list of 64 segments is 16 requests in two rounds.
+        """
+        begin = first // SEGMENT_BLOCKS * SEGMENT_BLOCKS
+        end = begin + SEGMENT_BLOCKS
+        await self._find_in(hashes, first, begin)
+        if not all(block_hash in self for block_hash in hashes[first:end]):
+            return
+        begins = range(end, len(hashes), SEGMENT_BLOCKS)
+        if not roughly:
+            await self._find_at(hashes, begins)
+            return
+        probes = sorted({*begins[:: max(1, math.isqrt(len(begins)))], *begins[-1:]})
+        await self._find_at(hashes, probes)
+        here = next((at for at in reversed(probes) if hashes[at] in self), begin)
+        after = next((at for at in probes if at > here), here)
+        await self._find_at(hashes, range(here + SEGMENT_BLOCKS, after, SEGMENT_BLOCKS))
+
+    async def _find_at(self, hashes: Sequence[bytes], begins: Iterable[int]) -> None:
+        await asyncio.gather(*(self._find_in(hashes, begin, begin) for begin in begins))
+
+    async def _find_in(self, hashes: Sequence[bytes], first: int, begin: int) -> None:
+        """Learns where the blocks from ``first`` on are, of the segment that begins with block ``begin``."""
+        chain = hashes[begin : begin + SEGMENT_BLOCKS]
+        segment, wanted = chain[0], hashes[first : begin + SEGMENT_BLOCKS]
+        absent = not wanted or self._absent.get(wanted[0], 0.0) > time.monotonic()
+        if absent or self._closed or not self.answers() or all(block_hash in self for block_hash in wanted):
+            return
+        after, more = "", True
+        while more:
+            runs, more = await self._runs_of(segment, after)
+            for block_hash, run in places_in(runs, chain).items():
+                if block_hash not in self:
+                    at = begin + chain.index(block_hash)
+                    parent = hashes[at - 1] if at else b""
+                    self._know(_Place(BlockName(block_hash, parent, segment, 0), run))
+            missing = next((block_hash for block_hash in wanted if block_hash not in self), None)
+            # There are more names than one list has, so those that begin with the next block are asked for.
+            more = more and missing is not None and missing.hex() != after
+            after = missing.hex() if missing is not None else ""
+        if wanted[0] not in self:
+            self._absent[wanted[0]] = time.monotonic() + ABSENT_MS / 1000
+            while len(self._absent) > MAX_ABSENT_BLOCKS:
+                self._absent.popitem(last=False)
+
+    async def _runs_of(self, segment: bytes, after: str) -> tuple[list[RunName], bool]:
+        """Returns the runs of a segment whose names are after this one, and whether there are more. Callers at the same
+        time share one request. Returns None where the service fails."""
+        key = segment, after
+        listing = self._listing.get(key)
+        if listing is None:
+            if len(self._listing) >= MAX_WAITING_LISTS:
+                return [], False
+            listing = self._listing[key] = asyncio.create_task(self._list(segment, after), name="listing objects")
+            listing.add_done_callback(lambda _: self._listing.pop(key))
+        return await asyncio.shield(listing)
+
+    async def _list(self, segment: bytes, after: str) -> tuple[list[RunName], bool]:
+        try:
+            async with self._lists:
+                if not self.answers():
+                    return [], False
+                names = await self._store.names(self._layout.folder(segment), after)
+        except ObjectStoreFailure as error:
+            self._failed("objects were not listed", str(error))
+            return [], False
+        runs = [run for name in names if (run := RunName.parse(segment, name)) is not None]
+        return runs, len(names) >= MAX_LISTED_NAMES
+
+    def _know(self, place: _Place) -> None:
+        before = self._kept.get(place.name.hash)
+        if before is not None:
+            self._drop(place.name.hash, before.run, report=False)
+        self._kept[place.name.hash] = place
+        self._of_run.setdefault(place.run, set()).add(place.name.hash)
+        if len(self._kept) > MAX_KNOWN_BLOCKS:
+            oldest = next(iter(self._kept))
+            self._drop(oldest, self._kept[oldest].run)
+            self.counts.dropped += 1
+
+    async def load(self, hashes: Sequence[bytes], targets: Sequence[memoryview]) -> int:
+        wanted = list(takewhile(self.__contains__, hashes))
+        if self._closed or not wanted:
+            return 0
+        jobs = zip(wanted, targets, strict=False)
+        parts, loads = list[list[tuple[bytes, memoryview]]](), list[asyncio.Task[int]]()
+        for run, each in groupby(jobs, lambda job: self._run_of(job[0])):
+            parts.append(list(each))
+            # Blocks that wait to be written may have been written when the task begins, so their bytes are looked up
+            # now.
+            work = self._load_run(run, parts[-1]) if run is not None else self._load_coming(parts[-1])
+            loads.append(asyncio.create_task(work, name="reading an object"))
+
+        def give_up() -> None:
+            for load in loads:
+                load.cancel()
+
+        await until_over(asyncio.wait(loads), give_up)
+        came = 0
+        for part, load in zip(parts, loads, strict=True):
+            good = 0 if load.cancelled() else load.result()
+            came += good
+            if good < len(part):
+                break
+        self.counts.loaded += came
+        return came
+
+    def _run_of(self, block_hash: bytes) -> RunName | None:
+        """Returns the run that has a block; None for a block that waits to be written."""
+        return None if block_hash in self._coming else self._kept[block_hash].run
+
+    def _load_coming(self, part: Sequence[tuple[bytes, memoryview]]) -> Coroutine[Any, Any, int]:
+        """Loads blocks that wait to be written; the result is how many came before one that failed."""
+        found = {block_hash: self._coming[block_hash] for block_hash, _ in part}
+        sources = {block_hash: (name.checksum, payload) for block_hash, (name, payload) in found.items()}
+        return until_over(asyncio.to_thread(_copy, part, sources))
+
+    async def _load_run(self, run: RunName, part: Sequence[tuple[bytes, memoryview]]) -> int:
+        """Loads blocks of one run; returns how many came before one that failed."""
+        try:
+            async with self._gets:
+                if not self.answers():
+                    return 0
+                data = await self._store.get(self._layout.path(run), self._layout.size_bytes(run))
+            sources = self._layout.unpack(data, run)
+            count = await until_over(asyncio.to_thread(_copy, part, sources))
+            if count < len(part) and part[count][0] in sources:
+                raise Corrupt("its bytes do not fit their checksum")
+        except MissingObject:
+            self._forget(run)
+            return 0
+        except Corrupt as error:
+            self.counts.corrupt += 1
+            self._warn("an object is damaged; its blocks are computed again", f"{error} ({self._layout.path(run)})")
+            self._forget(run)
+            return 0
+        except ObjectStoreFailure as error:
+            self.counts.failed += len(part)
+            self._failed("blocks were not read", str(error))
+            return 0
+        self._breaker.in_time()
+        # The run's name promised these blocks too, but its object lacks them: they are in another object, or in none.
+        for block_hash, _ in part[count:]:
+            self._drop(block_hash, run)
+        self.touch([block_hash for block_hash, _ in reversed(part[:count])])
+        return count
+
+    def _forget(self, run: RunName) -> None:
+        """Forgets the blocks of a run whose object is missing or damaged."""
+        for block_hash in list(self._of_run.get(run, ())):
+            self._drop(block_hash, run)
+
+    def _drop(self, block_hash: bytes, run: RunName, *, report: bool = True) -> None:
+        place = self._kept.get(block_hash)
+        if place is not None and place.run == run:
+            del self._kept[block_hash]
+            blocks = self._of_run[run]
+            blocks.discard(block_hash)
+            if not blocks:
+                del self._of_run[run]
+            if report:
+                self._unreported.append(place.name)
+
+    def _failed(self, message: str, failure: str) -> None:
+        """Pauses the service until a probe is answered."""
+        self._warn(f"{message}; the object tier is paused", failure)
+        if self._breaker.paused:
+            return
+        self._breaker.late(time.monotonic())
+        if self._closed:
+            return
+        self._probing = asyncio.create_task(self._probe(), name="probing the object tier")
+
+    async def _probe(self) -> None:
+        breaker = self._breaker
+        while breaker.paused:
+            await asyncio.sleep(max(0.0, breaker.probe_at_s - time.monotonic()))
+            try:
+                await self._store.names(self._layout.folder(_NO_SEGMENT))
+            except ObjectStoreFailure:
+                breaker.late(time.monotonic())
+            else:
+                breaker.answered()
+                paused_s = time.monotonic() - breaker.since_s
+                log.warning("the object tier answers again after %.1f s (%s)", paused_s, self._store.place)
+
+    async def close(self) -> None:
+        """Waits for objects that are being written or wait to be; each of these waits is bounded in time."""
+        self._closed = True
+        for task in (self._probing, *self._listing.values()):
+            if task is not None:
+                task.cancel()
+        while self._work:
+            await asyncio.gather(*self._work, return_exceptions=True)
+
+
+def _copy(part: Iterable[tuple[bytes, memoryview]], sources: dict[bytes, tuple[int, memoryview]]) -> int:
+    """Copies blocks until one is missing or does not fit its checksum; returns how many it copied."""
+    count = 0
+    for block_hash, target in part:
+        checksum, payload = sources.get(block_hash, (0, None))
+        if payload is None:
+            break
+        target[:] = payload
+        # The target is checked and not the source, so that a reader of the block sees the checked bytes.
+        if block_checksum(target) != checksum:
+            break
+        count += 1
+    return count

@@ -1,0 +1,121 @@
+"""Copies blocks to far tiers while they are still in the pool.
+
+    committed --COPY_DELAY_S--> still there? --copied, in a thread--> still the same? --> stored, and in the pool as
+    before
+
+Eviction alone would bring a bucket only the ends of chains, because a chain's end leaves the pool first and its head
+may never do so, and nothing at all of a node that dies; and an end is of no use to a node that lacks the head. The
+delay lets a prompt's blocks, and some of its answer's, become one object. Blocks are copied head first, as they are
+committed. As in the spiller, no pin is needed: if the very same block is still there afterwards, the copy is good.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import Block, IndexEvent
+from pillion.kvstore.memory.memory import PoolMemory
+from pillion.kvstore.tiers.media import EarlyCopies
+from pillion.kvstore.tiers.tiers import BlockName, FarTier
+
+COPY_DELAY_S = 5.0
+# This many bytes are copied before the pool is checked again.
+BATCH_BYTES = 16 * 2**20
+# At most this many blocks wait for their copy; the oldest are left out where a tier cannot keep up.
+MAX_DUE_BLOCKS = 2**16
+# After a tier had no room, nothing is copied to it for this long.
+NO_ROOM_S = 0.5
+
+
+class WriteThrough(EarlyCopies):
+    """Copies the blocks of one pool. Only the node's loop calls it.
+
+    Args:
+        tiers: far tiers.
+        blocks_lost: called with blocks that a tier no longer keeps.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        memory: PoolMemory,
+        tiers: Sequence[FarTier],
+        blocks_lost: Callable[[Sequence[BlockName]], None],
+    ) -> None:
+        self._ledger = ledger
+        self._memory = memory
+        self._tiers = tiers
+        self._blocks_lost = blocks_lost
+        # These are the committed blocks, and when each is due on the loop's clock.
+        self._due: deque[tuple[float, bytes]] = deque(maxlen=MAX_DUE_BLOCKS)
+        self._poked = asyncio.Event()
+
+    def committed(self, events: Iterable[IndexEvent]) -> None:
+        """Notes the blocks that came into the pool."""
+        if self._tiers:
+            due_s = asyncio.get_running_loop().time() + COPY_DELAY_S
+            self._due.extend((due_s, event.block_hash) for event in events if event.here)
+            self._poked.set()
+
+    async def run(self) -> None:
+        """Copies the blocks that are due, until it is cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._poked.wait()
+            if not self._due:
+                self._poked.clear()
+                continue
+            await asyncio.sleep(max(0.0, self._due[0][0] - loop.time()))
+            if not await self._copy_some(loop.time()):
+                await asyncio.sleep(NO_ROOM_S)
+
+    async def _copy_some(self, now: float) -> bool:
+        """Copies a batch of the blocks that are due; returns False if no tier has room for one."""
+        block_bytes = self._memory.block_bytes
+        room_bytes = max(tier.room_bytes() for tier in self._tiers)
+        if room_bytes < block_bytes:
+            return False
+        most = max(1, min(BATCH_BYTES, room_bytes) // block_bytes)
+        blocks: dict[bytes, Block] = {}
+        while self._due and self._due[0][0] <= now and len(blocks) < most:
+            block = self._ledger.tree.by_hash.get(self._due.popleft()[1])
+            if block is not None and not all(block.hash in tier for tier in self._tiers):
+                blocks[block.hash] = block
+        for tier in self._tiers:
+            await self._find(tier, list(blocks.values()))
+            missing = [block for block in blocks.values() if block.hash not in tier]
+            if missing:
+                self._blocks_lost(await tier.store(await self._copied(missing)))
+        return True
+
+    async def _find(self, tier: FarTier, blocks: Sequence[Block]) -> None:
+        """Asks whether the tier has these blocks: others may have written them, or an earlier life of this node."""
+        last_blocks = {block.segment: block for block in blocks if block.hash not in tier}
+        for last_block in last_blocks.values():
+            chain = list[bytes]()
+            at: Block | None = last_block
+            while at is not None:
+                chain.append(at.hash)
+                at = at.parent
+            await tier.find(chain[::-1], (len(chain) - 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS)
+
+    async def _copied(self, blocks: Sequence[Block]) -> list[tuple[BlockName, memoryview]]:
+        """Copies blocks; returns the copies of those that stayed in the pool meanwhile."""
+        targets = [np.empty(self._memory.block_bytes, np.uint8).data for _ in blocks]
+        slots, sums = [block.slot for block in blocks], [block.checksum for block in blocks]
+        names = [
+            BlockName(block.hash, block.parent.hash if block.parent else b"", block.segment, 0) for block in blocks
+        ]
+        copies = await self._memory.copy_out(slots, targets, sums)
+        here = self._ledger.tree.by_hash
+        return [
+            (BlockName(name.hash, name.parent, name.segment, checksum), data)
+            for name, block, data, checksum in zip(names, blocks, targets, copies, strict=True)
+            if here.get(block.hash) is block
+        ]

@@ -1,0 +1,235 @@
+"""Wraps NIXL's agent with one registered pool: the few calls that the data plane needs, without NIXL's types.
+
+NIXL is an optional package (extra "nixl"); it is imported when an agent is made, which takes about a second. An agent
+has no lock: the thread that makes it makes all calls to it, or hands it over to another thread for good.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import logging
+import mmap
+import os
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from pillion.errors import ConfigError, Unavailable
+from pillion.kvstore.memory.memory import CUDA, HOST, HostMemory, PoolMemory
+from pillion.rooms import Seam, entered
+from pillion.v1.kvplane_pb2 import MeetReply
+
+log = logging.getLogger("pillion.kvnode")
+
+SELF_CHECK_S = 10.0
+PROBE_BYTES = 64
+
+# These variables of UCX get these values where the user has not set them. Emulated reads are not one-sided
+# (pillion.kvstore.transfer.nixl.nixl_plane), and logs belong on stderr. A pool is registered once and stays mapped, so
+# UCX need not patch the process's mmap and malloc to follow what becomes of its memory.
+_ENVIRONMENT = {
+    "UCX_PROTO_EMULATION_ENABLE": "n",
+    "UCX_MEM_EVENTS": "n",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_LOG_FILE": "stderr",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "NIXL_LOG_LEVEL": "FATAL",
+}
+_BUILDS = ("nixl_cu13", "nixl_cu12", "nixl_rocm")
+_BUILDS_BEFORE_13 = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
+_CUDA_13 = 13000
+# The room's function returns the version of this machine's CUDA driver, 0 where there is none.
+DRIVER_VERSION = Seam[Callable[[], int]]("kvstore.transfer.driver")
+# These are NIXL's names of the kinds of memory.
+_KINDS = {HOST: "DRAM", CUDA: "VRAM"}
+_OWN = "NIXL_INIT_AGENT"
+_BACKEND = "UCX"
+
+
+def nixl_trouble() -> str:
+    """Imports NIXL and reads one block of own memory through it; returns why it cannot be used, or an empty string."""
+    if sys.platform != "linux":
+        return f"there is none for {sys.platform}"
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    memory[: mmap.PAGESIZE] = b"\x5a" * mmap.PAGESIZE
+    try:
+        agent = NixlAgent(HostMemory(memory, 2, mmap.PAGESIZE))
+    except ConfigError as error:
+        return error.message
+    try:
+        _read_own(agent)
+        if memory[mmap.PAGESIZE :] != memory[: mmap.PAGESIZE]:
+            return "a block that was read through it differs"
+    except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
+        return f"its self-check failed: {error!r}"
+    finally:
+        agent.close()
+    return ""
+
+
+class NixlAgent:
+    """Holds one agent and its pool, which may be on a GPU. Raises ConfigError if NIXL does not import, or cannot
+    register the memory."""
+
+    def __init__(self, memory: PoolMemory) -> None:
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        self._block_bytes = memory.block_bytes
+        # The memory stays mapped as long as it is registered.
+        self._held: Any = memory.hold()
+        self.address = memory.address
+        self._own = MeetReply(
+            num_slots=memory.num_slots,
+            pool_address=memory.address,
+            memory_kind=memory.kind,
+            device_index=memory.device_index,
+        )
+        self._numpy: Any = None
+        self._nixl: Any = None
+        self._scratch: Any = ctypes.create_string_buffer(PROBE_BYTES)
+        self._registered: list[Any] = []
+        self.blocks: Any = None
+        self.metadata = b""
+        # The name is unique, so that a restarted node is a new agent to everybody.
+        self.name = f"pillion-{secrets.token_hex(8)}"
+        try:
+            with memory.on_device():
+                self._register(memory)
+        except ImportError as error:
+            raise ConfigError(f"nixl does not import ({error}); it is the package's extra 'nixl'") from None
+        except Exception as error:  # noqa: BLE001  (NIXL's errors have no common root but Exception)
+            raise ConfigError(f"NIXL cannot use the pool: {error!r}") from None
+
+    def add(self, pool: MeetReply) -> tuple[str, Any]:
+        """Makes a source known; returns its agent's name, and all its slots as one list."""
+        name = _text(self._nixl.add_remote_agent(pool.nixl_metadata))
+        try:
+            return name, self._prepare(name, pool)
+        except Exception:
+            self.disconnect(name)
+            raise
+
+    def probe(self, agent_name: str, pool: MeetReply) -> tuple[Any, bool]:
+        """Starts to read a few bytes of the source into memory that nothing else uses; returns what :meth:`post`
+        returns."""
+        size = min(PROBE_BYTES, self._block_bytes)
+        here = self._nixl.get_xfer_descs([(ctypes.addressof(self._scratch), size, 0)], "DRAM")
+        there = self._nixl.get_xfer_descs([(pool.pool_address, size, pool.device_index)], _KINDS[pool.memory_kind])
+        return self._start(self._nixl.initialize_xfer("READ", here, there, agent_name, b"", [_BACKEND]))
+
+    def own_blocks(self) -> Any:
+        """Returns this node's own slots as a list, as if they were a source's."""
+        return self._prepare(self.name, self._own)
+
+    def post(self, local: tuple[int, ...], blocks: Any, remote: tuple[int, ...]) -> tuple[Any, bool]:
+        """Starts one transfer; returns its handle and whether it is over already."""
+        array, int32 = self._numpy.array, self._numpy.int32
+        handle = self._nixl.make_prepped_xfer(
+            "READ", self.blocks, array(local, dtype=int32), blocks, array(remote, dtype=int32), b"", [_BACKEND]
+        )
+        return self._start(handle)
+
+    def state(self, handle: Any) -> str:
+        """Returns a transfer's state, DONE, PROC or ERR; raises NIXL's error when a peer is lost."""
+        return _text(self._nixl.check_xfer_state(handle))
+
+    def release(self, handle: Any) -> None:
+        """Frees the handle of a transfer that is over, or of a list that nothing uses."""
+        try:
+            handle.release()
+        except Exception as error:  # noqa: BLE001
+            log.warning("NIXL keeps a handle: %r", error)
+
+    def disconnect(self, agent_name: str) -> None:
+        """Closes a peer's endpoint by force."""
+        try:
+            self._nixl.remove_remote_agent(agent_name)
+        except Exception as error:  # noqa: BLE001
+            log.debug("NIXL could not disconnect: %r", error)
+
+    def progress(self) -> None:
+        """Lets UCX answer peers that connect, and notice lost ones."""
+        try:
+            self._nixl.get_new_notifs([_BACKEND])
+        except Exception as error:  # noqa: BLE001
+            log.debug("NIXL: %r", error)
+
+    def close(self) -> None:
+        """Ends the registration; the memory may be unmapped afterwards."""
+        self.release(self.blocks)
+        for registered in self._registered:
+            with contextlib.suppress(Exception):
+                self._nixl.deregister_memory(registered, [_BACKEND])
+        self._registered.clear()
+        self._nixl = self.blocks = self._held = self._scratch = None
+
+    def _register(self, memory: PoolMemory) -> None:
+        self._numpy = importlib.import_module("numpy")
+        api = _import_api()
+        config = api.nixl_agent_config(enable_prog_thread=False, backends=[_BACKEND])
+        self._nixl = api.nixl_agent(self.name, config)
+        pool = [(memory.address, memory.num_slots * memory.block_bytes, memory.device_index, "")]
+        scratch = [(ctypes.addressof(self._scratch), PROBE_BYTES, 0, "")]
+        self._registered = [
+            self._nixl.register_memory(pool, _KINDS[memory.kind], [_BACKEND]),
+            self._nixl.register_memory(scratch, "DRAM", [_BACKEND]),
+        ]
+        self.blocks = self._prepare(_OWN, self._own)
+        self.metadata = self._nixl.get_agent_metadata()
+
+    def _start(self, handle: Any) -> tuple[Any, bool]:
+        try:
+            state = _text(self._nixl.transfer(handle))
+        except Exception:
+            self.release(handle)
+            raise
+        if state == "ERR":
+            self.release(handle)
+            raise Unavailable("the transfer cannot be started")
+        return handle, state == "DONE"
+
+    def _prepare(self, agent_name: str, pool: MeetReply) -> Any:
+        size = self._block_bytes
+        row = [pool.pool_address, size, pool.device_index, size, pool.num_slots]
+        strided = self._numpy.array([row], dtype=self._numpy.uint64)
+        return self._nixl.prep_xfer_dlist(agent_name, strided, _KINDS[pool.memory_kind], [_BACKEND])
+
+
+def _builds() -> Sequence[str]:
+    """Returns NIXL's builds, the one that fits the CUDA driver first; for host memory any of them does."""
+    version = next((ask() for ask in entered(DRIVER_VERSION)), 0)
+    return _BUILDS_BEFORE_13 if 0 < version < _CUDA_13 else _BUILDS
+
+
+def _import_api() -> Any:
+    """Imports one of NIXL's builds. The package ``nixl`` itself would import torch (4 s, 190 MB) to choose one."""
+    for build in _builds():
+        try:
+            api = importlib.import_module(f"{build}._api")
+            # NIXL logs a greeting to standard output, which belongs to the caller.
+            logging.getLogger("nixl").setLevel(logging.WARNING)
+            return api
+        except ModuleNotFoundError as error:
+            if error.name != build:
+                raise
+    raise ImportError("none of its builds is installed")
+
+
+def _read_own(agent: NixlAgent) -> None:
+    blocks = agent.own_blocks()
+    handle, done = agent.post((1,), blocks, (0,))
+    deadline_s = time.monotonic() + SELF_CHECK_S
+    while not done:
+        if time.monotonic() > deadline_s:
+            raise Unavailable(f"nothing came within {SELF_CHECK_S:.0f} s")
+        done = agent.state(handle) == "DONE"
+    agent.release(handle)
+    agent.release(blocks)
+
+
+def _text(name: str | bytes) -> str:
+    return name.decode() if isinstance(name, bytes) else name

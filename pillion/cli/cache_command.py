@@ -1,0 +1,80 @@
+"""Declares the commands of `pillion cache`. Each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from pillion.cli.flags import CommandGroup, option, options
+from pillion.cli.reach import pop_reach, talks_to_gateway
+
+
+def seconds_of(ctx: click.Context, param: click.Parameter, text: str) -> int:
+    """Parses a duration such as 90s, 5m, 1h or 7d; "" is 0."""
+    from pillion.cli.cache import parse_duration
+
+    try:
+        return parse_duration(text) if text else 0
+    except ValueError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
+
+
+@click.group(cls=CommandGroup)
+def cache() -> None:
+    """Compute prompts ahead and pin them.
+
+    FILE is one prompt, its text, or, with the ending .jsonl, an object on each line with "text", "messages" or
+    "tokens", and perhaps with "model", "adapter", "cache_salt", "tools", "name" and "ttl_s".
+    """
+
+
+warms = options(
+    option("--model", "Served model or adapter; may be left out where one model is served.", ""),
+    option("--cache-salt", "The salt of the requests that are to find the prompts.", ""),
+)
+
+
+@cache.command("warm")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@warms
+@talks_to_gateway
+def cache_warm(file: Path, model: str, cache_salt: str, **values: Any) -> None:
+    """Compute the KV of the prompts in FILE, after all other requests. Nothing is generated."""
+    from pillion.cli.cache import run_warm
+
+    run_warm(pop_reach(values), file, {"model": model, "cache_salt": cache_salt})
+
+
+@cache.command("pin")
+@click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
+@option("--name", "The pin's name, for one prompt. Default: one that follows from the prompt.", "")
+@option("--ttl ttl_s", "How long, such as 5m, 1h or 7d; at most 30d. Default: a day.", "", callback=seconds_of)
+@warms
+@talks_to_gateway
+def cache_pin(file: Path, name: str, ttl_s: int, model: str, cache_salt: str, **values: Any) -> None:
+    """Compute the prompts in FILE, and keep them in memory before everything that is not pinned."""
+    from pillion.cli.cache import run_warm
+
+    common = {"model": model, "cache_salt": cache_salt, "pin": True, "name": name, "ttl_s": ttl_s}
+    run_warm(pop_reach(values), file, common)
+
+
+@cache.command("list")
+@talks_to_gateway
+def cache_list(**values: Any) -> None:
+    """List your own pins: names, tokens, blocks, nodes, when they lapse, and how many prompts they served."""
+    from pillion.cli.cache import run_list
+
+    run_list(pop_reach(values))
+
+
+@cache.command("drop")
+@click.argument("name")
+@talks_to_gateway
+def cache_drop(name: str, **values: Any) -> None:
+    """End your own pin NAME. Its blocks stay in memory until they have to go."""
+    from pillion.cli.cache import run_drop
+
+    run_drop(pop_reach(values), name)

@@ -1,0 +1,180 @@
+"""Reads what programs for vLLM write: options of its ``LLM``, adapters of its requests, arguments of its scripts.
+
+An option of vLLM that Pillion has goes on as Pillion's; one that Pillion has not is taken with the values that ask for
+nothing, and refused with a sentence that says what to do instead otherwise. Nothing is ignored that was asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pillion.config import OfflineFlags
+from pillion.errors import ConfigError
+
+_ANY = None
+_POOLING = "Pillion generates text and has no pooling models"
+
+
+@dataclass(frozen=True, slots=True)
+class _Absent:
+    """Describes an option of vLLM that Pillion lacks: the ``values`` that ask for nothing, beside None, where _ANY
+    stands for all values, and what to do instead of others."""
+
+    values: tuple[Any, ...] | None
+    instead: str = ""
+
+
+# Reasons for _ANY: the option allows something (memory, a custom kernel) or concerns logs that LLM does not write.
+_ABSENT: Mapping[str, _Absent] = {
+    "trust_remote_code": _Absent(
+        (False,),
+        "Pillion runs no code of a checkpoint; leave the option out where the architecture is one that Pillion knows",
+    ),
+    "tokenizer_mode": _Absent(("auto", "fast", "hf"), "tokenizers are those of tokenizer.json"),
+    "skip_tokenizer_init": _Absent((False,), "give prompts as token ids; the tokenizer is loaded all the same"),
+    "pipeline_parallel_size": _Absent((1,), "set tensor_parallel_size; prefill workers of `pillion serve` have stages"),
+    "data_parallel_size": _Absent((1,), "start `pillion serve` with several --decode-workers"),
+    "enable_expert_parallel": _Absent((False,), "set tensor_parallel_size"),
+    "distributed_executor_backend": _Absent(("mp", "uni"), "ranks are processes of this machine"),
+    "cpu_offload_gb": _Absent((0, 0.0), "choose a quantization, such as int8"),
+    "swap_space": _Absent(_ANY),
+    "disable_custom_all_reduce": _Absent(_ANY),
+    "disable_log_stats": _Absent(_ANY),
+    "max_seq_len_to_capture": _Absent(_ANY),
+    "hf_overrides": _Absent(({},), "change config.json in a copy of the folder"),
+    "hf_token": _Absent((), "set HF_TOKEN in the environment"),
+    "allowed_local_media_path": _Absent(("",), "Pillion takes text alone"),
+    "limit_mm_per_prompt": _Absent(({},), "Pillion takes text alone"),
+    "runner": _Absent(("auto", "generate"), _POOLING),
+    "task": _Absent(("auto", "generate"), _POOLING),
+    "convert": _Absent(("auto", "none"), _POOLING),
+}
+_RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
+# Pillion reads these formats; a folder is safetensors, a file GGUF.
+_FORMATS = ("safetensors", "gguf")
+_OWN_FORMATS = ("auto", "dummy")
+# vLLM's names of kernels for the checkpoints of one producer.
+_PRODUCERS = {
+    "awq_marlin": "awq",
+    "gptq_marlin": "gptq",
+    "gptq_bitblas": "gptq",
+    "compressed_tensors": "compressed-tensors",
+}
+PRODUCERS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt", "mlx", "gguf")
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARequest:
+    """Names an adapter and its folder, as vLLM has it. The adapter is loaded when a call first brings it.
+
+    Attributes:
+        lora_name: the adapter's name.
+        lora_int_id: vLLM's number of the adapter, which Pillion does not need.
+        lora_path: a folder as PEFT writes it.
+    """
+
+    lora_name: str
+    lora_int_id: int = 0
+    lora_path: str = ""
+
+    @property
+    def name(self) -> str:
+        """Gives the adapter's name."""
+        return self.lora_name
+
+
+def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options in Pillion's words; a value of None is the option's default. Raises ConfigError for what
+    Pillion cannot do."""
+    found: dict[str, Any] = {}
+    for name, value in options.items():
+        absent = _ABSENT.get(name)
+        if absent is None:
+            if value is not None:
+                found[_RENAMED.get(name, name)] = value
+        elif value is not None and absent.values is not _ANY and value not in absent.values:
+            raise ConfigError(f"{name}={value!r} is not supported: {absent.instead}")
+    if found.get("load_format", "auto") not in _OWN_FORMATS:
+        _check_format(model, found.pop("load_format"))
+    if producer_of(found):
+        del found["quantization"]
+    return found
+
+
+def producer_of(options: Mapping[str, Any]) -> str:
+    """Returns the producer that ``quantization`` names, such as "awq", in vLLM's spelling or in capitals; "" where it
+    names none."""
+    given = options.get("quantization")
+    name = given.lower() if isinstance(given, str) else ""
+    name = _PRODUCERS.get(name, name)
+    return name if name in PRODUCERS else ""
+
+
+def check_producer(wanted: str, model: str, folder: Path) -> None:
+    """Raises ConfigError where the prepared checkpoint is of another producer than ``quantization`` says."""
+    if not wanted:
+        return
+    from pillion.engine.models.config_parser import quantization_method, read_config
+
+    found = "gguf" if _is_file(model) else quantization_method(read_config(folder))
+    if found == wanted:
+        return
+    what = f"is of {found}" if found else "has plain weights"
+    instead = (
+        "leave the option out" if found else "leave the option out, or choose int8 or int4, which Pillion makes of them"
+    )
+    raise ConfigError(f"quantization={wanted!r}: {model} {what}; {instead}")
+
+
+def _check_format(model: str, wanted: Any) -> None:
+    if wanted not in _FORMATS:
+        raise ConfigError(
+            f"load_format={wanted!r} is not supported: Pillion reads safetensors and GGUF, which hold no code; convert"
+            " other weights with transformers' save_pretrained"
+        )
+    is_file = _is_file(model)
+    if is_file != (wanted == "gguf"):
+        raise ConfigError(
+            f"load_format={wanted!r}: {model} is {'a GGUF file' if is_file else 'a folder of safetensors'}"
+        )
+
+
+def _is_file(model: str) -> bool:
+    return model == "demo" or Path(model).expanduser().is_file()
+
+
+class FlexibleArgumentParser(argparse.ArgumentParser):
+    """Is a parser that takes ``--max_model_len`` for ``--max-model-len``, as vLLM's scripts expect."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        import sys
+
+        words = [_dashed(word) for word in (sys.argv[1:] if args is None else args)]
+        return super().parse_known_args(words, namespace)
+
+
+class EngineArgs:
+    """Gives vLLM's scripts the options of :class:`pillion.LLM` as arguments; ``vars(parser.parse_args())`` are
+    keyword arguments of LLM."""
+
+    @staticmethod
+    def add_cli_args(parser: Any) -> Any:
+        """Adds one argument for each option to a parser or a group of one, and returns it."""
+        for field in fields(OfflineFlags):
+            name, about = "--" + field.name.replace("_", "-"), field.metadata
+            # Every argument is None by default, which LLM understands as an option that is not given.
+            if about["kind"] is bool:
+                parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
+            else:
+                parser.add_argument(name, default=None, choices=about["choices"] or None)
+        parser.add_argument("--seed", type=int, default=None)
+        return parser
+
+
+def _dashed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else word

@@ -1,0 +1,56 @@
+"""Reads service level objectives, as ``--slo`` has them. Sans-IO.
+
+    ttft=1.0+0.002*n,itl_p99=0.1,e2e=30+0.1*m
+
+Times are in seconds; ``n`` is the number of the request's prompt tokens, ``m`` that of its answer's tokens. A request
+meets an objective if its own latency is at most the bound, so ``itl_p99`` is the 99th percentile of the gaps within one
+request (DistServe's and `vllm bench serve`'s goodput, with bounds that grow with the prompt).
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MEASURES = ("ttft", "tpot", "e2e", "itl", "itl_p50", "itl_p90", "itl_p95", "itl_p99", "itl_max")
+_NUMBER = r"\d+(?:\.\d*)?(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?"
+_TERM = re.compile(rf"({_NUMBER})(?:\*([nm]))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """Requires of each request that ``measure`` <= fixed_s + per_prompt_token_s * n + per_answer_token_s * m, in
+    seconds."""
+
+    measure: str
+    fixed_s: float
+    per_prompt_token_s: float = 0.0
+    per_answer_token_s: float = 0.0
+
+    def bound_s(self, prompt_tokens: int, answer_tokens: int) -> float:
+        """Returns the bound of the objective for a request with so many tokens, in seconds."""
+        return self.fixed_s + self.per_prompt_token_s * prompt_tokens + self.per_answer_token_s * answer_tokens
+
+
+def parse_slo(text: str) -> tuple[Objective, ...]:
+    """Reads objectives separated by commas; an empty text has none. Raises ValueError, which names the right form."""
+    found: dict[str, Objective] = {}
+    for term in filter(None, (term.strip() for term in text.split(","))):
+        measure, equals, bound = (side.strip() for side in term.partition("="))
+        if measure not in MEASURES or not equals:
+            raise ValueError(f"objective {term!r} is not MEASURE=SECONDS, with one of {', '.join(MEASURES)}")
+        if measure in found:
+            raise ValueError(f"objective {measure!r} is given twice")
+        found[measure] = Objective(measure, *_bound(term, bound))
+    return tuple(found.values())
+
+
+def _bound(objective: str, bound: str) -> tuple[float, float, float]:
+    sums = {"": 0.0, "n": 0.0, "m": 0.0}
+    # A plus in the exponent of a number does not separate terms.
+    for term in re.split(r"(?<![eE])\+", bound.replace(" ", "")):
+        match = _TERM.fullmatch(term)
+        if match is None:
+            raise ValueError(f"objective {objective!r}: {term!r} is not SECONDS, SECONDS*n or SECONDS*m")
+        sums[match[2] or ""] += float(match[1])
+    return sums[""], sums["n"], sums["m"]

@@ -1,0 +1,154 @@
+"""Is the fork server's program: it imports what components need, and then forks one whenever the supervisor asks for
+it.
+
+    python -m pillion.supervisor.standbys.fork_server_main MODULE|MODULE:FUNCTION=TEXT...
+        (which calls FUNCTION(TEXT), too)
+
+    importing --READY--> waiting --FORK, with three descriptors--> forked ---> waiting
+                            |  '-- some are missing: this process may have no more --> closed, no fork --> waiting
+                            '-- the connection ends --> exit
+
+    a fork:  the supervisor's child, tied to it, in its own session --its number--> waiting for its order
+                 --the order--> `python -m pillion WORDS`, in the order's environment
+                 '-- the connection ends --> exit
+
+It starts no thread and uses no GPU: a fork has only the thread that called it, and what others held stays locked.
+:mod:`pillion.supervisor.standbys.fork_server` is the supervisor's side, and says why there is a fork server.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from pillion.supervisor.lifeline import parent_pid, tie_to_parent
+from pillion.supervisor.ready_process import STANDBY_VARIABLE
+from pillion.supervisor.standbys.process_title import find_title, show_title
+
+READY, FORK = b"r", b"f"
+# A fork gets this many descriptors: the component's end of a connection, its standard input, and its standard output
+# and error.
+DESCRIPTORS = 3
+# An order is JSON, preceded by its length in this many bytes.
+LENGTH_BYTES = 4
+MAX_ORDER_BYTES = 8 * 2**20
+# The process between a fork and the server ends at once, and the fork checks this often whether it has.
+ORPHAN_POLL_MS = 1
+
+
+def component_words(argv: Sequence[str]) -> list[str] | None:
+    """Returns what follows ``python -m pillion`` in a command line of this very Python; None for another program."""
+    if [*argv[:3]] != [sys.executable, "-m", "pillion"]:
+        return None
+    return [*argv[3:]]
+
+
+def order_of(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
+    """Encodes the order that a fork gets: the command line that it stands for, and its whole environment."""
+    data = json.dumps([[*argv], {**environ}]).encode()
+    return len(data).to_bytes(LENGTH_BYTES, "big") + data
+
+
+def main() -> None:
+    """Serves until the connection on standard input ends; in a fork, it runs the component."""
+    tie_to_parent()
+    find_title()
+    control = socket.socket(fileno=os.dup(0))
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    # `python -m pillion` sets this too, before anything imports gRPC.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
+    # NumPy's BLAS would start its threads while it is imported, and nothing here gains by them.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    for word in sys.argv[1:]:
+        name, _, call = word.partition(":")
+        module = importlib.import_module(name)
+        if call:
+            function, _, text = call.partition("=")
+            getattr(module, function)(text)
+    if (threads := len(os.listdir("/proc/self/task"))) > 1:
+        sys.exit(f"{threads} threads run after the imports, so nothing can be forked")
+    # What is loaded now stays alive, so garbage collections skip it: they would write to its pages, and so copy them in
+    # every fork.
+    gc.collect()
+    gc.freeze()
+    control.sendall(READY)
+    if words := _serve(control, parent_pid()):
+        # From here on this process is a fork.
+        sys.argv = ["pillion", *words]
+        runpy.run_module("pillion", run_name="__main__", alter_sys=True)
+
+
+def _serve(control: socket.socket, supervisor: int) -> list[str] | None:
+    """Forks processes until the connection ends. In a fork it returns the words of the component's command line."""
+    while True:
+        try:
+            asked, descriptors, _, _ = socket.recv_fds(control, len(FORK), DESCRIPTORS)
+        except ConnectionError:
+            return None
+        if asked != FORK:
+            return None
+        if len(descriptors) < DESCRIPTORS:
+            # The supervisor finds that the component's connection has ended, and starts its command line.
+            for descriptor in descriptors:
+                os.close(descriptor)
+            continue
+        between = os.fork()
+        if between:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            os.waitpid(between, 0)
+        else:
+            between = os.getpid()
+            if os.fork():
+                os._exit(0)
+            control.close()
+            return _become(descriptors, between, supervisor)
+
+
+def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
+    """Makes this fork what its order says; returns the words of the component's command line. Ends the process where no
+    order comes."""
+    while os.getppid() == between:
+        time.sleep(ORPHAN_POLL_MS / 1000)
+    tie_to_parent(supervisor)
+    os.setsid()
+    connection_fd, stdin, output = descriptors
+    with socket.socket(fileno=connection_fd) as connection:
+        argv, environ = _order(connection)
+    for source, target in ((stdin, 0), (output, 1), (output, 2)):
+        os.dup2(source, target)
+    os.close(stdin)
+    os.close(output)
+    os.environ.clear()
+    os.environ.update(environ)
+    sys.orig_argv = argv
+    show_title(waits=STANDBY_VARIABLE in environ)
+    return argv[3:]
+
+
+def _order(connection: socket.socket) -> tuple[list[str], dict[str, str]]:
+    """Sends this process's id to the supervisor and waits for its order. Ends the process where the supervisor does not
+    want it."""
+    try:
+        connection.sendall(b"%d\n" % os.getpid())
+        with connection.makefile("rb") as stream:
+            size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
+            data = stream.read(size) if size <= MAX_ORDER_BYTES else b""
+    except OSError:
+        os._exit(0)
+    if not size or len(data) < size:
+        os._exit(0)
+    argv, environ = json.loads(data)
+    return argv, environ
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Sets what the process table shows of a forked component: its own command line, and whether it only stands by.
+
+    shown as a standby ("standby: python -m pillion decode ...") --it serves--> "python -m pillion decode ..."
+
+A fork has the command line of the process that it was forked from, but people and programs look for a component by the
+component's own.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from pillion.supervisor.ready_process import WAITING_TITLE
+
+
+def find_title() -> None:
+    """Finds the memory that the process table shows, for this process and those that are forked from it. It is found by
+    the environment, which moves when it first changes: a process that changes its environment before this call goes on
+    showing its old command line."""
+    # The import stands here because offline use imports this package without what servers need.
+    from setproctitle import getproctitle, setthreadtitle
+
+    name = _program()
+    getproctitle()
+    setthreadtitle(name)
+
+
+def show_title(*, waits: bool) -> None:
+    """Lets the process table show ``sys.orig_argv``, and whether the process stands by. The name of its program stays
+    as it is."""
+    from setproctitle import setproctitle, setthreadtitle
+
+    name, title = _program(), " ".join(sys.orig_argv)
+    setproctitle(f"{WAITING_TITLE} {title}" if waits else title)
+    setthreadtitle(name)
+
+
+def _program() -> str:
+    """Returns the name of this process's program, over which setproctitle writes the title. Only Linux forks
+    components."""
+    comm = Path("/proc/self/comm")
+    return comm.read_text(encoding="utf-8").strip() if comm.exists() else Path(sys.executable).name

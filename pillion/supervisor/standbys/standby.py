@@ -1,0 +1,237 @@
+"""Runs a standby: a second process of a component, started ahead, which takes over at once when the first one dies.
+
+    started --imports; a worker loads all that needs no KV node, too--> READY to the supervisor, waiting
+                                                          |-- BEGIN --> starts as any process of the component
+                                                          '-- the connection ends (the supervisor is gone) --> exit
+
+Starting Python and importing take seconds on a busy machine, and a client's stream waits for them when the only worker
+of its kind dies. A standby holds nothing that others can see: no port, no socket file, no slot, no place in the
+registry. It costs memory, so it maps a model's weights only where all processes share them, and takes no memory of a
+GPU. A standby that maps the weights has read them once, in a short step, and has the model's tokenizer for grammars:
+what is left for its turn is to attach and to serve.
+
+Both sides are here: :class:`Standby` in the process that waits, :class:`Successor` in the supervisor. They talk over
+the process's standard input, which is a socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import os
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Any
+
+from pillion.config import WorkerFlags
+from pillion.rooms import entry_modules
+from pillion.supervisor.child_process import ChildProcess, Launch
+from pillion.supervisor.ready_process import STANDBY_VARIABLE, WAITING_NAME
+from pillion.supervisor.standbys.process_title import show_title
+
+READY, BEGIN = b"r", b"b"
+# These are the last lines of the standby's output, which are shown when it takes over.
+MAX_KEPT_LINES = 20
+
+
+class Standby:
+    """Represents a standby in its own process. ``supervisor`` is the connection to the supervisor."""
+
+    def __init__(self, supervisor: socket.socket) -> None:
+        self._supervisor: socket.socket | None = supervisor
+        self._own_name = _comm()
+        self._held_s = 0.0
+
+    @classmethod
+    def of_process(cls) -> Standby | None:
+        """Returns the turn that this process has to wait for; None where it was not started as a standby."""
+        if not os.environ.pop(STANDBY_VARIABLE, ""):
+            return None
+        supervisor = socket.socket(fileno=os.dup(0))
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        return cls(supervisor)
+
+    @property
+    def waiting(self) -> bool:
+        """Says whether this process's turn has not come yet."""
+        return self._supervisor is not None
+
+    def wait(self) -> float:
+        """Blocks until this process's turn has come; returns for how many seconds it has waited in all. Where the
+        supervisor is gone, the process ends."""
+        supervisor, began_s = self._supervisor, time.monotonic()
+        if supervisor is None:
+            return self._held_s
+        _comm(WAITING_NAME)
+        try:
+            # The turn may have come already, and then nobody reads this line any more.
+            with contextlib.suppress(BrokenPipeError):
+                supervisor.sendall(READY)
+            begun = supervisor.recv(1) == BEGIN
+        except OSError:
+            begun = False
+        if not begun:
+            # No thread of this process has anything that must be saved, and some may wait for ever.
+            os._exit(0)
+        supervisor.close()
+        self._supervisor = None
+        _comm(self._own_name)
+        self._held_s = time.monotonic() - began_s
+        return self._held_s
+
+    def serves(self) -> None:
+        """Notes that the process has taken over and serves: from now on the process table shows it as the component."""
+        show_title(waits=False)
+
+    def load_ahead(self) -> Callable[[WorkerFlags, int], Any]:
+        """Returns a worker's factory of models: it loads a model before the process waits where that costs no memory of
+        its own, and otherwise waits first."""
+        from pillion.engine.backends.loading import load_model, shares_weights
+
+        def load(flags: WorkerFlags, threads: int) -> Any:
+            if not self.waiting:
+                return load_model(flags, threads)
+            if flags.device != "cpu":
+                # Importing these modules does not touch the GPU.
+                for module in entry_modules("engine.backends.loader"):
+                    importlib.import_module(module)
+            if not shares_weights(flags):
+                self.wait()
+            return load_model(flags, threads)
+
+        return load
+
+
+class Successor:
+    """Represents a standby as its supervisor sees it: a started process that waits, or will wait, for its turn."""
+
+    def __init__(self, child: ChildProcess, connection: socket.socket, output: _KeptOutput) -> None:
+        self._child = child
+        self._connection = connection
+        self._output = output
+        self._over = False
+        # wait() kills what the process leaves behind while the id of its group is still its own.
+        self._ended = asyncio.create_task(child.wait())
+        self._reading = asyncio.create_task(self._read())
+        # The descriptor is closed when the event loop has ceased to watch it, because its number may then belong to
+        # another file.
+        self._reading.add_done_callback(self._read_ended)
+
+    @classmethod
+    async def start(
+        cls, argv: Sequence[str], environ: Mapping[str, str], launch: Launch = ChildProcess.start
+    ) -> Successor:
+        """Starts the process by ``launch``. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        output = _KeptOutput()
+        try:
+            with theirs:
+                child = await launch(argv, {**environ, STANDBY_VARIABLE: "1"}, output.take, stdin=theirs.fileno())
+        except BaseException:
+            ours.close()
+            raise
+        ours.setblocking(False)
+        return cls(child, ours, output)
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        return self._child.running
+
+    def gone(self) -> bool:
+        """Returns whether no process of the standby's group lives."""
+        return self._child.gone()
+
+    async def ready(self) -> bool:
+        """Returns when the process waits for its turn, or, with False, when it has ended."""
+        await asyncio.wait({self._reading})
+        return not self._reading.cancelled() and self._reading.result()
+
+    async def _read(self) -> bool:
+        with contextlib.suppress(OSError):
+            return await asyncio.get_running_loop().sock_recv(self._connection, 1) == READY
+        return False
+
+    def output(self) -> tuple[str, ...]:
+        """Returns the last lines of the standby's output."""
+        return self._output.lines()
+
+    def begin(self, show: Callable[[str], None]) -> ChildProcess | None:
+        """Lets the process begin its turn. ``show`` gets its output from now on, after the lines that were kept.
+        Returns None where the process has ended."""
+        if not self.running:
+            self.close()
+            return None
+        with contextlib.suppress(OSError):
+            self._connection.send(BEGIN)
+        self._end()
+        self._output.show(show)
+        return self._child
+
+    def close(self) -> None:
+        """Kills the standby's process, which holds nothing. Idempotent."""
+        if self.running:
+            self._child.kill()
+        self._end()
+
+    def _read_ended(self, reading: asyncio.Task[bool]) -> None:
+        if self._over:
+            self._connection.close()
+
+    def _end(self) -> None:
+        self._over = True
+        if self._reading.done():
+            self._connection.close()
+        else:
+            self._reading.cancel()
+
+    async def wait(self) -> None:
+        """Returns when the standby's process has ended."""
+        await asyncio.wait({self._ended})
+
+
+class _KeptOutput:
+    """Keeps the last lines of a process until somebody wants to see them and the lines that follow."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=MAX_KEPT_LINES)
+        self.take: Callable[[str], None] = lambda line: self._show(line)
+        self._show: Callable[[str], None] = self._lines.append
+
+    def lines(self) -> tuple[str, ...]:
+        return tuple(self._lines)
+
+    def show(self, show: Callable[[str], None]) -> None:
+        self._show = show
+        for line in self._lines:
+            show(line)
+
+
+def _comm(name: str = "") -> str:
+    """Returns this process's name in the process table, which is set to ``name`` where one is given; "" where there is
+    none."""
+    try:
+        with open("/proc/self/comm", "r+" if name else "r", encoding="utf-8") as comm:
+            if not name:
+                return comm.read().strip()
+            comm.write(name)
+    except OSError:
+        pass
+    return ""
+
+
+def stand_by(argv: Sequence[str], environ: Mapping[str, str], launch: Launch) -> Coroutine[Any, Any, Successor]:
+    """Starts a process that waits for its turn. Raises OSError."""
+    return Successor.start(argv, environ, launch)
+
+
+def turn_of_process() -> Standby | None:
+    """Returns the turn that this process has to wait for; None where it was not started as a standby."""
+    return Standby.of_process()

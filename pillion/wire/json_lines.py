@@ -1,0 +1,31 @@
+"""Encodes and reads messages that are one line of JSON each, as they travel over Unix sockets beside descriptors."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import msgspec
+
+from pillion.errors import InvalidRequest
+from pillion.wire.common import check_protocol
+
+T = TypeVar("T")
+
+
+def line_to_bytes(message: msgspec.Struct) -> bytes:
+    """Encodes one message."""
+    return msgspec.json.encode(message) + b"\n"
+
+
+def message_of(line: bytes, kind: type[T], speaker: str) -> T:
+    """Reads one message. Raises InvalidRequest, which names the ``speaker``, for a line that is not of this kind, and
+    Conflict for one that was written in a protocol too far from ours: it looks at that before the other fields, because
+    their names and types are the protocol's."""
+    try:
+        fields = msgspec.json.decode(line)
+        if isinstance(fields, dict) and isinstance(fields.get("protocol"), int):
+            names = (fields.get(name) for name in ("component_id", "node_id", "name"))
+            check_protocol(fields["protocol"], next((name for name in names if name and isinstance(name, str)), ""))
+        return msgspec.json.decode(line, type=kind)
+    except ValueError as error:
+        raise InvalidRequest(f"{speaker} speaks one line of JSON; this one is wrong: {error}") from None

@@ -1,0 +1,209 @@
+"""Agents and their libraries, as docs/agents.md sets them up, do a task with tools on real components.
+
+The model's answers are written beforehand (testbed/scripted_model.py), so each client has to call its own tools, send
+their results, and print the last answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pathlib
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import pytest
+import pytest_asyncio
+
+from testbed.conditions import WITHIN_S
+from testbed.scripted_model import called, save_scripted_model
+from tests.cluster.test_tools import CLIENTS, ROOT
+from tests.support.components import Components, running_components
+
+PAGE = (ROOT / "docs" / "agents.md").read_text()
+PROGRAMS = CLIENTS / "node" / "node_modules" / ".bin"
+PYTHON = CLIENTS / "bin" / "python"
+# A program's first start compiles and reads some thousand files.
+STARTED_WITHIN_S = 3 * WITHIN_S
+NOTES = "Say hello.\n"
+# No client speaks to anybody but the gateway, nor updates itself.
+QUIET = {
+    "CONTINUE_TELEMETRY_ENABLED": "0",
+    "DISABLE_AUTOUPDATER": "1",
+    "DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "LANGSMITH_TRACING": "false",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+    "OPENAI_AGENTS_DISABLE_TRACING": "1",
+    "OPENCODE_DISABLE_AUTOUPDATE": "1",
+    "OPENCODE_DISABLE_MODELS_FETCH": "1",
+}
+# What runs a program of the page, by the language of its block, and its file.
+RUN = {"python": ("python", "program.py"), "js": ("node", "program.mjs")}
+PATCH = "*** Begin Patch\n*** Add File: hello.txt\n+Hello ¦from Codex.\n*** End Patch\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What a section of the page is run with.
+
+    Attributes:
+        program: what has to be installed.
+        text: what the client's tool writes to hello.txt.
+        last: the last answer, which the client prints.
+        flags: what is put behind a command of the page, so that the client asks nobody.
+    """
+
+    program: pathlib.Path
+    text: str
+    last: str
+    flags: Mapping[str, str] = field(default_factory=dict)
+
+
+def library(program: pathlib.Path = PYTHON, last: str = "The file hello.txt is written.") -> Agent:
+    """A library, whose section of the page has a program with the tool write_file."""
+    return Agent(program, "Hello from a library.", last)
+
+
+AGENTS = {
+    "Codex": Agent(
+        PROGRAMS / "codex",
+        "Hello from Codex.\n",
+        "Codex has written the file.",
+        # Nothing is boxed within a test's box, and only the folder of the task is written to.
+        {"codex exec": " --skip-git-repo-check --dangerously-bypass-approvals-and-sandbox"},
+    ),
+    "Claude Code": Agent(PROGRAMS / "claude", "Hello from Claude Code.\n", "Claude Code has written it."),
+    "OpenCode": Agent(
+        pathlib.Path(shutil.which("opencode") or PROGRAMS / "opencode"),
+        "Hello from OpenCode.\n",
+        "OpenCode has written it.",
+    ),
+    "Continue": Agent(PROGRAMS / "cn", "Hello from Continue.\n", "Continue has written the file."),
+    "OpenAI's Agents SDK": library(),
+    "LangChain": library(),
+    "LlamaIndex": library(),
+    "LiteLLM": library(),
+    "Instructor": library(last="path='hello.txt' text='Hello from a library.'"),
+    "Vercel AI SDK": library(PROGRAMS.parent / "ai"),
+}
+
+
+def script(folder: pathlib.Path) -> dict[str, Sequence[str]]:
+    """The answers of the model to each client, by a tool that it has and the clients before it lack."""
+    path = str(folder / "hello.txt")
+    return {
+        "exec_command": [
+            "I read the ¦notes first.¦" + called("exec_command", {"cmd": "cat ¦notes.txt"}),
+            called("apply_patch", {"input": PATCH}),
+            "Codex has ¦written the ¦file.",
+        ],
+        "Checklist": [
+            "The notes ¦come first. ¦" + called("Bash", {"command": "cat ¦notes.txt "}),
+            called("Write", {"filepath": "hello.txt", "content": "Hello from ¦Continue.\n"}),
+            "Continue ¦has written ¦the file.",
+        ],
+        "write": [
+            "I look first.¦" + called("bash", {"command": "cat note¦s.txt", "description": "Reads the notes"}),
+            called("write", {"content": "Hello from ¦OpenCode.\n", "filePath": path}),
+            "OpenCode ¦has written it.",
+        ],
+        "Write": [
+            "I look at the ¦notes.\n¦" + called("Bash", {"command": "cat notes.¦txt", "description": "Reads them"}),
+            called("Write", {"file_path": path, "content": "Hello from ¦Claude Code.\n"}),
+            "Claude ¦Code has written it.",
+        ],
+        "write_file": [
+            called("write_file", {"path": "hello¦.txt", "text": "Hello from ¦a library."}),
+            "The file ¦hello.txt is ¦written.",
+        ],
+    }
+
+
+def blocks(section: str) -> list[tuple[str, str, str]]:
+    """Language, path and text of each block of a section; a block whose path stands before it is a file."""
+    (body,) = re.findall(rf"^## {re.escape(section)}\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
+    return re.findall(r"(?:`~/(\S+)`:\n\n)?```(\w+)\n(.*?)```", body, re.DOTALL)
+
+
+@dataclass(slots=True)
+class Workplace:
+    """A running line, and the folder in which a client works."""
+
+    components: Components
+    folder: pathlib.Path
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def place() -> AsyncIterator[Workplace]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        folder = pathlib.Path(name)
+        work = folder / "work"
+        work.mkdir()
+        model = {"model": str(save_scripted_model(folder / "demo", script(work)))}
+        async with running_components(folder, model={**model, "dtype": "float32", "max_model_len": 32768}) as running:
+            yield Workplace(running, work)
+
+
+pytestmark = [pytest.mark.long, pytest.mark.asyncio(loop_scope="module")]
+
+
+async def said(command: str, folder: pathlib.Path, environment: Mapping[str, str]) -> str:
+    """What a command prints; it and all that it has started end within the bound."""
+    process = await asyncio.create_subprocess_exec(
+        *("bash", "-euc", command),
+        cwd=folder,
+        env={**environment},
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        out, errors = await asyncio.wait_for(process.communicate(), STARTED_WITHIN_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, (out + errors).decode(errors="replace")[-4000:]
+    return out.decode()
+
+
+@pytest.mark.parametrize("name", AGENTS)
+async def test_an_agent_calls_its_tools_as_the_page_sets_it_up(
+    place: Workplace, name: str, tmp_path: pathlib.Path
+) -> None:
+    agent = AGENTS[name]
+    if not agent.program.exists():
+        pytest.skip("`make setup-clients` installs the clients but OpenCode; those of npm need node and npm")
+    shutil.rmtree(place.folder)
+    place.folder.mkdir()
+    (place.folder / "notes.txt").write_text(NOTES)
+    # Node looks for packages beside the program.
+    (tmp_path / "node_modules").symlink_to(PROGRAMS.parent)
+    commands = []
+    for path, language, text in blocks(name):
+        text = text.replace("http://127.0.0.1:8000", f"http://{place.components.gateway.http_address}")
+        if path:
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).write_text(text)
+            continue
+        if language in RUN:
+            program, file = RUN[language]
+            (tmp_path / file).write_text(text)
+            commands.append(f"{program} {tmp_path / file}")
+            continue
+        assert language == "sh"
+        for words, flags in agent.flags.items():
+            assert words in text
+            text = text.replace(words, words + flags)
+        commands.append(text)
+    path = f"{PROGRAMS}:{CLIENTS / 'bin'}:{os.environ['PATH']}"
+    printed = await said("\n".join(commands), place.folder, {"PATH": path, "HOME": str(tmp_path), **QUIET})
+    assert agent.last in printed
+    assert (place.folder / "hello.txt").read_text() == agent.text
+    await place.components.proven()

@@ -1,0 +1,233 @@
+"""A decode worker opens the ticket of a prompt that it computes alone: in one call, in the node's line for memory."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from pillion.decode_service import session
+from pillion.engine.worker import tickets, worker_epoch
+from pillion.kvstore.hashing import chain_hashes
+from pillion.v1.decode_pb2 import Sibling
+from pillion.v1.kvnode_pb2 import OpenTicketReply
+from testbed.conditions import until
+from tests.support.fake_backend import greedy
+from tests.support.workers import (
+    BLOCK,
+    ROOT,
+    Answer,
+    Connection,
+    Workers,
+    connected,
+    prompt,
+    running_workers,
+    submit_of,
+)
+
+NONE = OpenTicketReply()
+SLOTS = 40
+TOKENS = prompt(1, 30)
+INVALID, DEADLINE, NOT_FOUND, EXHAUSTED, UNAVAILABLE = 3, 4, 5, 8, 14
+
+
+async def alone(connection: Connection, key: int, tokens: list[int] = TOKENS, **other: object) -> Answer:
+    """A stream whose ticket the worker opens."""
+    hashes = chain_hashes(ROOT, tokens, BLOCK)[: (len(tokens) - 1) // BLOCK * 32]
+    return await connection.submit(submit_of(key, NONE, tokens, **{"block_hashes": hashes, **other}))  # type: ignore[arg-type]
+
+
+async def end_of(answer: Answer) -> int:
+    """The code of its error; 0 where it ended well."""
+    await answer.ended()
+    assert answer.last is not None
+    return answer.last.error.code if answer.last.error else 0
+
+
+async def fill(workers: Workers) -> OpenTicketReply:
+    """A ticket that leaves no room for another one."""
+    return await workers.node.open_ticket(workers.session.epoch, b"", SLOTS)
+
+
+def calls_of(workers: Workers) -> list[str]:
+    """The names of the calls for tickets that the node gets from now on."""
+    calls: list[str] = []
+    pool = workers.kvnode.pool
+    for name in ("open_ticket", "adopt"):
+        made = getattr(pool, name)
+        setattr(pool, name, lambda *args, name=name, made=made: (calls.append(name), made(*args))[1])
+    return calls
+
+
+async def waiting(workers: Workers, connection: Connection, key: int = 1, **other: object) -> Answer:
+    """A stream that waits for memory."""
+    line = len(workers.kvnode.pool.waiting)
+    answer = await alone(connection, key, **other)  # type: ignore[arg-type]
+    await until("the stream to wait for memory", lambda: len(workers.kvnode.pool.waiting) == line + 1)
+    return answer
+
+
+async def test_a_ticket_is_opened_and_adopted_in_one_call() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        first = await alone(connection, 1)
+        assert (await end_of(first), first.pinned, first.token_ids) == (0, [0], greedy(TOKENS, 8))
+        await workers.quiet()
+        # What was computed is found, and nothing but one call was made for it.
+        calls = calls_of(workers)
+        second = await alone(connection, 2, expected_blocks=7)
+        assert (await end_of(second), second.pinned, second.token_ids) == (0, [7], first.token_ids)
+        assert calls == ["open_ticket"]
+        await workers.quiet()
+
+
+async def test_with_less_than_was_expected_nothing_is_held() -> None:
+    """Neither is a block evicted for slots that the stream does not use."""
+    async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
+        assert await end_of(await alone(connection, 1)) == 0
+        await workers.quiet()
+        whole = prompt(2, (SLOTS - 2) * BLOCK)
+        answer = await alone(connection, 2, whole, expected_blocks=1)
+        assert (await end_of(answer), answer.pinned) == (NOT_FOUND, [])
+        assert not workers.kvnode.pool.ledger.evicted_ever
+        assert answer.last is not None
+        assert answer.last.error is not None
+        assert answer.last.error.retryable
+        await workers.quiet()
+
+
+async def test_a_stream_waits_for_memory_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_epoch, "QUEUE_HEARTBEAT_MS", 20)
+    async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
+        full = await fill(workers)
+        answer = await waiting(workers, connection, siblings=[Sibling(key=9, seed=1)])
+        connection.answers[9] = Answer()
+        await until("a sign of life", lambda: answer.queued)
+        assert (set(answer.queued), answer.pinned) == ({1}, [])
+        await workers.release(full)
+        assert await end_of(answer) == await end_of(connection.answers[9]) == 0
+        assert answer.token_ids == connection.answers[9].token_ids == greedy(TOKENS, 8)
+        await workers.quiet()
+
+
+@pytest.mark.parametrize("how", ["cancel", "close", "time", "epoch", "worker"])
+async def test_a_stream_that_nobody_wants_leaves_the_line(how: str) -> None:
+    async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
+        full = await fill(workers)
+        answer = await waiting(workers, connection, timeout_ms=300 if how == "time" else 0)
+        pool, worker = workers.kvnode.pool, workers.decode.worker
+        if how == "close":
+            await connection.close()
+        elif how == "worker":
+            await workers.decode.stop(0.0)
+        elif how == "epoch":
+            pool.fence(worker.epoch.number)
+            assert await end_of(answer) == UNAVAILABLE
+        elif how == "time":
+            assert await end_of(answer) == DEADLINE
+        else:
+            await connection.cancel(1)
+        await until("the line to be empty", lambda: not len(pool.waiting))
+        await workers.release(full)
+        await workers.quiet()
+        assert not worker.epoch.tickets._in_use
+
+
+async def test_a_cancel_right_behind_the_submit_holds_nothing() -> None:
+    async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
+        for key in range(20):
+            await alone(connection, key + 1, prompt(key, 40))
+            await connection.cancel(key + 1)
+        assert await end_of(await alone(connection, 99)) == 0
+        await workers.quiet()
+        assert not workers.decode.worker.epoch.tickets._in_use
+
+
+async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another attempt would wait in vain, too."""
+    monkeypatch.setattr(tickets, "MEMORY_WAIT_S", 0.5)
+    monkeypatch.setattr(session, "MEMORY_WAIT_S", 0.5)
+    spans: list[str] = []
+    monkeypatch.setattr(session, "record", lambda name, *_: spans.append(name))
+    node = {"max_waiting_tickets": 1}
+    async with running_workers(slots=SLOTS, node=node) as workers, connected(workers) as connection:
+        full = await fill(workers)
+        late = await waiting(workers, connection)
+        one_more = await alone(connection, 2)
+        told = (one_more, "1 requests wait for KV memory already"), (late, "no KV memory came free at kvnode-0 within")
+        for answer, text in told:
+            assert await end_of(answer) == EXHAUSTED
+            assert answer.last is not None
+            assert answer.last.error is not None
+            assert text in answer.last.error.message
+            assert (answer.last.error.retryable, answer.last.error.retry_after_ms) == (False, 1000)
+        assert spans == ["kv.pin", "kv.pin"]
+        await workers.release(full)
+        await workers.quiet()
+
+
+async def test_a_stream_takes_its_place_when_it_has_its_memory() -> None:
+    flags = {"max_num_seqs": 1, "max_waiting_seqs": 0}
+    async with running_workers(slots=SLOTS, decode=flags) as workers, connected(workers) as connection:
+        full = await fill(workers)
+        first, second = await waiting(workers, connection), await waiting(workers, connection, 2)
+        workers.decode_backend.gate.clear()
+        await workers.release(full)
+        assert await end_of(second) == EXHAUSTED
+        workers.decode_backend.gate.set()
+        assert (await end_of(first), first.token_ids) == (0, greedy(TOKENS, 8))
+        await workers.quiet()
+
+
+async def test_a_stream_without_a_place_takes_no_memory() -> None:
+    """Its slots might be those of blocks that others still want."""
+    async with (
+        running_workers(decode={"max_num_seqs": 1, "max_waiting_seqs": 0}) as workers,
+        connected(workers) as line,
+    ):
+        workers.decode_backend.gate.clear()
+        first = await alone(line, 1)
+        await until("the first stream to have its ticket", lambda: first.pinned)
+        calls = calls_of(workers)
+        assert await end_of(await alone(line, 2, prompt(2, 30))) == EXHAUSTED
+        assert not calls
+        workers.decode_backend.gate.set()
+        assert (await end_of(first), first.token_ids) == (0, greedy(TOKENS, 8))
+        await workers.quiet()
+
+
+async def test_an_opening_whose_outcome_is_unknown_ends_the_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots of a granted ticket whose call was cancelled, and whose release is not answered either, come back."""
+    async with running_workers(slots=SLOTS) as workers, connected(workers) as connection:
+        worker = workers.decode.worker
+        old, open_ticket, granted = worker.epoch, worker.node.open_ticket, asyncio.Event()
+
+        async def held_back(*args: object, **named: object) -> OpenTicketReply:
+            reply = await open_ticket(*args, **named)  # type: ignore[arg-type]
+            granted.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                named["on_unreleased"](tickets.Unavailable("cut off"))  # type: ignore[operator]
+            return reply
+
+        monkeypatch.setattr(worker.node, "open_ticket", held_back)
+        await alone(connection, 1)
+        await granted.wait()
+        await connection.cancel(1)
+        await until("a new epoch", lambda: worker.epoch is not old and not worker.epoch.over)
+        await workers.quiet()
+
+
+BAD = {
+    "half a hash": {"block_hashes": b"\1" * 31},
+    "the last token's block": {"block_hashes": b"\1" * 32 * 8},
+    "awaited": {"awaited_blocks": 1},
+}
+
+
+@pytest.mark.parametrize("how", BAD)
+async def test_what_makes_no_sense_is_refused(how: str) -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        assert await end_of(await alone(connection, 1, **BAD[how])) == INVALID  # type: ignore[arg-type]
+        assert not workers.decode.worker.failed
+        await workers.quiet()

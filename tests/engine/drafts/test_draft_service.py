@@ -1,0 +1,272 @@
+"""Streams with a draft model over a real node: hits, siblings, fences, recalls and grammars; nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from pillion.engine.backends.backend import StepBatch
+from pillion.engine.drafts import draft_chains, draft_control, draft_feature
+from pillion.engine.drafts.draft_chains import DraftChains, DraftShape
+from pillion.engine.drafts.draft_control import DraftControl
+from pillion.engine.drafts.draft_model import DraftModel
+from pillion.engine.scheduling.sequence import Sequence as Stream
+from pillion.kvstore.hashing import chain_hashes, request_root
+from pillion.speculative_config import SpeculativeConfig
+from pillion.v1 import decode_pb2
+from testbed.conditions import WITHIN_S, loop_turns, until
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
+from tests.support.workers import (
+    BLOCK,
+    GREEDY,
+    ROOT,
+    Answer,
+    Connection,
+    Workers,
+    connected,
+    prompt,
+    running_workers,
+    submit_of,
+)
+
+GUESSES = 3
+NAMESPACE = b"\2" * 32
+
+
+def as_many_as_fit(control: DraftControl, streams: Sequence[Stream], room: Sequence[int], left: int) -> list[int]:
+    shares = []
+    for most in room:
+        shares.append(min(control.most_guesses, most, left))
+        left -= shares[-1]
+    return shares
+
+
+def guess_by_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much is guessed as there is room for, whatever steps take."""
+    monkeypatch.setattr(DraftControl, "shares", as_many_as_fit)
+    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+
+
+@contextlib.asynccontextmanager
+async def drafting(monkeypatch: pytest.MonkeyPatch, **options: Any) -> AsyncIterator[tuple[Workers, FakeBackend]]:
+    """Workers whose decode worker has a draft model, the fake one; yields them and the draft model's backend.
+
+    A worker counts with the seconds that steps and passes take; those of fakes on a loaded machine may speak against
+    any guess, so they count for nothing here.
+    """
+    guess_by_no_clock(monkeypatch)
+    monkeypatch.setattr(DraftModel, "seconds_per_token", lambda model, sequences: 0.0)
+    backend = FakeBackend(BLOCK, "draft")
+    shape = DraftShape(NAMESPACE, BLOCK, VOCAB_SIZE, 1024, GUESSES, 256)
+    draft = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)
+    monkeypatch.setattr(draft_feature, "load_draft", lambda *arguments, **named: (shape, draft))
+    config = SpeculativeConfig(method="draft_model", model="draft", num_speculative_tokens=GUESSES)
+    async with running_workers(decode={"speculative_config": config}, **options) as workers:
+        yield workers, backend
+
+
+async def finished(
+    workers: Workers, connection: Connection, key: int, tokens: list[int], count: int, **other: Any
+) -> Answer:
+    ticket = await workers.ticket(tokens)
+    answer = await connection.submit(submit_of(key, ticket, tokens, count, **other))
+    await answer.ended()
+    await workers.release(ticket)
+    return answer
+
+
+def answered_first(workers: Workers) -> None:
+    """Have each step of the decode worker wait until the node has answered what was asked before it."""
+    loop, epoch = asyncio.get_running_loop(), workers.decode.worker.epoch
+
+    async def answered() -> None:
+        await epoch._updates.drained()
+        # The tasks that send updates and heartbeats stay.
+        await until("the node's answers", lambda: len(epoch._tasks) <= 2)
+
+    workers.decode_backend.before_step = lambda batch: asyncio.run_coroutine_threadsafe(answered(), loop).result(
+        WITHIN_S
+    )
+
+
+async def held_amid_guesses(workers: Workers, draft: FakeBackend) -> None:
+    """Return once the draft model has guessed and the decode worker's next step waits at the gate of its backend.
+
+    Until then each step waits for the node, for a stream could else be over before its draft has a ticket.
+    """
+    main = workers.decode_backend
+    await until("guesses", lambda: len(draft.steps) > 8)
+    main.gate.clear()
+    await until("a step that waits", main.waiting.is_set)
+    main.before_step = lambda batch: None
+
+
+async def chains_of(workers: Workers) -> DraftChains:
+    found = await workers.decode.worker.epoch._ask(lambda scheduler: scheduler.features[-1].draft_chains)
+    assert found is not None
+    return found
+
+
+async def test_guesses_come_of_the_drafts_own_blocks_which_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
+        answer = await finished(workers, connection, 1, prompt(1, 30), 60)
+        assert answer.token_ids == greedy(prompt(1, 30), 60)
+        assert len(workers.decode_backend.steps) < 45
+        await workers.quiet()
+        # The draft's blocks are beside the model's, under a root of their own.
+        root = request_root(NAMESPACE, cache_salt=ROOT.hex())
+        hashes = chain_hashes(root, [*prompt(1, 30), *answer.token_ids], BLOCK)
+        ticket = await workers.node.open_ticket(workers.session.epoch, hashes[:-32], len(hashes) // 32)
+        assert ticket.pinned_blocks > 15
+        await workers.release(ticket)
+        first, before = draft.steps[0], len(draft.steps)
+        assert first >= 30
+        await finished(workers, connection, 2, prompt(1, 30), 20)
+        assert max(draft.steps[before:]) < first / 2
+        await workers.quiet()
+
+
+async def test_seeds_and_siblings_get_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        plain = await answers_of(workers, connection)
+    async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
+        assert await answers_of(workers, connection) == plain
+        assert draft.steps
+        await workers.quiet()
+
+
+async def answers_of(workers: Workers, connection: Connection) -> list[list[int]]:
+    sampled = replace(GREEDY, temperature=1.0, seed=7)
+    siblings = [decode_pb2.Sibling(key=key, seed=key) for key in (2, 3)]
+    others = [connection.answers.setdefault(sibling.key, Answer()) for sibling in siblings]
+    first = await finished(workers, connection, 1, prompt(1, 30), 30, sampling=sampled, siblings=siblings)
+    for other in others:
+        await other.ended()
+    return [answer.token_ids for answer in (first, *others)]
+
+
+async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        worker = workers.decode.worker
+        answered_first(workers)
+        ticket = await workers.ticket(prompt(1, 30))
+        answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
+        await held_amid_guesses(workers, draft)
+        old = worker.epoch.number
+        workers.kvnode.pool.fence(old)
+        workers.decode_backend.gate.set()
+        await answer.ended()
+        assert answer.last is not None
+        assert answer.last.error is not None
+        await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
+        await workers.release(ticket)
+        await workers.quiet()
+        answered_first(workers)
+        before = len(draft.steps)
+        again = await finished(workers, connection, 2, prompt(2, 30), 300)
+        assert again.token_ids == greedy(prompt(2, 30), 300)
+        assert len(draft.steps) > before
+        await workers.quiet()
+
+
+async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_chains, "PAUSE_S", 0.2)
+    node = {"decode_reserve_percent": 0}
+    async with drafting(monkeypatch, slots=64, node=node) as (workers, draft), connected(workers) as connection:
+        main = workers.decode_backend
+        answered_first(workers)
+        wait_for_node = main.before_step
+
+        def until_drafted(batch: StepBatch) -> None:
+            wait_for_node(batch)
+            if draft.steps:
+                main.gate.clear()
+
+        main.before_step = until_drafted
+        first = await workers.ticket(prompt(1, 40))
+        answer = await connection.submit(submit_of(1, first, prompt(1, 40), 60))
+        await until("a step that waits", main.waiting.is_set)
+        books = await workers.node.status()
+        held = books.leased_blocks + books.pinned_blocks
+        # More than is free beside stream and draft, and no more than beside the stream.
+        wanted = (64 - held + 4) * BLOCK
+        asked = asyncio.create_task(workers.ticket(prompt(3, wanted)))
+        await until("a prompt that waits", lambda: len(workers.kvnode.pool.waiting) == 1)
+        main.before_step = lambda batch: None
+        main.gate.set()
+        second = await asyncio.wait_for(asked, WITHIN_S)
+        await workers.release(second)
+        await answer.ended()
+        assert answer.token_ids == greedy(prompt(1, 40), 60)
+        await workers.release(first)
+        await workers.quiet()
+
+
+async def test_a_cancelled_stream_leaves_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
+        for key in range(1, 6):
+            ticket = await workers.ticket(prompt(key, 30))
+            answer = await connection.submit(submit_of(key, ticket, prompt(key, 30), 900))
+            # The first of them is gone before its draft's ticket has come. One that is worth no draft ends by itself.
+            passes = len(draft.steps) + (key > 1)
+            await until("passes", lambda: len(draft.steps) >= passes or answer.over.is_set())  # noqa: B023
+            await connection.cancel(key)
+            await workers.release(ticket)
+        await workers.quiet()
+        chains = await chains_of(workers)
+        assert not chains.chains
+
+
+async def test_a_node_that_lost_its_blocks_costs_guesses_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
+        await finished(workers, connection, 1, prompt(1, 30), 20)
+        await workers.quiet()
+        ledger = workers.kvnode.pool.ledger
+        while len(ledger.tree.policy):
+            ledger.free.append(ledger._evict())
+        before = len(draft.steps)
+        answer = await finished(workers, connection, 2, prompt(1, 30), 20)
+        assert answer.token_ids == greedy(prompt(1, 30), 20)
+        assert max(draft.steps[before:]) >= 30, "its prompt was not computed again"
+        await workers.quiet()
+
+
+async def test_a_failing_draft_model_is_no_stream_s_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
+
+        def fail(batch: object) -> None:
+            raise RuntimeError("no")
+
+        draft.before_step = fail
+        answer = await finished(workers, connection, 1, prompt(1, 30), 20)
+        assert answer.token_ids == greedy(prompt(1, 30), 20)
+        draft.before_step = lambda batch: None
+        # Logits that are no numbers guess nothing.
+        draft.broken = answer.token_ids[3]
+        again = await finished(workers, connection, 2, prompt(1, 30), 20)
+        assert again.token_ids == answer.token_ids
+        await workers.quiet()
+
+
+async def test_stopping_in_the_middle_gives_everything_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with drafting(monkeypatch) as (workers, draft), connected(workers) as connection:
+        answered_first(workers)
+        ticket = await workers.ticket(prompt(1, 30))
+        await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
+        await held_amid_guesses(workers, draft)
+        stopping = asyncio.create_task(workers.decode.stop(0.0))
+        await loop_turns()
+        workers.decode_backend.gate.set()
+        await stopping
+        await workers.release(ticket)
+        await workers.quiet()

@@ -1,0 +1,102 @@
+"""Streams with an EAGLE head over a real node: cached prompts, siblings, fences and cancels; nothing is left behind."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pillion.engine.drafts import draft_feature
+from pillion.engine.drafts.draft_chains import DraftShape
+from pillion.speculative_config import SpeculativeConfig
+from testbed.conditions import until
+from tests.engine.drafts.test_draft_service import (
+    answered_first,
+    answers_of,
+    chains_of,
+    finished,
+    guess_by_no_clock,
+    prompt,
+)
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
+from tests.support.fake_head import FakeHead
+from tests.support.workers import (
+    BLOCK,
+    Workers,
+    connected,
+    running_workers,
+    submit_of,
+)
+
+GUESSES = 3
+
+
+@contextlib.asynccontextmanager
+async def heading(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[tuple[Workers, FakeHead]]:
+    """Workers whose decode worker has a head, the fake one; yields them and the head."""
+    guess_by_no_clock(monkeypatch)
+    head = FakeHead(FakeBackend(BLOCK, "head"))
+    shape = DraftShape(bytes(32), BLOCK, VOCAB_SIZE, 1024, GUESSES, 256, reads_states=True)
+    monkeypatch.setattr(draft_feature, "load_draft", lambda *arguments, **named: (shape, head))
+    config = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=GUESSES)
+    async with running_workers(decode={"speculative_config": config}) as workers:
+        workers.decode_backend.keep_states((0,))
+        yield workers, head
+
+
+async def test_a_prompt_that_is_found_is_guessed_for_by_its_tail(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        answered_first(workers)
+        answer = await finished(workers, connection, 1, prompt(1, 30), 60)
+        assert answer.token_ids == greedy(prompt(1, 30), 60)
+        assert len(workers.decode_backend.steps) < 45
+        assert head.contexts[0] >= 30
+        await workers.quiet()
+        # The prompt's blocks are found, and so are not computed here.
+        before = len(head.contexts)
+        again = await finished(workers, connection, 2, prompt(1, 30), 20)
+        assert again.token_ids == answer.token_ids[:20]
+        assert head.contexts[before] < 28
+        await workers.quiet()
+
+
+async def test_seeds_and_siblings_get_their_own_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        plain = await answers_of(workers, connection)
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        assert await answers_of(workers, connection) == plain
+        assert head.guessed
+        await workers.quiet()
+
+
+async def test_a_fenced_worker_guesses_again_in_its_new_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        worker = workers.decode.worker
+        ticket = await workers.ticket(prompt(1, 30))
+        answer = await connection.submit(submit_of(1, ticket, prompt(1, 30), 900))
+        await until("guesses", lambda: head.guessed > 8)
+        old = worker.epoch.number
+        workers.kvnode.pool.fence(old)
+        await answer.ended()
+        await until("a new epoch", lambda: worker.epoch.number != old and not worker.epoch.over)
+        await workers.release(ticket)
+        await workers.quiet()
+        guessed = head.guessed
+        again = await finished(workers, connection, 2, prompt(2, 30), 300)
+        assert again.token_ids == greedy(prompt(2, 30), 300)
+        assert head.guessed > guessed
+        await workers.quiet()
+
+
+async def test_cancelled_streams_leave_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with heading(monkeypatch) as (workers, head), connected(workers) as connection:
+        for key in range(1, 4):
+            ticket = await workers.ticket(prompt(key, 30))
+            guessed = head.guessed
+            answer = await connection.submit(submit_of(key, ticket, prompt(key, 30), 900))
+            await until("guesses", lambda: head.guessed > guessed or answer.over.is_set())  # noqa: B023
+            await connection.cancel(key)
+            await workers.release(ticket)
+        await workers.quiet()
+        assert not (await chains_of(workers)).chains

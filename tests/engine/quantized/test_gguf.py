@@ -1,0 +1,391 @@
+"""GGUF files of families that transformers can de-quantize, and metadata that transformers ignores."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.quantized import gguf_files as convert
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, plain
+from testbed.tiny_model import save_model
+from tests.support.torch_model import BackendDriver, perturb_vectors
+
+SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]
+PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
+GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 256}
+
+# Overrides of a tiny model, and the metadata that llama.cpp's converter writes for them beside the sizes.
+FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": ({}, {"rope.dimension_count": 16}),
+    "qwen2": ({}, {}),
+    "qwen3": ({"head_dim": 32}, {"attention.key_length": 32}),
+    "qwen3moe": (
+        {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+        | {"norm_topk_prob": True, "stacked_experts": True},
+        {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 48, "attention.key_length": 16},
+    ),
+    "phi3": (
+        {"tie_word_embeddings": False, "pad_token_id": 2, "partial_rotary_factor": 0.5, "sliding_window": 24}
+        | {"original_max_position_embeddings": 32, "rope_parameters": PHI3_ROPE},
+        {"attention.sliding_window": 24, "rope.dimension_count": 8, "rope.scaling.original_context_length": 32},
+    ),
+    "gemma2": (
+        {**GEMMA, "attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+        {"attention.key_length": 16, "attention.sliding_window": 24}
+        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 8.0},
+    ),
+    "gemma3": (
+        {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 7}
+        | {"rope_parameters": {"full_attention": {"rope_type": "linear", "rope_theta": 1e4, "factor": 8.0}}},
+        {"attention.key_length": 16, "attention.sliding_window": 24}
+        | {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
+    ),
+}
+
+
+# Types that gguf's package makes, and those whose blocks are random bytes under sane scales: where these float16 are.
+MADE = ("Q4_0", "Q4_1", "Q8_0", "Q5_0", "Q5_1")
+HALVES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
+
+
+def packed_in(kind: str, tensor: np.ndarray) -> np.ndarray:
+    """The blocks of ``tensor``, or random ones for as many numbers of about 0.1."""
+    number = gguf.GGMLQuantizationType[kind]
+    if kind not in HALVES:
+        return gguf.quantize(tensor, number)
+    numbers, size = gguf.GGML_QUANT_SIZES[number]
+    generator = np.random.default_rng(len(tensor))
+    blocks = generator.integers(0, 256, (*tensor.shape[:-1], tensor.shape[-1] // numbers, size), np.uint8)
+    for at in HALVES[kind]:
+        halves = (generator.random((*blocks.shape[:-1], 1)) * 1e-4).astype(np.float16)
+        blocks[..., at : at + 2] = halves.view(np.uint8)
+    return blocks.reshape(*tensor.shape[:-1], -1)
+
+
+def write_gguf(
+    path,
+    architecture: str,
+    tensors: dict[str, np.ndarray],
+    metadata: dict[str, Any],
+    types: dict[str, str] | None = None,
+) -> None:
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in metadata.items():
+        key = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        add = {int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}[type(value)]
+        add(key, value)
+    for name, tensor in tensors.items():
+        kind = (types or {}).get(name)
+        if kind is None:
+            writer.add_tensor(name, tensor)
+        else:
+            writer.add_tensor(name, packed_in(kind, tensor), raw_dtype=gguf.GGMLQuantizationType[kind])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_tensors(model: Any, architecture: str) -> dict[str, np.ndarray]:
+    """Converts tensors like llama.cpp's converter: other names, and 1 added to Gemma's norms."""
+    known = {name: arch for arch, name in gguf.MODEL_ARCH_NAMES.items()}[architecture]
+    names = gguf.get_tensor_name_map(known, model.config.num_hidden_layers)
+    found = {}
+    for name, tensor in model.state_dict().items():
+        if name == "lm_head.weight" and model.config.tie_word_embeddings:
+            continue
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            layer = name.split(".")[2]
+            found |= {f"blk.{layer}.ffn_gate_exps.weight": gate, f"blk.{layer}.ffn_up_exps.weight": up}
+            continue
+        stem, _, suffix = name.rpartition(".") if name.endswith((".weight", ".bias")) else (name, "", "weight")
+        shifted = tensor + 1 if architecture.startswith("gemma") and stem.endswith("norm") else tensor
+        if architecture == "llama" and stem.endswith(("q_proj", "k_proj")):
+            # Pairs (i, i + D/2) of a head become neighbours.
+            shifted = (
+                tensor.view(-1, 2, model.config.head_dim // 2, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+            )
+        found[f"{names.get_name(stem)}.{suffix}"] = shifted
+    return {name: tensor.contiguous().numpy() for name, tensor in found.items()}
+
+
+def sizes(config: Any) -> dict[str, Any]:
+    rope = config.rope_parameters
+    return {
+        "context_length": config.max_position_embeddings,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "embedding_length": config.hidden_size,
+        "rope.freq_base": float(rope.get("full_attention", rope)["rope_theta"]),
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "vocab_size": config.vocab_size,
+        "tokenizer.ggml.bos_token_id": 0,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.padding_token_id": 2,
+    }
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+
+
+def prepared_from(path, name: str, monkeypatch, tmp_path, kinds: tuple[str, ...] = (), **overrides: Any) -> Any:
+    """Saves a random model, in the types ``kinds`` in turn where there are some; returns transformers' model, and ours
+    prepared."""
+    settings, metadata = FILES[name]
+    folder = save_model(tmp_path / "model", **{"model_type": name, **settings, **overrides})
+    perturb_vectors(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tensors = gguf_tensors(model, name)
+    matrices = [key for key, tensor in tensors.items() if tensor.ndim > 1 and "gate_inp" not in key]
+    types = {key: kinds[at % len(kinds)] for at, key in enumerate(matrices)} if kinds else {}
+    if name == "phi3":
+        tensors |= {
+            f"rope_factors_{key}.weight": np.array(PHI3_ROPE[f"{key}_factor"], np.float32) for key in ("short", "long")
+        }
+    write_gguf(path, name, tensors, sizes(model.config) | metadata, types)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: tokenizer)
+    return model, prepare(ModelFlags(model=str(path), dtype="float32", max_model_len=100))
+
+
+def check_logits(model: Any, prepared: Any) -> None:
+    text = torch.randint(0, 258, (70,), generator=torch.Generator().manual_seed(1)).tolist()
+    driver = BackendDriver(prepared)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0]
+    found = driver.run_all(driver.sequences.add()[0], text, [33])
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    assert torch.equal(found.argmax(-1), wanted.argmax(-1))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_logits_of_a_gguf_file_are_those_of_its_model(name, tmp_path, monkeypatch):
+    model, prepared = prepared_from(tmp_path / "a.gguf", name, monkeypatch, tmp_path)
+    assert prepared.eos_token_ids == (1, 2)  # <|im_end|> is in the vocabulary and in the chat template.
+    plain = load_config(tmp_path / "model")
+    eps = load_config(prepared.folder).rms_norm_eps
+    assert eps == pytest.approx(plain.rms_norm_eps)  # A GGUF file has it in float32.
+    assert (
+        dataclasses.replace(load_config(prepared.folder), eos_token_ids=(1,), rms_norm_eps=plain.rms_norm_eps) == plain
+    )
+    check_logits(model, prepared)
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"), [*((name, MADE) for name in FILES), *((name, tuple(HALVES)) for name in ("llama", "qwen3moe"))]
+)
+def test_matrices_in_few_bits_stay_so_and_are_those_of_transformers(name, kinds, tmp_path, monkeypatch):
+    """Weights equal those of transformers bit by bit, where llama's rows have another order, Gemma's norms are stored
+    with 1 added, and experts stand one by one."""
+    wide = kinds != MADE  # Blocks of the K types have 256 inputs.
+    sizes_of = {"hidden_size": 256, "intermediate_size": 512} if wide else {}
+    if name == "qwen3moe":
+        inner = 256 if wide else 64
+        sizes_of |= {"moe_intermediate_size": inner, "head_dim": inner // 4}
+        monkeypatch.setitem(FILES[name][1], "expert_feed_forward_length", inner)
+        monkeypatch.setitem(FILES[name][1], "attention.key_length", inner // 4)
+    elif wide:
+        sizes_of["head_dim"] = 64
+        monkeypatch.setitem(FILES[name][1], "rope.dimension_count", 64)
+    path = tmp_path / "a.gguf"
+    model, prepared = prepared_from(path, name, monkeypatch, tmp_path, kinds, **sizes_of)
+    theirs = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)["tensors"]
+    model.load_state_dict(theirs, strict=False)
+    config = load_config(prepared.folder)
+    assert config.quantization.method == "pillion"
+    with open_checkpoint(prepared.folder, config) as checkpoint:
+        for key, spellings in decoder_tensors(config).items():
+            found = checkpoint.take_matrix(key, torch.float32)
+            assert isinstance(found, QuantizedMatrix) == key.endswith(
+                ("weight", "gate_up", "down", "embedding", "head")
+            )
+            wanted = next(
+                torch.cat([theirs[one.name] if one.part is None else theirs[one.name][one.part] for one in spelling])
+                for spelling in spellings
+                if all(one.name in theirs for one in spelling)
+            )
+            assert torch.equal(plain(found, torch.float32), wanted), key
+    check_logits(model, prepared)
+
+
+def read(path, architecture: str = "llama", tensors: dict[str, np.ndarray] | None = None, **metadata: Any) -> Any:
+    write_gguf(
+        path / "a.gguf", architecture, tensors or {}, {key.replace("__", "."): value for key, value in metadata.items()}
+    )
+    return gguf.GGUFReader(path / "a.gguf")
+
+
+def test_rope_scaling_is_not_lost(tmp_path):
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128}
+    config = {"rope_parameters": {"rope_theta": 5.0}}
+    convert.add_rope(config, read(tmp_path, **{f"rope__scaling__{key}": scaling[key] for key in scaling}))
+    wanted = {"rope_theta": 5.0, "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+    assert config["rope_parameters"] == wanted
+
+
+def test_rope_factors_are_not_lost(tmp_path):
+    config: dict[str, Any] = {}
+    convert.add_rope(config, read(tmp_path, tensors={"rope_freqs.weight": np.array([1, 2, 8], np.float32)}))
+    assert config["rope_parameters"]["rope_type"] == "longrope"
+    assert config["rope_parameters"]["long_factor"] == [1.0, 2.0, 8.0]
+
+
+def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
+    config = {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}
+    convert.add_ignored_metadata(config, read(tmp_path, "gemma2"))
+    assert config["query_pre_attn_scalar"] == 144
+
+
+def test_the_file_names_the_end_of_a_turn(tmp_path):
+    class Plain:
+        chat_template = None
+
+        def get_vocab(self):
+            return {"<|eot_id|>": 7, "<|end|>": 8}
+
+    reader = read(tmp_path, tokenizer__ggml__eot_token_id=9)
+    assert convert.turn_ends({"eos_token_id": 2}, reader, Plain()) == [2, 9]
+
+
+def test_files_that_transformers_reads_wrongly_or_not_at_all_are_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="experts"):
+        convert.refuse_unread(read(tmp_path, expert_count=8))
+    for name in ("olmo2", "granite", "smollm3", "falcon"):
+        with pytest.raises(ConfigError, match=f"'{name}' are not read .llama, qwen2"):
+            convert.refuse_unread(read(tmp_path, name))
+    write_gguf(tmp_path / "b.gguf", "olmo2", {}, {"block_count": 1})
+    with pytest.raises(ConfigError, match="'olmo2' are not read"):
+        prepare(ModelFlags(model=str(tmp_path / "b.gguf")))
+
+
+def test_every_architecture_that_is_read_is_tested():
+    assert set(FILES) == set(convert.GGUF_ARCHITECTURES)
+
+
+def small_file(path, kind: str = "Q4_0") -> dict[str, np.ndarray]:
+    """Writes a model of one layer whose matrices are all of one type; its tokenizer is of no use."""
+    model = LlamaForCausalLM(
+        LlamaConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=258)
+    )
+    tensors = gguf_tensors(model, "llama")
+    types = {key: kind for key, tensor in tensors.items() if tensor.ndim > 1}
+    write_gguf(path, "llama", tensors, sizes(model.config), types)
+    return tensors
+
+
+@pytest.fixture
+def converted(tmp_path, monkeypatch):
+    """Converts the file and returns what it said."""
+
+    class NoTokenizer:
+        chat_template = None
+
+        def get_vocab(self):
+            return {}
+
+        def save_pretrained(self, folder):
+            pass
+
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: NoTokenizer())
+
+    def convert_file(path):
+        lines: list[str] = []
+        folder = tmp_path / "converted"
+        folder.mkdir(exist_ok=True)
+        convert.convert_gguf(path, folder, "float32", lines.append)
+        return folder, lines
+
+    return convert_file
+
+
+def test_other_types_are_widened_and_the_start_says_so(tmp_path, converted):
+    tensors = small_file(tmp_path / "a.gguf", "MXFP4")
+    folder, lines = converted(tmp_path / "a.gguf")
+    assert "widening 9 tensors of the type MXFP4 to float32" in lines
+    config = load_config(folder)
+    assert not config.quantization
+    kind = gguf.GGMLQuantizationType.MXFP4
+    wanted = gguf.dequantize(gguf.quantize(tensors["blk.0.ffn_up.weight"], kind), kind)
+    with open_checkpoint(folder, config) as checkpoint:
+        found = checkpoint.take("layers.0.gate_up.weight", torch.float32)
+    assert torch.equal(found[64:], torch.from_numpy(wanted))
+
+
+def test_scales_that_are_no_numbers_are_refused_by_name(tmp_path, converted):
+    small_file(tmp_path / "a.gguf")
+    place = next(one for one in gguf.GGUFReader(tmp_path / "a.gguf").tensors if one.name == "blk.0.attn_v.weight")
+    content = bytearray((tmp_path / "a.gguf").read_bytes())
+    content[place.data_offset : place.data_offset + 2] = np.array([np.nan], np.float16).tobytes()
+    (tmp_path / "a.gguf").write_bytes(content)
+    with pytest.raises(ConfigError, match=r"a.gguf: blk.0.attn_v.weight holds scales that are NaN"):
+        converted(tmp_path / "a.gguf")
+
+
+def test_a_file_that_ends_early_is_refused(tmp_path, converted):
+    small_file(tmp_path / "a.gguf")
+    content = (tmp_path / "a.gguf").read_bytes()
+    for length in (len(content) - 100, len(content) // 2):
+        (tmp_path / "a.gguf").write_bytes(content[:length])
+        with pytest.raises(ConfigError, match=r"a\.gguf cannot be read as GGUF"):
+            converted(tmp_path / "a.gguf")
+
+
+def test_rows_that_are_no_whole_blocks_are_refused(tmp_path, converted):
+    small_file(tmp_path / "a.gguf")
+    content = (tmp_path / "a.gguf").read_bytes()
+    name = b"blk.0.attn_v.weight"
+    # After the name: the number of dimensions, and the first of them, which is the length of a row.
+    at = content.index(name) + len(name) + 4
+    (tmp_path / "a.gguf").write_bytes(content[:at] + (60).to_bytes(8, "little") + content[at + 8 :])
+    with pytest.raises(ConfigError, match=r"a.gguf cannot be read as GGUF; .*row size \(60\)"):
+        converted(tmp_path / "a.gguf")
+
+
+def test_sampling_values_in_the_metadata_are_recommended(tmp_path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_float32(gguf.Keys.General.SAMPLING_TEMP, 0.6)
+    writer.add_float32(gguf.Keys.General.SAMPLING_TOP_P, 0.95)
+    writer.add_int32(gguf.Keys.General.SAMPLING_TOP_K, 20)
+    writer.add_int32(gguf.Keys.General.SAMPLING_MIROSTAT, 1)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    found = convert.recommended_sampling(gguf.GGUFReader(tmp_path / "m.gguf"))
+    assert found == {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+def test_a_disk_that_is_full_is_the_system_s_error(tmp_path, monkeypatch) -> None:
+    from safetensors import SafetensorError
+
+    from pillion.engine.quantized import shards
+
+    def full(*_: Any, **__: Any) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(shards, "save_file", full)
+    with pytest.raises(OSError, match="No space left on device") as caught, shards.write_shards(tmp_path) as writer:
+        writer.add({"a": torch.zeros(1)})
+    assert caught.value.errno == 28

@@ -1,0 +1,126 @@
+"""What a quantization_config says, in words, and what is refused by its name before weights are read."""
+
+from __future__ import annotations
+
+import pytest
+
+from pillion.engine.quantized.quantization_methods import parse_quantization
+from pillion.errors import ConfigError
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
+PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}}
+FP8 = {"num_bits": 8, "type": "float"}
+ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+
+
+def parsed(found):
+    return parse_quantization("llama", {"quantization_config": found})
+
+
+def with_group(weights, **changes):
+    return {**PACKED, **changes, "config_groups": {"group_0": {**GROUP, "weights": weights}}}
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "version": "GEMM"}, "awq, 4 bits in groups of 128"),
+        ({"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "zero_point": True}, "awq, 4 bits in groups of 64"),
+        ({"quant_method": "gptq", "bits": 8, "group_size": -1, "desc_act": True, "meta": {"a": 1}}, "gptq, 8 bits"),
+        (
+            {"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:.*down": {"bits": 8}, "-:.*up": {}}},
+            "gptq, 8 bits in groups of 32 and 4 bits in groups of 32",
+        ),
+        (PACKED, "compressed-tensors, 4 bits in groups of 128"),
+        ({**PACKED, "sparsity_config": {"format": "dense"}, "transform_config": {"config_groups": {}}}, "4 bits"),
+        (with_group({**FP8, "strategy": "tensor"}, format="float-quantized"), "8-bit floats"),
+        (
+            with_group({**FP8, "strategy": "block", "block_structure": "128x64"}, format="float-quantized"),
+            "8-bit floats in blocks of 128 x 64",
+        ),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8, 8-bit floats in blocks of 128 x 128"),
+        ({"quant_method": "fp8", "activation_scheme": "static"}, "fp8, 8-bit floats"),
+        ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, "fbgemm_fp8, 8-bit floats"),
+        ({"load_in_8bit": True, "_load_in_8bit": True}, "bitsandbytes, 8 bits"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes, NF4"),
+        ({"quant_method": "pillion", "weights": "Q4_K, Q6_K"}, "Q4_K, Q6_K"),
+    ],
+)
+def test_formats_in_words(found, words):
+    assert words in parsed(found).words
+
+
+def test_rounded_activations_are_noted():
+    groups = {"group_0": {**GROUP, "weights": {**FP8, "strategy": "channel"}, "input_activations": ROWS}}
+    assert parsed({**PACKED, "format": "float-quantized", "config_groups": groups}).activations == {"fp8"}
+    assert not parsed(PACKED).activations
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_codes", "activations"),
+    [
+        ({}, "dynamic", ""),
+        ({"symmetric": False}, "asymmetric", ""),
+        ({"strategy": "tensor", "dynamic": False}, "static", ""),
+        ({"strategy": None, "dynamic": False}, "static", ""),
+        ({"strategy": "tensor"}, "", "int8"),
+        ({"strategy": "group", "group_size": 32}, "", "int8"),
+        ({"strategy": "token", "dynamic": False}, "", "int8"),
+    ],
+)
+def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, activations):
+    made = {key: value for key, value in {**ROWS, "type": "int", **rows}.items() if value is not None}
+    found = parsed({**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": made}}})
+    assert (found.schemes[0][1].row_codes, found.schemes[0][1].activations) == (row_codes, activations)
+    assert found.row_schemes == ({row_codes} - {""})
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, 4 bits, version gemv"),
+        ({"quant_method": "awq", "bits": 3}, "awq, 3 bits"),
+        ({"quant_method": "awq", "group_size": 0}, "group_size must be a whole number above 0, not 0"),
+        ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits"),
+        ({"quant_method": "gptq", "bits": 2}, "gptq, 2 bits"),
+        ({"quant_method": "gptq", "bits": 4.0}, "gptq, 4.0 bits"),
+        (with_group({"num_bits": 4.0, "group_size": 128}), "4.0 bits of type int"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format marlin"),
+        ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "adapter"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {".*": 8}}, "dynamic must give an object"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(": {}}}, r"dynamic: \( is no regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"a{4294967295}": {}}}, "is no regular expression"),
+        ({"quant_method": "gptq", "bits": 4, "dynamic": {"(" * 5000: {}}}, "is no regular expression"),
+        ({"quant_method": "hqq"}, "quantized by hqq are not supported"),
+        ({"quant_method": "aqlm", "bits": 2}, "quantized by aqlm, 2 bits"),
+        ({"quant_method": "mxfp4"}, "quantized by mxfp4"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantized by modelopt"),
+        ({"load_in_4bit": True}, "bitsandbytes, 4 bits, type fp4"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "numbers of type e5m2"),
+        ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts of type fp4"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "in the format nvfp4-pack-quantized"),
+        ({**PACKED, "format": "mxfp4-pack-quantized"}, "in the format mxfp4-pack-quantized"),
+        ({**PACKED, "format": "marlin-24"}, "in the format marlin-24"),
+        ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config = .*sparse-24-bitmask"),
+        ({**PACKED, "transform_config": {"config_groups": {"R1": {}}}}, "with transform_config"),
+        ({**PACKED, "kv_cache_scheme": {"num_bits": 4}}, "with kv_cache_scheme"),
+        ({**PACKED, "moe_sparsity_config": {"method": "prune"}}, "moe_sparsity_config"),
+        ({**PACKED, "config_groups": {}}, "at least one group"),
+        ({**PACKED, "config_groups": {"W4A16": ["Linear"]}}, "config_groups.W4A16 must have a list of targets"),
+        ({**PACKED, "config_groups": {"group_0": {**GROUP, "targets": ["re:("]}}}, "no regular expression"),
+        (with_group({"num_bits": 3, "group_size": 128}), "3 bits of type int"),
+        ({"quant_method": "pillion", "row_codes": "static"}, "row_codes must be dynamic, not 'static'"),
+        (with_group({"num_bits": 4, "type": "float", "group_size": 32}), "4 bits of type float"),
+        (with_group({"num_bits": 4, "strategy": "tensor_group", "group_size": 16}), "strategy tensor_group"),
+        (with_group({"num_bits": 4, "strategy": "group"}), "group_size must be a whole number"),
+        (
+            {**PACKED, "config_groups": {"group_0": {**GROUP, "input_activations": {"num_bits": 4}}}},
+            "with input_activations",
+        ),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(found, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        parsed(found)
+    assert caught.value.message.startswith("llama: ")

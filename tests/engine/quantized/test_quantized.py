@@ -1,0 +1,377 @@
+"""Checkpoints in few bits: every format holds the values that its description gives it, and is served by them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pillion.config import ModelFlags
+from pillion.engine.backends.loading import precision_notes
+from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.checkpoints.weights import load_weights
+from pillion.engine.models.config_parser import load_config
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes
+from tests.support.cpu_model import CpuDriver, needs_kernels
+from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.oracle import Oracle, first_difference
+from tests.support.quantized import (
+    PRODUCERS,
+    Producer,
+    affine,
+    compressed,
+    gptq,
+    nf4,
+    packed,
+    quantize_folder,
+    round_rows,
+)
+from tests.support.torch_model import BackendDriver
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+# A model of each family, and those whose tensors have other shapes or names.
+MODELS = (
+    "llama-odd-hidden",
+    "llama-mqa-biases",
+    "smollm3-nope",
+    "mistral-full",
+    "ministral",
+    "mixtral",
+    "mixtral-window-stacked",
+    "qwen2-bias",
+    "qwen3-qk-norm",
+    "qwen3-moe-some-dense",
+    "phi3-partial-rope",
+    "gemma2",
+    "gemma3",
+    "olmo2",
+    "granite",
+)
+# Formats whose rows are rounded to int8.
+ROUNDED_ROWS = ("w8a8", "w8a8-asymmetric", "w8a8-static", "w8a8-static-asymmetric", "w4a8")
+# Formats whose scales are powers or whose numbers are few enough that float32 holds each product exactly.
+INEXACT = {"bnb-int8", "nf4-nested", "w8a16-packed", "w8a8-asymmetric"}
+
+
+@pytest.fixture(scope="module")
+def plain_folder(tmp_path_factory):
+    made = {}
+
+    def make(family):
+        if family not in made:
+            made[family] = make_model(tmp_path_factory.mktemp("plain") / family, FAMILIES[family])[0]
+        return made[family]
+
+    return make
+
+
+def group_of(family):
+    return 8 if family == "llama-odd-hidden" else 16
+
+
+# Every format meets an odd width, biases with one KV head, fused projections and stacked experts in ``make test``.
+SHAPES = ("llama-odd-hidden", "llama-mqa-biases", "phi3-partial-rope", "mixtral-window-stacked")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=() if family in SHAPES else pytest.mark.long) for family in MODELS]
+)
+def test_matrices_hold_the_values_of_their_format(family, plain_folder, tmp_path):
+    for name, make in PRODUCERS.items():
+        few, wide = quantize_folder(plain_folder(family), tmp_path / name, make(group_of(family)))
+        assert same_values(few, wide, exact=name not in INEXACT), name
+
+
+def same_values(few, wide, exact=True):
+    """Compares all tensors of two folders; returns the names of those that the first has in few bits."""
+    config, quantized = load_config(few), set()
+    with open_checkpoint(few, config) as ours, open_checkpoint(wide, load_config(wide)) as theirs:
+        for key in decoder_tensors(config):
+            wanted, got = theirs.take(key, torch.float32), ours.take(key, torch.float32)
+            assert torch.allclose(got, wanted, rtol=1e-6, atol=1e-7), (few, key)
+            assert not exact or torch.equal(got, wanted), (few, key)
+            if isinstance(ours.take_matrix(key, torch.float32), QuantizedMatrix):
+                quantized.add(key)
+    return quantized
+
+
+def cases():
+    """Every format once, with models in turns: one format of each coding on the CPU kernels, the others on torch."""
+    for name, family in zip(PRODUCERS, itertools.cycle(MODELS), strict=False):
+        if name in ROUNDED_ROWS:
+            continue
+        kernels = "cpu" if name in ("awq", "gptq-act-order", "deepseek-fp8", "nf4") else "torch"
+        marks = [needs_kernels] if kernels == "cpu" else []
+        yield pytest.param(name, family, kernels, marks=marks, id=f"{name}-{family}-{kernels}")
+
+
+@pytest.mark.parametrize(("name", "family", "kernels"), list(cases()))
+def test_logits_and_tokens_are_those_of_the_plain_values(name, family, kernels, plain_folder, tmp_path):
+    few, wide = quantize_folder(plain_folder(family), tmp_path, PRODUCERS[name](group_of(family)))
+    prepared = prepare(ModelFlags(model=str(few), dtype="float32", max_model_len=FAMILIES[family].get("serve", 0)))
+    driver = CpuDriver(prepared) if kernels == "cpu" else BackendDriver(prepared)
+    model, text = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), tokens_of(40, 7)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0].float()
+    (number,) = driver.sequences.add()
+    torch.testing.assert_close(driver.run_all(number, text, [17]), wanted, atol=1e-4, rtol=1e-4)
+    expected = Oracle(model).greedy(text, 8)
+    assert not first_difference(expected, driver.greedy(text, 8), 1e-3)
+
+
+def of_rounded_rows():
+    """Each format with rows in int8, on torch and, where no last bit turns a code, on the CPU kernels.
+
+    A symmetric scale makes the largest value of each row 127.5, of which half is rounded to 127 and half to 128.
+    """
+    for name, family in zip(
+        ROUNDED_ROWS, ("llama-mqa-biases", "qwen3-qk-norm", "olmo2", "granite", "gemma2"), strict=True
+    ):
+        yield pytest.param(name, family, "torch", id=f"{name}-{family}-torch")
+        if name != "w8a8":
+            yield pytest.param(name, family, "cpu", id=f"{name}-{family}-cpu", marks=[needs_kernels])
+
+
+@pytest.mark.parametrize(("name", "family", "kernels"), list(of_rounded_rows()))
+def test_rows_are_rounded_as_compressed_tensors_rounds_them(name, family, kernels, plain_folder, tmp_path):
+    """A value between two codes may become either, which changes the rest of its text: so there are several texts."""
+    few, wide = quantize_folder(plain_folder(family), tmp_path, PRODUCERS[name](group_of(family)))
+    prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
+    driver = CpuDriver(prepared) if kernels == "cpu" else BackendDriver(prepared)
+    model, texts = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), tokens_of(48, 7)
+    batch = torch.tensor(texts).view(16, 3)
+    with torch.inference_mode():
+        plain = model(batch).logits.float()
+        wanted = round_rows(model, few)(batch).logits.float()
+    found = torch.stack([driver.run_all(driver.sequences.add()[0], text, []) for text in batch.tolist()])
+    same = ((found - wanted).abs() < 1e-4 + 1e-4 * wanted.abs()).flatten(1).all(1)
+    assert int(same.sum()) >= 12, (found - wanted).abs().amax((1, 2))
+    assert float((wanted - plain).abs().amax((1, 2)).min()) > 1e-3
+    text = batch[int(same.nonzero()[0])].tolist()
+    assert not first_difference(Oracle(model).greedy(text, 8), driver.greedy(text, 8), 0.1)
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "dtype", "most"),
+    [("w8a8-asymmetric", "float32", 1e-3), ("w8a8", "float32", 0.4), ("w8a8-static", "bfloat16", 0.6)],
+)
+def test_the_kernels_and_torch_round_rows_alike(name, dtype, most, plain_folder, tmp_path):
+    """Also those of experts. Logits of kernels that round no rows are as far from torch's as unrounded logits are; with
+    rows that are rounded it is 0.00001, 0.15 and 0.29 of that, because ties and bfloat16 turn some codes."""
+    few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, PRODUCERS[name](16))
+    exact, text = prepare(ModelFlags(model=str(few), dtype="float32")), tokens_of(40, 7)
+    prepared = prepare(ModelFlags(model=str(few), dtype=dtype))
+    plain = prepare(ModelFlags(model=str(wide), dtype="float32"))
+    drivers = [CpuDriver(prepared), BackendDriver(exact), BackendDriver(plain)]
+    ours, theirs, unrounded = (driver.run_all(driver.sequences.add()[0], text, [17]) for driver in drivers)
+    assert (ours - theirs).abs().mean() < most * (theirs - unrounded).abs().mean()
+    # A prompt that was cut into other batches has logits with the same bits.
+    assert torch.equal(drivers[0].run_all(drivers[0].sequences.add()[0], text, [1] * 20), ours)
+
+
+def unchanged(name, weight):
+    return {name: weight}, weight
+
+
+@needs_kernels
+@pytest.mark.parametrize("odd", ["scale", "plain"])
+def test_rows_of_experts_are_rounded_alike_or_not(odd, plain_folder, tmp_path):
+    """All experts of a layer read the same rows: a static scale of one's own, or none, lets no expert round them."""
+    static = PRODUCERS["w8a8-static"](16)
+
+    def quantize(name, weight):
+        if ".experts." not in name or (odd == "plain" and ".experts.1." in name):
+            return unchanged(name, weight)
+        tensors, values = static.quantize(name, weight)
+        if ".experts.1." in name:
+            tensors = {key: value * 3 if key.endswith("input_scale") else value for key, value in tensors.items()}
+        return tensors, values
+
+    few, wide = quantize_folder(plain_folder("mixtral"), tmp_path, Producer(static.config, quantize))
+    prepared, text = prepare(ModelFlags(model=str(few), dtype="float32")), tokens_of(40, 7)
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0].float()
+    for driver in (CpuDriver(prepared), BackendDriver(prepared)):
+        found = driver.run_all(driver.sequences.add()[0], text, [17])
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+    (note,) = precision_notes(prepared)
+    assert "only where all experts of a layer have the same scale" in note
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("name", ["gptq", "w4a16", "w8a8", "deepseek-fp8", "nf4"])
+def test_heads_and_embeddings_in_few_bits(name, tied, tmp_path):
+    shape = {"tie_word_embeddings": tied, "marks": ("<a>", "<b>", "<c>", "<d>", "<e>", "<f>")}
+    plain, producer = make_model(tmp_path / "plain", shape)[0], PRODUCERS[name](16)
+    # Only compressed-tensors quantizes embeddings.
+    also = ("embed_tokens",) if "config_groups" in producer.config and tied else ("lm_head",)
+    if "config_groups" in producer.config:
+        producer.config["config_groups"]["group_0"]["targets"] = ["Linear", "Embedding"]
+    tensors = load_file(plain / "model.safetensors")
+    if tied and also == ("lm_head",):
+        save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, plain / "model.safetensors")
+    few, wide = quantize_folder(plain, tmp_path, producer, also)
+    assert {"embedding"} <= same_values(few, wide) or also == ("lm_head",)
+    ours, theirs = (load_weights(folder, load_config(folder), torch.float32) for folder in (few, wide))
+    rows = torch.randn(3, 64)
+    rounded = RowCodes().round(rows) if name == "w8a8" else rows
+    assert torch.equal(ours.lm_head(rows), theirs.lm_head(rounded))
+    assert torch.equal(ours.embedding, theirs.embedding)
+
+
+def test_a_scheme_for_each_group_of_modules(plain_folder, tmp_path):
+    """A name goes before an expression, which goes before a class; a module that is plain in the file stays plain."""
+    four, eight = PRODUCERS["w4a16"](16), PRODUCERS["w8a16-packed"](16)
+    special = "model.layers.1.mlp.up_proj"
+    floats = compressed("float-quantized", num_bits=8, type="float", strategy="tensor")
+
+    def quantize(name, weight):
+        if "layers.0.self_attn.o_proj" in name:
+            return unchanged(name, weight)
+        chosen = floats if name.startswith(special) else four if ".mlp." in name else eight
+        return chosen.quantize(name, weight)
+
+    groups = {
+        "group_0": eight.config["config_groups"]["group_0"],
+        "group_1": {
+            **four.config["config_groups"]["group_0"],
+            "targets": ["re:.*mlp[.].*"],
+            "format": "pack-quantized",
+        },
+        "group_2": {**floats.config["config_groups"]["group_0"], "targets": [special], "format": "float-quantized"},
+    }
+    config = {**eight.config, "config_groups": groups, "ignore": ["lm_head", "model.layers.0.self_attn.o_proj"]}
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, Producer(config, quantize))
+    quantized = same_values(few, wide, exact=False)
+    assert "layers.0.gate_up.weight" in quantized
+    assert not {"layers.0.o.weight", "layers.1.gate_up.weight"} & quantized
+
+
+def test_layers_with_sizes_of_their_own(plain_folder, tmp_path):
+    """The first pattern decides, as in GPTQModel; what a pattern with a minus names is plain."""
+    four, eight = gptq(), gptq(bits=8, group=32)
+
+    def quantize(name, weight):
+        if "o_proj" in name:
+            return unchanged(name, weight)
+        return (eight if "layers.1.mlp" in name else four).quantize(name, weight)
+
+    dynamic = {"-:.*o_proj": {}, r"+:.*[.]1[.]mlp": {"bits": 8, "group_size": 32}, ".*mlp": {"bits": 4}}
+    producer = Producer({**four.config, "dynamic": dynamic}, quantize)
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, producer)
+    assert "layers.1.down.weight" in same_values(few, wide)
+
+
+def test_projections_with_orders_of_their_own_are_widened_together(plain_folder, tmp_path):
+    def quantize(name, weight):
+        tensors, values = gptq(act_order=True).quantize(name, weight)
+        if "k_proj" in name:
+            groups = torch.arange(weight.shape[1]).flip(0) // 16
+            found, module = affine(weight, 4, 16, True, groups), name.removesuffix(".weight")
+            tensors |= {f"{module}.qweight": packed(found.codes, 4).t(), f"{module}.scales": found.scales.t()}
+            return {**tensors, f"{module}.g_idx": groups.int()}, found.values
+        return tensors, values
+
+    producer = Producer(gptq(act_order=True).config, quantize)
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, producer)
+    quantized = same_values(few, wide)
+    assert "layers.0.qkv.weight" not in quantized
+    assert "layers.0.gate_up.weight" in quantized
+
+
+def test_biases_of_zeros_that_the_model_does_not_have(plain_folder, tmp_path):
+    def quantize(name, weight):
+        tensors, values = gptq().quantize(name, weight)
+        return {**tensors, name.replace(".weight", ".bias"): torch.zeros(len(weight))}, values
+
+    producer = Producer(gptq().config, quantize)
+    few, wide = quantize_folder(plain_folder("mistral-full"), tmp_path, producer)
+    assert same_values(few, wide)
+
+
+def test_blocks_that_end_in_the_middle_of_a_row(tmp_path):
+    """40 inputs and blocks of 64."""
+    plain = make_model(tmp_path / "plain", FAMILIES["llama-odd-hidden"])[0]
+    few, wide = quantize_folder(plain, tmp_path, nf4(nested=False))
+    same_values(few, wide)
+    with open_checkpoint(few, load_config(few)) as checkpoint:
+        assert checkpoint.take_matrix("layers.0.qkv.weight", torch.float32).group == 8
+
+
+def test_what_a_checkpoint_says_of_activations_and_caches_is_told_and_not_done(plain_folder, tmp_path):
+    fp8 = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    producer = compressed("float-quantized", fp8, num_bits=8, type="float")
+    cache = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+
+    def quantize(name, weight):
+        tensors, values = producer.quantize(name, weight)
+        module = name.removesuffix(".weight")
+        tensors[f"{module}.input_scale"] = torch.ones(1)
+        if "k_proj" in name:
+            tensors[f"{module.removesuffix('.k_proj')}.k_scale"] = torch.ones(1)
+        return tensors, values
+
+    made = Producer({**producer.config, "kv_cache_scheme": cache}, quantize)
+    few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, made)
+    assert same_values(few, wide)
+    (note,) = precision_notes(prepare(ModelFlags(model=str(few), dtype="float32")))
+    assert "rounds the inputs of quantized layers to fp8" in note
+
+
+def test_rows_in_int8_are_told_where_they_are_not_rounded(plain_folder, tmp_path):
+    """GPUs multiply by the weights alone."""
+    few, _ = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, PRODUCERS["w8a8"](16))
+    prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
+    assert not list(precision_notes(prepared, "cpu"))
+    (note,) = precision_notes(prepared, "cuda")
+    assert "rounds the inputs of quantized layers to int8;" in note
+
+
+def test_all_types_of_rounded_rows_are_told(plain_folder, tmp_path):
+    """Groups of modules may differ."""
+    producer = PRODUCERS["w8a8"](16)
+    group = producer.config["config_groups"]["group_0"]
+    rows = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
+    groups = {
+        "group_0": {**group, "targets": ["re:.*mlp[.].*"]},
+        "group_1": {**group, "input_activations": rows},
+    }
+    made = Producer({**producer.config, "config_groups": groups}, producer.quantize)
+    few, _ = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, made)
+    prepared = prepare(ModelFlags(model=str(few), dtype="float32"))
+    for device, types in (("cpu", "to fp8;"), ("cuda", "to fp8 and int8;")):
+        (note,) = precision_notes(prepared, device)
+        assert f"rounds the inputs of quantized layers {types}" in note
+
+
+def test_the_flag_that_rounds_rows_is_named_where_it_has_no_effect(plain_folder):
+    """Nobody but Pillion made int8-dynamic."""
+    flags = ModelFlags(model=str(plain_folder("llama-mqa-biases")), dtype="float32", quantization="int8-dynamic")
+    prepared = prepare(flags)
+    assert not list(precision_notes(prepared, "cpu"))
+    (note,) = precision_notes(prepared, "cuda")
+    assert "--quantization int8-dynamic" in note
+    assert "producer" not in note
+
+
+def test_what_another_file_says_of_the_quantization_is_part_of_the_model(plain_folder, tmp_path):
+    """Quantizers before 2024 wrote a file of their own. Another one of the same folder is another model."""
+    few, _ = quantize_folder(plain_folder("mistral-full"), tmp_path, PRODUCERS["gptq"](16))
+    config = json.loads((few / "config.json").read_text())
+    said = config.pop("quantization_config")
+    (few / "config.json").write_text(json.dumps(config))
+    (few / "quantize_config.json").write_text(json.dumps(said))
+    flags = ModelFlags(model=str(few), dtype="float32")
+    first = prepare(flags)
+    assert len(BackendDriver(first).greedy([5, 6], 4)) == 4
+    (few / "quantize_config.json").write_text(json.dumps({**said, "sym": False}))
+    assert prepare(flags).fingerprint != first.fingerprint

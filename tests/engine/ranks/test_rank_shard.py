@@ -1,0 +1,84 @@
+"""Every head, inner value and token of a model belongs to a rank, for all shapes that ranks can share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import ModelConfig, MoeConfig
+from pillion.engine.models.model_shard import whole_model
+from pillion.engine.ranks.rank_shard import UNIT, RankShard
+from pillion.errors import ConfigError
+from tests.support.families import FAMILIES, make_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    return load_config(make_model(tmp_path_factory.mktemp("model"), FAMILIES["llama-gqa-tied"])[0])
+
+
+def shaped(config: ModelConfig, heads: int, kv_heads: int, inner: int = 1536, tokens: int = 49152) -> ModelConfig:
+    return replace(config, num_heads=heads, num_kv_heads=kv_heads, intermediate_size=inner, vocab_size=tokens)
+
+
+def shards(config: ModelConfig, size: int) -> list[RankShard]:
+    return [RankShard.of(config, rank, size) for rank in range(size)]
+
+
+@given(st.data())
+def test_nothing_is_left_out_and_nothing_is_done_twice(config: ModelConfig, data: st.DataObject) -> None:
+    kv_heads, group = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 8))
+    fitting = [
+        size for size in range(1, 17) if size <= kv_heads or (size % kv_heads == 0 and group % (size // kv_heads) == 0)
+    ]
+    size = data.draw(st.sampled_from(fitting))
+    width, tokens = (data.draw(st.integers(UNIT * (size - 1) + 1, 5000)) for _ in range(2))
+    shape = shaped(config, kv_heads * group, kv_heads, width, tokens)
+    found = shards(shape, size)
+    assert [head for shard in found for head in shard.heads] == list(range(kv_heads * group))
+    for shard in found:
+        assert {head // group for head in shard.heads} == set(shard.kv_heads)
+        local = shard.local(shape)
+        assert local.num_heads % local.num_kv_heads == 0
+        assert local.intermediate_size == len(shard.inner(width)) > 0
+    for parts, total in (([s.inner(width) for s in found], width), ([s.vocabulary(tokens) for s in found], tokens)):
+        assert [n for part in parts for n in part] == list(range(total))
+        assert all(part.start % UNIT == 0 for part in parts)
+        assert max(map(len, parts)) - min(map(len, parts)) < 2 * UNIT
+        assert all(parts)
+    assert sum(shard.leads for shard in found) == 1
+
+
+def test_three_kv_heads_are_shared_unequally_by_two(config: ModelConfig) -> None:
+    first, second = shards(shaped(config, 9, 3), 2)
+    assert (first.kv_heads, first.heads) == (range(2), range(6))
+    assert (second.kv_heads, second.heads) == (range(2, 3), range(6, 9))
+
+
+def test_more_ranks_than_kv_heads_share_each(config: ModelConfig) -> None:
+    assert [shard.kv_heads.start for shard in shards(shaped(config, 8, 2), 4)] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 4), (9, 3, 6), (4, 1, 3), (4, 2, 8)])
+def test_shapes_that_do_not_divide_are_refused(config: ModelConfig, heads: int, kv_heads: int, size: int) -> None:
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {size} does not fit {heads} heads"):
+        RankShard.of(shaped(config, heads, kv_heads), 0, size)
+
+
+def test_narrow_mlps_are_refused(config: ModelConfig) -> None:
+    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=32, normalize=True, layers=(True,) * 2)
+    narrow = replace(shaped(config, 8, 8), moe=moe, num_layers=2)
+    with pytest.raises(ConfigError, match="too much to share 32 values in units of 32"):
+        RankShard.of(narrow, 0, 2)
+
+
+def test_one_process_has_the_model(config: ModelConfig) -> None:
+    shard, (alone,) = whole_model(config), shards(config, 1)
+    assert shard.whole
+    assert shard.local(config) is config
+    assert alone.local(config) == config
+    assert (shard.rank, shard.size, shard.kv_heads, shard.name) == (0, 1, alone.kv_heads, alone.name)

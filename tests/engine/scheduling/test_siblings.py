@@ -1,0 +1,220 @@
+"""Several answers to one prompt: computed once, shared, copied where they part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.block_chain import Holding
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.scheduling.sequence import Sequence, SequenceSpec, SequenceState, SiblingSpec
+from pillion.engine.scheduling.siblings import copy_partial_block
+from tests.support.fake_backend import greedy
+from tests.support.scheduler_harness import BLOCK, GREEDY, ROOT, SchedulerHarness, answer, prompt, states
+
+
+def computed(harness: SchedulerHarness) -> int:
+    """One step with its answers; how many tokens it ran."""
+    tokens = harness.step().num_tokens
+    while harness.answer():
+        pass
+    return tokens
+
+
+@pytest.mark.parametrize("length", [1, 3, 8, 10, 11])
+def test_one_prefill_and_as_many_answers(length: int) -> None:
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, length), 9, sibling_seeds=(5, 6, 7))
+    ran = 0
+    while harness.scheduler.sequences:
+        ran += computed(harness)
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
+    assert [record.token_ids for record in harness.records.values()] == [
+        answer(prompt(1, length), s, 9) for s in (0, 5, 6, 7)
+    ]
+    # The prompt once, and of each answer all but its last token.
+    assert ran == length + 4 * 8
+    assert harness.copies == (3 if length % BLOCK else 0)
+
+
+def test_all_first_tokens_come_in_the_same_step() -> None:
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 9, sibling_seeds=(5, 6))
+    harness.step()
+    assert [len(record.token_ids) for record in harness.records.values()] == [1, 1, 1]
+    assert states(harness) == [SequenceState.RUNNING, SequenceState.RESUMING, SequenceState.RESUMING]
+
+
+def test_whole_blocks_are_shared_and_the_partial_one_is_not() -> None:
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 30, sibling_seeds=(5, 6))
+    for _ in range(3):
+        computed(harness)
+    tables = [s.table().tolist() for s in harness.scheduler.sequences.values()]
+    assert tables[0][:2] == tables[1][:2] == tables[2][:2]
+    assert len({table[2] for table in tables}) == 3
+    harness.finish()
+    harness.check_answers()
+
+
+def test_a_sibling_whose_parent_is_gone_computes_the_few_tokens_again() -> None:
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    first = harness.submit(prompt(1, 10), 9, sibling_seeds=(5,))
+    assert first is not None
+    harness.step()
+    harness.cancel(first)
+    harness.finish()
+    assert harness.copies == 0
+    harness.check_answers()
+
+
+def test_a_first_token_that_stops_is_an_answer() -> None:
+    stop = frozenset({(greedy(prompt(1, 10), 1)[0] + 5) % 97})
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 9, stop=stop, sibling_seeds=(5, 6))
+    harness.finish()
+    assert len(harness.records[2].token_ids) == 1
+    assert harness.records[2].end is not None
+    harness.check_answers()
+
+
+def test_a_sibling_that_is_cancelled_before_it_begins_never_does() -> None:
+    harness = SchedulerHarness(budget=4, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 9, sibling_seeds=(5, 6))
+    computed(harness)
+    harness.cancel(2)
+    harness.finish()
+    assert harness.records[2].token_ids == []
+    assert len(harness.records[3].token_ids) == 9
+    harness.check_answers()
+
+
+def test_siblings_outgrow_a_small_pool_by_turns() -> None:
+    harness = SchedulerHarness(slots=14, budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 24, sibling_seeds=(5, 6, 7))
+    harness.finish()
+    assert harness.preemptions > 0
+    harness.check_answers()
+
+
+def test_more_answers_than_slots() -> None:
+    harness = SchedulerHarness(slots=100, budget=8, max_num_seqs=2)
+    harness.submit(prompt(1, 10), 12, sibling_seeds=(5, 6, 7, 8))
+    harness.finish()
+    harness.check_answers()
+
+
+def test_a_sibling_that_has_begun_is_not_delayed_by_a_long_prompt() -> None:
+    harness = SchedulerHarness(slots=200, budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 10), 30, sibling_seeds=(5,))
+    harness.step()
+    harness.submit(prompt(2, 300), 4)
+    computed(harness)
+    for _ in range(10):
+        before = len(harness.records[2].token_ids)
+        computed(harness)
+        assert len(harness.records[2].token_ids) == before + 1
+    harness.finish()
+    harness.check_answers()
+
+
+def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
+    harness = SchedulerHarness(budget=16, max_num_seqs=4)
+    first = harness.submit(prompt(1, 10), 30, sibling_seeds=(5,))
+    assert first is not None
+    harness.step()
+    while harness.answer():
+        pass
+    parent, child = harness.scheduler.sequences[first], harness.scheduler.sequences[2]
+    assert child.state is SequenceState.PREEMPTED
+    for state in (SequenceState.CLOSING, SequenceState.RESUMING):
+        parent.state, kept = state, parent.state
+        assert copy_partial_block(parent, child) is None
+        parent.state = kept
+    # Nor from one that came back and has not computed its prompt again.
+    parent.num_computed, kept_tokens = 8, parent.num_computed
+    assert copy_partial_block(parent, child) is None
+    parent.num_computed = kept_tokens
+    assert copy_partial_block(parent, child) is not None
+
+
+def test_siblings_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
+    harness = SchedulerHarness(slots=100, budget=16, max_num_seqs=4)
+    harness.submit(prompt(1, 30), 9, sibling_seeds=(5, 6, 7))
+    ran = 0
+    while harness.scheduler.sequences:
+        # The node's answer comes while the next step runs, so the siblings begin while a run is under way.
+        late = len(harness.unsent)
+        ran += harness.step().num_tokens
+        for _ in range(late):
+            harness.answer()
+        harness.receive_flush()
+    harness.settle()
+    harness.check_answers()
+    assert ran == 30 + 4 * 8
+
+
+def test_a_sibling_is_not_more_urgent_than_its_request() -> None:
+    harness = SchedulerHarness(slots=200, budget=32, max_num_seqs=2)
+    harness.submit(prompt(1, 10), 8, priority=1, sibling_seeds=(5, 6, 7))
+    computed(harness)
+    urgent = harness.submit(prompt(2, 6), 4, priority=-1)
+    assert urgent in [piece.sequence.seq_id for piece in harness.step().pieces]
+    harness.finish()
+    harness.check_answers()
+
+
+def stream(seq_id: int, length: int, slots: range, siblings: tuple[SiblingSpec, ...] = ()) -> Sequence:
+    spec = SequenceSpec(
+        seq_id=seq_id,
+        token_ids=np.array(prompt(seq_id, length), dtype=np.int32),
+        parent_hash=ROOT,
+        prompt_tokens=length,
+        sampling=GREEDY,
+        max_tokens=50,
+        max_model_len=1000,
+        siblings=siblings,
+    )
+    return Sequence(spec, Holding(seq_id, (), tuple(slots)), BLOCK, 0.0)
+
+
+@pytest.mark.parametrize("recall", [0, 8])
+@pytest.mark.parametrize("victim", ["sibling", "parent"])
+def test_a_step_copies_only_slots_that_are_ours(recall: int, victim: str) -> None:
+    """A decode needs memory, and takes it from the sibling or its parent, in the very step that would start the
+    sibling."""
+    scheduler = Scheduler(block_size=BLOCK, max_num_batched_tokens=64, max_num_seqs=4)
+    scheduler.add(stream(1, 6, range(10, 12)), 0.0)
+    scheduler.add(stream(2, 11, range(20, 24), (SiblingSpec(3, 5),)), 0.0)
+    if victim == "parent":
+        parent = scheduler.sequences[2]
+        parent.spec, parent.queue_order = replace(parent.spec, priority=1), 5.0
+    outcomes = []
+    for step in range(4):
+        now = step / 100
+        for outcome in outcomes:
+            # The node takes nothing and has nothing, but for the sibling's ticket, at last.
+            for order in outcome.commits:
+                scheduler.committed(order.seq_id, (), "no", now)
+            if outcome.lease_blocks:
+                scheduler.granted((), now)
+        if step == 3:
+            child = scheduler.sequences[3]
+            child.spec = replace(child.spec, priority=0 if victim == "parent" else child.spec.priority)
+            scheduler.resumed(3, Holding(9, (30, 31), (32, 33)), now)
+        scheduler.recall(recall, now)
+        plan = scheduler.schedule(now)
+        outcomes = [scheduler.flush(now)]
+        owned = {slot for sequence in scheduler.sequences.values() for slot in sequence.owned_slots()}
+        for source, target in plan.copies:
+            assert {source, target} <= owned
+            assert not {source, target} & set(outcomes[0].give_back)
+        if plan.pieces:
+            tokens = sum(piece.samples + len(piece.sibling_seeds) for piece in plan.pieces)
+            outcomes.append(scheduler.commit(plan, Sampled((1,) * tokens), now))
+    assert any(s.progress.preemptions for s in scheduler.sequences.values()), "nobody was preempted"

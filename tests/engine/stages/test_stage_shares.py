@@ -1,0 +1,78 @@
+"""Which layers stages have, and what workers of several stages are refused for."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion.config import DecodeFlags, PrefillFlags
+from pillion.engine.backends.loading import load_model
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.stages.stage_loading import Stages
+from pillion.engine.stages.stage_rows import StageRows
+from pillion.engine.stages.stage_shares import StagePlace, layers_of_stage
+from pillion.errors import ConfigError
+from testbed.tiny_model import save_model
+
+
+@given(st.integers(1, 200), st.data())
+def test_each_layer_has_one_stage_and_the_last_stage_has_no_fewer(layers, data):
+    stages = data.draw(st.integers(1, layers))
+    shares = [layers_of_stage(layers, stage, stages) for stage in range(stages)]
+    assert [layer for share in shares for layer in share] == [*range(layers)]
+    sizes = [len(share) for share in shares]
+    assert sizes[-1] == max(sizes) <= min(sizes) + 1
+
+
+def test_the_processes_of_a_stage_follow_one_another():
+    places = [StagePlace.of(process, 3, 2) for process in range(6)]
+    assert [(place.stage, place.rank) for place in places] == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    assert [place.process for place in places] == [*range(6)]
+    assert places[3].name == "stage 1 rank 1"
+    assert StagePlace.of(1, 2, 1).name == "stage 1"
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize(
+    ("kind", "flags", "device", "words"),
+    [
+        (PrefillFlags, {"pipeline_parallel_size": 3}, "cpu", "3 is too much to share 2 layers"),
+        (PrefillFlags, {"cpu_kernels": "torch"}, "cpu", "2 needs the CPU kernels: --cpu-kernels torch"),
+        (PrefillFlags, {}, "cuda", "2 needs --device cpu: stages on GPUs are not there yet"),
+        (DecodeFlags, {}, "cpu", "2 needs a prefill worker: a decode step would wait"),
+    ],
+)
+def test_stages_that_cannot_be_are_refused_by_name(tmp_path, kind, flags, device, words):
+    shape = {"model": str(save_model(tmp_path / "model")), "dtype": "float32", "pipeline_parallel_size": 2}
+    named = kind(**{**shape, **flags})
+    with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
+        Stages.check(named, device, prepare(named))
+    if device == "cpu":
+        with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
+            load_model(named, 1)
+
+
+def test_the_ranks_of_a_stage_are_refused_as_ranks_are(tmp_path):
+    flags = PrefillFlags(
+        model=str(save_model(tmp_path / "model")), dtype="float32", pipeline_parallel_size=2, tensor_parallel_size=3
+    )
+    with pytest.raises(ConfigError, match="--tensor-parallel-size 3 does not fit 4 heads over 2 KV heads"):
+        Stages.check(flags, "cpu", prepare(flags))
+
+
+def test_stages_need_linux(tmp_path, monkeypatch):
+    flags = PrefillFlags(model=str(save_model(tmp_path / "model")), dtype="float32", pipeline_parallel_size=2)
+    monkeypatch.setattr("pillion.engine.stages.stage_loading.sys.platform", "win32")
+    with pytest.raises(ConfigError, match="--pipeline-parallel-size 2 needs Linux"):
+        Stages.check(flags, "cpu", prepare(flags))
+
+
+def test_memory_of_another_size_is_refused():
+    rows = StageRows.create(3, 2, 8, 64)
+    assert rows.slot(1, 1, 4).size == 8 * 64
+    with pytest.raises(ConfigError, match="no memory of these stages"):
+        StageRows(os.dup(rows.fd), 3, 2, 9, 64)
+    rows.close()

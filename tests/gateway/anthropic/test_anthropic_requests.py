@@ -1,0 +1,358 @@
+"""Anthropic's bodies become requests of the gateway, field by field; what is not supported is refused by its name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion
+from pillion.gateway.http_api.openai_fields import BodyReading, read_noting
+from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
+
+LEAST: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [{"role": "user", "content": "hi"}]}
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+MARK = {"cache_control": {"type": "ephemeral", "ttl": "1h"}}
+TOOL = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA, **MARK}
+
+
+def read(**fields: Any) -> MessagesRequest:
+    return messages_request(json.dumps(LEAST | fields).encode(), "r")
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_every_field_arrives() -> None:
+    labels = {"metadata": {"user_id": "u"}, "service_tier": "auto", "speed": "standard", "mcp_servers": [], **MARK}
+    asked = read(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        seed=3,
+        ignore_eos=True,
+        stop_sequences=["a", "b"],
+        stream=True,
+        priority=-5,
+        cache_salt="s",
+        output_config={"effort": "low", "format": {"type": "json_schema", "schema": SCHEMA}},
+        **labels,
+    )
+    (request,) = asked.requests
+    assert (request.model, request.priority, request.cache_salt, request.request_id) == ("m", -5, "s", "r")
+    shape = request.sampling.structured_outputs
+    assert isinstance(shape, StructuredOutputs)
+    assert json.loads(shape.json or "") == SCHEMA
+    assert request.sampling == SamplingParams(
+        temperature=0.5,
+        top_p=0.25,
+        top_k=7,
+        seed=3,
+        ignore_eos=True,
+        max_tokens=2000,
+        stop=("a", "b"),
+        structured_outputs=shape,
+    )
+    assert json.loads(request.chat.chat_template_kwargs) == {"reasoning_effort": "low"}
+    assert (asked.stream, read().stream) == (True, False)
+    assert read(**labels).requests == read().requests
+    assert read().requests[0].sampling == SamplingParams(max_tokens=2000)
+    assert read().requests[0].chat == ChatOptions()
+
+
+def test_a_conversation_with_tools() -> None:
+    use = {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}}
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a", **MARK}, {"type": "text", "text": "b"}]},
+        {"role": "user", "content": "c"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "thinking", "thinking": "hm", "signature": "x"},
+                {"type": "text", "text": "Wait."},
+                use,
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {"type": "tool_result", "tool_use_id": "t1", "content": [{"type": "text", "text": "12 °C"}], **MARK},
+                {"type": "tool_result", "tool_use_id": "t2", "content": "no", "is_error": True},
+                {"type": "text", "text": "And now?"},
+            ],
+        },
+        {"role": "system", "content": "Be brief."},
+    ]
+    system = [{"type": "text", "text": "x", **MARK}, {"type": "text", "text": "y", "citations": None}]
+    asked = read(messages=messages, system=system, tools=[TOOL])
+    (request,) = asked.requests
+    assert request.messages == (
+        ChatMessage("system", "x\ny"),
+        ChatMessage("user", "a\nb\nc"),
+        ChatMessage("assistant", "Wait.", (ToolCall("t1", "weather", '{"city": "Rome"}'),), reasoning="hm"),
+        ChatMessage("tool", "12 °C", tool_call_id="t1", name="weather"),
+        ChatMessage("tool", "Error: no", tool_call_id="t2"),
+        ChatMessage("user", "And now?"),
+        ChatMessage("system", "Be brief."),
+    )
+    assert request.tools == ToolOptions(
+        tools=(Tool(name="weather", description="Tells it.", parameters=json.dumps(SCHEMA)),)
+    )
+    wrong = InvalidRequest.of(
+        FieldViolation("messages[4].content", "x"),
+        FieldViolation("tools.tools[0].parameters", "x"),
+        FieldViolation("tools.tools[0].parameters.properties.city", "x"),
+        FieldViolation("tools.tools[0].name", "x"),
+        FieldViolation("tools.tools", "x"),
+        FieldViolation("tools.choice", "x"),
+        FieldViolation("sampling.stop[2]", "x"),
+        FieldViolation("messages[0].role", "x"),
+    )
+    named = from_pillion(wrong, asked.names[0]).message
+    assert named.split(": x; ") == [
+        "messages[3].content",
+        "tools[0].input_schema",
+        "tools[0].input_schema.properties.city",
+        "tools[0].name",
+        "tools",
+        "tool_choice.type",
+        "stop_sequences[2]",
+        "system.role: x",
+    ]
+
+
+def test_the_last_message_of_an_assistant_is_continued() -> None:
+    begun = [*LEAST["messages"], {"role": "assistant", "content": [{"type": "text", "text": "It is"}]}]
+    assert read(messages=begun).requests[0].chat == ChatOptions(continue_final_message=True)
+    use = {"type": "tool_use", "id": "t", "name": "f", "input": {}}
+    called = [*LEAST["messages"], {"role": "assistant", "content": [use]}]
+    assert refusal(messages=called).param == "messages[1]"
+
+
+@pytest.mark.parametrize(
+    ("choice", "read_as"),
+    [
+        (None, ToolOptions()),
+        ({"type": "auto"}, ToolOptions(choice="auto")),
+        ({"type": "none"}, ToolOptions(choice="none")),
+        ({"type": "any", "disable_parallel_tool_use": True}, ToolOptions(choice="required", parallel_tool_calls=False)),
+        ({"type": "tool", "name": "f"}, ToolOptions(choice="named", name="f")),
+        ({"type": "auto", "disable_parallel_tool_use": False}, ToolOptions(choice="auto", parallel_tool_calls=True)),
+    ],
+    ids=str,
+)
+def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
+    assert read(tool_choice=choice).requests[0].tools == read_as
+    assert count_tokens_request(json.dumps({"messages": LEAST["messages"], "tool_choice": choice}).encode())[0].tools
+
+
+def test_thinking_sets_the_variables_that_templates_know() -> None:
+    for kind, thinks in (("enabled", True), ("disabled", False)):
+        kwargs = read(thinking={"type": kind}).requests[0].chat.chat_template_kwargs
+        assert json.loads(kwargs) == {"enable_thinking": thinks, "thinking": thinks}
+    assert read(thinking={"type": "adaptive"}).requests == read().requests
+    assert read(thinking={"type": "enabled", "budget_tokens": 1024}).shows_thinking
+    assert not read(thinking={"type": "enabled", "display": "omitted"}).shows_thinking
+    for budget in (1023, 2000):
+        assert refusal(thinking={"type": "enabled", "budget_tokens": budget}).param == "thinking.budget_tokens"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content"),
+        ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].type"),
+        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "assistant", "content": [{"type": "tool_use", "id": "a", "name": "b", "input": 5}]}
+                ]
+            },
+            "messages[0].content[0].input",
+        ),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "tools[0].type"),
+        ({"tools": [{"name": "f"}]}, "tools[0].input_schema"),
+        ({"tools": [{"name": "f", "input_schema": []}]}, "tools[0].input_schema"),
+        ({"tools": [TOOL | {"allowed_callers": ["code_execution_20260120"]}]}, "tools[0].allowed_callers"),
+        ({"tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"container": "c"}, "container"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        ({"inference_geo": "eu"}, "inference_geo"),
+        ({"speed": "slow"}, "speed"),
+        ({"metadata": {"user_id": "u" * 513}}, "metadata.user_id"),
+        ({"max_tokens": "5"}, "max_tokens"),
+        ({"stop_sequences": "x"}, "stop_sequences"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": 5}}}, "output_config.format.schema"),
+        ({"temprature": 1}, "temprature"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert (error.param, error.message.partition(": ")[0]) == (param, param)
+
+
+def test_max_tokens_is_needed_and_counting_needs_none() -> None:
+    with pytest.raises(ApiError) as caught:
+        messages_request(json.dumps({"messages": LEAST["messages"]}).encode(), "r")
+    assert (caught.value.param, caught.value.code) == ("max_tokens", "missing_required_parameter")
+    request, _ = count_tokens_request(json.dumps({"messages": LEAST["messages"], "system": "x"}).encode())
+    assert request.messages == (ChatMessage("system", "x"), ChatMessage("user", "hi"))
+
+
+def test_text_that_is_not_text_is_refused() -> None:
+    body = json.dumps(LEAST | {"tools": [TOOL]}).encode().replace(b'"properties"', b'"\xff"')
+    with pytest.raises(ApiError) as caught:
+        messages_request(body, "r")
+    assert caught.value.param == "tools[0].input_schema"
+
+
+def test_breakpoints_are_the_deepest_of_each_time_to_live() -> None:
+    short, long = {"cache_control": {"type": "ephemeral"}}, MARK
+    text = {"type": "text", "text": "t"}
+    # The deepest one counts, and before it the deepest one that lasts longer.
+    asked = read(
+        system=[{**text, **long}, {**text, "text": "u", **short}],
+        messages=[
+            {"role": "user", "content": [{**text, "text": "a", **short}, {**text, "text": "b"}]},
+            {"role": "assistant", "content": "c"},
+            {"role": "user", "content": "d"},
+        ],
+    )
+    hour, minutes = asked.breakpoints
+    assert (hour.ttl_s, minutes.ttl_s) == (3600, 300)
+    assert [(one.role, one.content) for one in hour.messages or ()] == [("system", "t"), ("user", ".")]
+    assert [(one.role, one.content) for one in minutes.messages or ()] == [("system", "t\nu"), ("user", "a")]
+    # What lasts longer and is deeper covers the rest; at the top it is the whole prompt.
+    (only,) = read(system=[{**text, **short}], tools=[TOOL], **long).breakpoints
+    assert (only.messages, only.ttl_s) == (None, 3600)
+    # A tool's is after the system prompt, within which templates write tools.
+    (of_tool,) = read(system="s", tools=[TOOL]).breakpoints
+    assert [(one.role, one.content) for one in of_tool.messages or ()] == [("system", "s"), ("user", ".")]
+    assert read(system="s").breakpoints == ()
+
+
+def test_a_breakpoint_may_stand_after_a_call_and_its_result() -> None:
+    call = {"type": "tool_use", "id": "1", "name": "weather", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "1", "content": "rain"}
+    turns = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": [{**call, "cache_control": {"type": "ephemeral"}}]},
+        {"role": "user", "content": [result]},
+    ]
+    (after_call,) = read(messages=turns).breakpoints
+    assert [one.role for one in after_call.messages or ()] == ["user", "assistant"]
+    turns[1]["content"], turns[2]["content"] = [call], [{**result, "cache_control": {"type": "ephemeral"}}]
+    (after_result,) = read(messages=turns).breakpoints
+    assert [(one.role, one.name) for one in after_result.messages or ()][-1] == ("tool", "weather")
+
+
+def test_too_many_or_strange_breakpoints_are_refused() -> None:
+    text = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
+    assert "at most 4" in refusal(system=[text] * 5).message
+    assert "at most 4" in refusal(system=[text] * 4, cache_control={"type": "ephemeral"}).message
+    for wrong in ({"type": "persistent"}, {"type": "ephemeral", "ttl": "2h"}, {}, "ephemeral"):
+        refusal(system=[{**text, "cache_control": wrong}])
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        ({"metadata": {"user_id": "u"}}, "metadata.user_id"),
+        ({"context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}}, None),
+        ({"betas": ["x"], "anthropic_beta": ["y"], "anthropic_version": "z", "diagnostics": {}}, None),
+        ({"speed": "fast", "service_tier": "standard_only", "fallbacks": [{"model": "x"}], "compaction": {}}, None),
+        ({"billing_policy": {}, "user_profile_id": "a", "workspace_id": "b", "fallback_credit_token": "c"}, None),
+        ({"output_config": {"task_budget": {"type": "tokens", "total": 9}}}, "output_config.task_budget"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 1024}}, "thinking.budget_tokens"),
+        ({"system": [{"type": "text", "text": "x", "citations": [{}], **MARK}]}, "system.citations"),
+        (
+            {"tools": [TOOL | {"defer_loading": True, "input_examples": [{}]}]},
+            "tools.defer_loading, tools.input_examples",
+        ),
+        ({"speed": "standard", "service_tier": "auto", "container": None}, ""),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
+    body = json.dumps(LEAST | fields).encode()
+    reading = BodyReading()
+    asked, named = read_noting(reading, messages_request, body, "r"), reading.ignored
+    assert named == (", ".join(sorted(fields)) if ignored is None else ignored)
+    plain = {"system": {"system": "x"}, "tools": {"tools": [TOOL]}}
+    without = next((plain[name] for name in fields if name in plain), {})
+    assert asked.requests == read(**without).requests
+
+
+LINE = "x-anthropic-billing-header: cc_version=2.1.177.01c; cc_entrypoint=cli; cch="
+CUT = ("x-anthropic-billing-header:",)
+
+
+@pytest.mark.parametrize(
+    ("system", "kept"),
+    [
+        ([{"type": "text", "text": f"{LINE}%s;"}, {"type": "text", "text": "You are.", **MARK}], "You are."),
+        ([{"type": "text", "text": f"{LINE}%s;\nYou are."}], "You are."),
+        (f"{LINE}%s;\n{LINE}%s;\n\nYou are.", "\nYou are."),
+    ],
+    ids=["a block", "a block's line", "a text's lines"],
+)
+def test_lines_that_change_with_each_request_are_cut(system: Any, kept: str) -> None:
+    """Both doors make the same prompt of requests that differ in the line alone, breakpoints included."""
+    asked = []
+    for mark in ("eb6c6", "0aaa9"):
+        body = json.dumps(LEAST | {"system": system}).replace("%s", mark).encode()
+        reading = BodyReading()
+        made = read_noting(reading, messages_request, body, "r", CUT)
+        assert reading.ignored == "system.line"
+        count_body = {name: value for name, value in json.loads(body).items() if name != "max_tokens"}
+        counted, _ = count_tokens_request(json.dumps(count_body).encode(), CUT)
+        assert counted.messages == made.requests[0].messages
+        asked.append(made)
+    assert asked[0] == asked[1]
+    assert asked[0].requests[0].messages[0] == ChatMessage("system", kept)
+    # An operator may leave every line where it is.
+    for cut in ((), ("",)):
+        assert LINE in messages_request(body, "r", cut).requests[0].messages[0].content
+
+
+def test_lines_elsewhere_stay() -> None:
+    messages = [{"role": "user", "content": LINE}]
+    system = [{"type": "text", "text": f"You are.\n{LINE}"}, {"type": "text", "text": ""}]
+    made = messages_request(json.dumps(LEAST | {"messages": messages, "system": system}).encode(), "r", CUT)
+    assert made.requests[0].messages == (ChatMessage("system", f"You are.\n{LINE}\n"), ChatMessage("user", LINE))
+
+
+def test_what_no_model_here_can_read_is_told_or_left_out_and_named() -> None:
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "x"}, **MARK}
+    found = [{"type": "text", "text": "a"}, image, {"type": "tool_reference", "tool_name": "grep"}]
+    call = {"type": "tool_use", "id": "c", "name": "weather", "input": {}, "caller": {"type": "direct"}}
+    messages = [
+        *LEAST["messages"],
+        {"role": "assistant", "content": [{"type": "redacted_thinking", "data": "x"}, call]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": found}]},
+    ]
+    reading = BodyReading()
+    made = read_noting(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
+    assert reading.ignored == "messages.content.content.source, messages.content.data"
+    unseen = "[There is an image here, which this model cannot see.]"
+    assert made.requests[0].messages[1:] == (
+        ChatMessage("assistant", "", (ToolCall("c", "weather", "{}"),)),
+        ChatMessage("tool", f"a\n{unseen}\ngrep", tool_call_id="c", name="weather"),
+    )
+    assert refusal(messages=[{"role": "user", "content": [image]}]).param == "messages[0].content[0].type"

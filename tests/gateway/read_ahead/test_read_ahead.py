@@ -1,0 +1,137 @@
+"""Reading ahead in the real components: what waits for its turn finds its KV in the pool, and nothing else changes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pathlib
+import tempfile
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from pillion import Delta
+from pillion.gateway.read_ahead import read_ahead
+from pillion.kvstore.transfer import fetch
+from testbed.conditions import until
+from testbed.tiny_model import byte_prompt, save_model
+from tests.support.components import Components, running_components
+
+SLOTS = 64
+# Prompts of 20 whole blocks.
+TOKENS = 325
+BLOCKS = 20
+ASKED: dict[str, Any] = {"temperature": 0.0, "max_tokens": 4, "ignore_eos": True}
+
+
+@contextlib.asynccontextmanager
+async def line(tmp_path: pathlib.Path, **gateway: Any) -> AsyncIterator[Components]:
+    """One line with a disk below its pool of SLOTS blocks, whose gateway gives its workers one request at a time."""
+    model = {"model": str(save_model(tmp_path / "tiny")), "dtype": "float32", "max_model_len": 512}
+    block_bytes = 16 * 2 * 2 * 2 * 16 * 4
+    node = {
+        "kv_pool_bytes": SLOTS * block_bytes,
+        "disk_path": str(tmp_path / "disk"),
+        "disk_bytes": 64 * 2**20,
+        # What is computed next needs no slot of a block that is not on the disk yet.
+        "low_watermark_percent": 50,
+        "high_watermark_percent": 60,
+        # A machine that stands still does not end a fetch.
+        "fetch_timeout_ms": 60_000,
+    }
+    options = {"split_policy": "colocated", "max_running_requests": 1, **gateway}
+    with tempfile.TemporaryDirectory(prefix="pil-") as short:
+        async with running_components(pathlib.Path(short), model=model, node=node, gateway=options) as components:
+            assert components.kvnode.pool.ledger.num_slots == SLOTS
+            yield components
+
+
+async def ask(components: Components, tokens: list[int], **options: Any) -> Delta:
+    return [delta async for delta in components.client.generate(tokens, **ASKED | options)][-1]
+
+
+async def evicted(components: Components) -> list[int]:
+    """Computes a prompt and others after it until it has left the pool for the disk; returns it."""
+    pool, first = components.kvnode.pool, byte_prompt(1, TOKENS)
+    await ask(components, first)
+    hashes = list(pool.ledger.tree.by_hash)
+    for number in range(2, 12):
+        await ask(components, byte_prompt(number, TOKENS))
+        await until("free slots", lambda: len(pool.ledger.free) * 2 >= SLOTS)
+        if not any(block in pool.ledger.tree.by_hash for block in hashes[:BLOCKS]):
+            break
+    view = components.gateway.gateway.cluster.view
+    await until("the gateway to know of the disk", lambda: view.of("kvnode")[0].disk_blocks)
+    return first
+
+
+@contextlib.asynccontextmanager
+async def busy(components: Components) -> AsyncIterator[None]:
+    """Takes the only slot at the workers until the block ends."""
+    admission = components.gateway.gateway.admission
+    (model,) = {entry.name for entry in components.gateway.gateway._models.values()}
+    permit = admission.enter()
+    await admission.turn(permit, model, 0, 0.0, None)
+    try:
+        yield
+    finally:
+        admission.leave(permit)
+
+
+@pytest.mark.parametrize("most", [0, 2])
+async def test_what_waits_is_in_the_pool_when_its_turn_comes(most: int, tmp_path: pathlib.Path) -> None:
+    async with line(tmp_path, max_read_ahead=most) as components:
+        first, pool = await evicted(components), components.kvnode.pool
+        before = pool.fetcher.counts.restored_blocks
+        async with busy(components):
+            waiting = asyncio.create_task(ask(components, [*first, 7]))
+            await until("a request that waits", lambda: components.gateway.gateway.admission.waiting == 1)
+            if most:
+                await until("its blocks", lambda: pool.fetcher.counts.restored_blocks - before >= BLOCKS)
+                await until("no pin", lambda: not pool.ledger.tickets)
+        last = await waiting
+        assert last.timings.cached_tokens == BLOCKS * 16
+        assert last.timings.restored_tokens == last.usage.restored_tokens == (0 if most else BLOCKS * 16)
+        assert last.usage.cached_by_tier()["pool_tokens"] == (BLOCKS * 16 if most else 0)
+        await components.proven()
+
+
+async def test_a_turn_that_comes_at_once_reads_nothing_ahead(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with line(tmp_path) as components:
+        first = await evicted(components)
+        monkeypatch.setattr(components.gateway.gateway, "on_waiting", lambda admitted: pytest.fail("it waits"))
+        assert (await ask(components, first)).timings.restored_tokens == BLOCKS * 16
+
+
+async def test_reading_ahead_loses_nothing_and_is_bounded(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with line(tmp_path, max_read_ahead=1) as components:
+        first, pool = await evicted(components), components.kvnode.pool
+        ledger = pool.ledger
+        free, there = len(ledger.free), set(ledger.tree.by_hash)
+        before = pool.fetcher.counts.restored_blocks
+        monkeypatch.setattr(fetch, "MAX_AHEAD_PERCENT", 20)
+        monkeypatch.setattr(read_ahead, "MAX_IN_LINE", 2)
+        (part,) = (one for one in components.gateway._parts if isinstance(one, read_ahead.ReadAhead))
+        async with busy(components):
+            waiting = [asyncio.create_task(ask(components, first))]
+            await until("a block", lambda: pool.fetcher.counts.restored_blocks > before)
+            await until("no pin", lambda: not ledger.tickets)
+            assert pool.fetcher.counts.restored_blocks - before <= free // 5
+            # Where free slots ran short, what had been used least recently went to the disk.
+            assert there <= {*ledger.tree.by_hash, *(name for name, _ in components.kvnode._hashes())}
+            # A line has a bound, and nobody stays in it who waits no more.
+            part._most = 0
+            waiting += [asyncio.create_task(ask(components, first)) for _ in range(3)]
+            await until("all to wait", lambda: components.gateway.gateway.admission.waiting == 4)
+            assert len(part._line) == 2
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+            await until("nobody to wait", lambda: not components.gateway.gateway.admission.waiting)
+            assert not part._line
+        await components.proven()

@@ -1,0 +1,64 @@
+"""JSON of clients: what is made of it in one call is bounded, and what is only passed on is not made at all."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**60), 2**60)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+def parts(value: object) -> int:
+    """Everything that a parser makes of a value, but its names."""
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return 1 + sum(map(parts, inner))
+
+
+@given(VALUES)
+def test_a_text_has_no_more_parts_than_were_counted(value: object) -> None:
+    for text in (json.dumps(value), json.dumps(value, ensure_ascii=False, separators=(",", ":"))):
+        assert parsed(text) == json.loads(text)
+        assert is_object(text) is isinstance(value, dict)
+        # A list that is not empty has a comma less than values.
+        assert parts(value) <= 2 * items_in(text) + 1
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", '"{}"', "{", '{"a":}', '{"a":1,}', "{} {}", '{"\\x": 1}', "[" * 5000, "\ud800"]
+)
+def test_what_is_no_object(text: str) -> None:
+    assert not is_object(text)
+    assert is_object(' \n{"a": [1, {}]} ')
+
+
+@pytest.mark.parametrize("item", ["[]", "{}", "0", "[[[]]]", '{"a":0}', "1.5"])
+def test_more_items_than_a_call_may_make_are_refused_unread(item: str) -> None:
+    fits = MAX_PARSED_ITEMS // items_in(item + ",") - 1
+    assert len(parsed("[" + ",".join([item] * fits) + "]")) == fits
+    with pytest.raises(ValueError, match="more than 65536 brackets, braces and commas"):
+        parsed("[" + ",".join([item] * (fits + 2)) + "]")
+
+
+def test_long_numbers_are_read_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """msgspec's own reading of them takes as long as a hundred short ones, in one call."""
+    long = "1.2345678901234567890123456789e-300"
+    assert parsed(f"[{long}, 1.5, 1e3, 0.1]") == [float(long), 1.5, 1000.0, 0.1]
+    with pytest.raises(ValueError, match="out of range"):
+        parsed("[1e400]")
+    with pytest.raises(msgspec.DecodeError):
+        parsed("[NaN]")
+    assert math.isfinite(parsed("1e308"))

@@ -1,0 +1,280 @@
+"""Bodies of /v1/responses become requests of the gateway, field by field; what is not supported is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.http_api.http_errors import ApiError, from_pillion
+from pillion.gateway.http_api.openai_fields import BodyReading, read_noting
+from pillion.gateway.responses.responses_requests import ResponsesRequest, responses_request
+from pillion.types import ChatMessage, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TOOL = {"type": "function", "name": "weather", "description": "Tells it.", "parameters": SCHEMA, "strict": True}
+# Clients send these with values that ask for nothing.
+NOTHING = {
+    "store": False,
+    "background": False,
+    "previous_response_id": None,
+    "conversation": None,
+    "service_tier": "auto",
+    "truncation": "disabled",
+    "context_management": [],
+    "include": ["reasoning.encrypted_content"],
+}
+
+
+def read(**fields: Any) -> ResponsesRequest:
+    return responses_request(json.dumps({"input": "hi", **fields}).encode(), "r")
+
+
+def refusal(**fields: Any) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        read(**fields)
+    assert caught.value.status == 400
+    return caught.value
+
+
+def test_every_field_arrives() -> None:
+    sampling = {
+        "temperature": 0.5,
+        "top_p": 0.25,
+        "top_k": 7,
+        "min_p": 0.125,
+        "seed": 3,
+        "repetition_penalty": 1.5,
+        "presence_penalty": 1,
+        "frequency_penalty": 2,
+        "ignore_eos": True,
+    }
+    asked = read(
+        **sampling,
+        model="m",
+        instructions="Be brief.",
+        max_output_tokens=9,
+        stop=["a", "b"],
+        include=["message.output_text.logprobs"],
+        top_logprobs=2,
+        stream=True,
+        priority=-5,
+        cache_salt="s",
+        reasoning={"effort": "low", "summary": "auto"},
+        chat_template_kwargs={"enable_thinking": False},
+        text={"format": {"type": "json_schema", "name": "x", "schema": SCHEMA, "strict": True}, "verbosity": "medium"},
+    )
+    (request,) = asked.requests
+    assert request.messages == (ChatMessage("system", "Be brief."), ChatMessage("user", "hi"))
+    assert (request.model, request.priority, request.cache_salt, request.request_id) == ("m", -5, "s", "r")
+    shape = request.sampling.structured_outputs
+    assert isinstance(shape, StructuredOutputs)
+    assert json.loads(shape.json or "") == SCHEMA
+    assert request.sampling == SamplingParams(
+        **sampling, max_tokens=9, stop=("a", "b"), logprobs=2, structured_outputs=shape
+    )
+    assert json.loads(request.chat.chat_template_kwargs) == {"enable_thinking": False, "reasoning_effort": "low"}
+    assert (asked.stream, asked.logprobs, read().stream, read().logprobs) == (True, True, False, False)
+    object_asked = read(text={"format": {"type": "json_object"}}).requests[0].sampling
+    assert object_asked.structured_outputs == StructuredOutputs(json_object=True)
+    assert read(text={"format": {"type": "text"}}).requests == read().requests == read(**NOTHING).requests
+    assert read().requests[0].sampling == SamplingParams()
+    assert read(metadata={"a": "b"}, user="u", safety_identifier="s", prompt_cache_key="k").requests == read().requests
+
+
+def test_items_of_a_conversation() -> None:
+    items = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
+        {"type": "reasoning", "id": "rs", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {
+            "type": "message",
+            "id": "msg",
+            "status": "completed",
+            "role": "assistant",
+            "content": [{"type": "output_text", "text": "Wait.", "annotations": [], "logprobs": [{"token": "W"}]}],
+        },
+        {
+            "type": "function_call",
+            "id": "fc",
+            "call_id": "c1",
+            "name": "weather",
+            "arguments": "{}",
+            "status": "completed",
+        },
+        {"type": "function_call", "call_id": "c2", "name": "time", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c1", "output": "12"},
+        {"type": "function_call_output", "call_id": "c3", "output": [{"type": "input_text", "text": "13"}]},
+        {"type": "reasoning", "summary": [{"type": "summary_text", "text": "so"}]},
+    ]
+    asked = read(input=items, tools=[TOOL], parallel_tool_calls=False)
+    assert asked.requests[0].messages == (
+        ChatMessage("system", "Be brief."),
+        ChatMessage("user", "a\nb"),
+        ChatMessage(
+            "assistant",
+            "Wait.",
+            (ToolCall("c1", "weather", "{}"), ToolCall("c2", "time", "{}")),
+            reasoning="hm",
+        ),
+        ChatMessage("tool", "12", tool_call_id="c1", name="weather"),
+        ChatMessage("tool", "13", tool_call_id="c3"),
+        ChatMessage("assistant", "", reasoning="so"),
+    )
+    tool = Tool(name="weather", description="Tells it.", parameters=json.dumps(SCHEMA), strict=True)
+    assert asked.requests[0].tools == ToolOptions(tools=(tool,), parallel_tool_calls=False)
+    wrong = InvalidRequest.of(
+        FieldViolation("messages[3].content", "x"),
+        FieldViolation("messages", "x"),
+        FieldViolation("tools.tools[0].parameters", "x"),
+        FieldViolation("sampling.max_tokens", "x"),
+        FieldViolation("sampling.stop[2]", "x"),
+    )
+    named = from_pillion(wrong, asked.names[0]).message
+    assert named == "input[6].content: x; input: x; tools[0].parameters: x; max_output_tokens: x; stop[2]: x"
+
+
+@pytest.mark.parametrize(
+    ("choice", "read_as"),
+    [
+        (None, ToolOptions()),
+        ("auto", ToolOptions(choice="auto")),
+        ("required", ToolOptions(choice="required")),
+        ("none", ToolOptions(choice="none")),
+        ({"type": "function", "name": "f"}, ToolOptions(choice="named", name="f")),
+        ({"type": "custom", "name": "f"}, ToolOptions(choice="named", name="f")),
+        ({"type": "function", "name": "f", "namespace": "a"}, ToolOptions(choice="named", name="a__f")),
+        (
+            {
+                "type": "allowed_tools",
+                "mode": "required",
+                "tools": [{"type": "function", "name": "f"}, {"type": "custom", "name": "g"}],
+            },
+            ToolOptions(choice="required", allowed=("f", "g")),
+        ),
+    ],
+    ids=str,
+)
+def test_how_tools_may_be_called(choice: Any, read_as: ToolOptions) -> None:
+    assert read(tool_choice=choice).requests[0].tools == read_as
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"input": None}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role"),
+        ({"input": [{"content": "x"}]}, "input[0].role"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input[0].content[0].type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c"}]}, "input[0].output"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"conversation": "c"}, "conversation"),
+        ({"background": True}, "background"),
+        ({"prompt": {"id": "p"}}, "prompt"),
+        ({"truncation": "middle"}, "truncation"),
+        ({"include": ["message.thoughts"]}, "include[0]"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        *(({"tools": [{"type": kind}]}, "tools[0].type") for kind in ("local_shell", "shell", "apply_patch", "mcp")),
+        *(({"tools": [{"type": kind}]}, "tools[0].type") for kind in ("file_search", "code_interpreter", "computer")),
+        (
+            {
+                "tools": [
+                    {"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "gbnf", "definition": ""}}
+                ]
+            },
+            "tools[0].format.syntax",
+        ),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice.tools"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "c", "name": "f"}]}, "input[0].input"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": []}]}, "tools[0].parameters"),
+        ({"tools": [TOOL | {"allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
+        ({"tool_choice": {"type": "file_search"}}, "tool_choice.type"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"text": {"format": {"type": "grammar"}}}, "text.format.type"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
+        ({"text": {"verbosity": "lots"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "long"}}, "reasoning.summary"),
+        ({"reasoning": {"effort": "low"}, "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning.effort"),
+        ({"stream_options": {}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+        ({"metadata": {"a": 5}}, "metadata[...]"),
+        ({"user": "u" * 513}, "user"),
+        ({"temprature": 1}, "temprature"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_is_wrong_is_named(fields: dict[str, Any], param: str) -> None:
+    error = refusal(**fields)
+    assert (error.param, error.message.partition(": ")[0]) == (param, param)
+
+
+def test_too_many_strings_are_refused_unread() -> None:
+    error = refusal(input=[{"role": "user", "content": "x"}] * 20_000)
+    assert (error.param, "texts" in error.message) == ("input", True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "ignored"),
+    [
+        (NOTHING, "include"),
+        ({"client_metadata": {"x-codex-turn-metadata": "{}"}}, "client_metadata"),
+        ({"store": True, "user": "u", "prompt_cache_key": "k", "service_tier": "flex"}, None),
+        ({"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "x"}, "safety_identifier": "s"}, None),
+        ({"truncation": "auto", "max_tool_calls": 5}, None),
+        ({"context_management": [{"type": "compaction", "compact_threshold": 9}]}, "context_management"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary"),
+        ({"tools": [TOOL | {"defer_loading": True, "output_schema": {}}]}, "tools.defer_loading, tools.output_schema"),
+        ({"tools": [TOOL | {"defer_loading": False}]}, ""),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[str, Any], ignored: str | None) -> None:
+    reading = BodyReading()
+    asked, named = (
+        read_noting(reading, responses_request, json.dumps({"input": "hi", **fields}).encode(), "r"),
+        reading.ignored,
+    )
+    assert named == (", ".join(sorted(fields)) if ignored is None else ignored)
+    without = read(tools=[TOOL]) if "tools" in fields else read()
+    assert asked.requests == without.requests
+
+
+def test_items_that_come_back_are_taken_with_what_stood_beside_them() -> None:
+    said = {"type": "output_text", "text": "ok", "annotations": [{"type": "url_citation"}], "logprobs": []}
+    sent = {"type": "message", "role": "assistant", "content": [said], "id": "msg_1", "status": "completed"}
+    encrypted = {"type": "reasoning", "summary": [], "encrypted_content": "x", "id": "rs_1"}
+    items = [
+        {"role": "user", "content": "a"},
+        encrypted,
+        sent | {"phase": "commentary"},
+        {"role": "user", "content": "b"},
+    ]
+    reading = BodyReading()
+    asked, named = read_noting(reading, responses_request, json.dumps({"input": items}).encode(), "r"), reading.ignored
+    assert named == (
+        "input.content.annotations, input.content.logprobs, input.encrypted_content, input.id, "
+        "input.phase, input.status"
+    )
+    said_here = (ChatMessage("user", "a"), ChatMessage("assistant", "ok"), ChatMessage("user", "b"))
+    assert asked.requests[0].messages == said_here
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"previous_response_id": "resp_1"}, "send the whole conversation as input"),
+        ({"conversation": "c"}, "send the whole conversation as input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "send the item itself"),
+        ({"background": True}, "/v1/batches"),
+    ],
+)
+def test_what_would_need_a_store_is_refused_with_what_to_send(fields: dict[str, Any], words: str) -> None:
+    assert words in refusal(**fields).message

@@ -1,0 +1,13 @@
+"""The tests of products in few bits once more: as ARM code, under emulation, where there is an emulator."""
+
+from __future__ import annotations
+
+from tests.kernels.cpu.few_bits import test_input_rows, test_integer_products, test_quantized_products
+from tests.kernels.cpu.test_emulated_kernels import emulated
+from tests.support.emulated import available
+
+if available():
+    TestInputRows = emulated(test_input_rows)
+    TestIntegerProducts = emulated(test_integer_products)
+    TestIntegerDotProducts = emulated(test_integer_products, "neon_dot")
+    TestQuantizedProducts = emulated(test_quantized_products)

@@ -1,0 +1,308 @@
+"""Rows that become int8, and their products in integers, against torch; and that a row's bits depend on it alone."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.errors import Internal
+from pillion.kernels.cpu.few_bits.few_bit_packing import INT8_DOTS, packed_kind
+from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS_BYTES, CodeInputs
+from pillion.kernels.cpu.language.isa import BY_NAME
+from pillion.kernels.cpu.products.gemm import GATED, Gemm
+from pillion.kernels.cpu.products.gemm_tiles import TileKind
+from pillion.kernels.cpu.products.packing import PackedWeight, pack_gated, pack_linear
+from pillion.kernels.cpu.runtime.compiler import assembly
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
+from tests.kernels.cpu.test_gemm import SPILL, assert_close
+from tests.support.cpu_references import reference_gemm
+from tests.support.examples import examples
+from tests.support.kernel_runner import (
+    Runner,
+    isa_or_skip,
+    normal,
+    padded,
+    registers_of,
+    rows_step,
+    runner_of,
+    stride,
+    with_checks,
+)
+
+SCHEMES = (RowCodes(), RowCodes("asymmetric"), RowCodes("static", 0.03), RowCodes("static", 0.03, -7))
+PRODUCTS = (
+    Gemm(INT8_DOTS, "bf16", "store"),
+    Gemm(INT8_DOTS, "fp32", "add", bias=True, offsets=True, zeros=True),
+    Gemm(INT8_DOTS, "bf16", "gated_silu", zeros=True),
+    Gemm(INT8_DOTS, "fp32", "gated_silu"),
+)
+GROUPED = (Gemm(INT8_DOTS, "bf16", "store", grouped=True), Gemm(INT8_DOTS, "bf16", "gated_silu", grouped=True))
+CODES = [CodeInputs(scheme, bf16) for scheme in ("dynamic", "asymmetric", "static") for bf16 in (True, False)]
+ROUNDED = [CodeInputs("dynamic", True, codes=False), CodeInputs("asymmetric", False, each=2, codes=False)]
+SPECS = [*PRODUCTS, *GROUPED, *CODES, *ROUNDED]
+FACTOR = 0.5
+
+runner = runner_of(SPECS)
+
+
+def rounded_by(runner: Any, spec: CodeInputs, row_codes: RowCodes, x: torch.Tensor, threads: int = 3):
+    """Codes, or what they stand for, and the constants of rows; fails if something was written after them."""
+    count, depth = x.shape
+    kind = torch.int8 if spec.codes else x.dtype
+    out, constants = torch.full((count + 1, depth + 64), 7, dtype=kind), torch.full((count + 1, 4), 7.0)
+    values = {"x": x, "out": out, "constants": constants, "depth": depth, "x_stride": stride(x)}
+    values |= {"out_stride": stride(out), "constants_stride": ROW_CONSTANTS_BYTES}
+    values |= {"scale": row_codes.scale, "zero": row_codes.zero}
+    runner.run(spec, values, rows_step(count // spec.each), threads)
+    assert (out[count] == 7).all()
+    assert (out[:, depth:] == 7).all()
+    assert (constants[count if spec.codes else 0 :] == 7).all()
+    return out[:count, :depth].contiguous(), constants[:count]
+
+
+def meaning(codes: torch.Tensor, constants: torch.Tensor) -> torch.Tensor:
+    """scale * (code - zero)."""
+    zeros = constants.view(torch.int32)[:, 2:3]
+    return (codes.int() - zeros).float() * constants[:, :1]
+
+
+@pytest.mark.parametrize("row_codes", SCHEMES, ids=str)
+@pytest.mark.parametrize("bf16", [True, False])
+def test_rows_become_the_codes_of_torch(runner, row_codes, bf16):
+    x = normal(7, 208, seed=3) * torch.tensor([1e-3, 1.0, 30.0, 1.0, 1.0, 1.0, 1e4])[:, None]
+    x[3], x[4], x[5] = 0, x[4].abs(), -x[5].abs()
+    x = x.bfloat16() if bf16 else x
+    codes, constants = rounded_by(runner, CodeInputs(row_codes.scheme, bf16), row_codes, x)
+    found = meaning(codes, constants)
+    assert torch.equal(found, row_codes.round(x.float()))
+    torch.testing.assert_close(constants[:, 3], found.double().sum(1).float(), rtol=1e-5, atol=1e-5)
+    for row in (0, 6):
+        alone = rounded_by(runner, CodeInputs(row_codes.scheme, bf16), row_codes, x[row : row + 1].clone())
+        assert torch.equal(alone[0][0], codes[row])
+        assert torch.equal(alone[1].view(torch.int32)[0], constants.view(torch.int32)[row])
+
+
+@pytest.mark.parametrize("spec", ROUNDED, ids=lambda spec: spec.name)
+def test_rows_become_what_their_codes_stand_for(runner, spec):
+    x = normal(6, 48, seed=3)
+    x = x.bfloat16() if spec.bf16 else x
+    found, _ = rounded_by(runner, spec, RowCodes(spec.scheme), x)
+    assert torch.equal(found, RowCodes(spec.scheme).round(x))
+
+
+@pytest.mark.parametrize("scheme", ["dynamic", "asymmetric", "static"])
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_a_row_that_is_not_finite_stays_so(runner, scheme, wrong):
+    x = normal(3, 64)
+    x[1, 40] = wrong
+    _, constants = rounded_by(runner, CodeInputs(scheme, False), RowCodes(scheme), x)
+    assert constants[:, 0].isfinite().tolist() == [True, False, True]
+
+
+def test_a_row_whose_range_is_more_than_float32_holds(runner):
+    x = normal(2, 64) * 1e37
+    x[1, 3], x[1, 50] = 3e38, -2e38
+    codes, constants = rounded_by(runner, CodeInputs("asymmetric", False), RowCodes("asymmetric"), x)
+    found = RowCodes("asymmetric").round(x)
+    assert torch.equal(meaning(codes, constants), found)
+    assert ((found - x).abs() <= 0.51 * constants[:, :1]).all()
+
+
+class Product:
+    """A product of random rows with random codes."""
+
+    def __init__(self, spec: Gemm, rows: int, columns: int, inputs: int, groups: list[int] | None = None) -> None:
+        self.spec = spec
+        self.row_codes = RowCodes("asymmetric") if spec.zeros else RowCodes()
+        self.packed: list[PackedWeight] = []
+        for seed in range(0, 2 * len(groups or [0]), 2):
+            gate, up = (_matrix(columns, inputs, spec.offsets, self.row_codes, seed + half) for half in range(2))
+            assert packed_kind([gate, up], "fp32") == INT8_DOTS
+            gated = spec.epilogue in GATED
+            self.packed.append(pack_gated(gate, up, INT8_DOTS) if gated else pack_linear(gate, INT8_DOTS))
+        first = self.packed[0]
+        self.bias = normal(first.pairs * 32, seed=5) if spec.bias else None
+        self.x = torch.zeros(rows, first.depth)
+        self.x[:, :inputs] = normal(rows, inputs, seed=6)
+        if spec.rows == "bf16":
+            self.x = self.x.bfloat16()
+        self.starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)
+
+    def new_out(self, begin: int, end: int) -> torch.Tensor:
+        """Random rows, each by its number, so that parts begin alike."""
+        width = self.packed[0].pairs * (16 if self.spec.epilogue in GATED else 32)
+        dtype = self.x.dtype if self.spec.epilogue in GATED else torch.float32
+        rows = [normal(width, seed=100 + row).to(dtype) for row in range(begin, end)]
+        return torch.stack(rows) if rows else torch.zeros(0, width, dtype=dtype)
+
+    def values(self, runner: Any, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
+        first = self.packed[0]
+        codes, constants = rounded_by(runner, CodeInputs(self.row_codes.scheme, self.spec.rows == "bf16"),
+                                      self.row_codes, x)  # fmt: skip
+        return {
+            "x": padded(codes, extra=1, filler=127),
+            "weights": torch.stack([one.data for one in self.packed]),
+            "input_sums": constants.contiguous(),
+            "bias": self.bias,
+            "out": out,
+            "group_starts": self.starts,
+            "x_stride": stride(padded(codes)),
+            "depth": first.depth,
+            "pairs": first.pairs,
+            "out_stride": stride(out),
+            "num_groups": len(self.packed),
+            "group_bytes": first.nbytes,
+            "inputs": 0,
+            "input_sums_stride": ROW_CONSTANTS_BYTES,
+            "factor": FACTOR,
+        }
+
+    def run(self, runner: Any, begin: int = 0, end: int | None = None, threads: int = 3) -> torch.Tensor:
+        """The product of rows begin .. end - 1; fails if it wrote after them."""
+        end = len(self.x) if end is None else end
+        room = self.new_out(begin, end + 2)
+        behind = room[end - begin :].clone()
+        values = self.values(runner, self.x[begin:end].clone(), room)
+        runner.run(self.spec, values, rows_step(end - begin), threads)
+        assert torch.equal(room[end - begin :], behind)
+        return room[: end - begin]
+
+    def expected(self) -> torch.Tensor:
+        rounded, out = self.row_codes.round(self.x.float()), self.new_out(0, len(self.x))
+        if self.starts is None:
+            return reference_gemm(rounded, self.packed[0], self.spec.epilogue, self.bias, out, FACTOR)
+        found = [
+            reference_gemm(rounded[begin:end], packed, self.spec.epilogue)
+            for packed, (begin, end) in zip(self.packed, pairwise(self.starts.tolist()), strict=True)
+        ]
+        return torch.cat(found)
+
+
+def _matrix(columns: int, inputs: int, shifted: bool, row_codes: RowCodes, seed: int) -> QuantizedMatrix:
+    """Random codes, of which both ends occur."""
+    codes = torch.randint(0, 256, (columns, inputs), generator=torch.Generator().manual_seed(seed)).to(torch.uint8)
+    codes[0, 0], codes[-1, -1] = 128, 127
+    scales = (normal(columns, 1, seed=seed + 50).abs() + 0.5) / (74 * inputs**0.5)
+    offsets = normal(columns, 1, seed=seed + 60) / inputs**0.5 if shifted else None
+    return QuantizedMatrix("int8", codes, scales, inputs, offsets, row_codes=row_codes)
+
+
+@pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize(("rows", "columns", "inputs"), [(1, 64, 160), (5, 40, 20), (37, 96, 272)])
+def test_product(runner, spec, rows, columns, inputs):
+    one = Product(spec, rows, columns, inputs)
+    assert_close(one.run(runner), one.expected())
+
+
+@settings(max_examples=examples(20))
+@given(
+    spec=st.sampled_from(PRODUCTS),
+    rows=st.integers(1, 50),
+    columns=st.integers(1, 130),
+    inputs=st.integers(1, 300),
+    threads=st.sampled_from((1, 3)),
+)
+def test_ragged_products(runner, spec, rows, columns, inputs, threads):
+    one = Product(spec, rows, columns, inputs)
+    assert_close(one.run(runner, threads=threads), one.expected())
+
+
+@pytest.mark.parametrize("spec", PRODUCTS, ids=lambda spec: spec.name)
+def test_a_row_does_not_depend_on_the_others(runner, spec):
+    """Alone, among any number of rows, at any place, with any number of threads: the same bits."""
+    one = Product(spec, 80, 40, 208)
+    whole = one.run(runner)
+    for rows in (1, 2, 3, 4, 7, 14, 15, 31):
+        for begin in (0, 39, 80 - rows):
+            part = one.run(runner, begin, begin + rows, threads=1 + 2 * (rows % 2))
+            assert torch.equal(part, whole[begin : begin + rows]), (begin, rows)
+
+
+@pytest.mark.parametrize("spec", GROUPED, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("groups", [[3, 0, 17, 1], [0, 0]], ids=str)
+def test_groups_meet_their_own_matrix(runner, spec, groups):
+    one = Product(spec, sum(groups), 72, 80, groups)
+    assert_close(one.run(runner), one.expected())
+
+
+@pytest.mark.parametrize("ends", [(-128, -128), (-128, 127), (127, 127)], ids=str)
+def test_no_sum_is_too_large(runner, ends):
+    """All codes at their ends, in a depth at which neither 16 bits nor float32's 24 hold a sum."""
+    of_weights, of_rows = ends
+    codes = torch.full((32, 16_384), of_weights, dtype=torch.int8).view(torch.uint8)
+    static = RowCodes("static", 1.0)
+    packed = pack_linear(QuantizedMatrix("int8", codes, torch.ones(32, 1), 16_384, row_codes=static), INT8_DOTS)
+    one = Product(PRODUCTS[0], 3, 32, 16)
+    one.packed, one.row_codes = [packed], static
+    one.x = torch.full((3, 16_384), float(of_rows)).bfloat16()
+    assert torch.equal(one.run(runner).double(), one.expected())
+
+
+@with_checks
+@pytest.mark.parametrize("rows", [2, 17])
+@pytest.mark.parametrize("short", ["x", "weights", "input_sums", "bias", "out"])
+def test_strays_are_noted(runner, short, rows):
+    """A checked product whose memory is too small is reported, and touches no other memory."""
+    one = Product(PRODUCTS[1], rows, 64, 96)
+    values = one.values(runner, one.x, one.new_out(0, rows))
+    values["x"] = values["x"][:rows]
+    buffer = values[short].contiguous()
+    values[short] = (buffer.data_ptr(), buffer.nbytes - (64 if short not in ("input_sums",) else 4))
+    with pytest.raises(Internal, match="gemm_int8_dots_fp32_add"):
+        runner.run(one.spec, values, rows_step(rows))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [*map(registers_of, ("avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon"))],
+)
+def test_sums_stay_in_registers_and_are_dot_products(name):
+    """In code for this processor if it has these instructions."""
+    isa = BY_NAME[name]
+    texts, limits = assembly([Gemm(INT8_DOTS, "bf16", "store")], isa), TileKind(INT8_DOTS, "int8").tiles(isa)
+    instruction = isa.int8_dot or {"x86_64": "pmaddwd", "aarch64": "mla"}[isa.machine]
+    heights = [(rows, 2 if rows <= limits.wide else 1) for rows in range(1, limits.most + 1)]
+    tiles = {f"gemm_tile_int8_dots_int8_{rows}x{width}": rows for rows, width in heights}
+    assert {text for text in texts if "_tile_" in text} == set(tiles)
+    for tile in tiles:
+        lines = texts[tile].splitlines()
+        assert not [line for line in lines if SPILL.search(line)], tile
+        assert any(instruction in line for line in lines), tile
+
+
+@pytest.mark.parametrize("name", ["avx512_vnni", "avx512", "avx2"])
+def test_all_rows_of_the_table_give_the_same_bits(name):
+    """Sums are whole numbers, and scales are applied in one order."""
+    one = Product(PRODUCTS[3], 5, 64, 80)
+    specs, found = [one.spec, CodeInputs("dynamic", False)], []
+    for row in ("avx512_bf16", name):
+        runner = Runner(specs, isa_or_skip(row), checked=False)
+        found.append(rounded_by(runner, specs[1], RowCodes(), one.x)[0])
+        found.append(one.run(runner, threads=1))
+        runner.close()
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[3])
+
+
+def test_parts_of_one_projection_have_one_scale():
+    """The least that holds the rows of all, as in vLLM."""
+    parts = [_matrix(32, 32, False, each, 1) for each in (SCHEMES[2], SCHEMES[3])]
+    assert row_codes_of([parts[0], parts[0]]) == SCHEMES[2]
+    wider = QuantizedMatrix("int8", parts[0].codes, parts[0].scales, 32, row_codes=RowCodes("static", 0.05))
+    assert row_codes_of([parts[0], wider]) == RowCodes("static", 0.05)
+    both = row_codes_of(parts)
+    assert both is not None
+    assert both.scale == pytest.approx(0.03 * 262 / 255)
+    assert [both.scale * (end - both.zero) for end in (-128, 127)] == pytest.approx([-3.84, 4.02], abs=both.scale)
+    plain = QuantizedMatrix("int8", parts[0].codes, parts[0].scales, 32)
+    assert isinstance(stack_rows([parts[0], plain], torch.float32), torch.Tensor)
+    assert stack_rows([parts[0], wider], torch.float32).row_codes == RowCodes("static", 0.05)
+
+
+def test_specs_have_names_of_their_own():
+    assert len({spec.name for spec in SPECS}) == len(SPECS)

@@ -1,0 +1,98 @@
+"""What a kept pool owes the keeper and the system: a drop is the last word, and nothing is left of one that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import pytest
+
+from pillion.errors import ConfigError
+from pillion.kvstore.ledger.records import PoolShape
+from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
+from pillion.kvstore.pool_survival.owned_segment import OwnedSegment
+from pillion.kvstore.pool_survival.surviving_pool import PLACES_BYTES, SurvivingPool, keep_alive
+from testbed.conditions import WITHIN_S
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the locks of open files are Linux's")
+
+SHAPE = PoolShape(4, 8192, "ab" * 32)
+
+
+class SlowKeeper:
+    """A keeper that answers a "keep" only once it may."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.may_keep = threading.Event()
+
+    def keep(self, name: str, memories: Sequence[int], processes: Sequence[tuple[int, int]] = ()) -> None:
+        assert self.may_keep.wait(WITHIN_S)
+        self.calls.append("keep")
+
+    def drop(self, name: str) -> None:
+        self.calls.append("drop")
+
+    def lost(self) -> bool:
+        return False
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def test_a_pool_that_is_forsaken_is_dropped_after_all_that_was_kept_of_it() -> None:
+    memory, pidfd = os.memfd_create("gpu"), os.pidfd_open(os.getpid())
+    pool = SurvivingPool.make(OwnedSegment(PLACES_BYTES), SHAPE, [memory])
+    assert pool is not None
+    slow = SlowKeeper()
+    keeper = cast("PoolKeeper", slow)
+    with contextlib.closing(pool):
+        # One keep is under way and another one waits for it when a worker makes the pool one that nobody recovers.
+        giving = [asyncio.create_task(pool.give(keeper, "kv")) for _ in range(2)]
+        await asyncio.sleep(0)
+        admitting = asyncio.create_task(pool.admit(keeper, "kv", 1, 1, pidfd))
+        await asyncio.sleep(0)
+        pool.forsake()
+        dropping = asyncio.create_task(keep_alive(keeper, "kv", pool, 0.0))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        slow.may_keep.set()
+        async with asyncio.timeout(WITHIN_S):
+            await asyncio.gather(*giving, admitting, dropping)
+        assert slow.calls == ["keep", "drop"]
+    for descriptor in (memory, pidfd):
+        os.close(descriptor)
+
+
+def owned_by_another(places: OwnedSegment) -> Any:
+    other = OwnedSegment.kept(os.dup(places.fileno()))
+    assert other.own()
+    return other
+
+
+@pytest.mark.parametrize(
+    ("memories", "spoilt", "ends"),
+    [
+        ([1, -1], lambda places: None, contextlib.nullcontext()),
+        ([1], owned_by_another, pytest.raises(ConfigError, match="somebody else")),
+    ],
+    ids=["no descriptor", "no ownership"],
+)
+def test_a_pool_that_cannot_be_kept_leaves_no_descriptor(
+    memories: list[int], spoilt: Callable[[OwnedSegment], Any], ends: contextlib.AbstractContextManager[Any]
+) -> None:
+    before = open_files()
+    places = OwnedSegment(PLACES_BYTES)
+    other = spoilt(places)
+    with ends:
+        assert SurvivingPool.make(places, SHAPE, memories) is None
+    places.close()
+    if other is not None:
+        other.close()
+    assert open_files() == before

@@ -1,0 +1,178 @@
+"""The disk tier on a bad disk, and under callers that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import resource
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pillion.kvstore.tiers.disk_tier import disk
+from pillion.kvstore.tiers.disk_tier.disk_files import BlockFiles
+from testbed.conditions import WITHIN_S, loop_turns
+from tests.support.disk import BLOCK_BYTES, NAMESPACE, chain, file_of, files_in, loaded, opened
+
+
+@pytest.fixture
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "PAUSE_S", 0.0)
+
+
+@pytest.fixture
+def small_files() -> Iterator[None]:
+    """No file may grow beyond half a block, as on a disk that is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (BLOCK_BYTES // 2, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.usefixtures("small_files", "no_pause")
+async def test_writes_that_fail_in_the_middle(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is left of them, all are told as gone, one warning; and when there is room again, all goes on."""
+    blocks = chain(3)
+    async with opened(tmp_path) as tier:
+        assert await tier.store(blocks) == [name for name, _ in blocks]
+        assert await tier.store(blocks) == [name for name, _ in blocks]
+        assert tier.counts.failed == 6
+        assert len(tier) == 0
+        assert not files_in(tmp_path)
+        assert caplog.text.count("cannot write blocks to disk") == 1
+        resource.setrlimit(resource.RLIMIT_FSIZE, resource.getrlimit(resource.RLIMIT_FSIZE)[1:] * 2)
+        assert await tier.store(blocks) == []
+        assert await loaded(tier, blocks) == 3
+
+
+async def test_a_full_disk_is_not_asked_again_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for the rest of a batch nor for the next one."""
+    blocks, asked = chain(6), itertools.count()
+
+    def full(*_: object) -> int:
+        next(asked)
+        raise OSError(28, "No space left on device")
+
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks[:1])
+        monkeypatch.setattr(os, "writev", full)
+        assert await tier.store(blocks[1:4]) == [name for name, _ in blocks[1:4]]
+        assert tier.room_bytes() == 0
+        assert await tier.store(blocks[4:]) == [name for name, _ in blocks[4:]]
+        assert next(asked) == 1
+        assert await loaded(tier, blocks) == 1, "what is there can be read"
+        monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + disk.PAUSE_S)
+        assert tier.room_bytes() > 0
+
+
+@pytest.mark.usefixtures("no_pause")
+async def test_a_disk_that_answers_nothing_but_errors(tmp_path: Path) -> None:
+    """Its folders are gone: what was there is missing, what comes is refused, nothing raises."""
+    blocks = chain(3)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks[:2])
+        for folder in (tmp_path / NAMESPACE.hex()[:16]).iterdir():
+            folder.rename(tmp_path / f"away-{folder.name}")
+        assert await loaded(tier, blocks) == 0
+        assert len(tier) == 0
+        assert set(await tier.store(blocks[2:])) == {name for name, _ in blocks}
+        tier.touch([blocks[0][0].hash])
+
+
+async def test_a_file_that_is_read_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A read gets the block that it asked for, though that was dropped meanwhile. Otherwise a dropped
+    block's file is used for the next."""
+    one, two, three = (chain(1, token)[0] for token in range(3))
+    loop, reading, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    async with opened(tmp_path, blocks=1) as tier:
+        await tier.store([one])
+        inode = file_of(tmp_path, one[0]).stat().st_ino
+        await tier.store([two])
+        assert file_of(tmp_path, two[0]).stat().st_ino == inode
+        readv = os.readv
+
+        def slow(*args: object) -> int:
+            loop.call_soon_threadsafe(reading.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            return readv(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(os, "readv", slow)
+        task = asyncio.create_task(loaded(tier, [two]))
+        await reading.wait()
+        assert await tier.store([three]) == [two[0]]
+        go_on.set()
+        assert await task == 1
+        assert await loaded(tier, [three]) == 1
+        assert len(files_in(tmp_path)) == 1
+
+
+async def test_a_read_outlives_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled caller gets its error only when no thread writes to the targets any more."""
+    [block] = chain(1)
+    loop, reading, go_on = asyncio.get_running_loop(), asyncio.Event(), asyncio.Event()
+    async with opened(tmp_path) as tier:
+        await tier.store([block])
+        read = BlockFiles.read
+
+        def slow(*args: Any, **kwargs: Any) -> None:
+            loop.call_soon_threadsafe(reading.set)
+            asyncio.run_coroutine_threadsafe(go_on.wait(), loop).result()
+            read(*args, **kwargs)
+
+        monkeypatch.setattr(BlockFiles, "read", slow)
+        target = bytearray(BLOCK_BYTES)
+        task = asyncio.create_task(tier.load([block[0].hash], [memoryview(target)]))
+        await reading.wait()
+        for _ in range(2):
+            task.cancel()
+            await loop_turns()
+        assert not task.done()
+        go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert target == block[1]
+
+
+async def test_a_store_goes_on_without_its_caller(tmp_path: Path) -> None:
+    blocks = chain(3)
+    async with opened(tmp_path) as tier:
+        task = asyncio.create_task(tier.store(blocks))
+        await loop_turns(1)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await tier.close()
+        assert len(tier) == 3
+        assert await tier.store(chain(1, 50)) != []
+        assert await loaded(tier, blocks) == 0, "closed"
+    async with opened(tmp_path) as tier:
+        assert await loaded(tier, blocks) == 3
+
+
+async def test_what_waits_to_be_written_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "MAX_QUEUED_BYTES", 2 * BLOCK_BYTES)
+    blocks = chain(4)
+    async with opened(tmp_path) as tier:
+        busy, writev = threading.Event(), os.writev
+
+        def held(*args: Any) -> int:
+            assert busy.wait(WITHIN_S)
+            return writev(*args)
+
+        monkeypatch.setattr(os, "writev", held)
+        first = asyncio.create_task(tier.store(blocks[:1]))
+        await loop_turns()
+        assert tier.room_bytes() == BLOCK_BYTES
+        second = asyncio.create_task(tier.store(blocks[1:]))
+        await loop_turns()
+        assert tier.room_bytes() == 0
+        busy.set()
+        assert await second == [name for name, _ in blocks[2:]]
+        assert await first == []
+        assert tier.room_bytes() == 2 * BLOCK_BYTES
+        assert await tier.store([(blocks[2][0], blocks[2][1][:-1])]) == [blocks[2][0]], "not a whole block"

@@ -1,0 +1,81 @@
+"""Real nodes over one bucket: what one of them evicted serves another, after it has died, too."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from pillion.kvstore.node.kv_node import metric_readings
+from pillion.kvstore.tiers.object_tier import write_through
+from pillion.observability import metric_catalog as names
+from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
+from testbed.redis import RedisServer
+from testbed.s3_service import CREDENTIALS, S3Service
+from tests.support.kv_hosts import EAGER, NUM_SLOTS, hosts, prompt
+
+pytest.importorskip("obstore")
+
+
+@pytest.fixture
+async def service(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[S3Service]:
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    async with S3Service(tmp_path / "s3").running() as found:
+        yield found
+
+
+def written(status: NodeStatus) -> bool:
+    """Whether all blocks that the watermarks want out of the pool are in the bucket."""
+    return status.free_blocks >= NUM_SLOTS * 0.8 and status.object_blocks == status.spilled_blocks > 0
+
+
+async def test_what_a_dead_node_wrote_serves_another(
+    short_folder: str, redis: RedisServer, service: S3Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(write_through, "COPY_DELAY_S", 0.01)
+    async with hosts(short_folder, redis, "a", "b", object_url=service.url()) as (a, b):
+        hashes = prompt(*range(30))
+        await a.serve(hashes)
+        await a.until(lambda status: status.object_blocks == 30)
+        assert (await a.client.status()).spilled_blocks == 0, "they are in the pool as before"
+        await a.stop()
+        # The index knows of nothing, and no node of it is named: the bucket is asked.
+        assert await b.client.find_blocks(hashes, 0, timeout_s=60) == 30
+        assert await b.client.find_blocks(hashes, 12, timeout_s=60) == 18
+        assert await b.serve(hashes) == PrefetchReply(blocks=30, bucket_blocks=30)
+        await b.idle()
+        await b.check()
+
+
+async def test_evicted_blocks_come_back_from_the_bucket(
+    short_folder: str, redis: RedisServer, service: S3Service
+) -> None:
+    async with hosts(short_folder, redis, "a", object_url=service.url(), **EAGER) as (a,):
+        hashes = prompt(*range(30))
+        await a.serve(hashes)
+        await a.until(written)
+        spilled = (await a.client.status()).spilled_blocks
+        assert await a.serve(hashes) == PrefetchReply(blocks=30, bucket_blocks=spilled)
+        status = await a.client.status()
+        assert (status.bucket_blocks, status.restored_blocks) == (spilled, 0)
+        readings = {(metric, labels): value for metric, labels, value in metric_readings(status)}
+        assert readings[names.KV_FETCH_BYTES, ("bucket",)] == spilled * status.block_bytes
+        assert readings[names.KV_FETCH_BYTES, ("disk",)] == 0
+        await a.idle()
+        await a.check()
+
+
+async def test_a_bucket_in_trouble_only_brings_less(short_folder: str, redis: RedisServer, service: S3Service) -> None:
+    async with hosts(short_folder, redis, "a", object_url=service.url(), fetch_timeout_ms=300, **EAGER) as (a,):
+        hashes = prompt(*range(30))
+        await a.serve(hashes)
+        await a.until(written)
+        service.trouble = "stall"
+        short = await a.serve(hashes)
+        assert short.blocks < 30
+        service.trouble = ""
+        await a.until(lambda status: not status.late_blocks)
+        await a.idle()
+        await a.check()

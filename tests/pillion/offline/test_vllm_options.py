@@ -1,0 +1,173 @@
+"""LLM takes what programs for vLLM write, or says what to do instead."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pathlib
+import shutil
+from collections.abc import Iterator
+
+import pytest
+
+from pillion import LLM, ConfigError, EngineArgs, InvalidRequest, SamplingParams
+from pillion.offline.llm import read_options
+from pillion.offline.vllm_options import FlexibleArgumentParser, check_producer, producer_of, translated
+from testbed.tiny_model import save_model
+
+SMALL = {"dtype": "float32", "max_model_len": 256, "kv_pool_bytes": "32MiB", "cpu_threads": 1}
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    return save_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: pathlib.Path) -> Iterator[LLM]:
+    with LLM(str(folder), tokenizer=str(folder), trust_remote_code=False, load_format="safetensors", **SMALL) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"trust_remote_code": True}, "trust_remote_code=.* is not supported: Pillion runs no code of a checkpoint"),
+        ({"load_format": "pt"}, "load_format='pt' is not supported: Pillion reads safetensors and GGUF"),
+        ({"load_format": "gguf"}, "load_format='gguf': .* is a folder of safetensors"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported: set tensor_parallel_size"),
+        ({"runner": "pooling"}, "no pooling models"),
+        ({"seed": "7"}, "seed '7' is no int"),
+        ({"tokenizer": "/nowhere/at all"}, "--tokenizer /nowhere/at all is no folder here"),
+        ({"quantization": "AWQ"}, "quantization='awq': .* has plain weights; leave the option out, or choose int8"),
+    ],
+)
+def test_what_is_refused_says_what_to_do(options: dict, complaint: str, folder: pathlib.Path) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        LLM(str(folder), **SMALL, **options)
+
+
+def test_options_that_ask_for_nothing_are_taken(folder: pathlib.Path) -> None:
+    plain = {"trust_remote_code": False, "swap_space": 4, "pipeline_parallel_size": 1, "cpu_offload_gb": 0}
+    given = {
+        **plain,
+        "max_num_seqs": None,
+        "quantization": None,
+        "load_format": "safetensors",
+        "tokenizer_mode": "auto",
+    }
+    assert translated(str(folder), given) == {}
+    assert read_options("demo", {"load_format": "gguf", "kv_cache_memory_bytes": "1GiB"}).kv_pool_bytes == 2**30
+
+
+@pytest.mark.parametrize(
+    ("named", "config", "files", "right"),
+    [
+        ("AWQ", {"quantization_config": {"quant_method": "awq"}}, {}, True),
+        ("awq_marlin", {"quantization_config": {"quant_method": "awq"}}, {}, True),
+        ("gptq", {}, {"quantize_config.json": {"bits": 4}}, True),
+        ("mlx", {"quantization": {"bits": 4, "group_size": 64}}, {}, True),
+        ("bitsandbytes", {"quantization_config": {"load_in_4bit": True}}, {}, True),
+        ("gptq", {"quantization_config": {"quant_method": "awq"}}, {}, False),
+        ("fp8", {}, {}, False),
+    ],
+)
+def test_a_checkpoints_producer_may_be_named(named, config, files, right, tmp_path) -> None:
+    for name, content in {"config.json": config, **files}.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    producer = producer_of({"quantization": named})
+    assert producer == named.lower().removesuffix("_marlin")
+    if right:
+        check_producer(producer, str(tmp_path), tmp_path)
+    else:
+        with pytest.raises(ConfigError, match="leave the option out"):
+            check_producer(producer, str(tmp_path), tmp_path)
+
+
+def test_own_kinds_of_weights_are_no_producers() -> None:
+    assert [producer_of({"quantization": kind}) for kind in ("int8", "none", None, 4)] == [""] * 4
+
+
+def test_prompts_may_be_token_ids_by_keyword(llm: LLM) -> None:
+    one = llm.generate(prompt_token_ids=[5, 6, 7], sampling_params=GREEDY, use_tqdm=False)
+    many = llm.generate(None, GREEDY, False, prompt_token_ids=[[5, 6, 7], [5, 6]])
+    assert [output.prompt_token_ids for output in [*one, *many]] == [[5, 6, 7], [5, 6, 7], [5, 6]]
+    assert one[0].outputs[0].token_ids == many[0].outputs[0].token_ids
+    for wrong in ({}, {"prompts": ["x"], "prompt_token_ids": [5]}):
+        with pytest.raises(ValueError, match="give one of prompts and prompt_token_ids"):
+            llm.generate(**wrong)
+
+
+def test_recommended_sampling_can_be_edited(llm: LLM) -> None:
+    sampling = llm.get_default_sampling_params()
+    sampling.max_tokens = 3
+    sampling.temperature = 0.0
+    (output,) = llm.generate("x", sampling, use_tqdm=False)
+    assert len(output.outputs[0].token_ids) <= 3
+    with pytest.raises(AttributeError):
+        SamplingParams().max_tokens = 3  # type: ignore[misc]
+
+
+def test_the_tokenizer_is_transformers(llm: LLM) -> None:
+    assert llm.get_tokenizer()("The sea").input_ids == llm.generate("The sea", GREEDY, False)[0].prompt_token_ids
+
+
+def test_encode_is_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match="no pooling models; for token ids, use get_tokenizer"):
+        llm.encode(["x"])
+
+
+def test_a_seed_repeats_a_programs_answers(folder: pathlib.Path) -> None:
+    """Also two equal prompts of one call get different answers, as different draws do."""
+    hot = SamplingParams(temperature=5.0, max_tokens=8, ignore_eos=True)
+
+    def answers(seed: int) -> list[list[int]]:
+        with LLM(str(folder), seed=seed, **SMALL) as llm:
+            outputs = [*llm.generate(["x", "x"], hot, False), *llm.generate("x", hot, False)]
+        return [output.outputs[0].token_ids for output in outputs]
+
+    first = answers(1)
+    assert len({tuple(answer) for answer in first}) == 3
+    assert answers(1) == first
+    assert answers(2) != first
+
+
+def test_another_folders_tokenizer_and_template_are_used(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = [word for word in vocab if len(word) == 1 and word.isalpha()][:2]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    shutil.copy(folder / "tokenizer_config.json", other)
+    (other / "chat_template.jinja").write_text("{{ messages[0].content }}!")
+    with LLM(str(folder), tokenizer=str(other), **SMALL) as llm:
+        (output,) = llm.generate(first, GREEDY, False)
+        assert output.prompt_token_ids[-1] == vocab[first]
+        (talk,) = llm.chat([{"role": "user", "content": "Hm"}], GREEDY, False)
+        assert talk.prompt == "Hm!"
+
+
+def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10**6, "content": "<far>"})
+    tokenizer["model"]["vocab"]["<far>"] = 10**6
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match="--tokenizer has the token id 1000000, and the model has"):
+        LLM(str(folder), tokenizer=str(tmp_path), **SMALL)
+
+
+def test_arguments_of_a_script_become_options(folder: pathlib.Path) -> None:
+    parser = FlexibleArgumentParser()
+    EngineArgs.add_cli_args(parser.add_argument_group("engine"))
+    words = ["--model", str(folder), "--max_model_len", "128", "--enable-chunked-prefill", "--seed=5"]
+    options = vars(parser.parse_args(words))
+    assert options.pop("seed") == 5
+    flags = read_options(options.pop("model"), options)
+    assert (flags.model, flags.max_model_len, flags.enable_chunked_prefill) == (str(folder), 128, True)
+    assert flags.max_num_seqs == read_options("m", {}).max_num_seqs
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--dtype", "float8"])
+    assert isinstance(parser, argparse.ArgumentParser)

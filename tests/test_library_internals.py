@@ -1,0 +1,144 @@
+"""Each name of a library that is private or undocumented, and that Pillion relies on, is there."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.metadata
+import pathlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import h11
+import pytest
+import torch
+import uvicorn
+from google.rpc import status_pb2
+from grpc_status import rpc_status
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.server import ServerState
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs/library-internals.md"
+FOLDERS = ("decode_service", "engine", "gateway", "kernels", "kvstore", "pillion", "prefill_service", "simulator")
+# Private by their names alone: documented, or of named tuples.
+DOCUMENTED = {"_exit", "_replace", "_asdict", "_make"}
+
+
+async def _connection() -> H11Protocol:
+    return H11Protocol(uvicorn.Config(app=lambda *_: None, log_config=None), ServerState(), {})
+
+
+def connection() -> H11Protocol:
+    """A connection as uvicorn makes it, for it sets its attributes only then."""
+    return asyncio.run(_connection())
+
+
+def cycle() -> RequestResponseCycle:
+    """A request and its answer."""
+    return RequestResponseCycle(*[h11.Connection(h11.SERVER)] * 10)
+
+
+def failed_task() -> asyncio.Future[Any]:
+    """A task that has ended with an exception which nobody has asked for."""
+
+    async def fail() -> None:
+        raise ValueError
+
+    async def ended() -> asyncio.Future[Any]:
+        task = asyncio.create_task(fail())
+        await asyncio.wait([task])
+        return task
+
+    task = asyncio.run(ended())
+    assert task._log_traceback, f"asyncio: Task._log_traceback has another meaning, see {PAGE.name}"  # type: ignore[attr-defined]
+    task.exception()
+    assert not task._log_traceback, f"asyncio: Task._log_traceback has another meaning, see {PAGE.name}"  # type: ignore[attr-defined]
+    return task
+
+
+def metric_reader() -> Any:
+    from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
+
+    return PeriodicExportingMetricReader
+
+
+def gloo() -> Any:
+    return pytest.importorskip("torch.distributed").ProcessGroupGloo
+
+
+def interpreter() -> Any:
+    return pytest.importorskip("triton.runtime.interpreter")
+
+
+# The library, what it is called there, how a test finds it, and its names.
+RELIED_ON: list[tuple[str, str, Callable[[], Any], tuple[str, ...]]] = [
+    ("uvicorn", "H11Protocol", connection, ("client", "conn", "connections", "cycle", "limit_concurrency", "loop")),
+    ("uvicorn", "H11Protocol", connection, ("on_response_complete", "send_400_response", "server_state", "transport")),
+    ("uvicorn", "RequestResponseCycle", cycle, ("more_body", "response_complete")),
+    ("uvicorn", "ServerState", ServerState, ("connections", "tasks")),
+    (
+        "uvicorn",
+        "Server",
+        lambda: uvicorn.Server(uvicorn.Config(lambda: None)),
+        ("server_state", "should_exit", "started"),
+    ),
+    ("uvicorn", "Server", lambda: uvicorn.Server, ("capture_signals", "main_loop", "on_tick", "shutdown")),
+    ("grpcio-status", "to_status()", lambda: rpc_status.to_status(status_pb2.Status()), ("_replace",)),
+    ("opentelemetry-sdk", "PeriodicExportingMetricReader", metric_reader, ("_set_collect_callback",)),
+    ("python", "asyncio", lambda: asyncio, ("_set_running_loop",)),
+    ("python", "Task", failed_task, ("_log_destroy_pending", "_log_traceback")),
+    ("python", "threading", lambda: threading, ("_register_atexit",)),
+    ("torch", "ProcessGroupGloo", gloo, ("_Options",)),
+    ("torch", "ProcessGroupGloo._Options()", lambda: gloo()._Options(), ("_devices", "_timeout")),
+    ("torch", "torch.ops.aten", lambda: torch.ops.aten, ("_scaled_dot_product_flash_attention_for_cpu",)),
+    (
+        "torch",
+        "torch.ops.mkldnn",
+        lambda: torch.ops.mkldnn,
+        ("_is_mkldnn_bf16_supported", "_linear_pointwise", "_reorder_linear_weight"),
+    ),
+    ("triton", "interpreter", interpreter, ("_LangPatchScope", "_patch_lang", "GridExecutor")),
+    ("triton", "GridExecutor", lambda: interpreter().GridExecutor, ("_restore_args_dev",)),
+]
+
+
+@pytest.mark.parametrize(
+    ("library", "place", "find", "name"),
+    [(library, place, find, name) for library, place, find, names in RELIED_ON for name in names],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_what_pillion_relies_on_is_there(library: str, place: str, find: Callable[[], Any], name: str) -> None:
+    found = find()
+    version = "" if library == "python" else importlib.metadata.version(library)
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = next((pin for pin in pins if pin.startswith(f"{library}==")), "Python 3.11 to 3.13")
+    assert hasattr(found, name), (
+        f"{library} {version} has no {place}.{name} any more; it was there in {tested}: see docs/{PAGE.name}"
+    )
+    assert f"`{place}.{name}`" in PAGE.read_text(), f"docs/{PAGE.name} does not say what {place}.{name} is for"
+
+
+def private_names() -> set[str]:
+    """Private attributes that the product reads and does not define itself."""
+    paths = {path.resolve() for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")}
+    used, defined = set(), set(DOCUMENTED)
+    for path in paths:
+        if path.name.endswith(("_pb2.py", "_pb2_grpc.py")):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+                stored = isinstance(node.ctx, ast.Store)
+                (defined if own and stored else used).add(node.attr)
+            elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                defined.add(node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                defined.add(node.id)
+    return {name for name in used - defined if name.startswith("_") and not name.startswith("__")}
+
+
+def test_no_other_private_name_is_used() -> None:
+    known = {name for _, _, _, names in RELIED_ON for name in names}
+    assert private_names() - known == set(), f"a public way, or a row in RELIED_ON and in docs/{PAGE.name}"

@@ -1,0 +1,31 @@
+"""The walkthrough says what a chat passes on its way to the first native instruction, and the way does not grow."""
+
+from __future__ import annotations
+
+import asyncio
+import pathlib
+import re
+import tempfile
+
+from tests.way import PAGE, render, trace
+
+# What is reached; lower these with the way. The goal is 35 files and 7 forms.
+MOST_FILES = {"colocated": 88, "disaggregated": 100}
+MOST_FORMS = {"colocated": 9, "disaggregated": 10}
+MOST_CALLS = {"colocated": 4, "disaggregated": 9}
+
+
+def words(page: str) -> list[str]:
+    """The page's words in the alphabet's order: which of two components that work side by side comes first is open."""
+    return sorted(re.split(r"[\s,]+", page))
+
+
+def test_the_walkthrough_has_the_way_of_a_chat() -> None:
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        found = asyncio.run(trace(pathlib.Path(folder)))
+    for way in found:
+        assert len(way.files) <= MOST_FILES[way.policy], way.lines()
+        assert len(way.forms) <= MOST_FORMS[way.policy], way.lines()
+        assert len(way.calls) <= MOST_CALLS[way.policy], way.lines()
+    page = PAGE.read_text()
+    assert words(render(page, found)) == words(page), "python -m tests.way --write"

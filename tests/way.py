@@ -1,0 +1,360 @@
+"""The way of one chat through the code: ``python -m tests.way`` prints it, ``--write`` puts it into the walkthrough.
+
+One chat is sent over HTTP to the real components (gateway, KV node, workers and Redis, in one process and over their
+sockets, with a tiny random model on the CPU kernels), once co-located and once disaggregated. The trace begins at the
+first byte that the gateway reads and ends when the decode worker calls into the compiled step (the LLVM function): that
+is the first native instruction for the prompt's tail. Where a prefill worker computes first, its step is in it.
+
+A *file* is on the way if a function of it runs, on any thread, on behalf of the request. What runs when a module is
+imported does not count, nor do the tasks of ``BACKGROUND``, which run without a request. A *passage* is one run of such
+a function; ``--calls`` prints all of them in order.
+
+A *form* is a class of ours, or a generated message, that carries the request from one layer to the next: an instance
+that is made for the request, which holds the prompt's text or its tokens (itself, or by what it holds), and which is an
+argument or the result of a call between two layers. A layer is a folder with modules. Lists, tuples and text are none.
+
+A *call* is one that leaves its component: a method of a gRPC service, or a command that Redis gets. Those of
+``NAMED_ONCE`` are named at the first of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import pathlib
+import sys
+import tempfile
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from types import CodeType, FrameType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from google.protobuf.message import Message
+
+from pillion.engine.scheduling.scheduler import Scheduler
+from pillion.engine.worker.step_loop import StepLoop
+from pillion.gateway import boxed_process
+from pillion.gateway.planning.cluster_view import parse_policy
+from pillion.gateway.tokens import chat_template
+from pillion.kvstore.index import index
+from testbed.conditions import WITHIN_S
+from testbed.tiny_model import save_model
+from tests.support.components import Components, running_components
+from tests.support.http import call
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "walkthrough.md"
+PACKAGES = ("decode_service", "engine", "gateway", "kernels", "kvstore", "pillion", "prefill_service")
+BEGIN, END = "<!-- the way: written by tests/way.py -->\n", "<!-- end of the way -->\n"
+# The outermost functions of ours in tasks and threads that run without any request, too, and methods of gRPC.
+BACKGROUND = {
+    "Announcer.run",
+    "Cluster._poll",
+    "GatewayServer._beat",
+    "Heartbeats.run",
+    "KVNode/Heartbeat",
+    "Heartbeats._beat_node",
+    "Heartbeats._beat_registry",
+    "KVNode._judge_silence",
+    "LoadExchange._report_now",
+    "LoadExchange._tell",
+    "NodeExchange.run",
+    "NodePrefixPins.run",
+}
+# A worker commits what has been computed since the node answered its last commit, so how often it does depends on how
+# long the node takes.
+NAMED_ONCE = {"KVNode/Commit"}
+# Where a call of Python begins and not where a coroutine goes on: the two lowest bits of RESUME's argument are 0.
+RESUMED = 3
+WORDS = "quagga zebra okapi bongo "
+# So deep is the prompt looked for in what an object holds, and among so many parts of a container.
+MAX_DEPTH, MAX_PARTS = 6, 64
+
+
+@dataclass(frozen=True, slots=True)
+class Entered:
+    """One passage: the file, from the repository's folder on, and the function."""
+
+    file: str
+    function: str
+    thread: str
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """A form, and the first two layers between which it was handed."""
+
+    form: str
+    giver: str
+    taker: str
+
+
+@dataclass(slots=True)
+class Way:
+    """What one chat has passed, in order."""
+
+    policy: str
+    passages: list[Entered] = field(default_factory=list)
+    forms: dict[str, Carried] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+
+    @property
+    def files(self) -> Counter[str]:
+        """The files in the order in which they were entered, with the passages in each."""
+        return Counter(entered.file for entered in self.passages)
+
+    def lines(self, every_call: bool = False) -> list[str]:
+        """The way as text."""
+        files = self.files
+        lines = [f"{self.policy}: {len(files)} files, {len(self.forms)} forms, {len(self.calls)} calls", ""]
+        layers: dict[str, list[str]] = {}
+        for file in files:
+            layer, _, name = file.rpartition("/")
+            layers.setdefault(layer, []).append(name.removesuffix(".py"))
+        lines += [f"    {layer}/  {', '.join(names)}" for layer, names in layers.items()]
+        lines += ["", "forms:"]
+        lines += [f"    {one.form}  ({one.giver} -> {one.taker})" for one in self.forms.values()]
+        lines += ["", "calls:", f"    {', '.join(self.calls)}"]
+        if every_call:
+            lines += ["", "passages:"]
+            lines += [f"    {one.thread}: {one.file} {one.function}" for one in self.passages]
+        return lines
+
+
+class Tracer:
+    """Follows calls on all threads that start while :meth:`watching`, from :meth:`begin` to :meth:`stop`."""
+
+    def __init__(self) -> None:
+        self.way = Way("")
+        self._active = False
+        self._tokens: list[int] = []
+        # The loop of steps that ends the way, and whether it has got the request: nothing else is on the way then.
+        self._steps: StepLoop | None = None
+        self._handed_over = False
+        # Objects that were made since the door, by identity; they are kept, so that no identity is used twice.
+        self._made: dict[int, Any] = {}
+        self._files: dict[CodeType, str] = {}
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        threading.setprofile(self._event)
+        sys.setprofile(self._event)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+    def begin(self, way: Way, tokens: Sequence[int], steps: StepLoop) -> None:
+        """The door is open. ``tokens`` are some of the prompt's, in order; the way ends in a step of ``steps``."""
+        self.way, self._tokens, self._steps = way, list(tokens), steps
+        self._handed_over, self._active = False, True
+
+    def stop(self) -> None:
+        """The native instruction."""
+        self._active = False
+
+    def _event(self, frame: FrameType, event: str, result: Any) -> None:
+        if not self._active or event not in ("call", "return"):
+            return
+        if self._handed_over and threading.current_thread() is not self._steps._thread:
+            return
+        code = frame.f_code
+        if event == "call" and code.co_name == "__init__" and frame.f_lasti >= 0:
+            made = frame.f_locals.get(code.co_varnames[0])
+            self._made[id(made)] = made
+        file = self._file(code)
+        if not file or self._in_background(frame):
+            return
+        giver = self._layer(frame.f_back)
+        taker = file.rpartition("/")[0]
+        if event == "return":
+            if giver and giver != taker:
+                self._carry(result, taker, giver)
+            return
+        if code.co_code[frame.f_lasti + 1] & RESUMED:
+            return
+        self.way.passages.append(Entered(file, code.co_qualname, threading.current_thread().name))
+        self._note_call(frame)
+        if giver != taker:
+            for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+                value = frame.f_locals.get(name)
+                # A task that begins has no caller any more; what it is given was its own layer's, or is a message.
+                if name != "self" and (giver or isinstance(value, Message)):
+                    self._carry(value, giver or "outside", taker)
+
+    def _file(self, code: CodeType) -> str:
+        """The file of a function of ours, from the repository's folder on; "" for another one."""
+        found = self._files.get(code)
+        if found is None:
+            path = pathlib.Path(code.co_filename).resolve()
+            own = path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in PACKAGES
+            found = str(path.relative_to(ROOT)) if own and code.co_name != "<module>" else ""
+            self._files[code] = found
+        return found
+
+    def _layer(self, frame: FrameType | None) -> str:
+        """The folder of the function that called; "" where it is none of ours."""
+        return "" if frame is None else self._file(frame.f_code).rpartition("/")[0]
+
+    def _in_background(self, frame: FrameType | None) -> bool:
+        root = frame
+        while frame is not None:
+            if self._file(frame.f_code):
+                root = frame
+            frame = frame.f_back
+        assert root is not None
+        return root.f_code.co_qualname in BACKGROUND or _method_of(root) in BACKGROUND
+
+    def _note_call(self, frame: FrameType) -> None:
+        """A call that leaves its component, seen where it arrives, or where Redis is asked."""
+        name, values = frame.f_code.co_qualname, frame.f_locals
+        if name == "ErrorInterceptor.intercept_service" and (method := _method_of(frame)):
+            if method not in NAMED_ONCE or method not in self.way.calls:
+                self.way.calls.append(method)
+        elif name == "DecodeSession.submit":
+            self.way.calls.append("Decode/Connect submit")
+        elif name == "StepLoop.post_event" and values["self"] is self._steps and values["event"] is Scheduler.add:
+            self._handed_over = True
+        elif name == "RedisLink.call_each":
+            self.way.calls.append(f"Redis {values['script']}")
+        elif name == "BoxedProcess._run":
+            # The process is started with -I and an empty environment, so that its two files are named and not traced.
+            self.way.calls.append("boxed process")
+            for path in (boxed_process._WORKER, chat_template._HANDLER):
+                file = str(path.resolve().relative_to(ROOT))
+                self.way.passages.append(Entered(file, "(the whole job)", "boxed process"))
+
+    def _carry(self, value: Any, giver: str, taker: str) -> None:
+        """Notes the type of a value that is handed over, where it is a form."""
+        kind = type(value)
+        name = f"{kind.__module__.removeprefix('pillion.')}.{kind.__qualname__}"
+        if name not in self.way.forms and self._is_ours(value) and self._holds(value, MAX_DEPTH):
+            self.way.forms[name] = Carried(name, giver, taker)
+
+    def _is_ours(self, value: Any) -> bool:
+        """Whether it is an object of a class of ours that was made since the door."""
+        if not type(value).__module__.startswith("pillion."):
+            return False
+        return id(value) in self._made or isinstance(value, msgspec.Struct | Message | tuple)
+
+    def _holds(self, value: Any, depth: int) -> bool:
+        """Whether it holds the prompt's text or tokens."""
+        if isinstance(value, str):
+            return WORDS in value
+        if isinstance(value, bytes | bytearray):
+            return WORDS.encode() in value
+        if isinstance(value, np.ndarray):
+            return value.ndim == 1 and self._is_prompt(value.tolist())
+        if not depth or value is None or isinstance(value, int | float):
+            return False
+        if isinstance(value, dict):
+            return any(self._holds(part, depth - 1) for part in list(value.values())[:MAX_PARTS])
+        if self._is_ours(value):
+            return any(self._holds(part, depth - 1) for part in _fields(value))
+        if isinstance(value, list | tuple) or type(value).__name__.startswith("Repeated"):
+            parts = list(value)
+            return self._is_prompt(parts) or any(self._holds(part, depth - 1) for part in parts[:MAX_PARTS])
+        return False
+
+    def _is_prompt(self, parts: list[Any]) -> bool:
+        wanted = self._tokens
+        starts = range(len(parts) - len(wanted) + 1)
+        return any(parts[start] == wanted[0] and parts[start : start + len(wanted)] == wanted for start in starts)
+
+
+def _method_of(frame: FrameType) -> str:
+    """The method of gRPC whose call a frame has just received; "" for another frame."""
+    if frame.f_code.co_qualname == "ErrorInterceptor.intercept_service":
+        return str(frame.f_locals["details"].method).rpartition(".")[2]
+    if frame.f_code.co_qualname.endswith("_guard.<locals>.call"):
+        return str(frame.f_locals["method"]).rpartition(".")[2]
+    return ""
+
+
+def _fields(value: Any) -> list[Any]:
+    """What an object holds."""
+    if isinstance(value, Message):
+        return [part for _, part in value.ListFields()]
+    if isinstance(value, tuple):
+        return list(value)
+    names = [name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ())]
+    found = [getattr(value, name, None) for name in names]
+    return found + list(getattr(value, "__dict__", {}).values())
+
+
+async def trace(folder: pathlib.Path) -> list[Way]:
+    """The ways of one chat each, co-located and disaggregated. Another chat has gone before it, and has started what
+    starts once."""
+    found = []
+    model = {"model": str(save_model(folder / "tiny")), "dtype": "float32", "max_model_len": 1024}
+    tracer = Tracer()
+    with tracer.watching(), pytest.MonkeyPatch.context() as patch:
+        # Else a look-up would read the table of nodes once more now and then.
+        patch.setattr(index, "NODES_MAX_AGE_MS", 1000 * WITHIN_S)
+        async with running_components(folder, model=model, gateway={"chunk_size": 32}) as running:
+            gateway, loop = running.gateway.gateway, _stop_at_native(running, tracer)
+            served = next(iter(gateway._models.values()))
+            for policy in ("colocated", "disaggregated"):
+                gateway._options = replace(gateway._options, policy=parse_policy(policy))
+                for text in (f"hello {policy} " * 10, f"{policy} {WORDS * 4}"):
+                    await running.proven()
+                    for component in (running.prefill, running.decode):
+                        await component.worker.epoch.settled()
+                    if WORDS in text:
+                        tracer.begin(Way(policy), served.tokenizer.encode_text(WORDS, most_tokens=1000), loop)
+                    messages = [{"role": "user", "content": text}]
+                    body = {"model": served.name, "messages": messages, "max_tokens": 2}
+                    assert (await call(running.gateway.http_address, "/v1/chat/completions", body)).status == 200
+                found.append(tracer.way)
+    return found
+
+
+def _stop_at_native(running: Components, tracer: Tracer) -> StepLoop:
+    """Has the trace end where the decode worker calls the compiled step; returns the loop of its steps."""
+    worker = running.decode.worker
+    native = worker.model.backend._thread_pool._native
+    run = native.run
+
+    def stopped(*arguments: int) -> int:
+        tracer.stop()
+        return int(run(*arguments))
+
+    native.run = stopped
+    return worker.epoch._steps
+
+
+def ways() -> list[Way]:
+    """Both ways."""
+    with tempfile.TemporaryDirectory(prefix="pil-") as folder:
+        return asyncio.run(trace(pathlib.Path(folder)))
+
+
+def render(text: str, found: Sequence[Way]) -> str:
+    """``text``, with the ways between the markers."""
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    lines = [line for way in found for line in ("```text", *way.lines(), "```", "")]
+    return before + BEGIN + "\n" + "\n".join(lines) + END + after
+
+
+def main() -> None:
+    """Prints both ways, or writes them into the walkthrough."""
+    parser = argparse.ArgumentParser(prog="python -m tests.way", description="The way of one chat through the code.")
+    parser.add_argument("--write", action="store_true", help="Write the ways into docs/walkthrough.md.")
+    parser.add_argument("--calls", action="store_true", help="Print every function that is called, too.")
+    chosen = parser.parse_args()
+    found = ways()
+    if chosen.write:
+        PAGE.write_text(render(PAGE.read_text(), found))
+    print("\n\n".join("\n".join(way.lines(chosen.calls)) for way in found))
+
+
+if __name__ == "__main__":
+    main()
