@@ -112,16 +112,20 @@ class FaultPlace:
 
 
 @contextlib.contextmanager
-def fault_place(shape: str) -> Iterator[FaultPlace]:
-    """Run a cluster of a shape until the block ends."""
+def fault_place(shape: str, *flags: str) -> Iterator[FaultPlace]:
+    """Run a cluster of a shape until the block ends. One of one node can have further ``flags``."""
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         folder = pathlib.Path(name)
         model = write_models(folder)
         environ = hook_environment(folder / "board") | {"PILLION_CACHE": model_cache(folder / "cache")}
         board = FaultBoard(folder / "board")
         (folder / "run").mkdir()
-        make = _two_nodes if shape == "nodes" else _one_node
-        with make(folder / "run", model, environ, board, shape == "wide") as place:
+        run = folder / "run"
+        if shape == "nodes":
+            made = _two_nodes(run, model, environ, board)
+        else:
+            made = _one_node(run, (*model, *flags), environ, board, shape == "wide")
+        with made as place:
             yield place
 
 
@@ -151,7 +155,7 @@ def _one_node(
 
 @contextlib.contextmanager
 def _two_nodes(
-    folder: pathlib.Path, model: tuple[str, ...], environ: dict[str, str], board: FaultBoard, wide: bool
+    folder: pathlib.Path, model: tuple[str, ...], environ: dict[str, str], board: FaultBoard
 ) -> Iterator[FaultPlace]:
     name, *lora = model
     enabled, modules = lora[:-2], lora[-2:]

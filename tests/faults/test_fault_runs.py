@@ -1,4 +1,4 @@
-"""A few seeds of `make faults` on one cluster: whatever dies or sleeps costs a pause, and nothing else."""
+"""A few faults as `make faults` draws them, on one cluster: what dies or sleeps costs a pause, and nothing else."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from tests.faults.fault_runs import (
 )
 from tests.faults.places import ROLES, WHOLE_WITHIN_S, fault_place
 
-# A prefill worker and a KV node that are killed, a decode worker that only slept, and one that is killed: each at the
-# first passing of a point, which is sure to come.
-SEEDS = (7, 93, 15, 51)
+# Each fault comes at the first passing of a point that a new prompt is sure to come to, where every prompt goes to a
+# prefill worker first.
+ASKED = ("long prompt", "adapter", "n", "logprobs", "chat", "regex")
+FAULTS = (
+    DrawnFault(BY_NAME["prefill, after an acknowledgement"], 1, signal.SIGKILL, "", 0.0),
+    DrawnFault(BY_NAME["kvnode, after a commit"], 1, signal.SIGKILL, "", 0.0),
+    DrawnFault(BY_NAME["decode, before an adoption"], 1, signal.SIGSTOP, "", 0.3),
+    DrawnFault(BY_NAME["decode, after a commit"], 1, signal.SIGKILL, "", 0.0),
+)
 
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[FaultRunner]:
-    with fault_place("small") as place:
+    with fault_place("small", "--split-policy", "disaggregated") as place:
         yield FaultRunner(place)
 
 
 @pytest.mark.long
 @pytest.mark.cluster
-@pytest.mark.parametrize("seed", SEEDS)
-def test_a_fault_costs_a_pause(runner: FaultRunner, seed: int) -> None:
-    plan = draw(seed, "small", one_fault=True)
-    assert [fault.passing for fault in plan.faults] == [1]
-    assert runner.run(plan).outcome == "right"
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.point.name)
+def test_a_fault_costs_a_pause(runner: FaultRunner, fault: DrawnFault) -> None:
+    assert runner.run(FaultPlan(0, (fault,), ASKED, (True,) * len(ASKED))).outcome == "right"
 
 
 @pytest.mark.long

@@ -5,9 +5,10 @@ restart.
     a block     on its way --written--> kept --least recently used--> dropped
                     +--------failed-----> reported gone    +--read: does not fit its checksum--> removed, counted
 
-The loop owns all state and never touches a file. One thread writes and removes files in the order of the
-calls, so a block that is dropped and kept again ends up kept; other threads read. Because a chain's
-last block leaves the pool first and is touched first, it is older here than the head and goes first, as in the pool.
+The loop owns all state and never touches a file. One thread writes, stamps and removes files in the order of the
+calls, so a block that is dropped and kept again ends up kept, and a file's stamp is that of its last use; other threads
+read. Because a chain's last block leaves the pool first and is touched first, it is older here than the head and goes
+first, as in the pool.
 
 A disk may hang for minutes. A read that is given up ends after the block that a thread is just reading, and one that
 no thread has begun ends at once, so that few slots wait for late reads. A disk that was late is paused and probed
@@ -144,9 +145,7 @@ class DiskTier(MediumTier[BlockName]):
         names = [self._kept[block_hash] for block_hash in takewhile(self._kept.__contains__, hashes)]
         if self._closed or not names:
             return 0
-        # The head of a chain must stay newer than the chain's other blocks.
-        stamps = [self._next_stamp() for _ in names][::-1]
-        jobs = list(zip(names, targets, stamps, strict=False))
+        jobs = list(zip(names, targets, strict=False))
         given_up, started_s = threading.Event(), list[float]()
         if not self._reading:
             self._moved_s = time.monotonic()
@@ -178,8 +177,8 @@ class DiskTier(MediumTier[BlockName]):
         """Reads the headers of the files that are there. It is called once, before anything else."""
         began_s = time.monotonic()
         loop = asyncio.get_running_loop()
-        self._kept, surplus, broken = await loop.run_in_executor(self._writer, self._scan)
-        self._stamp = time.time_ns()
+        # Where the clock was set back, the next stamp is still above all those of the files.
+        self._kept, self._stamp, surplus, broken = await loop.run_in_executor(self._writer, self._scan)
         self.counts.corrupt += broken
         self.counts.dropped += len(surplus)
         if surplus:
@@ -250,10 +249,10 @@ class DiskTier(MediumTier[BlockName]):
     def _came(self, names: list[BlockName], failures: list[str | None]) -> int:
         """Counts a read; returns how many blocks came before the first that did not. Broken blocks are removed."""
         good = len(list(takewhile(lambda failure: failure is None, failures)))
-        for name, failure in reversed(list(zip(names, failures, strict=True))):
-            # Blocks after a failed one count as used too, because a restart goes by the stamps of their files.
-            if failure is None and name.hash in self._kept:
-                self._kept.move_to_end(name.hash)
+        # The head of a chain must stay newer than the chain's other blocks. Blocks after a failed one were used, too.
+        self.touch(
+            [name.hash for name, failure in reversed(list(zip(names, failures, strict=True))) if failure is None]
+        )
         self.counts.loaded += good
         for name, failure in zip(names, failures, strict=True):
             # The block was dropped, and perhaps written again, while it was read: it is another file now.
@@ -324,15 +323,15 @@ class DiskTier(MediumTier[BlockName]):
         return failures
 
     def _read(
-        self, jobs: list[tuple[BlockName, memoryview, int]], given_up: threading.Event, started_s: list[float]
+        self, jobs: list[tuple[BlockName, memoryview]], given_up: threading.Event, started_s: list[float]
     ) -> list[str | None]:
         started_s.append(time.monotonic())
         failures: list[str | None] = []
-        for name, target, stamp in jobs:
+        for name, target in jobs:
             if given_up.is_set():
                 break
             try:
-                self._files.read(name, target, stamp)
+                self._files.read(name, target)
                 failures.append(None)
             except Corrupt:
                 failures.append(_CORRUPT)
@@ -358,14 +357,16 @@ class DiskTier(MediumTier[BlockName]):
         for block_hash, stamp in stamps.items():
             self._files.stamp(block_hash, stamp)
 
-    def _scan(self) -> tuple[OrderedDict[bytes, BlockName], list[BlockName], int]:
-        """Gives the kept blocks, least recently used first; the blocks that do not fit; the number of broken files."""
+    def _scan(self) -> tuple[OrderedDict[bytes, BlockName], int, list[BlockName], int]:
+        """Gives the kept blocks, least recently used first; the newest stamp of a file; the blocks that do not fit; the
+        number of broken files."""
         with ThreadPoolExecutor(SCAN_THREADS, "kv-disk-scan") as threads:
             found = [item for part in threads.map(self._files.scan, range(SHARDS)) for item in part]
         names = [name for _, name in sorted(found, key=lambda item: item[0]) if name is not None]
         broken = len(found) - len(names)
         surplus = names[: max(0, len(names) - self._max_blocks)]
-        return OrderedDict((name.hash, name) for name in names[len(surplus) :]), surplus, broken
+        newest = max((stamp for stamp, _ in found), default=0)
+        return OrderedDict((name.hash, name) for name in names[len(surplus) :]), newest, surplus, broken
 
     def _shut_down(self) -> None:
         self._writer.shutdown()

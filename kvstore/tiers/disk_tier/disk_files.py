@@ -159,7 +159,7 @@ class BlockFiles:
                 os.unlink(part)
             raise
 
-    def read(self, name: BlockName, target: memoryview, stamp: int) -> None:
+    def read(self, name: BlockName, target: memoryview) -> None:
         """Reads one block into ``target``. Raises Corrupt, or OSError (FileNotFoundError for a missing file)."""
         header = bytearray(HEADER_BYTES)
         fd = os.open(self.path_of(name.hash), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -174,9 +174,6 @@ class BlockFiles:
                 raise Corrupt("its header changed") from None
             if block_checksum(target) != name.checksum:
                 raise Corrupt("its bytes do not fit their checksum")
-            # A file that cannot be stamped is still a good file.
-            with contextlib.suppress(OSError):
-                os.utime(fd, ns=(stamp, stamp))
         finally:
             os.close(fd)
 

@@ -6,12 +6,16 @@ import os
 import random
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pillion.errors import ConfigError
-from pillion.kvstore.tiers.disk_tier.disk_files import HEADER_BYTES, LOCK_NAME, BlockFileLayout, DiskFolder
+from pillion.kvstore.tiers.disk_tier import disk
+from pillion.kvstore.tiers.disk_tier.disk_files import HEADER_BYTES, LOCK_NAME, BlockFileLayout, BlockFiles, DiskFolder
 from pillion.kvstore.tiers.tiers import BlockName
 from tests.support.disk import BLOCK_BYTES, FILE_BYTES, NAMESPACE, OTHER, chain, file_of, files_in, flip, loaded, opened
 from tests.support.processes import started
@@ -88,6 +92,44 @@ async def test_the_order_of_use_survives_a_restart(tmp_path: Path) -> None:
         assert [name.hash for name in tier.names()] == [blocks[n][0].hash for n in (4, 0, 1)]
         assert tier.counts.dropped == 2
     assert len(files_in(tmp_path)) == 3
+
+
+async def test_a_file_keeps_the_stamp_of_its_last_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writing thread comes to a touch only after the block was read, and was older than another for a while."""
+    blocks, held = chain(3), threading.Event()
+    stamp = BlockFiles.stamp
+
+    def late(files: BlockFiles, block_hash: bytes, at: int) -> None:
+        held.wait(30)
+        stamp(files, block_hash, at)
+
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+        with monkeypatch.context() as patch:
+            patch.setattr(BlockFiles, "stamp", late)
+            tier.touch([blocks[0][0].hash])
+            assert await loaded(tier, blocks[1:2]) == 1
+            assert await loaded(tier, blocks[:1]) == 1
+            by_use = tier.by_use()
+            held.set()
+            await tier.close()
+    assert by_use == [blocks[place][0].hash for place in (2, 1, 0)]
+    async with opened(tmp_path) as tier:
+        assert tier.by_use() == by_use
+
+
+async def test_the_order_of_use_survives_a_clock_that_is_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks = chain(3)
+    async with opened(tmp_path) as tier:
+        await tier.store(blocks)
+    monkeypatch.setattr(disk, "time", SimpleNamespace(time_ns=lambda: 1, monotonic=time.monotonic))
+    async with opened(tmp_path) as tier:
+        tier.touch([blocks[0][0].hash])
+        by_use = tier.by_use()
+    async with opened(tmp_path) as tier:
+        assert tier.by_use() == by_use
 
 
 async def test_a_chain_that_is_read_goes_from_its_tail(tmp_path: Path) -> None:

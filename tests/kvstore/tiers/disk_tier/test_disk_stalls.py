@@ -37,9 +37,9 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[BlockName]:
     no number of loop turns shows that it has."""
     names, read = list[BlockName](), BlockFiles.read
 
-    def noted(files: BlockFiles, name: BlockName, target: memoryview, stamp: int) -> None:
+    def noted(files: BlockFiles, name: BlockName, target: memoryview) -> None:
         names.append(name)
-        read(files, name, target, stamp)
+        read(files, name, target)
 
     monkeypatch.setattr(BlockFiles, "read", noted)
     return names
