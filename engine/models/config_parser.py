@@ -24,8 +24,9 @@ _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh
 # An MLP without a gate may have these, too.
 _NOT_GATED = {"relu2": "relu2"}
 
-# Families have these keys for the same: how many experts there are, and how many a token has; the factor of their
-# scores; how many experts' widths the MLP beside them has, or its width.
+# Families call the same numbers by these keys, in this order: how many experts there are; how many of them a token
+# goes to; the factor of the experts' scores. Of the MLP beside the experts, a key holds the width, or how many times
+# that of an expert it is.
 _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 _ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
@@ -205,6 +206,18 @@ def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ..
             )
 
 
+def _kinds(options: Mapping[str, Any], key: str, known: tuple[str, str], num_layers: int) -> list[Any] | None:
+    """Returns which of two kinds a config says that each layer is, or None where it says nothing. Raises ConfigError
+    for another kind."""
+    kinds = per_layer(options, key, num_layers)
+    unknown = sorted({str(kind) for kind in kinds or ()}.difference(known))
+    if unknown:
+        raise ConfigError(
+            f"config.json: {key} has {unknown[0]!r}, which is not supported; known are {known[0]} and {known[1]}"
+        )
+    return kinds
+
+
 def _slides(
     options: Mapping[str, Any], family: ModelFamily, num_layers: int, has_rope: tuple[bool, ...]
 ) -> tuple[bool, ...]:
@@ -214,11 +227,8 @@ def _slides(
     # Layers with a sliding window may have their own rotary embedding, even where the window is switched off.
     if not windowed and not family.local_rope:
         return (False,) * num_layers
-    kinds = per_layer(options, "layer_types", num_layers)
+    kinds = _kinds(options, "layer_types", ("full_attention", "sliding_attention"), num_layers)
     if kinds is not None:
-        unknown = sorted({str(kind) for kind in kinds} - {"sliding_attention", "full_attention"})
-        if unknown:
-            raise ConfigError(f"layer type {unknown[0]!r} is not supported; known are full and sliding attention")
         return tuple(kind == "sliding_attention" for kind in kinds)
     if "max_window_layers" in options:
         first = int(number(options, "max_window_layers", 0))
@@ -292,11 +302,8 @@ def _shared(options: Mapping[str, Any], inner: int) -> int:
 
 def _with_experts(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has experts."""
-    kinds = per_layer(options, "mlp_layer_types", num_layers)
+    kinds = _kinds(options, "mlp_layer_types", ("dense", "sparse"), num_layers)
     if kinds is not None:
-        unknown = sorted({str(kind) for kind in kinds} - {"dense", "sparse"})
-        if unknown:
-            raise ConfigError(f"config.json: mlp_layer_types has {unknown[0]!r}; known are dense and sparse")
         return tuple(kind == "sparse" for kind in kinds)
     step = size(options, "decoder_sparse_step", size(options, "moe_layer_interval", 1))
     dense = token_ids(options.get("mlp_only_layers"))

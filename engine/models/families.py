@@ -9,7 +9,7 @@ the ranks follow. A family with a number of its own in its configs also needs th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -85,6 +85,10 @@ class ModelFamily:
 
 _WITH_HEAD_NORMS = partial(llama_layer, qk_norm="head")
 _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
+# Two choices of keys for ``biases``: queries, keys and values alone may have them, and one key speaks for all.
+_QKV_BIASES = ("attention_bias", "", "")
+_ONE_KEY = ("use_bias", "use_bias", "use_bias")
+_WIDE_HEADS = {"head_dim": 128, "rms_norm_eps": 1e-5, **_NO_BIAS}
 _SHARED = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
@@ -144,7 +148,6 @@ _GLM = {
     "partial_rotary_factor": 0.5,
     "eos_token_id": [151_329, 151_336, 151_338],
 }
-_GLM_BIASES = ("attention_bias", "", "")
 _FUSED_MLP = ("mlp.gate_up_proj",)
 
 _GRANITE_SHARED = partial(llama_layer, shared_mlp=(("shared_mlp.input_linear",), "shared_mlp.output_linear"))
@@ -156,9 +159,24 @@ _HUNYUAN = partial(
     qk_norm_names=("self_attn.query_layernorm", "self_attn.key_layernorm"),
     norm_after_rotation=True,
 )
-
+_HUNYUAN_SHARED = (("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj")
 _HUNYUAN_IGNORED = ("eod_token_id", "cla_share_factor", "attention_head_dim", "pool_type", "org_vocab_size")
 _HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True}
+
+_COHERE = ModelFamily(
+    {
+        "max_position_embeddings": 8192,
+        "layer_norm_eps": 1e-5,
+        "logit_scale": 0.0625,
+        "attention_bias": False,
+        "tie_word_embeddings": True,
+    },
+    layer=partial(llama_layer, shared_norm=True),
+    norm="layer",
+    eps="layer_norm_eps",
+    parallel=True,
+    interleaved_rope=True,
+)
 
 FAMILIES: dict[str, ModelFamily] = {
     "llama": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS}),
@@ -329,22 +347,10 @@ FAMILIES: dict[str, ModelFamily] = {
         full_first=True,
     ),
     "internlm3": ModelFamily(
-        {
-            "max_position_embeddings": 32_768,
-            "num_key_value_heads": 2,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            **_NO_BIAS,
-        },
+        {"max_position_embeddings": 32_768, "num_key_value_heads": 2, **_WIDE_HEADS},
     ),
     "iquestcoder": ModelFamily(
-        {
-            "max_position_embeddings": 131_072,
-            "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
-            **_NO_BIAS,
-        },
+        {"max_position_embeddings": 131_072, "num_key_value_heads": 8, **_WIDE_HEADS},
     ),
     "exaone4": ModelFamily(
         {
@@ -393,7 +399,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "use_bias": False,
             "tie_word_embeddings": True,
         },
-        biases=("use_bias", "use_bias", "use_bias"),
+        biases=_ONE_KEY,
         interleaved_rope=True,
     ),
     "helium": ModelFamily(
@@ -409,7 +415,7 @@ FAMILIES: dict[str, ModelFamily] = {
         norm="wide",
         interleaved_rope=True,
     ),
-    "glm": ModelFamily(_GLM, biases=_GLM_BIASES, partial_rope=True, interleaved_rope=True, fused=_FUSED_MLP),
+    "glm": ModelFamily(_GLM, biases=_QKV_BIASES, partial_rope=True, interleaved_rope=True, fused=_FUSED_MLP),
     "glm4": ModelFamily(
         _GLM,
         layer=partial(
@@ -421,7 +427,7 @@ FAMILIES: dict[str, ModelFamily] = {
                 "post_mlp_layernorm",
             ),
         ),
-        biases=_GLM_BIASES,
+        biases=_QKV_BIASES,
         partial_rope=True,
         interleaved_rope=True,
         fused=_FUSED_MLP,
@@ -467,7 +473,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "tie_word_embeddings": True,
         },
         layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
-        biases=("use_bias", "use_bias", "use_bias"),
+        biases=_ONE_KEY,
         norm="layer",
         norm_bias=True,
         eps="norm_epsilon",
@@ -494,37 +500,9 @@ FAMILIES: dict[str, ModelFamily] = {
         norm="layer_bare",
         eps="layer_norm_eps",
     ),
-    "cohere": ModelFamily(
-        {
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "logit_scale": 0.0625,
-            "rope_theta": 500_000.0,
-            "attention_bias": False,
-            "tie_word_embeddings": True,
-        },
-        layer=partial(llama_layer, shared_norm=True),
-        norm="layer",
-        eps="layer_norm_eps",
-        parallel=True,
-        interleaved_rope=True,
-    ),
-    "cohere2": ModelFamily(
-        {
-            "max_position_embeddings": 8192,
-            "layer_norm_eps": 1e-5,
-            "logit_scale": 0.0625,
-            "attention_bias": False,
-            **_WINDOWS,
-            "sliding_window_pattern": 4,
-            "tie_word_embeddings": True,
-        },
-        layer=partial(llama_layer, shared_norm=True),
-        norm="layer",
-        eps="layer_norm_eps",
-        parallel=True,
-        interleaved_rope=True,
-        nope_if_full=True,
+    "cohere": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 500_000.0}),
+    "cohere2": replace(
+        _COHERE, defaults={**_COHERE.defaults, **_WINDOWS, "sliding_window_pattern": 4}, nope_if_full=True
     ),
     "granitemoeshared": ModelFamily(
         {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0}, layer=_GRANITE_SHARED
@@ -548,7 +526,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "first_k_dense_replace": 1,
         },
         layer=_DEEPSEEK_EXPERTS,
-        biases=("attention_bias", "", ""),
+        biases=_QKV_BIASES,
         partial_rope=True,
         sigmoid_router=True,
         ignored=_GUESSING,
@@ -583,7 +561,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_intermediate_size": 1280,
         },
         layer=partial(llama_layer, choice_bias=_DEEPSEEK_BIAS),
-        biases=("attention_bias", "", ""),
+        biases=_QKV_BIASES,
         partial_rope=True,
         sigmoid_router=True,
     ),
@@ -626,7 +604,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "moe_layer_interval": 1,
         },
         layer=partial(llama_layer, choice_bias="mlp.moe_statics.e_score_correction_bias"),
-        biases=("use_bias", "use_bias", "use_bias"),
+        biases=_ONE_KEY,
         interleaved_rope=True,
         ignored=_GUESSING,
         fixed={"moe_norm_min": 1e-12},
@@ -656,10 +634,8 @@ FAMILIES: dict[str, ModelFamily] = {
         {
             "max_position_embeddings": 131_072,
             "num_key_value_heads": 8,
-            "head_dim": 128,
-            "rms_norm_eps": 1e-5,
+            **_WIDE_HEADS,
             "rope_theta": 11_158_840.0,
-            **_NO_BIAS,
             "mlp_layer_types": None,
             "first_k_dense_replace": 1,
             "moe_intermediate_size": 1536,
@@ -672,7 +648,7 @@ FAMILIES: dict[str, ModelFamily] = {
             llama_layer,
             qk_norm="head",
             choice_bias="mlp.expert_bias",
-            shared_mlp=(("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj"),
+            shared_mlp=_HUNYUAN_SHARED,
         ),
         sigmoid_router=True,
         ignored=(*_GUESSING, "enable_moe_fp32_combine"),
@@ -694,7 +670,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=partial(
             _HUNYUAN,
-            shared_mlp=(("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj"),
+            shared_mlp=_HUNYUAN_SHARED,
         ),
         # Experts have the width of ``intermediate_size``.
         ignored=(*_HUNYUAN_IGNORED, "moe_intermediate_size"),

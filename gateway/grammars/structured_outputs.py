@@ -20,8 +20,7 @@ _FIELD = "sampling.structured_outputs"
 
 def structured_piece(structured: StructuredOutputs, token_ids: Mapping[str, int] = MappingProxyType({})) -> Piece:
     """Makes the piece of a grammar for a checked structure; ``token_ids`` has the ids of the model's special tokens by
-    their texts. Raises InvalidRequest where its text is not what it should
-    be."""
+    their texts. Raises InvalidRequest where the structure's text cannot be read as what it says it is."""
     if structured.json is not None:
         return json_piece(_parsed(structured.json, f"{_FIELD}.json"), f"{_FIELD}.json")
     if structured.json_object:
