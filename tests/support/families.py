@@ -209,6 +209,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_shared_experts": 2,
     },
     "hy-v3": {"model_type": "hy_v3", **EXPERTS, "moe_intermediate_size": 48, "initializer_range": 0.04},
+    "hy-v3-dense-between": {
+        "model_type": "hy_v3",
+        **EXPERTS,
+        "moe_intermediate_size": 48,
+        "initializer_range": 0.04,
+        "intermediate_size": 256,
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense", "attention_bias": True},
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": 2, "intermediate_size": 48},
     "ministral3": {

@@ -122,7 +122,8 @@ class LayerEmitter:
     def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
         builder, down = self._builder, operation.down.name
         inner = builder.weights.linear(self._prefix + down).depth
-        activated = builder.buffer("activated", inner, builder.row_dtype)
+        # Layers without experts, and the MLP beside the experts, have inner widths of their own.
+        activated = builder.buffer(f"activated{inner}", inner, builder.row_dtype)
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
         yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue)
         assert isinstance(following, AddToResidual)

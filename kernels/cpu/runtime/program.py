@@ -97,13 +97,17 @@ class Workspace:
         return True
 
     def array(self, buffer: Buffer) -> npt.NDArray[np.uint8]:
-        """Returns the bytes of a buffer, aligned to a cache line, with a line of canaries after them."""
-        found = self._shared.get(buffer.name, self._arrays.get(buffer.name))
+        """Returns the bytes of a buffer, aligned to a cache line, with a line of canaries after them. Raises Internal
+        where another buffer of this name has another size: kernels would leave the smaller one of the two."""
+        if buffer.name in self._shared:
+            return self._shared[buffer.name]
+        size, found = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride, self._arrays.get(buffer.name)
         if found is None:
-            size = self.rows.get(buffer.unit, 0) * buffer.each * buffer.stride
             whole = aligned_bytes(size + LINE_BYTES)
             whole[size:] = self._canary
             found = self._arrays[buffer.name] = whole[:size]
+        if len(found) != size:
+            raise Internal(f"the buffer {buffer.name} has {len(found)} bytes, and {size} are wanted")
         return found
 
     @property

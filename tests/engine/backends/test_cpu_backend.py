@@ -90,6 +90,15 @@ def test_rows_lie_in_all_sets_of_the_first_cache(width, dtype):
     assert len({row * stride // 64 % 64 for row in range(64)}) == 64
 
 
+def test_buffers_of_one_name_have_one_size():
+    """Kernels would write after the end of the smaller one."""
+    workspace, narrow = Workspace(), Buffer("x", 48, "float32")
+    workspace.reserve("tokens", 13)
+    assert len(workspace.array(narrow)) == len(workspace.array(narrow)) == 64 * narrow.stride
+    with pytest.raises(Internal, match="the buffer x has 12288 bytes, and 69632 are wanted"):
+        workspace.array(Buffer("x", 256, "float32"))
+
+
 def test_the_sampler_gets_logits_without_a_copy(llama):
     """It edits them in place, for which rows must follow one another in memory."""
     logits = cpu_backend(llama).model.plan.logits

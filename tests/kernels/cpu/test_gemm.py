@@ -151,6 +151,22 @@ def test_ragged_products(runner, kind, rows, columns, depth, epilogue, threads):
     assert_close(one.run(runner, threads=threads), one.expected())
 
 
+@pytest.mark.parametrize("columns", [1, 2, 15, 17, 31, 33])
+@pytest.mark.parametrize("epilogue", ["store", "add"])
+def test_narrow_products_stay_within_rows_of_whole_panels(runner, epilogue, columns):
+    """Every number of rows, whose memory ends with the last one; columns after the matrix's own are products with
+    zeros."""
+    one = case(Gemm("fp32", "fp32", epilogue, bias=epilogue == "add"), 70, columns, 48)
+    expected = one.expected()
+    for rows in range(1, 71):
+        memory = one.new_out(rows + 2)
+        guards, out = memory[[0, -1]].clone(), memory[1:-1]
+        out[:] = one.new_out(rows)
+        runner.run(one.spec, one.values(one.x[:rows], out), rows_step(rows))
+        assert torch.equal(memory[[0, -1]], guards)
+        assert_close(out, expected[:rows])
+
+
 @pytest.mark.parametrize("spec", [spec for spec in PLAIN if spec.epilogue in ("add", "gated_silu")], ids=str)
 def test_a_row_does_not_depend_on_the_others(runner, spec):
     """Alone, among any number of rows, at any place, with any number of threads: the same bits."""
