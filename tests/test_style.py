@@ -36,6 +36,7 @@ FORBIDDEN = {
     # Where a thread is stopped between the two times that it looks at the clock, CPython's C code waits with a negative
     # timeout, which is for ever.
     r"(?s)SimpleQueue.*\.get\([^)\n]*timeout": "SimpleQueue.get(timeout) may never return: use queue.Queue",
+    r"\)[*+?]\+": "Python before 3.11.5 matches some possessive groups wrongly: use an atomic group, (?>...)",
 }
 
 

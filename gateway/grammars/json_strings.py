@@ -52,7 +52,7 @@ _SETS["."] = _others(_LINE_ENDS)
 _LETTERS = {"t": 9, "n": 10, "v": 11, "f": 12, "r": 13, "0": 0, "a": 7}
 # A client's pattern is read in one pass: these expressions try nothing twice, and none looks far ahead for its end.
 _ESCAPE = r"\\(?>u\{[0-9a-fA-F]{1,6}\}|u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|[pP]\{[^{}]{1,64}\}|c[a-zA-Z]|.)"
-_CLASS = rf"\[(\^?)((?>{_ESCAPE}|[^\]\\])*+)(\]?)"
+_CLASS = rf"\[(\^?)((?>(?:{_ESCAPE}|[^\]\\])*))(\]?)"
 # This matches a group with a name, which llguidance would give another meaning, and a group with flags.
 _GROUP = r"\(\?(?>P?<[A-Za-z_$][\w$]{0,63}>|([a-zA-Z-]{1,16})[:)])"
 _PART = re.compile(rf"{_CLASS}|{_GROUP}|({_ESCAPE})|.", re.DOTALL)

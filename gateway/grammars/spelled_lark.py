@@ -35,8 +35,8 @@ _TOKEN = re.compile(
     r"""(?P<comment>(?:\#|//)[^\n]*)
     |(?P<low>"(?:\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|[^"\\\n])")\s*\.\.\s*
         (?P<high>"(?:\\u[0-9a-fA-F]{4}|\\x[0-9a-fA-F]{2}|\\.|[^"\\\n])")
-    |(?P<string>"(?:\\.|[^"\\\n])*+")(?P<caseless>i?)
-    |/(?P<regex>(?:\\.|[^/\\\n])++)/(?P<flags>[imslux]*)
+    |(?P<string>"(?>(?:\\.|[^"\\\n])*)")(?P<caseless>i?)
+    |/(?P<regex>(?>(?:\\.|[^/\\\n])+))/(?P<flags>[imslux]*)
     |%import\s+common\s*\.\s*(?P<one>\w+)(?:[ \t]*->[ \t]*(?P<alias>\w+))?
     |%import\s+common\s*\((?P<several>[\w\s,]*)\)
     |(?P<refused>%\w+|<[^<>\s]+>|@[\w-]+|~(?!\s*\d)|&|\w++\[[^\]\n]{0,200}\]\s*:)
@@ -46,7 +46,7 @@ _TOKEN = re.compile(
 # An expression's parts: a class without another one in it, an escape, a group's beginning, how often something comes,
 # or one character.
 _PART = re.compile(
-    r"(?P<set>\[\^?\]?(?:\\.|[^\]\\])*+(?:\]|\Z))|\\(?P<escape>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[pP]\{[^{}]{1,64}\}|[pP].|.)"
+    r"(?P<set>\[\^?\]?(?>(?:\\.|[^\]\\])*)(?:\]|\Z))|\\(?P<escape>x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|[pP]\{[^{}]{1,64}\}|[pP].|.)"
     r"|\((?P<group>\?(?:P?<\w+>|[a-z-]*[:)]))|(?P<often>[*+?]|\{\d+(?:,\d*)?\})(?P<lazy>[?+]?)|(?P<one>.)",
     re.DOTALL,
 )

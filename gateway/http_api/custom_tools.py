@@ -21,8 +21,8 @@ from pillion.types import Delta, Tool, ToolCall, ToolCallDelta
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 # This matches whole characters of a JSON string; of two escapes that are one character, both or none.
 _CHARACTERS = re.compile(
-    r"(?:[^\"\\]|\\[\"\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*+"
+    r"(?>(?:[^\"\\]|\\[\"\\/bfnrt]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}"
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\u[0-9a-fA-F]{4}|(?=[^\\]|\\[^u])))*)"
 )
 
 
