@@ -5,4 +5,5 @@ anthropic_fields.py    the fields of their bodies
 anthropic_requests.py  from bodies to requests of the gateway
 anthropic_events.py    from deltas to events, or to one message
 anthropic_errors.py    errors as Anthropic's clients know them
+signatures.py          thoughts that are not shown, in the signatures of their blocks
 """

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.anthropic.signatures import signature_of
 from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
 from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartKind
 from pillion.types import Delta, FinishReason, Usage
@@ -51,7 +52,7 @@ class MessageWriter(AnswerWriter):
 
     Args:
         head: the message's fields "id", "model" and "system_fingerprint".
-        shows_thinking: whether thinking blocks have their text.
+        shows_thinking: whether thinking blocks have their text; otherwise their signatures have it.
         cached_to: how much of the prompt was pinned.
     """
 
@@ -82,7 +83,7 @@ class MessageWriter(AnswerWriter):
 
     def last_events(self, usage: Usage) -> bytes:
         """Writes the events that end the last content block and the message."""
-        stopped = _block_stop(len(self._parts.all) - 1) if self._parts.all else b""
+        stopped = self._block_end(self._parts.all[-1]) if self._parts.all else b""
         ended = _event("message_delta", {"delta": self._stop(), "usage": _usage(usage, self._cached_to)})
         return stopped + ended + _event("message_stop", {})
 
@@ -104,7 +105,7 @@ class MessageWriter(AnswerWriter):
         written = []
         for part, text, begins in self._parts.take(delta):
             if begins:
-                ended = _block_stop(part.index - 1) if part.index else b""
+                ended = self._block_end(self._parts.all[part.index - 1]) if part.index else b""
                 empty = self._block(replace(part, texts=[]))
                 written += [ended, _event("content_block_start", {"index": part.index, "content_block": empty})]
                 kind, field = _DELTAS[part.kind]
@@ -114,6 +115,14 @@ class MessageWriter(AnswerWriter):
                 written.append(self._front + _encode(text) + b"}}\n\n")
         self._note_end(delta)
         return written
+
+    def _block_end(self, part: OutputPart) -> bytes:
+        """Writes the events that end the content block of a part."""
+        signature = self._signature(part)
+        signed = {"index": part.index, "delta": {"type": "signature_delta", "signature": signature}}
+        return (_event("content_block_delta", signed) if signature else b"") + _event(
+            "content_block_stop", {"index": part.index}
+        )
 
     def _note_end(self, delta: Delta) -> None:
         if delta.finish_reason is not None:
@@ -135,11 +144,17 @@ class MessageWriter(AnswerWriter):
         """Makes a content block of a part of the answer."""
         match part.kind:
             case PartKind.REASONING:
-                return {"type": "thinking", "thinking": part.text if self._shows_thinking else "", "signature": ""}
+                shown = part.text if self._shows_thinking else ""
+                return {"type": "thinking", "thinking": shown, "signature": self._signature(part)}
             case PartKind.TEXT:
                 return {"type": "text", "text": part.text, "citations": None}
             case PartKind.CALL:
                 return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
+
+    def _signature(self, part: OutputPart) -> str:
+        """Returns the signature of a part of the answer: what was thought, where the client is not shown it."""
+        hidden = part.kind is PartKind.REASONING and not self._shows_thinking and part.text
+        return signature_of(hidden) if hidden else ""
 
 
 def _input(arguments: str) -> Raw | dict[str, str]:
@@ -167,10 +182,6 @@ def _usage(usage: Usage, cached_to: CachedTo) -> dict[str, Any]:
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"thinking_tokens": usage.reasoning_tokens},
     }
-
-
-def _block_stop(index: int) -> bytes:
-    return _event("content_block_stop", {"index": index})
 
 
 def _event(kind: str, fields: Mapping[str, Any]) -> bytes:

@@ -48,11 +48,11 @@ class ThinkingBlock(msgspec.Struct, tag_field="type", tag="thinking", forbid_unk
 
     Attributes:
         thinking: the text.
-        signature: nothing here is signed.
+        signature: the text, where the answer came with display "omitted"; another server's is accepted without effect.
     """
 
     thinking: str
-    signature: Ignored[str] = ""
+    signature: str = ""
 
 
 class ToolUseBlock(msgspec.Struct, tag_field="type", tag="tool_use", forbid_unknown_fields=True):
@@ -189,7 +189,8 @@ class Thinking(msgspec.Struct, forbid_unknown_fields=True):
         type: "enabled" and "disabled" set the template's variables enable_thinking and thinking; "adaptive" sets none.
         budget_tokens: at least 1024 and less than max_tokens, which bounds thinking and text together; nothing is cut
             at it.
-        display: "omitted" leaves the text of thinking blocks out.
+        display: "omitted" leaves the text of thinking blocks out; their signatures bring it back with the
+            conversation.
     """
 
     type: Literal["enabled", "disabled", "adaptive"]

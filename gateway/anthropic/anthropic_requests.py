@@ -29,6 +29,7 @@ from pillion.gateway.anthropic.anthropic_fields import (
     ToolResultBlock,
     ToolUseBlock,
 )
+from pillion.gateway.anthropic.signatures import signed_thoughts
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
 from pillion.gateway.http_api.json_objects import json_object
@@ -205,7 +206,7 @@ class _BlockConversation:
                 case RedactedThinkingBlock() if role == "assistant":
                     pass
                 case ThinkingBlock() if role == "assistant":
-                    thoughts.append(block.thinking)
+                    thoughts.append(_thoughts(block, where))
                 case ToolUseBlock() if role == "assistant":
                     calls.append(ToolCall(block.id, block.name, json_object(block.input, f"{where}.input")))
                     self._called[block.id] = block.name
@@ -223,6 +224,18 @@ class _BlockConversation:
         text = ("Error: " if block.is_error else "") + _text(block.content or "")
         name = self._called.get(block.tool_use_id, "")
         return ChatMessage("tool", text, tool_call_id=block.tool_use_id, name=name)
+
+
+def _thoughts(block: ThinkingBlock, path: str) -> str:
+    """Returns the text of a thinking block, which its signature has where the client was not shown it. Raises
+    ApiError."""
+    try:
+        signed = None if block.thinking else signed_thoughts(block.signature)
+    except ValueError:
+        raise refused(f"{path}.signature", "it is not as it was sent: send thinking blocks back unchanged") from None
+    if signed is None and block.signature:
+        note_ignored(f"{path}.signature")
+    return block.thinking or signed or ""
 
 
 def _one_user(messages: Sequence[ChatMessage]) -> ChatMessage:

@@ -14,7 +14,7 @@ import pytest_asyncio
 from pillion.errors import DeadlineExceeded, Internal, Overloaded, PermissionDenied, Unavailable
 from pillion.gateway.admission.api_keys import hash_of
 from pillion.gateway.http_api.http_call import MAX_BODY_BYTES
-from pillion.types import FinishReason
+from pillion.types import ChatMessage, FinishReason
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
 from tests.support.scripted import ScriptedGateway, called, ended, said
@@ -186,10 +186,31 @@ async def test_thinking_text_and_calls_are_blocks(
         assert [message.role for message in scripted.requests[-1].messages] == ["user", "assistant", "tool"]
         assert scripted.requests[-1].messages[1].tool_calls[0].arguments == '{"city":"Rome"}'
         assert scripted.requests[-1].messages[1].reasoning == "Let me see."
-        hidden = await client.messages.create(
-            **ASKED, extra_body={"thinking": {"type": "adaptive", "display": "omitted"}}
-        )
-        assert hidden.content[0].model_dump() == {"type": "thinking", "thinking": "", "signature": ""}
+
+
+async def test_thinking_that_is_not_shown_comes_back_with_its_signature(
+    fakes: FakeCluster, scripted: ScriptedGateway
+) -> None:
+    scripted.script = [
+        said(reasoning="Größe? "),
+        said(reasoning="Let me see."),
+        said("I look."),
+        ended(FinishReason.STOP),
+    ]
+    hides: Any = {"extra_body": {"thinking": {"type": "adaptive", "display": "omitted"}}}
+    async with client_of(fakes) as client:
+        whole = await client.messages.create(**ASKED, **hides)
+        async with client.messages.stream(**ASKED, **hides) as stream:
+            final = await stream.get_final_message()
+        for message in (whole, final):
+            hidden, text = (block.model_dump() for block in message.content)
+            assert (hidden["type"], hidden["thinking"], text["text"]) == ("thinking", "", "I look.")
+            assert "see" not in hidden["signature"]
+            again = [*ASKED["messages"], {"role": "assistant", "content": message.content}, *ASKED["messages"]]
+            await client.messages.create(**{**ASKED, "messages": again})
+            assert scripted.requests[-1].messages[1] == ChatMessage(
+                "assistant", "I look.", reasoning="Größe? Let me see."
+            )
 
 
 async def test_a_call_that_is_cut_short_keeps_its_text(fakes: FakeCluster, scripted: ScriptedGateway) -> None:

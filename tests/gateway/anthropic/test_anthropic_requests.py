@@ -9,6 +9,7 @@ import pytest
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
+from pillion.gateway.anthropic.signatures import signature_of
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_fields import BodyReading, read_noting
 from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
@@ -162,6 +163,33 @@ def test_thinking_sets_the_variables_that_templates_know() -> None:
     assert not read(thinking={"type": "enabled", "display": "omitted"}).shows_thinking
     for budget in (1023, 2000):
         assert refusal(thinking={"type": "enabled", "budget_tokens": budget}).param == "thinking.budget_tokens"
+
+
+@pytest.mark.parametrize(
+    ("thinking", "signature", "read_as"),
+    [
+        ("", signature_of("Größe?\n"), "Größe?\n"),
+        ("hm", signature_of("Größe?"), "hm"),
+        ("hm", "EqQBCkYIAxgCKkA", "hm"),
+        ("", "EqQBCkYIAxgCKkA", ""),
+        ("hm", "", "hm"),
+    ],
+)
+def test_a_signature_has_the_thoughts_that_were_not_shown(thinking: str, signature: str, read_as: str) -> None:
+    block = {"type": "thinking", "thinking": thinking, "signature": signature}
+    messages = [*LEAST["messages"], {"role": "assistant", "content": [block]}, *LEAST["messages"]]
+    reading = BodyReading()
+    asked = read_noting(reading, messages_request, json.dumps(LEAST | {"messages": messages}).encode(), "r")
+    assert asked.requests[0].messages[1].reasoning == read_as
+    # It has no effect where it is another server's, or where the text is there.
+    assert reading.ignored == ("messages.content.signature" if signature and not (read_as and not thinking) else "")
+
+
+@pytest.mark.parametrize("signature", [signature_of("hm")[:-1], signature_of("hm") + "?", "pillion./w==", "pillion.ü"])
+def test_a_signature_that_was_changed_is_refused(signature: str) -> None:
+    block = {"type": "thinking", "thinking": "", "signature": signature}
+    messages = [*LEAST["messages"], {"role": "assistant", "content": [block]}]
+    assert refusal(messages=messages).param == "messages[1].content[0].signature"
 
 
 @pytest.mark.parametrize(

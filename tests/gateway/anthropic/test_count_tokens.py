@@ -10,6 +10,7 @@ import pytest_asyncio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from pillion.gateway.anthropic.signatures import signature_of
 from tests.gateway.tokens.test_tool_templates import QWEN
 from tests.support import fake_components
 from tests.support.examples import examples
@@ -45,7 +46,7 @@ RESULT = st.fixed_dictionaries(
     optional={"content": TEXTS | st.lists(PARTS, max_size=3), "is_error": st.booleans()},
 )
 THOUGHTS = st.fixed_dictionaries(
-    {"type": st.just("thinking"), "thinking": TEXTS}, optional={"signature": TEXTS}
+    {"type": st.just("thinking"), "thinking": TEXTS}, optional={"signature": TEXTS | TEXTS.map(signature_of)}
 ) | st.just({"type": "redacted_thinking", "data": "x"})
 INPUTS = st.dictionaries(st.sampled_from("ab"), TEXTS | st.integers() | st.just([None, 0.5]))
 # The user's blocks, the assistant's, and the results of its calls.

@@ -20,11 +20,15 @@ CLIENTS = sorted(path.stem for path in BODIES.glob("*.json"))
 BLOCK, TURNS = 16, 50
 # A template that knows tools and reasoning, and one without a place for them, whose tools the gateway tells as text.
 TEMPLATES = {"qwen": QWEN, "generic": TEMPLATE}
-# Claude Code's turns miss some blocks here since its body is a recorded one, for a reason that is not known yet.
-LONG = [("qwen", client) for client in CLIENTS if client != "claude_code"] + [
+LONG = [("qwen", client) for client in CLIENTS] + [
     ("generic", client) for client in ("claude_code", "codex", "opencode")
 ]
-FEW = [("qwen", "codex", 11), ("generic", "claude_code", 11), ("generic", "vercel_ai_sdk", 11)]
+FEW = [
+    ("qwen", "claude_code", 11),
+    ("qwen", "codex", 11),
+    ("generic", "claude_code", 11),
+    ("generic", "vercel_ai_sdk", 11),
+]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=TEMPLATES)
