@@ -108,10 +108,13 @@ def test_log_probabilities_of_prompts(case):
 
 # Splits at the edges of blocks of 16 and of texts; all of them take a while.
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 68, 69]
+SPLITS = [
+    *(pytest.param(name, EDGES, id=f"{name}-edges") for name in DIFFERENT),
+    *(pytest.param(name, range(1, PROMPT_TOKENS), marks=pytest.mark.long, id=f"{name}-all") for name in FAMILIES),
+]
 
 
-@on_different_families
-@pytest.mark.parametrize("splits", [EDGES, pytest.param(range(1, PROMPT_TOKENS), marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize(("on_torch", "splits"), SPLITS, indirect=["on_torch"])
 def test_every_split_point(case, splits):
     text = tokens_of(PROMPT_TOKENS, 2)
     wanted = case.logits(text)
