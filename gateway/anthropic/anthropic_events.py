@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.anthropic.signatures import signature_of
+from pillion.gateway.http_api.json_objects import CUT_SHORT
 from pillion.gateway.http_api.model_calls import AnswerWriter, DeltaBatch
 from pillion.gateway.http_api.output_parts import OutputPart, OutputParts, PartKind
 from pillion.types import Delta, FinishReason, Usage
@@ -163,7 +164,7 @@ def _input(arguments: str) -> Raw | dict[str, str]:
     try:
         msgspec.json.decode(arguments, type=dict[str, Raw])
     except (ValueError, RecursionError):
-        return {"INVALID_JSON": arguments} if arguments else {}
+        return {CUT_SHORT: arguments} if arguments else {}
     return Raw(arguments.encode())
 
 

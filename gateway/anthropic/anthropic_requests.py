@@ -121,6 +121,7 @@ def count_tokens_request(raw: bytes, cut: Sequence[str] = ()) -> tuple[GenerateR
     """Reads the body of POST /v1/messages/count_tokens, without the lines that :func:`messages_request` leaves out;
     returns the request, and the client's names of its fields. Raises ApiError."""
     body = _without_lines(parse(raw, CountTokensBody), cut)
+    _checked_marks(body)
     conversation = _BlockConversation(body)
     request = GenerateRequest(
         model=body.model, messages=conversation.messages, chat=conversation.options, tools=conversation.tools
@@ -246,18 +247,23 @@ def _one_user(messages: Sequence[ChatMessage]) -> ChatMessage:
 def _breakpoints(body: CountTokensBody) -> tuple[Breakpoint, ...]:
     """Returns the deepest breakpoint, and the deepest one with the longer time to live. Raises ApiError for too
     many."""
-    # For each breakpoint the body before it is copied, so no more copies are made than it takes to see that there are
-    # too many.
-    marks = list(islice(_marks(body), MAX_BREAKPOINTS + 1))
-    if len(marks) > MAX_BREAKPOINTS:
-        raise refused("cache_control", f"too many breakpoints; at most {MAX_BREAKPOINTS} are possible")
     chosen: list[Breakpoint] = []
-    for marked, cut in reversed(marks):
+    for marked, cut in reversed(_checked_marks(body)):
         ttl_s = _TTLS_S[marked.ttl]
         if not chosen or ttl_s > chosen[-1].ttl_s:
             messages = None if cut is None else _BlockConversation(cut, whole=False).messages
             chosen.append(Breakpoint(messages, ttl_s))
     return tuple(reversed(chosen))
+
+
+def _checked_marks(body: CountTokensBody) -> list[tuple[CacheControl, CountTokensBody | None]]:
+    """Returns what :func:`_marks` yields. Raises ApiError for too many breakpoints."""
+    # For each breakpoint the body before it is copied, so no more copies are made than it takes to see that there are
+    # too many.
+    marks = list(islice(_marks(body), MAX_BREAKPOINTS + 1))
+    if len(marks) > MAX_BREAKPOINTS:
+        raise refused("cache_control", f"too many breakpoints; at most {MAX_BREAKPOINTS} are possible")
+    return marks
 
 
 def _marks(body: CountTokensBody) -> Iterator[tuple[CacheControl, CountTokensBody | None]]:

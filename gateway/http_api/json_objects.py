@@ -4,6 +4,7 @@ them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection
 from typing import Annotated, Any, TypeVar
 
@@ -24,6 +25,8 @@ JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
 JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "boolean", "null"]})]
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
+# Of a call that was cut short, Anthropic's clients get what there is of the arguments under this name.
+CUT_SHORT = "INVALID_JSON"
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
     (dict, b"{", "a JSON object"),
@@ -36,6 +39,16 @@ _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
 def json_object(raw: Raw, field: str) -> str:
     """Returns the text of a JSON object as it was sent. Raises ApiError for any other value."""
     return _checked(raw, field, (dict,)).decode()
+
+
+def called_with(arguments: str) -> str:
+    """Returns the arguments of an earlier call. Text that is no JSON, as of a call that was cut short, stands in an
+    object: the conversation goes on, and the model sees what it wrote."""
+    try:
+        msgspec.json.decode(arguments or "{}", type=Raw)
+    except (ValueError, RecursionError):
+        return json.dumps({CUT_SHORT: arguments}, ensure_ascii=False)
+    return arguments
 
 
 def compact_json(raw: Raw, field: str, *kinds: type[Any]) -> str:

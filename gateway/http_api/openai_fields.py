@@ -410,7 +410,7 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         name: the function's name.
-        arguments: a JSON object, as text.
+        arguments: a JSON object, as text. What is no JSON, as of a call that was cut short, is the model's to read.
     """
 
     name: str

@@ -15,7 +15,7 @@ from msgspec import Raw
 
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.json_objects import compact_json
+from pillion.gateway.http_api.json_objects import called_with, compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
@@ -387,7 +387,7 @@ def _call(call: CallBody, path: str) -> ToolCall:
     if call.type == "custom" and call.custom is not None:
         return custom_call(call.id, call.custom.name, call.custom.input)
     if call.type == "function" and call.function is not None:
-        return ToolCall(call.id, call.function.name, call.function.arguments)
+        return ToolCall(call.id, call.function.name, called_with(call.function.arguments))
     raise refused(f"{path}.{call.type}", "this field is required", "missing_required_parameter")
 
 

@@ -49,7 +49,7 @@ class InputItem(msgspec.Struct, forbid_unknown_fields=True):
         call_id: the id that joins a call and its result.
         name: the tool's name.
         namespace: the name of the tool's namespace.
-        arguments: a JSON object, as text.
+        arguments: a JSON object, as text. What is no JSON, as of a call that was cut short, is the model's to read.
         input: the text that a custom tool was called with.
         output: what the tool gave back.
         summary: parts of reasoning, read where it has no content.

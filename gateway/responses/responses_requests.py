@@ -15,7 +15,7 @@ from msgspec import Raw
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
 from pillion.gateway.http_api.gathered_messages import UNSEEN, GatheredMessages
 from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.http_api.json_objects import json_object
+from pillion.gateway.http_api.json_objects import called_with, json_object
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import JsonObjectFormat, TextFormat, given, note_ignored, parse
 from pillion.gateway.http_api.openai_requests import read_metadata, read_stops, template_kwargs
@@ -182,7 +182,7 @@ class _ItemConversation:
             name, call_id = _needed(item.name, f"{path}.name"), _needed(item.call_id, f"{path}.call_id")
             name = self._called[call_id] = flat_name(item.namespace, name)
             if item.type == "function_call":
-                call = ToolCall(call_id, name, _needed(item.arguments, f"{path}.arguments"))
+                call = ToolCall(call_id, name, called_with(_needed(item.arguments, f"{path}.arguments")))
             else:
                 call = custom_call(call_id, name, _needed(item.input, f"{path}.input"))
             self.gathered.add(ChatMessage("assistant", "", (call,)), path)

@@ -259,6 +259,28 @@ async def test_what_is_wrong_is_named(fakes: FakeCluster, wrong: dict[str, Any],
     assert words in reply.error["message"]
 
 
+async def test_a_call_that_was_cut_short_may_be_sent_back(fakes: FakeCluster) -> None:
+    begun = '{"city": "Z'
+    cut = len(script_of(ANSWER[: ANSWER.index(begun) + len(begun)])) - 1
+    async with client_of(fakes) as client:
+        whole = await client.chat.completions.create(**ASKED, max_tokens=cut)
+        message = whole.choices[0].message
+        (made,) = message.tool_calls
+        assert (whole.choices[0].finish_reason, made.function.arguments) == ("length", begun)
+        result = {"role": "tool", "tool_call_id": made.id, "content": "It was cut short."}
+        again = [*ASKED["messages"], message, result]
+        assert (await client.chat.completions.create(**{**ASKED, "messages": again})).choices
+        tools: Any = [{"type": "function", **one["function"]} for one in TOOLS]
+        asked: Any = {"model": "toy", "tools": tools}
+        response = await client.responses.create(**asked, input="hi", max_output_tokens=cut)
+        call_item = response.output[-1]
+        assert (call_item.type, call_item.arguments, call_item.status) == ("function_call", begun, "incomplete")
+        result = {"type": "function_call_output", "call_id": call_item.call_id, "output": "It was cut short."}
+        items: Any = [{"role": "user", "content": "hi"}, *(one.to_dict() for one in response.output), result]
+        assert (await client.responses.create(**asked, input=items)).output
+    await fakes.settled()
+
+
 async def test_calls_before_a_stop_string_are_a_reason_that_clients_know() -> None:
     async with running_fake_cluster(f"{CALL % ARGUMENTS}\nDone. More.", template=TEMPLATE) as fakes:
         body = {**ASKED, "stop": "Done"}

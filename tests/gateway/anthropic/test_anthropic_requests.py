@@ -292,8 +292,13 @@ def test_a_breakpoint_may_stand_after_a_call_and_its_result() -> None:
 
 def test_too_many_or_strange_breakpoints_are_refused() -> None:
     text = {"type": "text", "text": "t", "cache_control": {"type": "ephemeral"}}
-    assert "at most 4" in refusal(system=[text] * 5).message
-    assert "at most 4" in refusal(system=[text] * 4, cache_control={"type": "ephemeral"}).message
+    for many in ({"system": [text] * 5}, {"system": [text] * 4, "cache_control": {"type": "ephemeral"}}):
+        with pytest.raises(ApiError) as caught:
+            count_tokens_request(json.dumps({"messages": LEAST["messages"], **many}).encode())
+        refused = refusal(**many)
+        assert "at most 4" in refused.message
+        assert (caught.value.status, caught.value.message) == (400, refused.message)
+    count_tokens_request(json.dumps({"messages": LEAST["messages"], "system": [text] * 4}).encode())
     for wrong in ({"type": "persistent"}, {"type": "ephemeral", "ttl": "2h"}, {}, "ephemeral"):
         refusal(system=[{**text, "cache_control": wrong}])
 

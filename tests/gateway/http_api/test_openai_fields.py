@@ -25,7 +25,7 @@ from pillion.gateway.http_api.openai_requests import (
     completion_request,
 )
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS
-from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, ToolOptions
+from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, ToolCall, ToolOptions
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAMPLING = {
@@ -217,6 +217,24 @@ def test_messages() -> None:
 )
 def test_wrong_messages(message: Any, param: str) -> None:
     assert refusal(chat, messages=[message]).param == param
+
+
+@pytest.mark.parametrize(
+    ("arguments", "read_as"),
+    [
+        ('{"city": "Zür', r'{"INVALID_JSON": "{\"city\": \"Zür"}'),
+        ('{"city": "a\nb"', r'{"INVALID_JSON": "{\"city\": \"a\nb\""}'),
+        ("[" * 100_000, f'{{"INVALID_JSON": "{"[" * 100_000}"}}'),
+        ('{"city":  "Zürich"}', '{"city":  "Zürich"}'),
+        ("[]", "[]"),
+        ("", ""),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_what_there_is_of_a_call_that_was_cut_comes_back(arguments: str, read_as: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).requests[0].messages
+    assert message.tool_calls == (ToolCall("c", "f", read_as),)
 
 
 def test_no_messages() -> None:

@@ -247,6 +247,12 @@ def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[s
     assert asked.requests == without.requests
 
 
+def test_what_there_is_of_a_call_that_was_cut_comes_back() -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "f", "arguments": '{"at', "status": "incomplete"}
+    (message,) = read(input=[item]).requests[0].messages
+    assert message.tool_calls == (ToolCall("c", "f", r'{"INVALID_JSON": "{\"at"}'),)
+
+
 def test_items_that_come_back_are_taken_with_what_stood_beside_them() -> None:
     said = {"type": "output_text", "text": "ok", "annotations": [{"type": "url_citation"}], "logprobs": []}
     sent = {"type": "message", "role": "assistant", "content": [said], "id": "msg_1", "status": "completed"}
