@@ -90,6 +90,12 @@ COMPUTATIONS = (
 )
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """What a test draws from torch without a generator does not depend on the tests before it in its process."""
+    torch.manual_seed(0)
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection() -> Iterator[object]:
     """What the reading of all test modules makes stays until the end, so no search for garbage looks through it."""

@@ -10,6 +10,7 @@ import sys
 from concurrent.futures import Future
 
 import pytest
+import torch
 
 from testbed.conditions import LINE_CHARACTERS, result_of, until, wait_for, within
 from testbed.ports import FIRST, LAST, free_port, free_ports
@@ -95,3 +96,7 @@ def test_ports_in_a_row_are_all_held() -> None:
             other.bind(("127.0.0.1", port))
         with socket.create_server(("127.0.0.1", port)):
             pass
+
+
+def test_what_torch_draws_depends_on_no_test_before() -> None:
+    assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(0)))
