@@ -23,7 +23,7 @@ Caller = TypeVar("Caller", Registry, Index, IndexWriter)
 
 
 def patient(caller: Caller) -> Caller:
-    """Return a client of Redis with longer deadlines, for a test that needs every answer.
+    """Return a client of Redis with longer deadlines, for a test that needs every answer. It has one server.
 
     A component outlasts a Redis that is late, and on a busy machine a sound Redis may take a second.
     """
@@ -33,6 +33,8 @@ def patient(caller: Caller) -> Caller:
         return await call_each(*words, deadline_ms=max(deadline_ms, PATIENT_DEADLINE_MS))
 
     caller._link.call_each = patiently  # type: ignore[method-assign]
+    pool = caller._link._client.connection_pool  # type: ignore[union-attr]
+    pool.connection_kwargs["socket_connect_timeout"] = PATIENT_DEADLINE_MS / 1000
     return caller
 
 

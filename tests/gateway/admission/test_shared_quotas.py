@@ -17,7 +17,7 @@ from pillion.errors import Overloaded, Unavailable
 from pillion.gateway.admission.quotas import Bucket
 from pillion.gateway.admission.shared_quotas import SharedQuotas
 from pillion.gateway.admission.tenants import OPEN, Tenant
-from pillion.kvstore.index import shared_buckets
+from pillion.kvstore.index import redis_url, shared_buckets
 from pillion.kvstore.index.redis_keys import buckets_of
 from pillion.kvstore.index.shared_buckets import BucketDemand, SharedBuckets, Shortage
 from testbed.conditions import until
@@ -41,6 +41,7 @@ def forgotten(server: RedisServer) -> None:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an answer of Redis a gateway counts alone, and on a busy machine a sound Redis may take a second."""
+    monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", 30_000)
     monkeypatch.setattr(shared_buckets, "TAKE_DEADLINE_MS", 30_000)
 
 

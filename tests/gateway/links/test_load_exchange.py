@@ -12,7 +12,7 @@ from pillion.errors import Unavailable
 from pillion.gateway.links import load_exchange
 from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
 from pillion.kvstore.index import redis_keys as keys
-from pillion.kvstore.index import shared_loads
+from pillion.kvstore.index import redis_url, shared_loads
 from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
@@ -36,6 +36,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthens the deadlines: on a busy machine a sound Redis may take a second to answer."""
+    monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", PATIENT_DEADLINE_MS)
     monkeypatch.setattr(shared_loads, "READ_LOADS_DEADLINE_MS", PATIENT_DEADLINE_MS)
     monkeypatch.setattr(shared_loads, "TELL_LOAD_DEADLINE_MS", PATIENT_DEADLINE_MS)
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import pytest
 
 from pillion.kvstore.index import index as index_module
-from pillion.kvstore.index import redis_writer, registry
+from pillion.kvstore.index import redis_url, redis_writer, registry
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.redis_link import LEAST_PATIENCE_MS
 from testbed.redis import RedisServer
@@ -20,6 +20,7 @@ HASTY_DEADLINE_MS = 2 * LEAST_PATIENCE_MS
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lengthens every deadline of a call to Redis: on a busy machine a sound Redis may take a second to answer."""
+    monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", PATIENT_DEADLINE_MS)
     lengthen_deadlines(monkeypatch)
 
 
