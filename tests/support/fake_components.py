@@ -39,6 +39,7 @@ from pillion.wire.registry import ComponentRecord
 from testbed.conditions import until
 from testbed.redis import RedisServer, running_redis
 from testbed.toy_tokenizer import TEMPLATE, byte_tokenizer, write_tokenizer
+from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
 
 BLOCK = 4
@@ -477,6 +478,7 @@ async def running_fake_cluster(
     }
     async with contextlib.AsyncExitStack() as stack:
         folder = stack.enter_context(short_folder())
+        stack.enter_context(patient_calls())
         redis = stack.enter_context(running_redis())
         url = redis.url
         registry = patient(Registry(url, 600_000))

@@ -29,6 +29,7 @@ from pillion.wire.decode import DecodeDelta, batch_from_pb
 from pillion.wire.public import sampling_to_pb
 from testbed.conditions import WITHIN_S, until, within
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, factory
+from tests.support.patient_calls import patient_calls
 
 BLOCK = 4
 ROOT = b"\5" * 32
@@ -210,6 +211,7 @@ async def running_workers(
     model in place of ``backend``."""
     async with contextlib.AsyncExitStack() as stack:
         folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pil-")))
+        stack.enter_context(patient_calls())
         # A machine that stands still for seconds fences nobody here, but where a test says so.
         common: dict[str, Any] = {
             "heartbeat_ms": 50,

@@ -204,8 +204,9 @@ async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bad.attributes["error.type"] == "Unavailable"
 
 
-async def test_a_fetch_gets_no_more_time_than_computing_would_take() -> None:
+async def test_a_fetch_gets_no_more_time_than_computing_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
     """The policy ``auto`` knows what a worker's tokens cost: a source that hangs costs no more than that again."""
+    monkeypatch.setattr(client, "PREFETCH_GRACE_S", 0.1)
     async with running_fake_cluster(SCRIPT, BOTH, split_policy="auto") as fakes:
         fakes.node.fetch_gate.clear()
         knows(fakes, kv_0=6)

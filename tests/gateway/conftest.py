@@ -1,0 +1,26 @@
+"""Gives gateways of this process the patience of a test; a test of one of these limits sets it itself."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+
+from testbed.conditions import WITHIN_S
+
+LIMITS = (
+    "gateway.links.cluster.MAX_FETCH_S",
+    "gateway.prefix_pins.prefix_pins.EPHEMERAL_WAIT_S",
+    "gateway.request.component_calls.MAX_REMOTE_ADMISSION_WAIT_S",
+    "gateway.tokens.chat_template.RENDER_WALL_S",
+    "kvstore.client.node_client.PREFETCH_GRACE_S",
+)
+
+
+@pytest.fixture(autouse=True)
+def patient_gateways(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request takes another way, such as to compute what it could fetch, because the machine stands still."""
+    for limit in LIMITS:
+        # A room that is gone has no limit.
+        with contextlib.suppress(ImportError):
+            monkeypatch.setattr(f"pillion.{limit}", WITHIN_S)
