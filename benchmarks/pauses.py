@@ -280,7 +280,7 @@ def measure(args: argparse.Namespace, workers: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="pil-") as name:
         folder = pathlib.Path(name)
         board = FaultBoard(folder / "board")
-        environ = hook_environment(folder / "board")
+        environ = hook_environment(folder / "board", redis_is_sound=False)
         with served(folder, args.model, *flags, environ=environ) as cluster:
             until("the cluster was not whole", lambda: whole(cluster, args.standby))
             load = StreamLoad(cluster.target, args.prompt_tokens, args.answer_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import os
 import pathlib
 import signal
@@ -33,11 +34,10 @@ PATIENT_MS = int(2 * WITHIN_S * 1000)
 # A decode worker passes this point once for each step. Unless tokens are guessed, a step gives a stream one token at
 # most, so the number of passings is certain; whether the tokens of earlier steps have left the worker is not.
 AMID_STEPS = "decode, before a launch"
-# A decode worker passes this point before new tokens leave it: those of one step, or of many where the machine is busy.
-# So an answer may have few of these batches; the first ones may tell only that its prompt has its turn.
-AMID_ANSWERS = "decode, before a batch of deltas"
-# A worker is held this long for the sake of streams that may begin meanwhile, before it goes on for a while.
-BEGUN_WITHIN_S = 0.5
+# A worker is held this long for the sake of streams that may begin meanwhile, before it goes on for some steps: first
+# briefly, because most begin only where it goes on, and after so many looks ever longer, because then it is another
+# process that lags, and the worker's streams are not to end before that one runs again.
+BEGUN_WITHIN_S, BEGUN_WITHIN_AT_MOST_S, BRIEF_LOOKS = 0.5, 16.0, 4
 
 
 class ServedCluster:
@@ -105,18 +105,27 @@ class ServedCluster:
         process.send_signal(number)
         return process.pid
 
-    def arm(self, passing: int, number: signal.Signals, *, point: str = AMID_ANSWERS, victim: str = "") -> None:
+    def arm(
+        self,
+        passing: int,
+        number: signal.Signals | None,
+        *,
+        point: str = AMID_STEPS,
+        victim: str = "",
+        held_s: float = 0.0,
+    ) -> None:
         """Arms a fault: a signal is sent at the ``passing``-th passing of a named point from now on, over all processes
-        of its role: to the process that passes it, or to that of the role ``victim``. It replaces the fault that was
-        armed before."""
+        of its role: to the process that passes it, or to that of the role ``victim``. Without a signal, the thread that
+        passes is held for ``held_s``, and the rest of its process goes on. It replaces the fault that was armed
+        before."""
         process = self.component(victim) if victim else None
         assert process is not None or not victim, f"no {victim} lives"
         self.board.clear()
-        self.board.arm(0, BY_NAME[point], passing, number, process.pid if process else 0)
+        self.board.arm(0, BY_NAME[point], passing, number, process.pid if process else 0, held_s)
         self._armed = point
 
     def struck(self) -> int:
-        """Wait until the signal that is armed has been sent; returns the process that passed the point."""
+        """Wait until the fault that is armed has happened; returns the process that passed the point."""
 
         def passings() -> str:
             return f"{self.board.passings(BY_NAME[self._armed])} passings"
@@ -136,17 +145,18 @@ class ServedCluster:
                 process.resume()
 
     @contextlib.contextmanager
-    def holding_all(self, what: str, begun: Callable[[], bool], batches: int) -> Iterator[psutil.Process]:
+    def holding_all(self, what: str, begun: Callable[[], bool], steps: int) -> Iterator[psutil.Process]:
         """Waits as :meth:`holding` does, until ``begun`` says that all streams have: the only decode worker, armed to
-        stop amid the first of them, is let go on for some more ``batches`` until then."""
-        while True:
+        stop amid the first of them, is let go on for some more ``steps`` until then."""
+        for look in itertools.count():
+            look_s = BEGUN_WITHIN_S * 2 ** max(0, look - BRIEF_LOOKS)
             with self.holding() as process:
                 with contextlib.suppress(AssertionError):
-                    wait_for(what, begun, BEGUN_WITHIN_S)
+                    wait_for(what, begun, min(look_s, BEGUN_WITHIN_AT_MOST_S))
                 if begun():
                     yield process
                     return
-                self.arm(batches, signal.SIGSTOP)
+                self.arm(steps, signal.SIGSTOP)
 
     def node_status(self) -> NodeStatus:
         """Return the KV node's status after it proved its integrity. Raises AssertionError while it does not answer,
@@ -251,7 +261,7 @@ def served(
     "" leaves it to the default of `pillion serve`. Without --standby no process stands by: starting those takes as long
     as starting the cluster, and without --partial-block-percent workers keep no partial blocks, so that leaked slots
     show. ``environ`` is added to the environment. With ``faults`` its processes have hooks at their
-    fault points, and no component is taken for lost by silence alone, unless flags say when.
+    fault points, no component is taken for lost by silence alone, unless flags say when, and Redis is waited for.
     """
     port = free_port()
     temporary = folder / "t"

@@ -18,6 +18,9 @@ from testbed.faults.points import FaultPoint
 
 # This variable names the board's file to a process. Its name must not begin as those of the product's settings do.
 BOARD_VARIABLE = "TESTBED_FAULT_BOARD"
+# This variable says how many milliseconds a process with a board waits at least for each answer of Redis.
+REDIS_PATIENCE_VARIABLE = "TESTBED_REDIS_PATIENCE_MS"
+REDIS_PATIENCE_MS = 30_000
 # This many faults can be armed at once.
 SLOTS = 2
 # These are the 64-bit words of a slot.
@@ -125,8 +128,10 @@ class FaultBoard:
             os.kill(victim, sent)
 
 
-def hook_environment(board: pathlib.Path) -> dict[str, str]:
-    """Returns the variables with which a cluster has the hooks, beside those that it has anyway."""
+def hook_environment(board: pathlib.Path, *, redis_is_sound: bool = True) -> dict[str, str]:
+    """Returns the variables with which a cluster has the hooks, beside those that it has anyway. Unless the test harms
+    Redis, its processes wait for each answer of Redis, however busy the machine is."""
     hooks = pathlib.Path(__file__).parent
     paths = (str(hooks), str(hooks.parent.parent), os.environ.get("PYTHONPATH", ""))
-    return {BOARD_VARIABLE: str(board), "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    patience = {REDIS_PATIENCE_VARIABLE: str(REDIS_PATIENCE_MS)} if redis_is_sound else {}
+    return {BOARD_VARIABLE: str(board), "PYTHONPATH": os.pathsep.join(filter(None, paths)), **patience}

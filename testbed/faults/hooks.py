@@ -1,4 +1,5 @@
-"""Wraps the seams of a component's process: when a module with a seam has been imported, its points are passed.
+"""Changes a component's process: when a module with a seam has been imported, its points are passed, and where a test
+asks for that, the process has patience with Redis.
 
 The role is the word after ``-m pillion`` on the command line. The fork server, of which components are forks, has the
 seams of all roles, and each fork passes the points of its own. A seam stays the same for its callers: a function, a
@@ -15,7 +16,7 @@ import os
 import pathlib
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import aclosing
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -28,6 +29,7 @@ Pass = Callable[[], None]
 # This is the role of the fork server's own program, whose forks may have any role.
 EVERY_ROLE = "every role"
 _FORK_SERVER = "pillion.supervisor.standbys.fork_server_main"
+_REDIS_LINK = "pillion.kvstore.index.redis_link"
 
 
 def role_of(words: Sequence[str]) -> str:
@@ -50,7 +52,23 @@ def install(board: FaultBoard, role: str) -> None:
     for (module, name, moment), by_role in numbers.items():
         seams[module][name][moment] = functools.partial(_pass, board, by_role)
     if seams:
-        sys.meta_path.insert(0, _SeamFinder(seams))
+        sys.meta_path.insert(0, _ChangeFinder({name: functools.partial(_wrap, found) for name, found in seams.items()}))
+
+
+def wait_for_redis(deadline_ms: float) -> None:
+    """Makes this process wait at least so long for each answer of Redis. Its own deadlines are those of requests, which
+    go on without an answer; on a busy machine a sound Redis may take a second."""
+
+    def lengthen(module: ModuleType) -> None:
+        call_each = module.RedisLink.call_each
+
+        async def patiently(link: Any, *args: Any, **options: Any) -> Any:
+            longer = max(options.pop("deadline_ms"), deadline_ms)
+            return await call_each(link, *args, **options, deadline_ms=longer)
+
+        module.RedisLink.call_each = patiently
+
+    sys.meta_path.insert(0, _ChangeFinder({_REDIS_LINK: lengthen}))
 
 
 def _pass(board: FaultBoard, by_role: dict[str, int]) -> None:
@@ -65,16 +83,23 @@ def _role_now(pid: int) -> str:
     return role_of(sys.orig_argv)
 
 
-class _SeamFinder(importlib.abc.MetaPathFinder):
-    """Finds the modules with seams as Python would, and wraps their seams when they have been run."""
+def _wrap(seams: Mapping[str, Mapping[str, Pass]], module: ModuleType) -> None:
+    for name, passes in seams.items():
+        owner, _, last = name.rpartition(".")
+        holder = getattr(module, owner) if owner else module
+        setattr(holder, last, wrapped(getattr(holder, last), passes["before"], passes["after"]))
 
-    def __init__(self, seams: dict[str, dict[str, dict[str, Pass]]]) -> None:
-        self._seams = seams
+
+class _ChangeFinder(importlib.abc.MetaPathFinder):
+    """Finds some modules as Python would, and changes each when it has been run."""
+
+    def __init__(self, changes: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._changes = changes
         self._finding: set[str] = set()
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Finds a module, as Python's protocol of finders asks for."""
-        if name not in self._seams or name in self._finding:
+        if name not in self._changes or name in self._finding:
             return None
         self._finding.add(name)
         try:
@@ -82,14 +107,14 @@ class _SeamFinder(importlib.abc.MetaPathFinder):
         finally:
             self._finding.discard(name)
         if spec is not None and spec.loader is not None:
-            spec.loader = _SeamLoader(spec.loader, self._seams[name])
+            spec.loader = _ChangeLoader(spec.loader, self._changes[name])
         return spec
 
 
-class _SeamLoader(importlib.abc.Loader):
-    def __init__(self, inner: Any, seams: dict[str, dict[str, Pass]]) -> None:
+class _ChangeLoader(importlib.abc.Loader):
+    def __init__(self, inner: Any, change: Callable[[ModuleType], None]) -> None:
         self._inner = inner
-        self._seams = seams
+        self._change = change
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         """Makes no module of its own, as Python's protocol of loaders allows."""
@@ -97,12 +122,9 @@ class _SeamLoader(importlib.abc.Loader):
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs a module and wraps its seams, as Python's protocol of loaders asks for."""
+        """Runs a module and changes it, as Python's protocol of loaders asks for."""
         self._inner.exec_module(module)
-        for name, passes in self._seams.items():
-            owner, _, last = name.rpartition(".")
-            holder = getattr(module, owner) if owner else module
-            setattr(holder, last, wrapped(getattr(holder, last), passes["before"], passes["after"]))
+        self._change(module)
 
 
 def wrapped(seam: Callable[..., Any], before: Pass, after: Pass) -> Callable[..., Any]:

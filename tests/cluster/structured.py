@@ -75,9 +75,10 @@ MAX_TOKENS = 600
 # All answers have so many tokens when something is killed, and many more to come.
 TOKENS_BEFORE_KILL = 8
 CROWD, CROWD_TOKENS = 14, 900
-# How many of the decode worker's batches of tokens are between two looks whether all answers are in their middle, and
-# whether the crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases.
-BATCHES_BETWEEN_LOOKS, CROWDED_SHARE = 8, 0.75
+# How many of the decode worker's steps are between two looks whether all answers are in their middle, and whether the
+# crowd's texts have taken the share of the pool that leaves just room for the prompts of a group of cases. With guesses
+# a step gives an answer five tokens at most, of some two hundred.
+STEPS_BETWEEN_LOOKS, CROWDED_SHARE = 4, 0.75
 RESULT_WITHIN_S = 300.0
 # A supervisor gives up where a component dies too often. These are of as many kinds as there are.
 KILLS_PER_CLUSTER = 4
@@ -350,17 +351,17 @@ class StructuredCluster:
                 def all_begun() -> bool:
                     return all(one.begun(case.answers) for one, case in zip(found, cases, strict=True))
 
-                with self.running.holding_all("answers in their middle", all_begun, BATCHES_BETWEEN_LOOKS) as held:
+                with self.running.holding_all("answers in their middle", all_begun, STEPS_BETWEEN_LOOKS) as held:
                     held.kill() if KILLED[trouble] == "decode" else self._kill(KILLED[trouble])
             elif trouble == "preempted":
                 # They get memory while the crowd stands still, and must give it up when that goes on. Where the decode
-                # worker opens a ticket itself, it goes on for a few batches until it has.
+                # worker opens a ticket itself, it goes on for a few steps until it has.
                 tickets = CROWD + len(cases)
 
                 def all_opened() -> bool:
                     return self.running.node_status().tickets >= tickets
 
-                with self.running.holding_all("all tickets", all_opened, BATCHES_BETWEEN_LOOKS):
+                with self.running.holding_all("all tickets", all_opened, STEPS_BETWEEN_LOOKS):
                     pass
             elif any((case.trouble, case.policy, case.prefix) == _PREFILLED for case in cases):
                 self.running.struck()
@@ -376,7 +377,7 @@ class StructuredCluster:
 
     @contextlib.contextmanager
     def _armed(self) -> Iterator[None]:
-        self.running.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
+        self.running.arm(STEPS_BETWEEN_LOOKS, signal.SIGSTOP)
         yield
 
     @contextlib.contextmanager
@@ -407,14 +408,14 @@ class StructuredCluster:
             taken = status.leased_blocks + status.pinned_blocks + status.reserved_blocks
             return status.tickets == CROWD and taken >= CROWDED_SHARE * status.total_blocks
 
-        self.running.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
+        self.running.arm(STEPS_BETWEEN_LOOKS, signal.SIGSTOP)
         with concurrent.futures.ThreadPoolExecutor(CROWD) as pool:
             running = [pool.submit(one, number) for number in range(CROWD)]
             try:
                 self.running.struck()
                 while not crowded():
                     with self.running.holding():
-                        self.running.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
+                        self.running.arm(STEPS_BETWEEN_LOOKS, signal.SIGSTOP)
                     self.running.struck()
                 yield
             finally:

@@ -28,8 +28,8 @@ from pillion import Client
 from pillion.adapter_folders import ADAPTERS
 from pillion.errors import NotFound, PillionError
 from pillion.types import StructuredOutputs
-from testbed.cluster import AMID_STEPS, ServedCluster, served
-from testbed.conditions import WITHIN_S, wait_for
+from testbed.cluster import ServedCluster, served
+from testbed.conditions import WITHIN_S, result_of, wait_for
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import adapted_model, make_adapter, make_virtual
 from tests.support.drafts import guessing
@@ -168,7 +168,7 @@ def test_killed_workers_cost_a_pause(cluster: ServedCluster, expected: Tokens, r
             cluster.kill(role, signal.SIGSTOP)
         else:
             # A step gives a stream four tokens at most, of 100.
-            cluster.arm(10, signal.SIGSTOP, point=AMID_STEPS)
+            cluster.arm(10, signal.SIGSTOP)
         reading = [pool.submit(read, task) for task in tasks]
         held = None
         if role == "prefill":
@@ -258,15 +258,15 @@ def test_a_stream_goes_on_when_its_adapter_is_unloaded(cluster: ServedCluster, e
     ids = byte_prompt(9, 30)
     with Client(cluster.target) as client:
         client.load_adapter("passing", "x")
-        cluster.arm(5, signal.SIGSTOP)
-        stream = client.generate(ids, model="passing", temperature=0.0, max_tokens=300, ignore_eos=True)
-        got = list(next(stream).token_ids)
-        with cluster.holding():
-            client.unload_adapter("passing")
-            with pytest.raises(NotFound):
-                answer(client, "passing", ids, 2)
-        for delta in stream:
-            got += delta.token_ids
+        # A step gives a stream four tokens at most, of 300.
+        cluster.arm(30, signal.SIGSTOP)
+        with concurrent.futures.ThreadPoolExecutor(1) as pool:
+            reading = pool.submit(answer, client, "passing", ids, 300)
+            with cluster.holding():
+                client.unload_adapter("passing")
+                with pytest.raises(NotFound):
+                    answer(client, "passing", ids, 2)
+            got = result_of("the stream to end", reading)
     assert first_difference(expected("x", ids, 300), got, EPSILON) == ""
     settled(cluster)
 

@@ -12,8 +12,8 @@ import itertools
 import pathlib
 import signal
 import tempfile
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import psutil
 import pytest
@@ -21,7 +21,7 @@ import pytest
 from pillion import Client
 from pillion.types import Delta
 from testbed.cluster import ServedCluster, alive, served, words_of
-from testbed.conditions import wait_for
+from testbed.conditions import result_of, wait_for
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import needs_kernels
 
@@ -31,12 +31,12 @@ pytestmark = pytest.mark.cluster
 FLAGS = ("--dtype", "float32", "--max-model-len", "2048", "--kv-pool-bytes", "32MiB", "--chunk-size", "64")
 FLAGS += ("--max-num-batched-prefill-tokens", "16", "--prefill-workers", "2", "--decode-workers", "2")
 # Nobody falls silent for so long because the machine is busy.
-FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "8000")
+FLAGS += ("--heartbeat-ms", "100", "--heartbeat-timeout-ms", "20000")
 PATIENT, HASTY = ("--fence-kill-after-s", "600"), ("--fence-kill-after-s", "4")
 RANKED = (*PATIENT, "--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1")
 WORKERS = ("decode-0", "decode-1", "prefill-0", "prefill-1")
-# Where a worker is held, counted in what it does from then on: amid any answer and any prompt that is longer.
-HELD_AT_BATCH, HELD_AT_LAUNCH = 5, 10
+# The step at which a worker is held: amid a long prompt, and amid an answer, which gets a token from each step at most.
+HELD_AT_CHUNK, HELD_AT_TOKEN = 10, 30
 ANSWER_TOKENS = 200
 # Too short for a prefill worker, and one that it has many steps for.
 SHORT_PROMPT_TOKENS, LONG_PROMPT_TOKENS = 50, 1000
@@ -89,10 +89,9 @@ def at_rest(cluster: ServedCluster) -> bool:
 def serves(client: Client, component_id: str, salts: Iterator[str]) -> bool:
     """Return whether a worker serves one of two concurrent requests; idle workers get one each, where the second one
     comes while the first is under way."""
-    streams = [stream_of(client, byte_prompt(7, 100), 200, next(salts)) for _ in range(2)]
-    for stream in streams:
-        next(stream)
-    timings = [list(stream)[-1].timings for stream in streams]
+    streams = [stream_of(client, byte_prompt(7, 100), ANSWER_TOKENS, next(salts)) for _ in range(2)]
+    with ThreadPoolExecutor(len(streams)) as pool:
+        timings = [deltas[-1].timings for deltas in pool.map(list, streams)]
     return any(
         timing is not None and component_id in (timing.decode_worker, timing.prefill_worker) for timing in timings
     )
@@ -150,21 +149,20 @@ def test_paused_workers_cost_a_pause_and_come_back(
     short, long = byte_prompt(1, SHORT_PROMPT_TOKENS), byte_prompt(2, LONG_PROMPT_TOKENS)
     expected = [tokens_of(stream_of(client, ids, ANSWER_TOKENS, next(salts))) for ids in (short, long)]
     wait_for("all slots back", lambda: at_rest(cluster))
-    before, deltas, salt = processes(cluster), [], next(salts)
-    reading = threading.Thread(target=lambda: deltas.extend(stream_of(client, long, ANSWER_TOKENS, salt)))
-    cluster.arm(HELD_AT_LAUNCH, signal.SIGSTOP, point="prefill, before a launch")
-    reading.start()
-    with paused(cluster) as prefill:
-        cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
-        stream = stream_of(client, short, ANSWER_TOKENS, next(salts))
-        got = [next(stream)]
-        with paused(cluster) as decode:
-            for victim in (prefill, decode):
-                wait_for(f"the fence of {victim}", lambda victim=victim: fenced(cluster, victim))
-            # The blocks stay held, since they may still be read.
-            assert cluster.node_status().tickets > 0
-            got += stream
-            wait_for("the answer by way of the other prefill worker", lambda: not reading.is_alive())
+    before = processes(cluster)
+    with ThreadPoolExecutor(2) as pool:
+        cluster.arm(HELD_AT_CHUNK, signal.SIGSTOP, point="prefill, before a launch")
+        reading_long = pool.submit(list, stream_of(client, long, ANSWER_TOKENS, next(salts)))
+        with paused(cluster) as prefill:
+            cluster.arm(HELD_AT_TOKEN, signal.SIGSTOP)
+            reading_short = pool.submit(list, stream_of(client, short, ANSWER_TOKENS, next(salts)))
+            with paused(cluster) as decode:
+                for victim in (prefill, decode):
+                    wait_for(f"the fence of {victim}", lambda victim=victim: fenced(cluster, victim))
+                # The blocks stay held, since they may still be read.
+                assert cluster.node_status().tickets > 0
+                got = result_of("the answer by way of the other decode worker", reading_short)
+                deltas = result_of("the answer by way of the other prefill worker", reading_long)
     assert [tokens_of(iter(got)), tokens_of(iter(deltas))] == expected
     moved, prefilled = got[-1].timings, deltas[-1].timings
     assert moved is not None
@@ -190,15 +188,17 @@ def test_a_worker_that_loses_a_process_ends_with_all_and_is_started_again(
     expected = tokens_of(stream_of(client, ids, ANSWER_TOKENS, next(salts)))
     wait_for("all slots back", lambda: at_rest(cluster))
     before = processes(cluster)
-    cluster.arm(HELD_AT_BATCH, signal.SIGSTOP)
-    stream = stream_of(client, ids, ANSWER_TOKENS, next(salts))
-    got = [next(stream)]
-    with paused(cluster) as victim:
-        every = [before[victim], *(one for one in before[victim].children() if "rank_main" in " ".join(one.cmdline()))]
-        assert len(every) == 2
-        assert next(one for one in client.status().components if one.component_id == victim).tensor_parallel_size == 2
-        every[1].kill()
-    got += stream
+    cluster.arm(HELD_AT_TOKEN, signal.SIGSTOP)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, stream_of(client, ids, ANSWER_TOKENS, next(salts)))
+        with paused(cluster) as victim:
+            children = (one for one in before[victim].children() if "rank_main" in " ".join(one.cmdline()))
+            every = [before[victim], *children]
+            assert len(every) == 2
+            shown = {one.component_id: one for one in client.status().components}
+            assert shown[victim].tensor_parallel_size == 2
+            every[1].kill()
+        got = result_of("the answer by way of the other decode worker", reading)
     assert tokens_of(iter(got)) == expected
     timings = got[-1].timings
     assert timings is not None

@@ -51,8 +51,8 @@ STREAMS, GRPC_STREAMS, TOKENS = 8, 4, 300
 # where another one is done, so at this submit eight are.
 LINES, LINES_AT_ONCE, STEPS = 60, 16, {0: 40, 1: 250}
 HELD_AT_SUBMIT = LINES_AT_ONCE + 8
-# How often the decode worker goes on for a while, at most, until all of its streams have begun.
-BATCHES_BETWEEN_LOOKS = 5
+# For so many steps the decode worker goes on between two looks whether all of its streams have begun.
+STEPS_BETWEEN_LOOKS = 5
 # The message of an answer, counted from 0, with which it counts as begun where the SDK is to resume it.
 AMID = 2
 # An answer of some 250 tokens, which are bytes.
@@ -352,9 +352,9 @@ def test_streams_of_one_that_is_killed_go_on_at_the_other(cluster: ServedCluster
         wanted = [pool.submit(read, client, n, "undisturbed", begun) for n in range(STREAMS)]
         wanted = [replace(work.result(300), timings=None) for work in wanted]
         begun = threading.Semaphore(0)
-        cluster.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
+        cluster.arm(STEPS_BETWEEN_LOOKS, signal.SIGSTOP)
         reading = [pool.submit(read, client, n, "disturbed", begun) for n in range(STREAMS)]
-        with cluster.holding_all("all streams", lambda: begun._value == STREAMS, BATCHES_BETWEEN_LOOKS):
+        with cluster.holding_all("all streams", lambda: begun._value == STREAMS, STEPS_BETWEEN_LOOKS):
             wait_for("the gateway to tell the other one what it has under way", lambda: told_loads(cluster))
             connections = psutil.Process().net_connections("tcp")
             own = {one.laddr.port for one in connections if one.raddr and one.raddr.port == port}
@@ -460,11 +460,11 @@ def test_told_to_end_both_finish_their_streams(cluster: ServedCluster) -> None:
             connections.append(stack.enter_context(socket.create_connection(address, timeout=300)))
             pids.add(owner(cluster, connections[-1]))
         pool = stack.enter_context(ThreadPoolExecutor(len(connections) + GRPC_STREAMS))
-        cluster.arm(BATCHES_BETWEEN_LOOKS, signal.SIGSTOP)
+        cluster.arm(STEPS_BETWEEN_LOOKS, signal.SIGSTOP)
         reading = [pool.submit(read, connection) for connection in connections]
         reading_grpc = [pool.submit(read_grpc) for _ in range(GRPC_STREAMS)]
         count = len(reading) + len(reading_grpc)
-        with cluster.holding_all("all streams", lambda: begun._value == count, BATCHES_BETWEEN_LOOKS):
+        with cluster.holding_all("all streams", lambda: begun._value == count, STEPS_BETWEEN_LOOKS):
             cluster.process.send_signal(signal.SIGTERM)
         for work in reading:
             reply = work.result(300)

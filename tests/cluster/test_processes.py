@@ -32,16 +32,17 @@ from pillion.errors import InvalidRequest, NotFound, PillionError
 from pillion.supervisor.component_process import STOP_GRACE_S
 from pillion.types import TokenLogprob
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import AMID_STEPS, STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
+from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
 from testbed.conditions import WITHIN_S, result_of, wait_for
-from testbed.faults.points import BY_NAME
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 
 pytestmark = pytest.mark.cluster
 
-# Which batch of deltas is held, of both workers together: each stream has 200 tokens, and at most one in each of them.
-HELD_AT, HELD_AT_STEP, MOVED_TOKENS = BY_NAME[AMID_STEPS], 40, 200
+# Which step is held, of both workers together: each stream has 200 tokens, and gets one of a step at most.
+HELD_AT_STEP, MOVED_TOKENS = 40, 200
+# A worker's steps are held for longer than its streams have when it is told to stop, and than the machine may lag.
+STEP_HELD_S = STOP_GRACE_S + 10
 # Each step of a prefill worker computes one chunk.
 STEPS = ("--chunk-size", "64", "--max-num-batched-prefill-tokens", "64")
 FLAGS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", *STEPS)
@@ -296,7 +297,7 @@ def test_a_killed_kv_node_costs_no_kv(cluster: ServedCluster) -> None:
         workers = {process.pid for role in ("decode", "prefill") for process in cluster.components(role)}
         before = cluster.node_status()
         # A stream has 300 tokens, and at most one of each step.
-        cluster.arm(100, signal.SIGKILL, point=AMID_STEPS, victim="kvnode")
+        cluster.arm(100, signal.SIGKILL, victim="kvnode")
         streams = [threads.submit(read, client, ids) for ids in prompts]
         cluster.struck()
         returned(before)
@@ -347,7 +348,7 @@ def test_answers_over_kv_in_8_bits_are_those_of_one_process_and_survive_kills(mo
             expected, replays = read(client, "before")
             assert replays == 0
             for role in ("decode", "kvnode"):
-                running.arm(20, signal.SIGKILL, point=AMID_STEPS, victim=role)
+                running.arm(20, signal.SIGKILL, victim=role)
                 found, replays = read(client, f"after {role}")
                 running.struck()
                 assert found == expected
@@ -387,7 +388,7 @@ def score_over_a_kill(running: ServedCluster, client: Client) -> None:
 
     wanted_tokens, wanted = gathered(list(client.generate(ids, **asked)))
     # The prompt takes 13 steps.
-    running.arm(3, signal.SIGKILL, point=AMID_STEPS)
+    running.arm(3, signal.SIGKILL)
     deltas = list(client.generate(ids, **asked))
     running.struck()
     tokens, scores = gathered(deltas)
@@ -425,7 +426,8 @@ def check_streams_move(
     number: signal.Signals,
 ) -> None:
     """A signal takes one of two decode workers, and with SIGTERM a prefill worker too: no stream loses or repeats a
-    token. The worker is held in the midst of its streams until then, however long that takes."""
+    token. The worker is held in the midst of its streams until then, however long that takes. Of one that is told to
+    stop the steps alone are held, until the time that it gives its streams is over."""
 
     def whole() -> bool:
         # The gateway keeps the records of workers that have just ended, so it is asked of the log who serves again.
@@ -442,14 +444,12 @@ def check_streams_move(
         return tuple(got), last.timings.replays > 0
 
     wait_for("all workers", whole)
-    cluster.arm(HELD_AT_STEP, signal.SIGSTOP, point=AMID_STEPS)
+    cluster.arm(HELD_AT_STEP, signal.SIGSTOP if number == signal.SIGKILL else None, held_s=STEP_HELD_S)
     streams = [pool.submit(moved, ids, number.name) for ids in prompts]
     held = cluster.struck()
     ended = [held]
-    if number == signal.SIGKILL:
-        os.kill(held, number)
-    else:
-        stop_without_time(cluster, held)
+    os.kill(held, number)
+    if number == signal.SIGTERM:
         # What comes now finds one prefill worker that does not take it.
         ended.append(cluster.kill("prefill", number))
         assert answer(client, prompts[0], 20, "late") == expected[0][:20]
@@ -458,21 +458,6 @@ def check_streams_move(
     wait_for("their ends", lambda: not any(map(psutil.pid_exists, ended)))
     # Streams of the held worker moved; those of the other one, as the planner spreads them, went on beside.
     assert any(replayed)
-
-
-def stop_without_time(cluster: ServedCluster, held: int) -> None:
-    """Tells a worker that is held to stop, and holds it again amid the same streams until the time that it gives them
-    is over."""
-    (other,) = (process for process in cluster.components("decode") if process.pid != held)
-    # So that all steps are those of the first one.
-    other.suspend()
-    cluster.board.arm(1, HELD_AT, HELD_AT_STEP, signal.SIGSTOP)
-    os.kill(held, signal.SIGTERM)
-    os.kill(held, signal.SIGCONT)
-    again = wait_for("the worker to be held again", lambda: cluster.board.fired(1))
-    other.resume()
-    wait_for("its time to be over", lambda: time.monotonic() > again.at_s + STOP_GRACE_S)
-    os.kill(held, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("role", ["decode", "kvnode"])

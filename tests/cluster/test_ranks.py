@@ -22,7 +22,6 @@ from transformers import AutoModelForCausalLM
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.ranks import rank_processes
 from pillion.engine.worker.worker_server import WorkerServer
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_server import model_entry
@@ -30,6 +29,7 @@ from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.prefill_service.prefill_server import start_prefill
 from pillion.types import Delta, GenerateRequest, SamplingParams
 from testbed.cluster import PATIENT_MS
+from testbed.conditions import within
 from testbed.tiny_model import save_model
 from tests.support.cpu_model import needs_kernels
 from tests.support.oracle import Oracle, first_difference
@@ -42,8 +42,8 @@ PAIRS = list(itertools.product(SIZES, SIZES))
 EPSILON = 2e-3
 BLOCK = 16
 PROMPT = tuple(2 + (position * 104729) % 256 for position in range(85))
-# The worker of which a rank is stopped in the end.
-HANGS = "decode-2"
+# The worker of which a rank is stopped in the end, and the step at which it is.
+HANGS, HANGS_AT_STEP = "decode-2", 20
 WHOLE_BLOCKS = len(PROMPT) // BLOCK * BLOCK
 
 
@@ -87,13 +87,9 @@ async def running(folder: pathlib.Path, model: pathlib.Path) -> AsyncIterator[Ra
         roles = (("prefill", PrefillFlags, start_prefill), ("decode", DecodeFlags, start_decode))
         for (role, flags, start), size in itertools.product(roles, SIZES):
             own = {"component_id": f"{role}-{size}", "listen": f"unix:{folder}/{role}{size}.sock"}
-            with pytest.MonkeyPatch.context() as patch:
-                if f"{role}-{size}" == HANGS:
-                    # Its ranks wait for each other by the value of the start.
-                    patch.setattr(rank_processes, "STEP_SILENCE_MS", 8_000)
-                worker = await start(
-                    flags(**common, **shape, **own, cpu_threads=max(1, size // 2), tensor_parallel_size=size)
-                )
+            worker = await start(
+                flags(**common, **shape, **own, cpu_threads=max(1, size // 2), tensor_parallel_size=size)
+            )
             stack.push_async_callback(worker.stop, 0.0)
             workers[f"{role}-{size}"] = worker
         prepared = prepare(GatewayFlags(**shape))
@@ -120,17 +116,25 @@ async def check_pairs(cluster: RankedCluster, expected: Any) -> None:
 async def check_stopped_rank(cluster: RankedCluster, expected: Any) -> None:
     """A rank that hangs ends its worker with all its ranks, and its stream goes on at a worker of another size."""
     hanging = cluster.workers[HANGS]
-    ranks = hanging.worker.model.ranks
+    ranks, backend, launched = hanging.worker.model.ranks, hanging.worker.model.backend, itertools.count(1)
     assert ranks is not None
+    launch = backend.launch
+
+    def launch_and_hang(*step: Any) -> Any:
+        """Stops the rank amid the answer, which gets a token from each step at most."""
+        if next(launched) == HANGS_AT_STEP:
+            os.kill(ranks.pids()[0], signal.SIGSTOP)
+        return launch(*step)
+
     tokens: list[int] = []
     last: Delta | None = None
     async with cluster.gateway(HANGS) as (gateway, registry):
-        async for last in stream(gateway, "a rank hangs", len(expected.tokens)):
-            if not tokens:
-                os.kill(ranks.pids()[0], signal.SIGSTOP)
-                moving = asyncio.create_task(move(registry, hanging))
-            tokens += last.token_ids
-        await moving
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(backend, "launch", launch_and_hang)
+            moving = asyncio.create_task(move(registry, hanging))
+            async for last in stream(gateway, "a rank hangs", len(expected.tokens)):
+                tokens += last.token_ids
+            await within("the worker's failure and end", moving)
     assert first_difference(expected, tokens, EPSILON) == ""
     assert last is not None
     assert last.timings is not None
