@@ -40,7 +40,6 @@ LEFT_OUT = {
         afmoe diffllama jetmoe laguna""",
     "another activation (`xielu`), or norms between activation and down projection": "apertus bitnet",
     "a norm of queries and keys without weights": "nanochat",
-    "a gate of the MLP beside the experts": "qwen2_moe",
     "a router with other arithmetic (sparse mixer, experts that share a norm, several experts for each place)": """
         aria_text cohere2_moe dbrx phimoe""",
     "experts or norms that nobody has tried here yet": "beam flint hrm_text kolibri1",
@@ -123,6 +122,8 @@ def options(family: ModelFamily) -> str:
     said += [text for field, text in texts.items() if getattr(family, field)]
     if "choice_bias" in layer:
         said.append("a bias where experts are chosen")
+    if layer.get("shared_gate"):
+        said.append("a gate of the MLP beside the experts")
     if layer.get("sinks"):
         said.append("attention sinks (not on GPUs)")
     if family.parallel or "use_parallel_residual" in family.defaults:

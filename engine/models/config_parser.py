@@ -31,7 +31,7 @@ _NUM_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num
 _PER_TOKEN = ("num_experts_per_tok", "moe_k", "moe_topk")
 _ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
-_SHARED_WIDTH = ("shared_intermediate_size",)
+_SHARED_WIDTH = ("shared_intermediate_size", "shared_expert_intermediate_size")
 
 # Checkpoints say under these keys how their weights are quantized; the last is MLX's.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
@@ -230,12 +230,12 @@ def _slides(
     kinds = _kinds(options, "layer_types", ("full_attention", "sliding_attention"), num_layers)
     if kinds is not None:
         return tuple(kind == "sliding_attention" for kind in kinds)
-    if "max_window_layers" in options:
-        first = int(number(options, "max_window_layers", 0))
-        return tuple(layer >= first for layer in range(num_layers))
+    limit = int(number(options, "max_window_layers", num_layers))
+    if "max_window_layers" in options and not family.window_pattern:
+        return tuple(layer >= limit for layer in range(num_layers))
     if "sliding_window_pattern" in options or family.window_pattern:
         pattern, first = size(options, "sliding_window_pattern", family.window_pattern), 0 if family.full_first else 1
-        return tuple((layer + first) % pattern != 0 for layer in range(num_layers))
+        return tuple(layer < limit and (layer + first) % pattern != 0 for layer in range(num_layers))
     if "no_rope_layer_interval" in options:
         return tuple(not rope for rope in has_rope)
     return (True,) * num_layers

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn.functional import linear
 
 from pillion.engine.models.layer_operations import (
     AddToResidual,
@@ -173,8 +174,10 @@ class LayerRun:
 
     def mlp(self, operation: Mlp) -> None:
         activate = (GATED if operation.gated else ACTIVATIONS)[operation.activation]
-        inner = activate(self.linear(operation.gate_up, self.rows))
-        self.rows = self.linear(operation.down, inner)
+        found = self.linear(operation.down, activate(self.linear(operation.gate_up, self.rows)))
+        if operation.row_gate is not None:
+            found = linear(self.rows, self.weights.tensor(operation.row_gate)).sigmoid() * found
+        self.rows = found
 
     def keep(self, _: Keep) -> None:
         self.kept = self.rows

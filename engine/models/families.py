@@ -42,7 +42,8 @@ class ModelFamily:
         local_rope: whether layers with a window have a rotary embedding of their own.
         nope_if_full: whether layers without a window have no rotary embedding, in a model with windows.
         window_pattern: where neither a config nor another default says which layers have the window: of so many layers
-            one has none, the last, or the first with ``full_first``; 0 gives all of them the window.
+            one has none, the last, or the first with ``full_first``; 0 gives all of them the window. With
+            ``max_window_layers`` no layer from that one on has it, where other families have it from there on.
         fused: the layers that transformers has in place of their parts, by their names in checkpoints.
         activations: the decoder's names of activations that the family's configs call otherwise.
         query_growth: whether queries grow with their position from the original length on (``llama_4_scaling_beta``).
@@ -226,6 +227,31 @@ FAMILIES: dict[str, ModelFamily] = {
             "mlp_only_layers": None,
         },
         layer=_WITH_HEAD_NORMS,
+    ),
+    "qwen2_moe": ModelFamily(
+        {
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 16,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+            "layer_types": None,
+            "qkv_bias": True,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+            "norm_topk_prob": False,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        layer=partial(
+            llama_layer,
+            shared_mlp=(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"),
+            shared_gate="mlp.shared_expert_gate",
+        ),
+        biases=("qkv_bias", "", ""),
+        window_pattern=2,
     ),
     "phi3": ModelFamily(
         {

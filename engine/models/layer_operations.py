@@ -49,7 +49,7 @@ class Role(Enum):
     NORM = "the weight of a norm, and perhaps its bias"
     HEAD_NORM = "the weights of an RMS norm over each head, one row for each"
     MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
-    EXACT_MATRIX = "a matrix that is never in few bits, because a choice depends on its products"
+    EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
     VECTOR = "numbers that are used as they are"
     EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
 
@@ -140,12 +140,18 @@ class Attend:
 @dataclass(frozen=True, slots=True)
 class Mlp:
     """Computes down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)),
-    where it makes up alone."""
+    where it makes up alone.
+
+    Attributes:
+        row_gate: a matrix of one row; the sigmoid of its product with a row multiplies all of the row's results. An MLP
+            that has it comes after :class:`Experts`, and reads the same rows.
+    """
 
     gate_up: LayerTensor
     down: LayerTensor
     activation: str
     gated: bool = True
+    row_gate: LayerTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ def llama_layer(
     shared_norm: bool = False,
     choice_bias: str = "",
     shared_mlp: tuple[tuple[str, ...], str] = _SHARED_EXPERTS,
+    shared_gate: str = "",
 ) -> Layer:
     """Returns the operations of layer ``index``.
 
@@ -72,6 +73,7 @@ def llama_layer(
         shared_norm: whether the MLP reads what attention reads, where the two are parallel.
         choice_bias: the name in checkpoints of what is added to scores where experts are chosen; "" for nothing.
         shared_mlp: the names in checkpoints of the MLP beside the experts: gate and up, or both in one, and down.
+        shared_gate: the name in checkpoints of the gate of that MLP's results, one number for each row; "" for none.
     """
     if not config.post_norm:
         norms = (norms[0], "", norms[2], "")
@@ -95,7 +97,8 @@ def llama_layer(
         of_mlp = Norm(before_mlp), experts(config, choice_bias)
         if config.moe.shared:
             # A sum of both would be normed where there is a norm after the MLP; no family has that.
-            of_mlp = of_mlp[0], Keep(), of_mlp[1], AddToResidual(None, scale), Again(), shared(config, shared_mlp)
+            of_mlp = of_mlp[0], Keep(), of_mlp[1], AddToResidual(None, scale), Again()
+            of_mlp = *of_mlp, shared(config, shared_mlp, shared_gate)
     of_mlp = *of_mlp, AddToResidual(after_mlp, scale)
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
 
@@ -195,16 +198,20 @@ def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
     )
 
 
-def shared(config: ModelConfig, names: tuple[tuple[str, ...], str]) -> Mlp:
-    """Describes the MLP that all tokens pass beside their experts."""
+def shared(config: ModelConfig, names: tuple[tuple[str, ...], str], gate: str = "") -> Mlp:
+    """Describes the MLP that all tokens pass beside their experts, and the gate of its results where it has one."""
     assert config.moe is not None
     inner, hidden, bias = Entries(config.moe.shared, Share.INNER), _hidden(config), config.mlp_bias
     up, down = names[0], (names[1],)
-    rows, role = (inner, inner), Role.MATRIX
+    rows, role, row_gate = (inner, inner), Role.MATRIX, None
+    if gate:
+        one, spelling = (Entries(1),), ((gate,),)
+        row_gate = LayerTensor(name="shared.gate", role=Role.EXACT_MATRIX, rows=one, inputs=hidden, spellings=spelling)
     return Mlp(
         LayerTensor(name="shared.gate_up", role=role, rows=rows, inputs=hidden, spellings=(up,), bias=bias),
         LayerTensor(name="shared.down", role=role, rows=hidden, inputs=(inner,), spellings=(down,), bias=bias),
         config.activation,
+        row_gate=row_gate,
     )
 
 

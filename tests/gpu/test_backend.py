@@ -61,6 +61,7 @@ INTERPRETED = (
             "nemotron",
             "olmo",
             "glm4",
+            "qwen2-moe",
         )
     ),
 )

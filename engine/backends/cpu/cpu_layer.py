@@ -8,6 +8,10 @@ Experts replace the second line:
     normed --router--> routing --route--> scores, experts --group--> grouped --gate, up--> activated --down--> found
     hidden += each row's sum over its experts      (through a norm where the model has one after its experts)
 
+The results of an MLP beside them may have a gate:
+
+    activated --down--> ungated, router's rows --gate--> row_gates: hidden += sigmoid(row_gates) * ungated
+
 Some operations of the description share a kernel: norms of queries and keys run where these are rotated and written,
 and a sum into the residual stream runs in the product before it.
 """
@@ -28,6 +32,7 @@ from pillion.engine.models.layer_operations import (
     Keep,
     Layer,
     LayerOperation,
+    LayerTensor,
     Mlp,
     Multiply,
     Norm,
@@ -38,7 +43,7 @@ from pillion.engine.models.layer_operations import (
 from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
-from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, RouteToExperts
+from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, RouteToExperts, WeighRows
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import GatherRows
 from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
@@ -67,6 +72,8 @@ class LayerEmitter:
         self._rows, self._norm_name, self._qk_norm = builder.hidden, "", ""
         self._rope: int | None = None
         self._norm_last, self._kept = False, builder.hidden
+        # These are the rows of the layer's router, which are not rounded to the model's type.
+        self._unrounded: Buffer | None = None
 
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
         """Yields the kernels of the operations, the first of which takes ``rows``."""
@@ -127,7 +134,10 @@ class LayerEmitter:
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
         yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue)
         assert isinstance(following, AddToResidual)
-        yield from self._add_product(down, activated, following)
+        if operation.row_gate is None:
+            yield from self._add_product(down, activated, following)
+        else:
+            yield from self._add_weighed(down, activated, operation.row_gate, following)
 
     def keep(self, _: Keep, __: LayerOperation | None) -> Iterator[Operation]:
         self._kept = self._rows
@@ -140,7 +150,7 @@ class LayerEmitter:
     def experts(self, operation: Experts, following: LayerOperation | None) -> Iterator[Operation]:
         builder, prefix, count, chosen = self._builder, self._prefix, operation.gate_up.experts, operation.per_token
         hidden = builder.config.hidden_size
-        unrounded = builder.buffer("unrounded", hidden, "float32")
+        unrounded = self._unrounded = builder.buffer("unrounded", hidden, "float32")
         routing = builder.buffer("routing", count, "float32")
         scores, experts, places = (builder.buffer(name, chosen, "int32") for name in ("scores", "experts", "places"))
         sources = builder.buffer("sources", chosen, "int32")
@@ -195,6 +205,28 @@ class LayerEmitter:
         out, adds, after = self._to_residual(operation)
         epilogue = "add" if adds else "store"
         yield from self._builder.gemm(self._prefix + name, x, out, epilogue, factor=operation.scale)
+        yield from after
+
+    def _add_weighed(self, name: str, x: Buffer, gate: LayerTensor, operation: AddToResidual) -> Iterator[Operation]:
+        """Yields the kernels that multiply ``x`` by the matrix ``name``, weigh each row of the result by the sigmoid of
+        the router's row times ``gate``, and add that to the residual stream."""
+        builder, hidden, rows = self._builder, self._builder.config.hidden_size, self._unrounded
+        assert rows is not None
+        found, gates = builder.buffer("ungated", hidden, "float32"), builder.buffer("row_gates", 1, "float32")
+        yield from builder.gemm(self._prefix + name, x, found, "store")
+        yield from builder.gemm(self._prefix + gate.name, rows, gates, "store")
+        out, adds, after = self._to_residual(operation)
+        values = {
+            "gates": gates,
+            "found": found,
+            "out": out,
+            "width": hidden,
+            "gates_stride": gates.stride,
+            "found_stride": found.stride,
+            "out_stride": out.stride,
+            "factor": operation.scale if adds else 1.0,
+        }
+        yield Operation(WeighRows(adds, builder.rows_of), values, builder.when)
         yield from after
 
     def _to_residual(self, operation: AddToResidual) -> tuple[Buffer, bool, list[Operation]]:

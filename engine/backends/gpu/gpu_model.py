@@ -402,7 +402,12 @@ class GpuDecoder:
         self._product(index, layer, operation.gate_up.name, normed, both, shape)
         out = model.inner.view(-1)[: count * inner].view(count, inner)
         gated(both, out, operation.activation)
-        return self._product(index, layer, operation.down.name, out, model.found[:count], shape)
+        found = self._product(index, layer, operation.down.name, out, model.found[:count], shape)
+        if operation.row_gate is None:
+            return found
+        (gate,) = layer.matrices[operation.row_gate.name]
+        assert isinstance(gate, torch.Tensor)
+        return found.mul_(torch.mm(normed, gate.T).sigmoid_())
 
     def _mix_experts(self, layer: _Layer, operation: Experts, normed: torch.Tensor) -> torch.Tensor:
         """Computes a layer's mixture of experts, from rows [T, hidden] to rows [T, hidden]."""

@@ -1,7 +1,8 @@
 """Defines the kernels around a mixture of experts' grouped products: they choose experts, sort rows by expert, and add
-up.
+up; and the one that weighs the results of the MLP beside the experts.
 
     RouteToExperts -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
+    (products) -> WeighRows
 
 A row and one of its experts are a pair; pair i of row t is number t * chosen + i. ``rows_of`` and strides are those of
 :mod:`pillion.kernels.cpu.rows.rows`. :mod:`pillion.engine.models.layers` computes the same in torch.
@@ -223,3 +224,31 @@ class Combine(KernelSpec):
                     total = k.fma(k.load(source + at), weight, total)
                 target = out + row * out_stride + at
                 k.store(target, k.fma(total, factor, k.load(target)) if self.add else total * factor)
+
+
+@dataclass(frozen=True, slots=True)
+class WeighRows(KernelSpec):
+    """Computes ``out`` [rows, width] = factor * sigmoid(the first of a row's ``gates``) * ``found`` [rows, width], all
+    float32. With ``add`` it adds to ``out`` instead."""
+
+    layout = RecordLayout(
+        "weigh_rows",
+        pointers=("gates", "found", "out"),
+        numbers=("width", "gates_stride", "found_stride", "out_stride"),
+        reals=("factor",),
+    )
+
+    add: bool
+    rows_of: str = "tokens"
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        gates, found, out = (args.pointer(field) for field in self.layout.pointers)
+        width, gates_stride, found_stride, out_stride = (args.number(field) for field in self.layout.numbers)
+        with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
+            weight = k.sigmoid(k.broadcast(gates + row * gates_stride)) * args.real("factor")
+            source, target = found + row * found_stride, out + row * out_stride
+            with k.range(vectors_of(width)) as i:
+                at = i * VECTOR_BYTES
+                value = k.load(source + at)
+                k.store(target + at, k.fma(value, weight, k.load(target + at)) if self.add else value * weight)

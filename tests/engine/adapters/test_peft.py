@@ -54,6 +54,7 @@ MODELS = (
     "glm4-moe",
     "granitemoeshared",
     "ernie4-5-moe",
+    "qwen2-moe",
 )
 CONFIGS = {
     "attention": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "qkv_proj"]},
@@ -149,6 +150,14 @@ def test_fused_projections_with_a_list_of_targets(tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES["phi3-partial-rope"])
     config = {"r": 4, "target_modules": ["qkv_proj", "gate_up_proj"]}
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config))
+
+
+@pytest.mark.parametrize("make", BACKENDS)
+def test_an_mlp_beside_experts_whose_results_have_a_gate(make, tmp_path):
+    """The gate multiplies what the adapter adds, too."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES["qwen2-moe"])
+    config = {"r": 4, "target_modules": ["gate_proj", "up_proj", "down_proj"], "use_dora": True}
+    check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config), make)
 
 
 @pytest.mark.parametrize("producer", ["gptq", "w4a16", "nf4"])

@@ -117,7 +117,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     given |= REQUIRED.get(name, {})
     if name == "stablelm":
         given["num_attention_heads"] = 4  # It rotates a quarter of each head.
-    if name in ("qwen2", "qwen3", "exaone4", "helium", "stablelm", "nemotron", "dots1", "exaone_moe"):
+    if name in ("qwen2", "qwen3", "exaone4", "helium", "stablelm", "nemotron", "dots1", "exaone_moe", "qwen2_moe"):
         given["num_key_value_heads"] = given[
             "num_attention_heads"
         ]  # transformers assumes the number of query heads of its own default.
@@ -158,7 +158,7 @@ def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, t
     assert saved == plain
 
 
-@pytest.mark.parametrize("name", ["smollm3", "qwen2", "qwen3", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("name", ["smollm3", "qwen2", "qwen2_moe", "qwen3", "gemma2", "gemma3_text"])
 def test_which_layers_have_a_window(name):
     given = {**BASE, "model_type": name, "num_key_value_heads": 4, "num_hidden_layers": 8}
     options = {**WINDOW, "max_window_layers": 3}
@@ -202,6 +202,8 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     base |= {key: value for key, value in options.items() if key in fields}
     if name == "mellum":
         base["layer_types"] = ["sliding_attention"] * 5  # No layer has a window by itself.
+    if name == "qwen2_moe":
+        base["max_window_layers"] = 2  # Every other layer has no window, the second one for instance.
     plain = parse_config(base)
     # The length before scaling means something only beside scaling, and the first embedding has no other key.
     of_text = {"bos_token_id", "eos_token_id"}

@@ -35,6 +35,7 @@ SPECS = [
     moe.GatherGroups(2, "samples"),
     *(moe.Combine(chosen, add) for chosen in CHOICES for add in (False, True)),
     moe.Combine(2, True, "samples"),
+    *(moe.WeighRows(add, rows_of) for add in (False, True) for rows_of in ("tokens", "samples")),
 ]
 
 
@@ -216,6 +217,29 @@ def test_a_row_is_combined_by_itself(runner, count, seed):
     together = combined(0, count, 3)
     for row in range(count):
         assert torch.equal(combined(row, row + 1, 1)[0], together[row])
+
+
+@pytest.mark.parametrize("rows_of", ["tokens", "samples"])
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize(("count", "width", "factor"), [(1, 64, 1.0), (6, 40, 0.22)])
+def test_rows_are_weighed(runner, add, rows_of, count, width, factor):
+    """Rows after the last one stay as they are, and so does the memory of each row after its own."""
+    spec = moe.WeighRows(add, rows_of)
+    gates, found = padded(normal(count, 1, seed=1) * 3), padded(normal(count, width, seed=2))
+    out = padded(normal(count, width), extra=1, filler=7.0)
+    before = out.clone()
+    values = {
+        "gates": gates,
+        "found": found,
+        "out": out,
+        "width": width,
+        "factor": factor,
+        **{f"{name}_stride": stride(each) for name, each in (("gates", gates), ("found", found), ("out", out))},
+    }
+    runner.run(spec, values, step_of(spec, count))
+    expected = before[:count] * add + factor * gates[:, :1].sigmoid() * found
+    torch.testing.assert_close(out[:count], expected, rtol=1e-5, atol=1e-6)
+    assert torch.equal(out[count:], before[count:])
 
 
 @pytest.mark.parametrize("normalize", [False, True])
