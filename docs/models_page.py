@@ -42,7 +42,10 @@ LEFT_OUT = {
     "a norm of queries and keys without weights": "nanochat",
     "a router with other arithmetic (sparse mixer, experts that share a norm, several experts for each place)": """
         aria_text cohere2_moe dbrx phimoe""",
-    "experts or norms that nobody has tried here yet": "beam flint hrm_text kolibri1",
+    "experts chosen by the router's product and a bias, not by its score": "kolibri1",
+    "a rule of its own for the layers that have a window, where the config does not list them": "flint",
+    "residuals whose weights depend on the layer, and attention whose results pass a gate": "beam",
+    "layers that run several times for each token": "hrm_text",
     "names and fused projections of its own (`transformer.h`), with an MLP by `gelu`": """
         codegen falcon gpt_neox gpt_neox_japanese gptj persimmon phi""",
     "learned or fixed positions, or ALiBi": """
