@@ -84,11 +84,13 @@ async def test_a_taken_port_is_one_line_and_leaves_nothing(tmp_path: pathlib.Pat
 async def test_it_starts_without_redis_and_registers_later(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from pillion.kvstore.index import redis_url
     from pillion.kvstore.index import registry as registry_module
     from pillion.kvstore.index.registry import Registry
 
     # Its goodbye is a call to Redis, too.
     monkeypatch.setattr(registry_module, "REGISTRY_DEADLINE_MS", 30_000)
+    monkeypatch.setattr(redis_url, "CONNECT_TIMEOUT_MS", 30_000)
     with running_redis() as redis:
         redis.kill()
         flags = GatewayFlags(redis_url=redis.url, grpc_port=0, http_port=0, heartbeat_ms=50)

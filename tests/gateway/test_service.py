@@ -22,6 +22,7 @@ from pillion.kvstore.hashing import chain_hashes, request_root
 from testbed.conditions import WITHIN_S, until
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster
+from tests.support.redis_nodes import patient
 
 CODEC = byte_tokenizer()
 PROMPT = "What is the capital of France?"
@@ -37,6 +38,7 @@ def text_of(deltas: list[Delta]) -> str:
 
 async def test_an_answer_streams_through_all_parts() -> None:
     async with running_fake_cluster("Größe: 北京") as fakes:
+        patient(fakes.gateway.cluster.index)
         fakes.node.pinned = 2
         deltas = await read(fakes.client.generate(PROMPT, temperature=0, seed=5, request_id="r-1"))
         assert text_of(deltas) == "Größe: 北京"

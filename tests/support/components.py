@@ -13,6 +13,7 @@ from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags
 from testbed.cluster import PATIENT_MS
 from testbed.conditions import until
 from testbed.redis import running_redis
+from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
 
 # Unless a test says otherwise every prompt goes the whole way, by the prefill worker.
@@ -87,6 +88,7 @@ async def running_components(
     from pillion.prefill_service.prefill_server import start_prefill
 
     async with contextlib.AsyncExitStack() as stack:
+        stack.enter_context(patient_calls())
         url = stack.enter_context(running_redis()).url
         common = {"redis_url": url, "heartbeat_ms": 100, "heartbeat_timeout_ms": PATIENT_MS}
         socket = str(folder / "a.sock")
