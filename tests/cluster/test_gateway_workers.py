@@ -406,6 +406,8 @@ def test_a_batch_is_finished_once_whoever_is_killed(cluster: ServedCluster, batc
         for left in (1, 0):
             with cluster.holding():
                 wait_for("some lines to be done", lambda before=before: done() > before)
+                # One that was killed before may still be starting, and would go on with the batch.
+                wait_for("both gateways to live", lambda: len(gateways(cluster)) == 2)
                 killed = gateways(cluster).values()
                 for process in killed:
                     process.send_signal(signal.SIGKILL)

@@ -144,15 +144,20 @@ async def test_a_cancel_right_behind_the_submit_holds_nothing() -> None:
 
 async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another attempt would wait in vain, too."""
-    monkeypatch.setattr(tickets, "MEMORY_WAIT_S", 0.5)
-    monkeypatch.setattr(session, "MEMORY_WAIT_S", 0.5)
     spans: list[str] = []
     monkeypatch.setattr(session, "record", lambda name, *_: spans.append(name))
     node = {"max_waiting_tickets": 1}
     async with running_workers(slots=SLOTS, node=node) as workers, connected(workers) as connection:
         full = await fill(workers)
-        late = await waiting(workers, connection)
+        # The stream that waits when another one comes must not have waited in vain by then.
+        await waiting(workers, connection)
         one_more = await alone(connection, 2)
+        assert await end_of(one_more) == EXHAUSTED
+        await connection.cancel(1)
+        await until("nobody to wait", lambda: not workers.kvnode.pool.waiting)
+        monkeypatch.setattr(tickets, "MEMORY_WAIT_S", 0.5)
+        monkeypatch.setattr(session, "MEMORY_WAIT_S", 0.5)
+        late = await alone(connection, 3)
         told = (one_more, "1 requests wait for KV memory already"), (late, "no KV memory came free at kvnode-0 within")
         for answer, text in told:
             assert await end_of(answer) == EXHAUSTED
@@ -160,7 +165,7 @@ async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.M
             assert answer.last.error is not None
             assert text in answer.last.error.message
             assert (answer.last.error.retryable, answer.last.error.retry_after_ms) == (False, 1000)
-        assert spans == ["kv.pin", "kv.pin"]
+        assert spans == ["kv.pin"] * 3
         await workers.release(full)
         await workers.quiet()
 

@@ -170,7 +170,7 @@ async def test_a_fenced_epoch_changes_nothing(line: Fixture) -> None:
         lambda: client.give_back(old, slots[:1]),
         lambda: client.release(old, [ticket_id]),
         lambda: client.open_ticket(old, hashes(9), 2),
-        lambda: client.prefetch(old, ticket_id, hashes(1), timeout_s=1),
+        lambda: client.prefetch(old, ticket_id, hashes(1), timeout_s=WITHIN_S),
     ]
     before = await line.books()
     for call in calls:
