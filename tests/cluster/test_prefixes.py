@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import pathlib
@@ -16,7 +17,7 @@ import pytest_asyncio
 from pillion import AsyncClient, NotFound, Overloaded
 from pillion.errors import InvalidRequest
 from pillion.gateway.admission.api_keys import hash_of
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
 from tests.support.http import call
@@ -53,6 +54,15 @@ async def guarded(components: Components, tmp_path_factory: pytest.TempPathFacto
 
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest.fixture(autouse=True)
+def patient_pins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache_control is met however long its pin takes."""
+    for module in ("prefix_pins.prefix_pins", "anthropic.anthropic_api"):
+        # A room that is gone has no limit.
+        with contextlib.suppress(ImportError):
+            monkeypatch.setattr(f"pillion.gateway.{module}.EPHEMERAL_WAIT_S", WITHIN_S)
 
 
 async def cached(client: AsyncClient, prompt: Any = (*PROMPT, 5), **options: Any) -> int:

@@ -9,6 +9,7 @@ import pytest
 from testbed.conditions import WITHIN_S
 
 LIMITS = (
+    "gateway.anthropic.anthropic_api.EPHEMERAL_WAIT_S",
     "gateway.links.cluster.MAX_FETCH_S",
     "gateway.prefix_pins.prefix_pins.EPHEMERAL_WAIT_S",
     "gateway.request.component_calls.MAX_REMOTE_ADMISSION_WAIT_S",
