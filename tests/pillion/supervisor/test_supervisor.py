@@ -42,11 +42,9 @@ DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IG
 )
 
 
-def kill(supervisor: Supervisor, component_id: str) -> None:
-    """Ends a component that runs. A kill of process 0 would end the tests themselves."""
-    pid = supervisor.pid_of(component_id)
-    assert pid, f"{component_id} does not run"
-    os.kill(pid, signal.SIGKILL)
+async def kill(supervisor: Supervisor, component_id: str) -> None:
+    """Ends a component that was started. What it writes may be there before its supervisor knows its process."""
+    os.kill(await until(f"{component_id} to run", lambda: supervisor.pid_of(component_id)), signal.SIGKILL)
 
 
 def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = COMPONENT) -> ProcessSpec:
@@ -118,7 +116,7 @@ async def test_a_component_that_needs_a_dead_one_waits_for_it(folder: pathlib.Pa
         gate.unlink()
         for name in ("a", "b", "c"):
             (folder / name).unlink()
-            kill(supervisor, name)
+            await kill(supervisor, name)
         await until("c to run again", lambda: log_of(folder).count("start c") == 2)
         gate.touch()
         await until("b to run again", lambda: log_of(folder).count("start b") == 2)
@@ -142,8 +140,10 @@ async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path)
     try:
         for starts in (2, 3):
             (folder / "a").unlink()
-            kill(supervisor, "a")
+            await kill(supervisor, "a")
             await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
+            # The supervisor can end it with the other one only when it knows its process.
+            await until("b's process to be known", lambda: supervisor.pid_of("b"))
             assert log_of(folder)[-2:] == ["start a", "start b"]
         assert log_of(folder).count("start c") == 1
         assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
@@ -158,7 +158,7 @@ async def test_it_gives_up_on_a_component_that_keeps_dying(folder: pathlib.Path)
     failed = asyncio.create_task(supervisor.failed())
     for count in (1, 2, 3):
         await until("another start of a", lambda count=count: log_of(folder).count("start a") == count)
-        kill(supervisor, "a")
+        await kill(supervisor, "a")
     assert await within("the supervisor to give up", failed) == "a died 3 times within 60 s"
     await supervisor.stop()
     assert supervisor.living() == []
@@ -173,7 +173,7 @@ async def die_twice(folder: pathlib.Path, supervisor: Supervisor, name: str) -> 
     """Kills a component, and kills it once more when it is back."""
     for count in (1, 2):
         await until("another start", lambda count=count: log_of(folder).count(f"start {name}") == count)
-        kill(supervisor, name)
+        await kill(supervisor, name)
 
 
 async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder: pathlib.Path) -> None:
@@ -190,11 +190,11 @@ async def test_it_goes_on_with_what_serves_in_the_place_of_one_that_flaps(folder
         assert down.left_s > 0
         assert f"pillion: {down.why}; starting it again in 3600 s" in notices.lines
         # A single death of the other one is as any other.
-        kill(supervisor, "b")
+        await kill(supervisor, "b")
         await until("b to be back", lambda: log_of(folder).count("start b") == 2)
         assert not failed.done()
         assert [one.component_id for one in supervisor.down()] == ["a"]
-        kill(supervisor, "b")
+        await kill(supervisor, "b")
         assert await within("the supervisor to give up", failed) == "b died 2 times within 600 s"
     finally:
         await supervisor.stop()
@@ -225,7 +225,7 @@ async def test_a_program_that_cannot_be_started_any_more_ends_nothing_while_anot
     await supervisor.start()
     try:
         program.unlink()
-        kill(supervisor, "a")
+        await kill(supervisor, "a")
         await until("a to be down", supervisor.down)
         assert not supervisor._failure.done()
     finally:
@@ -247,11 +247,11 @@ async def test_the_end_of_one_that_survives_what_it_needs_is_no_death_of_its_own
     try:
         for starts in (2, 3):
             (folder / "a").unlink()
-            kill(supervisor, "a")
+            await kill(supervisor, "a")
             await until("a to be back", lambda starts=starts: log_of(folder).count("start a") == starts)
             await until("it to be ready", supervisor._components[0].ready.is_set)
             assert log_of(folder).count("start b") == starts - 1
-            kill(supervisor, "b")
+            await kill(supervisor, "b")
             await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
         assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
     finally:
@@ -310,7 +310,7 @@ async def test_a_quiet_component_is_shown_only_when_it_dies(folder: pathlib.Path
     supervisor = Supervisor([quiet], notices, RestartPolicy(first_delay_ms=10_000))
     await supervisor.start()
     assert notices.lines == []
-    kill(supervisor, "a")
+    await kill(supervisor, "a")
     await until("the notice", lambda: any("starting it again" in line for line in notices.lines))
     assert "a: hello from a" in notices.lines
     await supervisor.stop()

@@ -38,7 +38,7 @@ async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path
         for starts in (2, 3):
             [standby] = await until("a standby", lambda: waiting(children))
             assert log_of(folder).count("start a") == starts - 1, "it has not begun"
-            kill(supervisor, "a")
+            await kill(supervisor, "a")
             await until("it to begin", lambda starts=starts: log_of(folder).count("start a") == starts)
             assert supervisor.pid_of("a") == standby.pid
         await until("three lines", lambda: notices.lines.count("a: hello from a") == 3)
@@ -46,7 +46,7 @@ async def test_a_standby_takes_over_at_once_and_is_replaced(folder: pathlib.Path
         [standby] = await until("a standby", lambda: waiting(children))
         standby.kill()
         await until("its end", lambda: not alive(standby))
-        kill(supervisor, "a")
+        await kill(supervisor, "a")
         await until("another one to begin", lambda: log_of(folder).count("start a") == 4)
         assert await until("a standby", lambda: waiting(children))
     finally:
