@@ -42,9 +42,16 @@ DEAF = "import signal, pathlib, sys; signal.signal(signal.SIGTERM, signal.SIG_IG
 )
 
 
+async def known(supervisor: Supervisor, component_id: str) -> int:
+    """Returns the process of a component that was started. What it writes may be there before its supervisor, which
+    ends it with a component that it needs, knows its process."""
+    pid: int = await until(f"{component_id} to run", lambda: supervisor.pid_of(component_id))
+    return pid
+
+
 async def kill(supervisor: Supervisor, component_id: str) -> None:
-    """Ends a component that was started. What it writes may be there before its supervisor knows its process."""
-    os.kill(await until(f"{component_id} to run", lambda: supervisor.pid_of(component_id)), signal.SIGKILL)
+    """Ends a component that was started."""
+    os.kill(await known(supervisor, component_id), signal.SIGKILL)
 
 
 def spec(folder: pathlib.Path, name: str, level: int = 0, program: str = COMPONENT) -> ProcessSpec:
@@ -142,8 +149,7 @@ async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path)
             (folder / "a").unlink()
             await kill(supervisor, "a")
             await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
-            # The supervisor can end it with the other one only when it knows its process.
-            await until("b's process to be known", lambda: supervisor.pid_of("b"))
+            await known(supervisor, "b")
             assert log_of(folder)[-2:] == ["start a", "start b"]
         assert log_of(folder).count("start c") == 1
         assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
@@ -253,6 +259,7 @@ async def test_the_end_of_one_that_survives_what_it_needs_is_no_death_of_its_own
             assert log_of(folder).count("start b") == starts - 1
             await kill(supervisor, "b")
             await until("b to run again", lambda starts=starts: log_of(folder).count("start b") == starts)
+            await known(supervisor, "b")
         assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
     finally:
         await supervisor.stop()
