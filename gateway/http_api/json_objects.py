@@ -25,7 +25,7 @@ JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
 JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "boolean", "null"]})]
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
-# Of a call that was cut short, Anthropic's clients get what there is of the arguments under this name.
+# The arguments of a call that was cut short are no JSON. They stand as a text in an object, under this name.
 CUT_SHORT = "INVALID_JSON"
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (

@@ -24,8 +24,8 @@ class OwnedSegment(Segment):
 
     @classmethod
     def kept(cls, descriptor: int) -> OwnedSegment:
-        """Returns the segment of an earlier process behind ``descriptor``, which the segment closes in the end. Raises
-        ConfigError if its size could change."""
+        """Returns the segment that an earlier process left, from its open ``descriptor``, which the segment closes.
+        Raises ConfigError if the segment's size could change."""
         segment = cls.__new__(cls)
         segment.size_bytes, segment._fd = os.fstat(descriptor).st_size, descriptor
         if not _is_sealed(descriptor):

@@ -81,7 +81,7 @@ def place_of(address: str) -> tuple[str, int] | None:
 
 
 def proxy_variable(address: str) -> str:
-    """Returns the variable that makes gRPC go to ``address`` by a proxy; "" where there is none."""
+    """Returns the environment variable that sends gRPC's calls of ``address`` through a proxy; "" where none does."""
     place = place_of(address)
     if place is None or not place[1]:
         return ""

@@ -74,3 +74,18 @@ def called(index: int, arguments: str = "", **names: str) -> Delta:
 def ended(reason: FinishReason = FinishReason.STOP, **fields: Any) -> Delta:
     """The last delta."""
     return Delta("r", "", (), reason, Usage(30, 16, 9, 4), Timings(), **fields)
+
+
+def thought_said_and_called(first_id: str, second_id: str) -> list[Delta]:
+    """An answer of reasoning, text and two calls with these ids, each in pieces."""
+    return [
+        said(reasoning="Let me"),
+        said(reasoning=" see."),
+        said("I "),
+        said("look."),
+        called(0, id=first_id, name="weather"),
+        called(0, '{"city": "R'),
+        called(0, 'ome"}'),
+        called(1, "{}", id=second_id, name="time"),
+        ended(FinishReason.TOOL_CALLS),
+    ]

@@ -548,8 +548,8 @@ class Kernel:
         """
 
         def joined(a: Vec, b: Vec, width: Count) -> Vec:
-            """Adds the first to the second ``width`` of each 2 * width lanes; the sums of ``a`` come before those of
-            ``b``."""
+            """Returns a vector of sums: in each group of 2 * width lanes of ``a``, and then of ``b``, the first half is
+            added to the second."""
             first = [lane for lane in range(2 * LANES) if lane // width % 2 == 0]
             sides = ([lane + shift for lane in first] for shift in (0, width))
             parts = (self.builder.shuffle_vector(a.ir, b.ir, ir.Constant(VI, side)) for side in sides)

@@ -17,7 +17,7 @@ from pillion.gateway.http_api.http_call import MAX_BODY_BYTES
 from pillion.types import ChatMessage, FinishReason
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
-from tests.support.scripted import ScriptedGateway, called, ended, said
+from tests.support.scripted import ScriptedGateway, called, ended, said, thought_said_and_called
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED: Any = {"model": "toy", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
@@ -150,17 +150,7 @@ async def test_thinking_text_and_calls_are_blocks(
     fakes: FakeCluster, scripted: ScriptedGateway, together: bool
 ) -> None:
     scripted.together = together
-    scripted.script = [
-        said(reasoning="Let me"),
-        said(reasoning=" see."),
-        said("I "),
-        said("look."),
-        called(0, id="t1", name="weather"),
-        called(0, '{"city": "R'),
-        called(0, 'ome"}'),
-        called(1, "{}", id="t2", name="time"),
-        ended(FinishReason.TOOL_CALLS),
-    ]
+    scripted.script = thought_said_and_called("t1", "t2")
     blocks: list[dict[str, Any]] = [
         {"type": "thinking", "thinking": "Let me see.", "signature": ""},
         {"type": "text", "text": "I look.", "citations": None},

@@ -15,7 +15,7 @@ from pillion.errors import Overloaded, Unavailable
 from pillion.types import Delta, FinishReason, TokenLogprob, ToolCallDelta
 from tests.support.fake_components import FakeCluster, running_fake_cluster
 from tests.support.http import call
-from tests.support.scripted import ScriptedGateway, called, ended, said
+from tests.support.scripted import ScriptedGateway, called, ended, said, thought_said_and_called
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ASKED: Any = {"model": "toy", "input": "hi"}
@@ -112,17 +112,7 @@ async def test_reasoning_text_and_calls_are_items(
     fakes: FakeCluster, scripted: ScriptedGateway, together: bool
 ) -> None:
     scripted.together = together
-    scripted.script = [
-        said(reasoning="Let me"),
-        said(reasoning=" see."),
-        said("I "),
-        said("look."),
-        called(0, id="c1", name="weather"),
-        called(0, '{"city": "R'),
-        called(0, 'ome"}'),
-        called(1, "{}", id="c2", name="time"),
-        ended(FinishReason.TOOL_CALLS),
-    ]
+    scripted.script = thought_said_and_called("c1", "c2")
     tool: Any = {"type": "function", "name": "weather", "parameters": {"type": "object"}, "strict": None}
     async with client_of(fakes) as client:
         whole = await client.responses.create(**ASKED, tools=[tool], tool_choice="required")
