@@ -120,7 +120,7 @@ def options(family: ModelFamily) -> str:
         "nope_if_full": "no rotation in layers without a window",
         "scaled_embedding": "scaled embeddings",
         "sigmoid_router": "sigmoid scores of experts",
-        "query_growth": "texts up to `original_max_position_embeddings` alone, below which queries do not grow",
+        "query_growth": "queries that grow with their position",
     }
     said += [text for field, text in texts.items() if getattr(family, field)]
     if "choice_bias" in layer:

@@ -14,8 +14,14 @@ from typing import Any
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
 from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
-from pillion.engine.models.model_config import FEW_BITS_ROOM, FewBitWeights, ModelConfig, MoeConfig
-from pillion.engine.models.rope_config import RopeConfig, parse_global_and_local, parse_rope
+from pillion.engine.models.model_config import FEW_BITS_ROOM, FewBitWeights, ModelConfig, MoeConfig, QueryGrowth
+from pillion.engine.models.rope_config import (
+    RopeConfig,
+    original_tokens,
+    parse_global_and_local,
+    parse_rope,
+    query_scaling,
+)
 from pillion.errors import ConfigError
 from pillion.rooms import Seam, require
 
@@ -111,7 +117,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=number(raw, family.eps, 1e-6),
-        max_position_embeddings=_longest(raw, family, ropes),
+        max_position_embeddings=_longest(raw, ropes),
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_windows=tuple(window if slide else 0 for slide in slides),
@@ -127,6 +133,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         post_norm=bool(options.get("use_post_norm", True)),
         parallel=bool(options.get("use_parallel_residual", family.parallel)),
         attention_scale=_attention_scale(options, head_dim),
+        query_growth=_query_growth(raw, options, family, ropes),
         attention_softcap=number(options, "attn_logit_softcapping", 0.0),
         logit_softcap=number(options, "final_logit_softcapping", 0.0),
         embedding_scale=math.sqrt(size(raw, "hidden_size"))
@@ -246,7 +253,7 @@ def _ropes(
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
     if family.local_rope:
         return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)
-    rope = parse_rope(raw, head_dim, partial=family.partial_rope, query_growth=family.query_growth)
+    rope = parse_rope(raw, head_dim, partial=family.partial_rope, query_growth=family.query_growth == "all")
     rope = replace(rope, interleaved=family.interleaved_rope)
     bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
     # A layer whose base is 0 has no rotary embedding.
@@ -255,12 +262,28 @@ def _ropes(
     return ropes, tuple(thetas.index(base) if base else None for base in bases)
 
 
-def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]) -> int:
+def _query_growth(
+    raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]
+) -> QueryGrowth | None:
+    """Returns how queries grow with their position. Raises ConfigError where rows of the rotary tables are not those of
+    positions, as frequencies that depend on the length of the text have them."""
+    if family.query_growth == "all":
+        beta, length = query_scaling(raw)
+        found = QueryGrowth(rate=beta, length=length)
+    elif family.query_growth and options["attn_temperature_tuning"]:
+        length = size(options, "floor_scale")
+        found = QueryGrowth(rate=number(options, "attn_scale", 0.0), length=length, ahead=1, nope_alone=True)
+    else:
+        return None
+    if original_tokens(ropes):
+        raise ConfigError(f"queries that grow with their position do not go with rope type {ropes[0].kind!r}")
+    return found if found.rate else None
+
+
+def _longest(raw: Mapping[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
     """Returns the number of tokens of the longest text that the config allows. Configs of Gemma 3, llama3 and longrope
     hold the length after scaling; the other kinds of scaling multiply it by their factor, as in vLLM."""
     configured = size(raw, "max_position_embeddings")
-    if family.query_growth:
-        return min(configured, ropes[0].original_max_position)
     return configured if len(ropes) > 1 else max(configured, ropes[0].stretched_max_position)
 
 

@@ -22,6 +22,7 @@ from pillion.engine.models.layer_operations import (
     Again,
     Attend,
     Experts,
+    GrowQueries,
     Keep,
     Layer,
     LayerTensor,
@@ -34,7 +35,7 @@ from pillion.engine.models.layer_operations import (
 )
 from pillion.engine.models.layers import ACTIVATIONS, GATED, LayerNorm, RmsNorm, mix_experts, soft_cap
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.rope import CosSin, Rope, rotate
+from pillion.engine.models.rope import CosSin, Rope, growth_factors, rotate
 from pillion.kernels.torch.torch_attention import StepAttention
 from pillion.kernels.torch.torch_linear import Linear
 
@@ -103,6 +104,7 @@ class LayerRun:
     Attributes:
         tables: cosines and sines of the step's rows, by the number of the rotary embedding.
         hidden: the residual stream [T, hidden].
+        growth: the factors [T, 1, 1] of queries that grow with their position; None in a model without them.
         sample_rows: in the last layer, the rows that go on after its attention; None elsewhere.
         rows: the last operation's result [T, ...].
         kept: the rows that an operation keeps for a later one.
@@ -117,6 +119,7 @@ class LayerRun:
     tables: Sequence[CosSin]
     hidden: torch.Tensor
     adapters: RowAdapters | None = None
+    growth: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     kept: torch.Tensor | None = None
@@ -155,6 +158,11 @@ class LayerRun:
 
     def rotate(self, operation: Rotate) -> None:
         self.rotated = rotate(self._queries_and_keys(), *self.tables[operation.rope])
+
+    def grow(self, _: GrowQueries) -> None:
+        assert self.growth is not None
+        both, heads = self._queries_and_keys(), self.config.num_heads
+        self.rotated = torch.cat(((both[:, :heads] * self.growth).to(both.dtype), both[:, heads:]), 1)
 
     def attend(self, operation: Attend) -> None:
         heads = self.config.num_heads
@@ -215,6 +223,7 @@ _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     NormHeads: LayerRun.head_norm,
     NormProjections: LayerRun.projection_norm,
     Rotate: LayerRun.rotate,
+    GrowQueries: LayerRun.grow,
     Attend: LayerRun.attend,
     Mlp: LayerRun.mlp,
     Keep: LayerRun.keep,
@@ -248,12 +257,14 @@ def run_decoder(
     if adapters is not None:
         adapters.embed(hidden)
     tables = [rope.tables(rope_rows, hidden.dtype) for rope in ropes]
+    # A model whose queries grow has one row of the rotary tables for each position.
+    grows = None if config.query_growth is None else growth_factors(config.query_growth, rope_rows)[:, None, None]
     last = len(weights.layers) - 1
     for index, (operations, layer) in enumerate(zip(weights.operations, weights.layers, strict=True)):
         if states is not None and index in states:
             states[index] = hidden
         wanted = sample_rows if index == last else None
-        run = LayerRun(config, index, layer, attention, tables, hidden, adapters, wanted)
+        run = LayerRun(config, index, layer, attention, tables, hidden, adapters, grows, wanted)
         hidden = run.run(operations)
         if run.ended:
             return torch.empty((0, config.vocab_size), dtype=torch.float32)

@@ -46,8 +46,8 @@ class ModelFamily:
             ``max_window_layers`` no layer from that one on has it, where other families have it from there on.
         fused: the layers that transformers has in place of their parts, by their names in checkpoints.
         activations: the decoder's names of activations that the family's configs call otherwise.
-        query_growth: whether queries grow with their position from the original length on (``llama_4_scaling_beta``).
-            Longer texts are not served, so that the factor is always 1.
+        query_growth: which layers' queries grow with their position: those of "all", as ``llama_4_scaling_beta`` says,
+            or those without positions, "nope", as ``attn_scale`` and ``floor_scale`` say; "" for none.
         sigmoid_router: whether the scores of experts are sigmoids.
         ignored: keys that stand in configs of the family although transformers does not read them there, and those
             about layers that only guess tokens (multi-token prediction).
@@ -73,7 +73,7 @@ class ModelFamily:
     full_first: bool = False
     fused: tuple[str, ...] = ()
     activations: Mapping[str, str] = field(default_factory=dict)
-    query_growth: bool = False
+    query_growth: str = ""
     sigmoid_router: bool = False
     ignored: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
@@ -732,7 +732,7 @@ FAMILIES: dict[str, ModelFamily] = {
                 "llama_4_scaling_beta": 0.1,
             },
         },
-        query_growth=True,
+        query_growth="all",
     ),
     "mellum": ModelFamily(
         {

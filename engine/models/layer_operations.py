@@ -124,6 +124,12 @@ class Rotate:
 
 
 @dataclass(frozen=True, slots=True)
+class GrowQueries:
+    """Multiplies queries by a factor that grows with their position
+    (:class:`pillion.engine.models.model_config.QueryGrowth`)."""
+
+
+@dataclass(frozen=True, slots=True)
 class Attend:
     """Writes keys and values into the pool, and attends the queries.
 
@@ -197,7 +203,18 @@ class Again:
 
 
 LayerOperation = (
-    Norm | Multiply | NormHeads | NormProjections | Rotate | Attend | Mlp | Experts | AddToResidual | Keep | Again
+    Norm
+    | Multiply
+    | NormHeads
+    | NormProjections
+    | Rotate
+    | GrowQueries
+    | Attend
+    | Mlp
+    | Experts
+    | AddToResidual
+    | Keep
+    | Again
 )
 Layer = tuple[LayerOperation, ...]
 

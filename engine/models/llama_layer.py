@@ -1,6 +1,6 @@
 """Describes the layer of Llama, with the options by which most families differ from it. Imports no torch.
 
-    attention    norm, qkv, [norm of queries and keys], [rotate], attend, o, add
+    attention    norm, qkv, [norm of queries and keys], [rotate], [grow queries], attend, o, add
     MLP          norm, down(activation(gate) * up), or down(activation(up)), or experts, add
 
 A family that needs another list of operations builds its own, from the parts in this module where it can.
@@ -16,6 +16,7 @@ from pillion.engine.models.layer_operations import (
     Attend,
     Entries,
     Experts,
+    GrowQueries,
     Keep,
     Layer,
     LayerOperation,
@@ -88,6 +89,7 @@ def llama_layer(
         Norm(before_attention),
         Multiply(qkv(config)),
         *(between if not norm_after_rotation else reversed(between)),
+        *growth(config, index),
         Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None),
     )
     added = Multiply(output(config)), AddToResidual(after_attention, config.residual_scale)
@@ -144,6 +146,13 @@ def rotation(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
     rope = config.layer_ropes[index]
     if rope is not None:
         yield Rotate(rope)
+
+
+def growth(config: ModelConfig, index: int) -> Iterator[LayerOperation]:
+    """Yields the growth of a layer's queries with their position, where they grow."""
+    grows = config.query_growth
+    if grows is not None and (config.layer_ropes[index] is None or not grows.nope_alone):
+        yield GrowQueries()
 
 
 def attention_sinks(config: ModelConfig) -> LayerTensor:

@@ -51,6 +51,20 @@ class MoeConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Says how queries grow with their position p: by the factor 1 + rate * log(1 + floor((p + ahead) / length)).
+
+    Attributes:
+        nope_alone: whether only layers without positions have queries that grow.
+    """
+
+    rate: float
+    length: int
+    ahead: int = 0
+    nope_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Describes the shape and options of a decoder. All fields are part of a model's fingerprint.
 
@@ -70,6 +84,7 @@ class ModelConfig:
         post_norm: whether the outputs of attention and MLP are normed, where a family's layers can have that.
         parallel: whether attention and MLP read the same residual stream, and both are added to it.
         attention_scale: factor of the attention scores.
+        query_growth: how queries grow with their position; None where they do not.
         attention_softcap, logit_softcap: c of c * tanh(x / c), over scores and over logits; 0 for none.
         embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the residual stream.
         logit_divisor: divisor of the logits.
@@ -102,6 +117,7 @@ class ModelConfig:
     post_norm: bool = True
     parallel: bool = False
     attention_scale: float
+    query_growth: QueryGrowth | None = None
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     embedding_scale: float = 1.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_config import ModelConfig, QueryGrowth
 from pillion.engine.models.rope_config import RopeConfig, original_tokens
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -88,6 +88,17 @@ def rope_tables(config: ModelConfig, max_model_len: int) -> tuple[CosSin, ...]:
     original = original_tokens(config.ropes)
     rows = torch.arange(max_model_len + (original if original < max_model_len else 0))
     return tuple(rope.cos_sin(rows) for rope in make_ropes(config, max_model_len))
+
+
+def growth_factors(grows: QueryGrowth, positions: torch.Tensor) -> torch.Tensor:
+    """Returns the factors [T] float32 of queries that grow with their positions [T]."""
+    return 1.0 + grows.rate * torch.log1p((positions.float() + grows.ahead).div(grows.length).floor())
+
+
+def growth_table(config: ModelConfig, max_model_len: int) -> torch.Tensor | None:
+    """Makes the factors of queries at the first ``max_model_len`` positions; None for a model whose queries do not
+    grow."""
+    return None if config.query_growth is None else growth_factors(config.query_growth, torch.arange(max_model_len))
 
 
 def make_rope(config: RopeConfig, head_dim: int, max_model_len: int) -> Rope:

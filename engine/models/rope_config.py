@@ -11,7 +11,7 @@ training, as in transformers. A longer one gets, from its first token on, those 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, size
@@ -87,18 +87,23 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_gr
     """Reads the one embedding of a model whose layers do not differ.
 
     transformers 5 has everything in ``rope_parameters``; older configs use ``rope_theta`` and ``rope_scaling``.
-    ``partial`` says whether the family may rotate only a part of each head, ``query_growth`` whether its queries grow
-    with their position. Raises ConfigError for an unknown kind.
+    ``partial`` says whether the family may rotate only a part of each head, ``query_growth`` whether its rotary
+    embedding may say how queries grow with their position. Raises ConfigError for an unknown kind.
     """
     parameters = _rope_parameters(raw)
     if query_growth:
         parameters = {key: value for key, value in parameters.items() if key != "llama_4_scaling_beta"}
     if any(key in parameters for key in _LAYER_TYPES):
         raise ConfigError("rotary embeddings by layer type are not supported for this architecture")
-    rope = _parse(raw, parameters, number(raw, "rope_theta", 10_000.0), head_dim, partial=partial)
-    if not query_growth:
-        return rope
-    return replace(rope, original_max_position=size(parameters, "original_max_position_embeddings"))
+    return _parse(raw, parameters, number(raw, "rope_theta", 10_000.0), head_dim, partial=partial)
+
+
+def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
+    """Returns ``llama_4_scaling_beta``, by which queries grow with their position, and the original length, after which
+    they do."""
+    parameters = _rope_parameters(raw)
+    length = size(parameters, "original_max_position_embeddings", size(raw, "max_position_embeddings"))
+    return number(parameters, "llama_4_scaling_beta", 0.0), length
 
 
 def parse_global_and_local(raw: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:

@@ -60,10 +60,11 @@ def reference_rotate(
     tables: tuple[torch.Tensor, torch.Tensor],
     norms: tuple[torch.Tensor, torch.Tensor] | None,
     eps: float,
+    growth: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """qkv [T, (heads + 2 * kv_heads) * head_dim] float32 -> queries [T, heads, head_dim], keys and values
     [T, kv_heads, head_dim], of the model's type; keys and values that become 8 bits are float32. tables: cosines,
-    sines; norms: weights of queries, of keys."""
+    sines; norms: weights of queries, of keys; growth: factors of queries [positions]."""
     parts = torch.split(qkv.view(len(qkv), -1, spec.head_dim), [spec.heads, spec.kv_heads, spec.kv_heads], 1)
     found = []
     for number, part in enumerate(parts[:2]):
@@ -76,6 +77,8 @@ def reference_rotate(
             low, high = turned.chunk(2, -1)
             turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
         found.append(turned)
+    if growth is not None:
+        found[0] = found[0] * growth[positions][:, None, None]
     model = torch.bfloat16 if spec.bf16 else torch.float32
     kept = torch.float32 if spec.codes else model
     return found[0].to(model), found[1].to(kept), parts[2].to(kept)

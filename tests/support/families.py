@@ -245,6 +245,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "rope_parameters": {**YARN, "original_max_position_embeddings": 100, "llama_4_scaling_beta": 0.1},
     },
+    "ministral3-beyond": {
+        "model_type": "ministral3",
+        "tie_word_embeddings": False,
+        "rope_parameters": {**YARN, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+    },
     "mellum": {
         **QWEN3_MOE,
         **WINDOWS,

@@ -29,6 +29,7 @@ from pillion.engine.models.layer_operations import (
     Again,
     Attend,
     Experts,
+    GrowQueries,
     Keep,
     Layer,
     LayerOperation,
@@ -71,7 +72,7 @@ class LayerEmitter:
         # are normed and rotated.
         self._rows, self._norm_name, self._qk_norm = builder.hidden, "", ""
         self._rope: int | None = None
-        self._norm_last, self._kept = False, builder.hidden
+        self._norm_last, self._grows, self._kept = False, False, builder.hidden
         # These are the rows of the layer's router, which are not rounded to the model's type.
         self._unrounded: Buffer | None = None
 
@@ -104,6 +105,10 @@ class LayerEmitter:
 
     def rotate(self, operation: Rotate, _: LayerOperation | None) -> Iterator[Operation]:
         self._rope = operation.rope
+        yield from ()
+
+    def grow(self, _: GrowQueries, __: LayerOperation | None) -> Iterator[Operation]:
+        self._grows = True
         yield from ()
 
     def attend(self, operation: Attend, _: LayerOperation | None) -> Iterator[Operation]:
@@ -262,6 +267,7 @@ class LayerEmitter:
             shape.codes,
             squares is not None,
             self._norm_last,
+            self._grows,
         )
         cos, sin = (None, None) if rope is None else builder.ropes[rope]
         norms = (builder.weights.tensors[self._prefix + name] if kind else None for name in ("q_norm", "k_norm"))
@@ -272,6 +278,7 @@ class LayerEmitter:
             "sin": sin,
             **dict(zip(("q_norm", "k_norm"), norms, strict=True)),
             "squares": squares,
+            "growth": builder.growth if self._grows else None,
             "qkv_stride": qkv.stride,
             **places,
             "squares_stride": 0 if squares is None else squares.stride,
@@ -331,6 +338,7 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     NormHeads: LayerEmitter.norm_heads,
     NormProjections: LayerEmitter.norm_projections,
     Rotate: LayerEmitter.rotate,
+    GrowQueries: LayerEmitter.grow,
     Attend: LayerEmitter.attend,
     Mlp: LayerEmitter.mlp,
     Keep: LayerEmitter.keep,

@@ -31,7 +31,7 @@ from pillion.engine.checkpoints.weights import embedding_scale
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
-from pillion.engine.models.rope import CosSin, rope_tables
+from pillion.engine.models.rope import CosSin, growth_table, rope_tables
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
@@ -67,7 +67,8 @@ def plan_model(
     with ``adapters`` or without. ``ropes`` are the rotary tables of another plan of the model."""
     ropes = ropes or rope_tables(config, max_model_len)
     local, heads = shard.local(config), config.num_heads
-    builder = OperationBuilder(local, weights, layout, dtype, ropes, shard, heads, adapters=adapters)
+    growth = growth_table(config, max_model_len)
+    builder = OperationBuilder(local, weights, layout, dtype, ropes, shard, heads, adapters=adapters, growth=growth)
     return _plan(builder, state_layers)
 
 

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_weights import CpuLinear, PackedMatrices
 from pillion.engine.models.model_config import ModelConfig
@@ -73,7 +75,8 @@ class OperationBuilder:
     """Builds a model's operations. ``rows_of`` is "tokens", and "samples" after the last layer's attention. ``dtype``
     is the model's type, which the KV of ``layout`` has too, unless it is in 8 bits. ``adapters`` are the slots, in a
     program for steps with adapters. ``config`` is the shape of the process's own layers; ``layout`` is that of all KV,
-    and ``model_heads`` are all query heads. ``meeting`` is None for a program of the whole model."""
+    and ``model_heads`` are all query heads. ``meeting`` is None for a program of the whole model. ``growth`` has the
+    factors of queries that grow with their position."""
 
     config: ModelConfig
     weights: PackedMatrices
@@ -85,6 +88,7 @@ class OperationBuilder:
     rows_of: str = "tokens"
     adapters: AdaptedProducts | None = None
     meeting: CpuMeeting | None = None
+    growth: torch.Tensor | None = None
 
     @property
     def bf16(self) -> bool:

@@ -34,6 +34,7 @@ from pillion.engine.models.layer_operations import (
     Again,
     Attend,
     Experts,
+    GrowQueries,
     Keep,
     Layer,
     LayerOperation,
@@ -47,7 +48,7 @@ from pillion.engine.models.layer_operations import (
     tensors_of,
 )
 from pillion.engine.models.layers import GATED, mix_experts, soft_cap
-from pillion.engine.models.rope import rope_tables
+from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
@@ -192,6 +193,8 @@ class GpuModel:
         # The rotary tables are rounded as in transformers.
         tables = rope_tables(config, max_model_len)
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
+        growth = growth_table(config, max_model_len)
+        self.growth = None if growth is None else growth.to(device)
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
         # All graphs share this buffer, since logits of their own would need gigabytes. The pool takes the memory that
         # is left.
@@ -301,6 +304,9 @@ class GpuDecoder:
                     self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
                 case Rotate(rope):
                     rotary = Rotary(*model.ropes[rope], self._record.rope_rows[: len(step.rows)])
+                case GrowQueries():
+                    assert head_norm is None  # It would run after this.
+                    self._grow(step.rows)
                 case Attend(window):
                     self._write_kv(index, step.rows, head_norm, rotary, shape)
                     if last and not shape.samples:
@@ -369,6 +375,13 @@ class GpuDecoder:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         for part, weight in ((slice(0, queries), q_norm), (slice(queries, queries + keys), k_norm)):
             rms_norm(qkv[:, part], weight, qkv[:, part], config.rms_norm_eps, model.weights.norm_is_wide)
+
+    def _grow(self, qkv: torch.Tensor) -> None:
+        """Multiplies queries by the factors of their positions, in place: rotating them later changes nothing."""
+        model, config = self._model, self._model.config
+        assert model.growth is not None
+        factors = model.growth.index_select(0, self._record.rope_rows[: len(qkv)])
+        qkv[:, : config.num_heads * config.head_dim].mul_(factors[:, None])
 
     def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         """Norms queries and keys over their whole projections, in place; the rank has some of their heads."""

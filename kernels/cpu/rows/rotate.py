@@ -40,6 +40,8 @@ class RotateWrite(KernelSpec):
 
     ``norm_last``: the norm over each head comes after the rotation.
 
+    ``grows``: queries are multiplied at last by their position's number in ``growth`` [positions] float32.
+
     ``summed``: such a projection has ``query_width`` queries and ``key_width`` keys, of which other ranks have some;
     the sums of all their squares are in ``squares`` [T, 2] float32 (:mod:`pillion.kernels.cpu.ranks`).
 
@@ -51,7 +53,7 @@ class RotateWrite(KernelSpec):
 
     layout = RecordLayout(
         "rotate_write",
-        pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm", "squares"),
+        pointers=("qkv", "queries", "cos", "sin", "q_norm", "k_norm", "squares", "growth"),
         numbers=(
             "qkv_stride",
             "head_stride",
@@ -75,6 +77,7 @@ class RotateWrite(KernelSpec):
     codes: str = ""
     summed: bool = False
     norm_last: bool = False
+    grows: bool = False
 
     def emit(self, call: KernelCall) -> None:
         # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
@@ -97,6 +100,7 @@ class _Row:
         index: the row's number in the step.
         source: the row of ``qkv`` with its queries, keys and values.
         angles: bytes from the rotary tables' start to the row's cosines, and sines.
+        growth: the factor of its queries by their position; None where they do not grow.
         factors: factors of its queries and its keys by norms over a whole projection, else None.
         piece: K of the row's block in this layer, of the first KV head.
         offset: the row's place in the block.
@@ -106,6 +110,7 @@ class _Row:
     index: Int
     source: Ptr
     angles: Int
+    growth: Vec | None
     factors: tuple[Vec | None, ...]
     piece: Ptr
     offset: Int
@@ -162,6 +167,7 @@ class RowWriter:
             index=index,
             source=source,
             angles=k.load_int(self._arrays["rope_rows"] + index * 4, 32) * (self._wide_head // 2),
+            growth=k.broadcast(self._args.pointer("growth") + position * 4) if spec.grows else None,
             factors=factors,
             piece=self._layer + slot * self._slot_bytes,
             offset=offset,
@@ -176,6 +182,7 @@ class RowWriter:
             head = kv_head * self._group + i
             values = self._changed(row, row.source, head, self._q_norm, row.factors[0])
             for vector, value in enumerate(values):
+                value = value if row.growth is None else value * row.growth
                 k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
 
     def write_keys(self, row: _Row, kv_head: Int) -> None:

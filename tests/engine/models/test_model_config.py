@@ -15,6 +15,7 @@ from pillion.engine.backends.backend import kv_layout
 from pillion.engine.models.config_keys import BOOKKEEPING
 from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
 from pillion.engine.models.families import FAMILIES, TEXT_OF
+from pillion.engine.models.model_config import QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant
 from pillion.errors import ConfigError
@@ -123,8 +124,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         ]  # transformers assumes the number of query heads of its own default.
     theirs, ours = AutoConfig.for_model(**given), parse_config(given)
     for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
-        if key != "max_position_embeddings" or not FAMILIES[name].query_growth:
-            assert getattr(ours, key) == getattr(theirs, key), key
+        assert getattr(ours, key) == getattr(theirs, key), key
     assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OLMo has no key for it.
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
@@ -278,10 +278,15 @@ def test_rope_frequencies_are_those_of_transformers_at_the_served_length(rope, s
     assert ours.scales.tolist() == pytest.approx([scale] * 8)
 
 
-def test_queries_that_would_grow_end_the_longest_text():
+def test_queries_that_grow_with_their_position():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
-    config = parse_config({**BASE, "model_type": "ministral3", "num_key_value_heads": 4, "rope_parameters": rope})
-    assert (config.max_position_embeddings, config.ropes[0].kind) == (64, "yarn")
+    raw = {**BASE, "model_type": "ministral3", "num_key_value_heads": 4}
+    config = parse_config({**raw, "rope_parameters": rope})
+    assert (config.max_position_embeddings, config.ropes[0].kind) == (256, "yarn")
+    assert config.query_growth == QueryGrowth(rate=0.1, length=64)
+    assert parse_config({**raw, "rope_parameters": {**rope, "llama_4_scaling_beta": 0}}).query_growth is None
+    with pytest.raises(ConfigError, match=r"queries that grow .* do not go with rope type 'dynamic'"):
+        parse_config({**raw, "rope_parameters": {**rope, "rope_type": "dynamic"}})
     with pytest.raises(ConfigError, match=r"llama_4_scaling_beta = 0\.1"):
         parse_config({**BASE, "rope_parameters": rope})
 

@@ -28,6 +28,9 @@ EPS = 0.1
 # Each sequence: (tokens already there, tokens of this step).
 MIXED = [(0, 16), (5, 1), (0, 1), (15, 1), (16, 1), (3, 40), (30, 3), (0, 35)]
 
+# The factors of queries at each position.
+GROWTH = torch.linspace(1.0, 3.0, 128)
+
 SHAPES = [
     RotateWrite(16, 4, 2, 16, bf16=True),
     RotateWrite(48, 3, 3, 16, bf16=True),
@@ -39,6 +42,8 @@ OPTIONS = [
     RotateWrite(16, 4, 2, 16, bf16=True, rope=False, qk_norm="head"),
     RotateWrite(32, 4, 2, 16, bf16=True, qk_norm="head"),
     RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="projection"),
+    RotateWrite(32, 4, 2, 16, bf16=True, grows=True),
+    RotateWrite(16, 4, 2, 16, bf16=True, rope=False, grows=True),
 ]
 
 
@@ -118,6 +123,7 @@ def run(runner, spec, qkv, batch, pool, threads=3, squares=None):
         "q_norm": q_norm,
         "k_norm": k_norm,
         "squares": squares,
+        "growth": GROWTH if spec.grows else None,
         "qkv_stride": stride(rows),
         "head_stride": stride(queries),
         "slot_bytes": stride(pool),
@@ -146,7 +152,8 @@ def compare(runner, spec, parts, seed=0):
     pool = before.clone()
     queries = run(runner, spec, qkv, batch, pool)
     positions = torch.from_numpy(batch.positions).long()
-    wanted, keys, values = reference_rotate(spec, qkv, positions, tables_of(spec), norms_of(spec), EPS)
+    growth = GROWTH if spec.grows else None
+    wanted, keys, values = reference_rotate(spec, qkv, positions, tables_of(spec), norms_of(spec), EPS, growth)
     if spec.codes:
         expected = reference_write_codes(before, LAYER, batch, keys, values, spec.codes, spec.block_size)
     else:
