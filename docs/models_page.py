@@ -125,6 +125,8 @@ def options(family: ModelFamily) -> str:
     said += [text for field, text in texts.items() if getattr(family, field)]
     if "choice_bias" in layer:
         said.append("a bias where experts are chosen")
+    if "n_group" in family.defaults:
+        said.append("experts of the best groups alone, by keys")
     if layer.get("shared_gate"):
         said.append("a gate of the MLP beside the experts")
     if layer.get("sinks"):

@@ -304,6 +304,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
             f"config.json: {chosen} = {per_token} experts per token are more than there are: {num_experts}"
         )
     inner = size(options, "moe_intermediate_size", size(raw, "intermediate_size"))
+    groups, kept = _expert_groups(options, num_experts, per_token)
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=per_token,
@@ -312,8 +313,26 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         layers=_with_experts(options, num_layers),
         sigmoid=family.sigmoid_router,
         scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
+        groups=groups,
+        kept_groups=kept,
         shared=_shared(options, inner),
     )
+
+
+def _expert_groups(options: Mapping[str, Any], num_experts: int, per_token: int) -> tuple[int, int]:
+    """Returns how many groups of experts there are, and in how many of them a token's experts are. Raises ConfigError
+    for groups that are not of one size, or have too few experts for two best ones or for a token."""
+    groups, kept = size(options, "n_group", 1), size(options, "topk_group", 1)
+    if groups > 1 and (num_experts % groups or num_experts // groups < 2):
+        raise ConfigError(f"config.json: {num_experts} experts cannot be divided into n_group = {groups} groups")
+    if kept > groups:
+        raise ConfigError(f"config.json: topk_group = {kept} is more than n_group = {groups}")
+    if per_token > kept * num_experts // groups:
+        raise ConfigError(
+            f"config.json: topk_group = {kept} of n_group = {groups} groups of {num_experts} experts have fewer than"
+            f" the {per_token} of a token"
+        )
+    return groups, kept
 
 
 def _shared(options: Mapping[str, Any], inner: int) -> int:

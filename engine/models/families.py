@@ -90,12 +90,14 @@ _NO_BIAS = {"attention_bias": False, "mlp_bias": False}
 _QKV_BIASES = ("attention_bias", "", "")
 _ONE_KEY = ("use_bias", "use_bias", "use_bias")
 _WIDE_HEADS = {"head_dim": 128, "rms_norm_eps": 1e-5, **_NO_BIAS}
+_GROUPS = {"n_group": 1, "topk_group": 1}
 _SHARED = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
     "num_experts_per_tok": 8,
     "n_routed_experts": 128,
     "n_shared_experts": 1,
+    **_GROUPS,
 }
 _WINDOWS = {"sliding_window": 4096, "layer_types": None}
 _QWEN = {
@@ -650,6 +652,7 @@ FAMILIES: dict[str, ModelFamily] = {
             "num_shared_experts": 1,
             "norm_topk_prob": True,
             "routed_scaling_factor": 2.5,
+            **_GROUPS,
         },
         layer=partial(llama_layer, qk_norm="head", choice_bias="mlp.e_score_correction_bias"),
         nope_if_full=True,

@@ -170,6 +170,8 @@ class Experts:
         sigmoid: whether scores are sigmoids of the router's products, not their softmax.
         choice_bias: numbers that are added to the scores where experts are chosen, and only there.
         scale: the factor of the scores.
+        groups: the number of groups of neighbouring experts. A row's experts are those of its best ``kept_groups``; how
+            good a group is, is the sum of its best ``group_best`` scores, those with the bias (DeepSeek V2 and V3).
     """
 
     router: LayerTensor
@@ -181,6 +183,9 @@ class Experts:
     sigmoid: bool = False
     choice_bias: LayerTensor | None = None
     scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
 
 
 @dataclass(frozen=True, slots=True)

@@ -123,14 +123,22 @@ def route(
     else:
         logits = linear(rows, router).float()
     every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
-    if choice_bias is None:
-        scores, chosen = every.topk(how.per_token, -1)
-    else:
-        chosen = (every + choice_bias.view(-1)).topk(how.per_token, -1).indices
-        scores = every.gather(-1, chosen)
+    choices = every if choice_bias is None else every + choice_bias.view(-1)
+    if how.groups > 1:
+        choices = _of_best_groups(choices, how)
+    chosen = choices.topk(how.per_token, -1).indices
+    scores = every.gather(-1, chosen)
     if how.normalize:
         scores = scores / scores.sum(-1, keepdim=True)
     return (scores if how.scale == 1.0 else scores * how.scale), chosen
+
+
+def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:
+    """Returns scores [T, experts] in which those of experts outside of a token's best groups are -inf."""
+    grouped = choices.view(len(choices), how.groups, -1)
+    kept = grouped.topk(how.group_best, -1).values.sum(-1).topk(how.kept_groups, -1).indices
+    left = torch.ones(grouped.shape[:2], dtype=torch.bool, device=choices.device).scatter_(1, kept, False)
+    return grouped.masked_fill(left[..., None], -torch.inf).flatten(1)
 
 
 def run_grouped(run: RunExpert, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -279,6 +279,9 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
         sigmoid=moe.sigmoid,
         choice_bias=bias,
         scale=moe.scale,
+        groups=moe.groups,
+        kept_groups=moe.kept_groups,
+        group_best=moe.group_best,
     )
 
 

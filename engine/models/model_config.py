@@ -35,7 +35,8 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize, sigmoid, scale: those of :class:`pillion.engine.models.layer_operations.Experts`.
+        normalize, sigmoid, scale, groups, kept_groups, group_best: those of
+            :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
     """
@@ -47,6 +48,9 @@ class MoeConfig:
     layers: tuple[bool, ...]
     sigmoid: bool = False
     scale: float = 1.0
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
     shared: int = 0
 
 

@@ -159,10 +159,19 @@ def reference_route(
     sigmoid: bool = False,
     bias: torch.Tensor | None = None,
     scale: float = 1.0,
+    groups: tuple[int, int, int] = (1, 1, 1),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32."""
+    """``groups``: how many there are, in how many of them a row's experts are, and how many best ones count there.
+
+    logits [rows, experts] float32 -> scores [rows, chosen] float32, experts [rows, chosen] int32."""
     every = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, -1)
-    experts = (every if bias is None else every + bias).topk(chosen, -1).indices
+    choices = every if bias is None else every + bias
+    count, kept, best = groups
+    ranks = choices.unflatten(-1, (count, -1)).topk(best, -1).values.sum(-1).argsort(-1, descending=True)
+    inside = (
+        torch.zeros(len(logits), count).scatter_(1, ranks[:, :kept], 1.0).repeat_interleave(logits.shape[1] // count, 1)
+    )
+    experts = choices.where(inside > 0, -torch.inf).topk(chosen, -1).indices
     scores = every.gather(-1, experts)
     return (scores / scores.sum(-1, keepdim=True) if normalize else scores) * scale, experts.int()
 

@@ -63,6 +63,8 @@ SHARED = {
     "first_k_dense_replace": 1,
 }
 
+GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+
 # ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
 # original length.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -181,6 +183,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "glm4-moe": {"model_type": "glm4_moe", **SHARED, "use_qk_norm": True, "attention_bias": True},
     "glm4-moe-plain": {"model_type": "glm4_moe", **SHARED, "norm_topk_prob": False, "first_k_dense_replace": 0},
+    "glm4-moe-groups": {"model_type": "glm4_moe", **SHARED, **GROUPS},
     "dots1": {"model_type": "dots1", **SHARED, "sliding_window": 24, "max_window_layers": 1},
     "solar-open": {
         "model_type": "solar_open",

@@ -176,7 +176,15 @@ class LayerEmitter:
             "stride": routing.stride,
             "scale": operation.scale,
         }
-        spec = RouteToExperts(count, chosen, operation.normalize, builder.rows_of, operation.sigmoid, bias is not None)
+        spec = RouteToExperts(
+            count,
+            chosen,
+            operation.normalize,
+            builder.rows_of,
+            operation.sigmoid,
+            bias is not None,
+            *(operation.groups, operation.kept_groups, operation.group_best),
+        )
         yield Operation(spec, route, builder.when)
         group = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}
         yield Operation(GroupByExpert(count, chosen, builder.rows_of), group, builder.when)

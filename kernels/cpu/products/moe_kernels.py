@@ -30,7 +30,8 @@ class RouteToExperts(KernelSpec):
 
     Scores are the softmax over all experts, or with ``sigmoid`` sigmoids; with ``normalize`` the scores of a row's
     chosen experts sum up to 1. ``scale`` multiplies them at last. Of experts with equal scores the first wins.
-    ``biased``: experts are chosen by the sum of their scores and ``bias`` [experts] float32.
+    ``biased``: experts are chosen by the sum of their scores and ``bias`` [experts] float32. With several ``groups`` of
+    experts, only those of the best ``kept_groups`` are chosen, by the sum of each group's best ``group_best``, 1 or 2.
     """
 
     layout = RecordLayout(
@@ -43,9 +44,13 @@ class RouteToExperts(KernelSpec):
     rows_of: str = "tokens"
     sigmoid: bool = False
     biased: bool = False
+    groups: int = 1
+    kept_groups: int = 1
+    group_best: int = 2
 
     def emit(self, call: KernelCall) -> None:
-        assert self.chosen <= self.experts <= MAX_EXPERTS
+        assert self.chosen <= self.experts // self.groups * self.kept_groups
+        assert self.experts <= MAX_EXPERTS - self.groups
         k, args = call.k, call.args
         logits, scores, experts = args.pointer("logits"), args.pointer("scores"), args.pointer("experts")
         stride = args.number("stride")
@@ -56,9 +61,11 @@ class RouteToExperts(KernelSpec):
             else:
                 total = self._exponentials(k, logits + row * stride, call.scratch)
             choices = self._choices(call, total) if self.biased else call.scratch
+            if self.groups > 1:
+                self._leave_groups(k, choices, call.scratch + 2 * self._room)
             chosen_total = k.variable(k.vector(0.0))
             with k.range(self.chosen) as i:
-                best, expert = self._best(k, choices)
+                best, expert = self._best(k, choices, self.experts)
                 if self.biased:
                     best = k.broadcast(call.scratch + expert * 4)
                 # The score of an expert that was chosen is lowered below all others, so that it is not chosen again.
@@ -75,6 +82,35 @@ class RouteToExperts(KernelSpec):
         """Gives a number that no expert's score has, below all of them."""
         return -math.inf if self.biased else -1.0
 
+    @property
+    def _room(self) -> int:
+        """Gives the bytes of the scores of all experts, in whole vectors."""
+        return -(-self.experts // LANES) * VECTOR_BYTES
+
+    def _leave_groups(self, k: Kernel, choices: Ptr, group_scores: Ptr) -> None:
+        """Lowers the scores of experts outside of the best groups below all others."""
+        size = self.experts // self.groups
+        lowest = k.vector(self._lowest)
+        with k.range(self.groups) as group:
+            first = choices + group * (size * 4)
+            score, place = self._best(k, first, size)
+            if self.group_best > 1:
+                k.store_first(first + place * 4, lowest)
+                second = self._best(k, first, size)[0]
+                k.store_first(first + place * 4, score)
+                score = score + second
+            k.store_first(group_scores + group * 4, score)
+        with k.range(self.kept_groups):
+            best = self._best(k, group_scores, self.groups)[1]
+            k.store_first(group_scores + best * 4, lowest)
+        with k.range(self.groups) as group:
+            left = k.broadcast(group_scores + group * 4) > lowest
+            with k.range(vectors_of(k.int(size))) as i:
+                at = choices + group * (size * 4) + i * VECTOR_BYTES
+                value = k.load(at)
+                # Behind the group are the scores of the next one, or what follows the last.
+                k.store(at, k.select(k.below(i * LANES, k.int(size)), k.select(left, lowest, value), value))
+
     def _sigmoids(self, k: Kernel, logits: Ptr, out: Ptr) -> Vec:
         """Stores the sigmoids of logits in ``out``, and -1 after the last expert; returns 1."""
         count = k.int(self.experts)
@@ -86,7 +122,7 @@ class RouteToExperts(KernelSpec):
     def _choices(self, call: KernelCall, total: Vec) -> Ptr:
         """Stores scores / total + bias behind the scores; returns where."""
         k, bias, count = call.k, call.args.pointer("bias"), call.k.int(self.experts)
-        out = call.scratch + -(-self.experts // LANES) * VECTOR_BYTES
+        out = call.scratch + self._room
         with k.range(vectors_of(count)) as i:
             at, here = i * VECTOR_BYTES, k.below(i * LANES, count)
             k.store(
@@ -111,12 +147,15 @@ class RouteToExperts(KernelSpec):
             k.store(out + i * VECTOR_BYTES, k.select(here, power, k.vector(-1.0)))
         return k.sum(total.value)
 
-    def _best(self, k: Kernel, values: Ptr) -> tuple[Vec, Int]:
-        """Returns the largest of ``values`` and the first place that holds it; place 0 if all are lowest or NaN."""
+    def _best(self, k: Kernel, values: Ptr, count: int) -> tuple[Vec, Int]:
+        """Returns the largest of the first ``count`` ``values`` and the first place that holds it; place 0 if all are
+        lowest or NaN. What follows counts as lowest."""
         best, places = k.variable(k.vector(self._lowest)), k.variable(k.vector(0.0))
         counted = k.constant([float(lane) for lane in range(LANES)])
-        with k.range(vectors_of(k.int(self.experts))) as i:
+        with k.range(vectors_of(k.int(count))) as i:
             value = k.load(values + i * VECTOR_BYTES)
+            if count < self.experts:
+                value = k.select(k.below(i * LANES, k.int(count)), value, k.vector(self._lowest))
             larger = value > best.value
             best.value = k.select(larger, value, best.value)
             places.value = k.select(larger, counted + k.real(i * LANES), places.value)

@@ -98,6 +98,10 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
         ({"model_type": "gemma2", "hidden_activation": "relu"}, "relu"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+        ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 3}, "n_group = 3"),
+        ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 128}, "n_group = 128"),
+        ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 2, "topk_group": 3}, "topk_group = 3"),
+        ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 64}, "fewer than the 8 of a token"),
         (
             {"model_type": "mixtral", "num_key_value_heads": 4, "num_local_experts": 2, "num_experts_per_tok": 3},
             "3 experts per token",
@@ -300,11 +304,13 @@ def test_the_text_model_of_mistral_3():
     assert parse_config({"model_type": "mistral3", "text_config": text}).family == "mistral"
 
 
-def test_a_choice_among_groups_of_experts_is_refused():
-    config = {**BASE, "model_type": "glm4_moe", "num_key_value_heads": 4, "n_routed_experts": 8}
-    assert parse_config({**config, "n_group": 1, "topk_group": 1}).moe.shared == 1408
-    with pytest.raises(ConfigError, match=r"glm4_moe: config\.json has n_group = 2"):
-        parse_config({**config, "n_group": 2})
+def test_a_choice_among_groups_of_experts_is_refused_where_a_family_has_none():
+    config = {**BASE, "num_key_value_heads": 4, "num_experts": 8}
+    grouped = parse_config({**config, "model_type": "glm4_moe", "n_group": 2, "topk_group": 2})
+    assert (grouped.moe.groups, grouped.moe.kept_groups) == (2, 2)
+    assert parse_config({**config, "model_type": "qwen3_moe", "n_group": 1, "topk_group": 1}).moe.groups == 1
+    with pytest.raises(ConfigError, match=r"qwen3_moe: config\.json has n_group = 2"):
+        parse_config({**config, "model_type": "qwen3_moe", "n_group": 2})
 
 
 def test_the_longest_text_with_scaling():

@@ -25,10 +25,18 @@ OTHER_ROUTES = [
     for size, normalize in (((20, 4), True), ((128, 8), False))
     for sigmoid, biased in ((True, False), (False, True), (True, True))
 ]
+# (experts, chosen) in (groups, kept ones, best experts that count): DeepSeek V3's, V2's, and groups below a vector.
+IN_GROUPS = [
+    moe.RouteToExperts(256, 8, True, sigmoid=True, biased=True, groups=8, kept_groups=4),
+    moe.RouteToExperts(160, 6, False, groups=8, kept_groups=3, group_best=1),
+    moe.RouteToExperts(12, 3, True, sigmoid=True, groups=4, kept_groups=2),
+    moe.RouteToExperts(42, 4, False, biased=True, groups=21, kept_groups=2),
+]
 CHOICES = (2, 4, 8)
 SPECS = [
     *ROUTES,
     *OTHER_ROUTES,
+    *IN_GROUPS,
     moe.RouteToExperts(8, 2, True, "samples"),
     *(moe.GroupByExpert(*size, rows_of) for size in SIZES for rows_of in ("tokens", "samples")),
     *(moe.GatherGroups(chosen) for chosen in CHOICES),
@@ -87,6 +95,24 @@ def test_other_scores(runner, spec, shift):
     expected = reference_route(logits, spec.chosen, spec.normalize, spec.sigmoid, bias, 1.7)
     torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-7)
     assert torch.equal(experts, expected[1])
+
+
+@pytest.mark.parametrize("spec", IN_GROUPS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("shift", [0.0, -7.0])
+def test_experts_of_the_best_groups(runner, spec, shift):
+    logits, bias = normal(40, spec.experts), normal(spec.experts, seed=1) * 0.3 + shift
+    bias = bias if spec.biased else None
+    scores, experts = run_route(runner, spec, logits, bias=bias, scale=1.7)
+    groups = spec.groups, spec.kept_groups, spec.group_best
+    expected = reference_route(logits, spec.chosen, spec.normalize, spec.sigmoid, bias, 1.7, groups)
+    torch.testing.assert_close(scores, expected[0], rtol=1e-5, atol=1e-7)
+    assert torch.equal(experts, expected[1])
+    apart = reference_route(logits, spec.chosen, spec.normalize, spec.sigmoid, bias, 1.7)
+    assert not torch.equal(experts, apart[1])
+    logits[3] = torch.nan
+    broken = run_route(runner, spec, logits, bias=bias)[1]
+    assert ((broken >= 0) & (broken < spec.experts)).all()
+    assert torch.equal(broken[4:], experts[4:])
 
 
 @settings(max_examples=examples(20))
