@@ -104,7 +104,8 @@ class _SupervisedProcess:
     """Holds the state of one component's process. ``child`` is None before the first start and between a death and the
     next start; ``successor`` is the standby, None while there is none. ``failed`` is why the process could not start,
     in its own words. ``lost`` names the component that it needs and that died while it lived, and the time until which
-    its own end is put down to that death. ``unaided`` is why the last standby could not be started. ``flapping`` is
+    its own end is put down to that death; ``starting`` is true from the order to start it until its process is known.
+    ``unaided`` is why the last standby could not be started. ``flapping`` is
     empty unless the component flapped when it died last, and ``begins_s`` is when it is started again."""
 
     spec: ProcessSpec
@@ -113,6 +114,7 @@ class _SupervisedProcess:
     successor: NextProcess | None = None
     failed: str = ""
     lost: tuple[str, float] = ("", 0.0)
+    starting: bool = False
     unaided: str = ""
     flapping: str = ""
     begins_s: float = 0.0
@@ -264,10 +266,11 @@ class Supervisor:
         """Kills the components that need one that has just died. It would end by itself, but later, and its next
         process can start only after its end."""
         for other in self._components:
-            if name in other.spec.needs and other.child is not None:
+            if name in other.spec.needs and (other.child is not None or other.starting):
                 # The end of this component may be noticed only when the one it needs is ready again.
                 other.lost = name, time.monotonic() + BEHIND_S if other.spec.survives else math.inf
-                if not other.spec.survives:
+                # One that is being started is killed as soon as its process is known.
+                if not other.spec.survives and other.child is not None:
                     other.child.kill()
 
     def _lost_need(self, component: _SupervisedProcess) -> str:
@@ -290,11 +293,7 @@ class Supervisor:
             self._notices.component(spec.component_id, line)
 
         forward = kept.append if spec.quiet else show
-        successor, component.successor = component.successor, None
-        child = successor.begin(forward) if successor is not None else None
-        if child is None:
-            child = await self._launch(spec.argv, spec.environ, forward)
-        component.child = child
+        component.child = child = await self._begin(component, forward)
         probing = asyncio.create_task(self._until_ready(component, child))
         try:
             code = await child.wait()
@@ -306,6 +305,20 @@ class Supervisor:
         for line in kept:
             show(line)
         return code
+
+    async def _begin(self, component: _SupervisedProcess, forward: Callable[[str], None]) -> ChildProcess:
+        """Starts a component's process, or lets its standby begin. Raises OSError where the program does not start."""
+        spec, successor, component.successor = component.spec, component.successor, None
+        component.starting = True
+        try:
+            child = successor.begin(forward) if successor is not None else None
+            if child is None:
+                child = await self._launch(spec.argv, spec.environ, forward)
+        finally:
+            component.starting = False
+        if component.lost[0] and not spec.survives:
+            child.kill()
+        return child
 
     async def _until_ready(self, component: _SupervisedProcess, child: ChildProcess) -> None:
         try:

@@ -9,6 +9,8 @@ import pathlib
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
+from typing import Any
 
 import psutil
 import pytest
@@ -153,6 +155,34 @@ async def test_a_component_ends_with_the_one_that_it_needs(folder: pathlib.Path)
             assert log_of(folder)[-2:] == ["start a", "start b"]
         assert log_of(folder).count("start c") == 1
         assert notices.lines.count("pillion: b was ended by SIGKILL; starting it again after a") == 2
+    finally:
+        await supervisor.stop()
+
+
+async def test_a_component_that_is_being_started_ends_with_the_one_that_it_needs(folder: pathlib.Path) -> None:
+    notices = RecordedNotices()
+    known_late, hold = asyncio.Event(), False
+
+    async def launch(argv: Sequence[str], *args: Any, **options: Any) -> ChildProcess:
+        child = await ChildProcess.start(argv, *args, **options)
+        if argv[-1] == "b" and hold:
+            await known_late.wait()
+        return child
+
+    needy = dataclasses.replace(spec(folder, "b", 1), needs=("a",))
+    supervisor = Supervisor([spec(folder, "a"), needy], notices, RestartPolicy(first_delay_ms=10), launch=launch)
+    await supervisor.start()
+    try:
+        hold = True
+        await kill(supervisor, "b")
+        await until("b to be started", lambda: log_of(folder).count("start b") == 2)
+        (folder / "a").unlink()
+        await kill(supervisor, "a")
+        await until("a to run again", lambda: log_of(folder).count("start a") == 2)
+        hold = False
+        known_late.set()
+        await until("b to run again", lambda: log_of(folder).count("start b") == 3)
+        assert "pillion: b was ended by SIGKILL; starting it again after a" in notices.lines
     finally:
         await supervisor.stop()
 
