@@ -10,12 +10,14 @@ starting ---> running ---> SIGTERM, SIGINT or a dead supervisor ---> stopping --
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import importlib.metadata
 import importlib.util
 import logging
 import os
+import resource
 import signal
 import socket
 from collections.abc import Coroutine
@@ -60,6 +62,9 @@ LATER_MODULES = (
 STOP_GRACE_S = 2.0
 STOP_TIMEOUT_S = 2.0
 EXIT_HURRIED = 130
+# A process may have this many open files if the system's hard limit lets it. Both doors of a gateway hold up to 4,096
+# connections each, and shells and service managers begin with a soft limit of 1,024: above it no client gets in.
+MAX_OPEN_FILES = 65_536
 
 
 def require_server_packages(needs: str = "servers need") -> None:
@@ -92,6 +97,16 @@ def name_of(role: str, flags: Any) -> str:
     return f"{role}-{socket.gethostname()}-{os.getpid()}"
 
 
+def raise_open_files() -> None:
+    """Raises the soft limit of open files to :data:`MAX_OPEN_FILES`, or to the hard limit where that is less."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        # macOS names a hard limit that it does not grant.
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def run_component(role: str, flags: Any) -> int:
     """Runs the component of a role, and returns its exit status when it has ended. Raises ConfigError."""
     from pillion.cli.checks import check_flags
@@ -101,6 +116,7 @@ def run_component(role: str, flags: Any) -> int:
 
     standby = next((turn_of_process() for turn_of_process in entered(TURN)), None)
     name = name_of(role, flags)
+    raise_open_files()
     set_up_logging(flags.log_level, flags.log_format, name)
     check_flags(flags)
     require_server_packages()
