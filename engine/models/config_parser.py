@@ -117,7 +117,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         rms_norm_eps=number(raw, family.eps, 1e-6),
-        max_position_embeddings=_longest(raw, ropes),
+        max_position_embeddings=_longest(raw, family, ropes),
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_windows=tuple(window if slide else 0 for slide in slides),
@@ -280,11 +280,12 @@ def _query_growth(
     return found if found.rate else None
 
 
-def _longest(raw: Mapping[str, Any], ropes: tuple[RopeConfig, ...]) -> int:
-    """Returns the number of tokens of the longest text that the config allows. Configs of Gemma 3, llama3 and longrope
-    hold the length after scaling; the other kinds of scaling multiply it by their factor, as in vLLM."""
+def _longest(raw: Mapping[str, Any], family: ModelFamily, ropes: tuple[RopeConfig, ...]) -> int:
+    """Returns the number of tokens of the longest text that the config allows. Configs of Gemma 3, Ministral 3, llama3
+    and longrope hold the length after scaling; the other kinds of scaling multiply it by their factor, as in vLLM."""
     configured = size(raw, "max_position_embeddings")
-    return configured if len(ropes) > 1 else max(configured, ropes[0].stretched_max_position)
+    after_scaling = len(ropes) > 1 or family.query_growth == "all"
+    return configured if after_scaling else max(configured, ropes[0].stretched_max_position)
 
 
 def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> MoeConfig | None:
