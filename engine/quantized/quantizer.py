@@ -22,6 +22,8 @@ from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoi
 from pillion.engine.checkpoints.model_files import TEXT_FILES, Progress
 from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Role, tensors_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.quantized.formats.pillion_format import stored_tensors
 from pillion.engine.quantized.quantization import OWN_METHOD
@@ -183,9 +185,9 @@ def _regression(groups: torch.Tensor, levels: CodeRange, fit: GroupFit) -> tuple
 def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress: Progress) -> None:
     """Fills ``folder`` with a plain model folder's files, the matrices of its linear layers quantized.
 
-    Norms, biases, routers of experts and the embedding stay as they are. The head becomes int8 with one scale for each
-    output. Tensors are read one by one, and as many threads as torch has quantize each. Raises ConfigError for weights
-    that do not fit the config or are not finite.
+    Norms, biases, routers of experts, gates of rows and the embedding stay as they are. The head becomes int8 with one
+    scale for each output. Tensors are read one by one, and as many threads as torch has quantize each. Raises
+    ConfigError for weights that do not fit the config or are not finite.
     """
     raw, config = read_json(source / "config.json"), load_config(source)
     for name in TEXT_FILES:
@@ -219,13 +221,20 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
 
 
 def _linear_names(config: ModelConfig) -> set[str]:
-    """Returns all names that checkpoints have for the matrices of linear layers."""
+    """Returns all names that checkpoints have for the matrices of linear layers. Those of two dimensions that choose or
+    weigh rows, such as routers, are none."""
+    exact = {
+        f"layers.{index}.{tensor.name}"
+        for index, operations in enumerate(layers_of(config))
+        for tensor in tensors_of(operations)
+        if tensor.role is not Role.MATRIX
+    }
     return {
         tensor.name
         for key, spellings in decoder_tensors(config).items()
         for spelling in spellings
         for tensor in spelling
-        if len(tensor.shape) > 1 and key != "embedding" and not key.endswith("router")
+        if len(tensor.shape) > 1 and key not in exact and key != "embedding"
     } | {_HEAD}
 
 

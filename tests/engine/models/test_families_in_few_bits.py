@@ -1,0 +1,149 @@
+"""Every family once on the CPU kernels with Pillion's own int8 and int4, KV in 8 bits, three answers to one prompt over
+a prefix hit, and a new start after a kill."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Role, tensors_of
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from pillion.kernels.torch.torch_attention import StepAttention
+from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.eight_bit_kv import quantize_rows
+from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.torch_model import BackendDriver
+
+pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.long, needs_kernels]
+
+# The first case of each family, and the flag and type of KV in 8 bits, in turns.
+FIRST = {options.get("model_type", "llama"): name for name, options in reversed(FAMILIES.items())}
+KV = (("int8", "int8"), ("fp8", "fp8_e4m3"))
+TOLERANCE = 1e-4
+# Rows of KV that lie between two codes may get either of them, which is less than this share of what rounding changes.
+MOST_TURNED = 0.2
+# Three answers have a prompt of so many tokens, of which a part is computed before; neither ends with a block.
+PROMPT, PREFIX = 50, 37
+
+
+@pytest.fixture(params=FIRST.values())
+def family(request, tmp_path):
+    name = request.param
+    return name, *make_model(tmp_path / "plain", FAMILIES[name])
+
+
+def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[PreparedModel, torch.nn.Module]:
+    """The model in few bits, and transformers' model of the numbers that its codes stand for."""
+    prepared = prepare(dataclasses.replace(flags, quantization=kind))
+    names, values = load_file(folder / "model.safetensors"), load_file(prepared.folder / "model.safetensors")
+    for name in [name for name in values if name.endswith(".codes")]:
+        module = name.removesuffix(".codes")
+        codes, scales, offsets = (values.pop(f"{module}.{part}", None) for part in ("codes", "scales", "offsets"))
+        if codes.dtype == torch.uint8:
+            codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+        groups = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
+        groups = groups if offsets is None else groups + offsets[..., None]
+        values[module if module in names else f"{module}.weight"] = groups.flatten(-2)
+    wide, config = folder.parent / kind, json.loads((folder / "config.json").read_text())
+    wide.mkdir()
+    # The head is in 8 bits and the embedding is not.
+    (wide / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
+    save_file(values, wide / "model.safetensors", metadata={"format": "pt"})
+    return prepared, AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+
+
+def close(got, wanted):
+    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def logits_of(model, texts):
+    with torch.inference_mode():
+        return model(torch.tensor(texts)).logits.float()
+
+
+def run(driver, text):
+    return driver.run_all(driver.sequences.add()[0], text, [33, 1, 2, 20])
+
+
+def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
+    """Only matrices of linear layers are in few bits. The reference of KV is torch, which rounds rows before it writes
+    them."""
+    name, folder, flags = family
+    (prepared, model), text = quantized(folder, flags, "int8"), tokens_of(PROMPT_TOKENS, 2)
+    check_roles(prepared.folder)
+    wanted = logits_of(model, [text])[0]
+    close(run(CpuDriver(prepared), text), wanted)
+    flag, kind = KV[list(FIRST.values()).index(name) % 2]
+    found = run(CpuDriver(prepared, backend=cpu_backend(prepared, kv_cache_dtype=flag)), text)
+    write = StepAttention.write
+
+    def rounded(self, layer, keys, values):
+        pairs = [quantize_rows(rows, kind) for rows in (keys, values)]
+        write(self, layer, *(codes.float() * scales[..., None] for codes, scales in pairs))
+
+    monkeypatch.setattr(StepAttention, "write", rounded)
+    reference = run(BackendDriver(prepared), text)
+    assert (found - reference).abs().mean() < MOST_TURNED * (reference - wanted).abs().mean()
+
+
+def check_roles(folder):
+    """Asserts which tensors of a folder are in few bits."""
+    config = load_config(folder)
+    others = {
+        f"layers.{index}.{tensor.name}"
+        for index, layer in enumerate(layers_of(config))
+        for tensor in tensors_of(layer)
+        if tensor.role is not Role.MATRIX
+    }
+    with open_checkpoint(folder, config) as checkpoint:
+        for key in decoder_tensors(config):
+            found = checkpoint.take_matrix(key, torch.float32)
+            plain = key in (*others, "embedding", "final_norm") or key.endswith(".bias")
+            assert isinstance(found, torch.Tensor if plain else QuantizedMatrix), key
+
+
+def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
+    """In 4 bits. Someone else has computed whole blocks of the prompt and the begin of one; the answers copy the last
+    block of the prompt, and grow side by side. After a kill the tokens so far are a prompt, computed in other steps."""
+    _, folder, flags = family
+    prepared, model = quantized(folder, flags, "int4")
+    tails = [tokens_of(PROMPT_TOKENS - PROMPT, seed) for seed in (5, 6, 7)]
+    texts = [tokens_of(PROMPT, 2) + tail for tail in tails]
+    wanted, driver = logits_of(model, texts), CpuDriver(prepared)
+    (other,) = driver.sequences.add()
+    driver.step((other, texts[0][:20]), sample=())
+    driver.step((other, texts[0][20:PREFIX]), sample=())
+    first = sibling(driver, other)
+    driver.step((other, tails[1][:5]), sample=())
+    rows = range(PROMPT - PREFIX)
+    close(driver.step((first, texts[0][PREFIX:PROMPT]), sample=rows), wanted[0, PREFIX:PROMPT])
+    numbers = [first, sibling(driver, first), sibling(driver, first)]
+    for begin, end in ((0, 1), (1, 2), (2, len(tails[0]))):
+        parts = [(number, tail[begin:end]) for number, tail in zip(numbers, tails, strict=True)]
+        found = driver.step(*parts, sample=range(3 * (end - begin))).unflatten(0, (3, -1))
+        close(found, wanted[:, PROMPT + begin : PROMPT + end])
+    driver.step((first, tails[2][:1]))
+    again = CpuDriver(prepared, seed=1)
+    (number,) = again.sequences.add()
+    again.step((number, texts[0][:13]), sample=())
+    again.step((number, texts[0][13 : PROMPT + 2]), sample=())
+    assert torch.equal(again.step((number, tails[0][2:]), sample=range(len(tails[0]) - 2)), found[0])
+
+
+def sibling(driver, number):
+    """A sequence that goes on where another one is, with its full blocks and copies of the rest."""
+    other, sources, targets = driver.sequences.sibling(number)
+    driver.backend.copy_blocks(sources, targets)
+    return other
