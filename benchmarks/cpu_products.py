@@ -79,6 +79,8 @@ def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -
         "inputs": group,
         "input_sums_stride": 4 * groups,
         "factor": 1.0,
+        "alpha": 0.0,
+        "limit": 0.0,
     }
     return Operation(spec, values)
 

@@ -34,7 +34,6 @@ LEFT_OUT = {
     "layers that share keys and values, and embeddings for each layer": """
         gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant
         gemma4_unified_text""",
-    "experts in MXFP4 and clamped activations; its attention sinks are served": "gpt_oss",
     "heads of values that differ from those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         afmoe diffllama jetmoe laguna""",
@@ -131,6 +130,8 @@ def options(family: ModelFamily) -> str:
         said.append("experts of the best groups alone, by keys")
     if layer.get("shared_gate"):
         said.append("a gate of the MLP beside the experts")
+    if layer.get("expert_biases"):
+        said.append("biases of router and experts; clamped SwiGLU")
     if layer.get("sinks"):
         said.append("attention sinks (not on GPUs)")
     if family.parallel or "use_parallel_residual" in family.defaults:

@@ -42,11 +42,17 @@ _LISTED_NAMES = 4  # An error names at most this many tensors.
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """Names a tensor of a checkpoint and its shape. ``part`` is the entry of its first dimension that is read; None
-    reads all."""
+    reads all. ``transposed`` says that a plain tensor has its last two dimensions the other way round in the file."""
 
     name: str
     shape: tuple[int, ...]
     part: int | None = None
+    transposed: bool = False
+
+    @property
+    def plain_shape(self) -> tuple[int, ...]:
+        """Gives the shape that a plain tensor has in the file."""
+        return (*self.shape[:-2], *self.shape[:-3:-1]) if self.transposed else self.shape
 
 
 Spelling = tuple[CheckpointTensor, ...]
@@ -109,13 +115,15 @@ def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spellin
 def _of_experts(tensor: LayerTensor) -> dict[str, tuple[Spelling, ...]]:
     group, _, name = tensor.name.partition(".")
     shape = (tensor.experts, *tensor.shape)
-    return {
-        f"{group}.{number}.{name}": (
-            *_spelled(tensor, ".weight", number),
-            *((CheckpointTensor(stacked, shape, number),) for stacked in tensor.stacked),
-        )
-        for number in range(tensor.experts)
-    }
+    wanted: dict[str, tuple[Spelling, ...]] = {}
+    for number in range(tensor.experts):
+        key = f"{group}.{number}.{name}"
+        stacked = ((CheckpointTensor(name, shape, number, tensor.transposed),) for name in tensor.stacked)
+        wanted[key] = (*_spelled(tensor, ".weight", number), *stacked)
+        if tensor.bias:
+            biases = ((CheckpointTensor(f"{name}_bias", shape[:2], number),) for name in tensor.stacked)
+            wanted[f"{key}.bias"] = (*_spelled(tensor, ".bias", number), *biases)
+    return wanted
 
 
 def _named(name: str, *shape: int) -> tuple[Spelling, ...]:
@@ -178,7 +186,7 @@ class Checkpoint:
             kind = str(dtype).removeprefix("torch.")
             name = self._handles[wanted.name][1]
             raise ConfigError(f"{self._folder}: {name} holds NaN or infinite numbers in {kind}")
-        return tensor
+        return tensor.mT if wanted.transposed else tensor
 
     def _tensor(self, plain_name: str, part: int | None) -> torch.Tensor:
         handle, name = self._handles[plain_name]
@@ -242,7 +250,7 @@ class Checkpoint:
         return not bool(self._tensor(name, None).any())
 
     def _check_shapes(self) -> None:
-        shapes = {tensor.name: tensor.shape for spelling in self._spellings.values() for tensor in spelling}
+        shapes = {tensor.name: tensor.plain_shape for spelling in self._spellings.values() for tensor in spelling}
         for plain_name, shape in shapes.items():
             if self._stored.get(plain_name):
                 continue

@@ -82,8 +82,9 @@ def load_layer(
             case Role.MATRIX if tensor.experts:
                 group, _, name = tensor.name.partition(".")
                 keys = [f"{prefix}{group}.{number}.{name}" for number in range(tensor.experts)]
-                matrices = _rounded_alike([checkpoint.take_matrix(key, dtype) for key in keys])
-                weights[tensor.name] = tuple(linear(matrix, None) for matrix in matrices)
+                matrices = _rounded_alike([_matrix(checkpoint, dtype, key, tensor) for key in keys])
+                biases = [_bias(checkpoint, dtype, key, tensor) for key in keys]
+                weights[tensor.name] = tuple(map(linear, matrices, biases))
             case Role.MATRIX:
                 weights[tensor.name] = _linear(checkpoint, dtype, key, tensor, linear)
             case Role.EXACT_MATRIX | Role.VECTOR:
@@ -99,8 +100,8 @@ def _norm(
     """Loads a norm: its weight in the model's type for plain norms, else in float32. Where a family's norms multiply by
     1 + w, the 1 is added to the weight here."""
     key = prefix + tensor.name
-    weight = checkpoint.take(key, dtype) if tensor.spellings else torch.ones(tensor.shape)
-    weight = in_order(weight if config.norm == "plain" else weight.float(), tensor)
+    kind = dtype if config.norm == "plain" else torch.float32
+    weight = in_order(checkpoint.take(key, kind) if tensor.spellings else torch.ones(tensor.shape, dtype=kind), tensor)
     if config.norm.endswith("offset"):
         weight = weight + 1.0
     if not config.norm.startswith("layer"):
@@ -111,13 +112,19 @@ def _norm(
 
 def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor, linear: MakeLinear) -> Linear:
     """Loads a linear layer, whose outputs are in the order of :func:`row_order`."""
-    order = row_order(tensor)
-    weight, bias = checkpoint.take_matrix(key + ".weight", dtype), None
-    if tensor.bias:
-        bias = checkpoint.take(key + ".bias", dtype)
-    if order is not None:
-        weight, bias = select_rows(weight, order), None if bias is None else bias[order]
-    return linear(weight, bias)
+    return linear(_matrix(checkpoint, dtype, key + ".weight", tensor), _bias(checkpoint, dtype, key, tensor))
+
+
+def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> Matrix:
+    weight, order = checkpoint.take_matrix(key, dtype), row_order(tensor)
+    return weight if order is None else select_rows(weight, order)
+
+
+def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> torch.Tensor | None:
+    if not tensor.bias:
+        return None
+    bias, order = checkpoint.take(f"{key}.bias", dtype), row_order(tensor)
+    return bias if order is None else bias[order]
 
 
 def row_order(tensor: LayerTensor) -> torch.Tensor | None:
@@ -125,6 +132,8 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
 
     Where a part of each head is rotated, its values are put in the order of ``partial_order``.
     """
+    if tensor.alternating:
+        return torch.arange(tensor.shape[0]).view(-1, 2).t().reshape(-1)
     if not any(piece.rotated for piece in tensor.rows):
         return None
     return torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])

@@ -14,6 +14,7 @@ from typing import Any
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
 from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
+from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import FEW_BITS_ROOM, FewBitWeights, ModelConfig, MoeConfig, QueryGrowth
 from pillion.engine.models.rope_config import (
     RopeConfig,
@@ -316,6 +317,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
         groups=groups,
         kept_groups=kept,
+        clamped=_clamped(options),
         shared=_shared(options, inner),
     )
 
@@ -334,6 +336,13 @@ def _expert_groups(options: Mapping[str, Any], num_experts: int, per_token: int)
             f" the {per_token} of a token"
         )
     return groups, kept
+
+
+def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
+    """Returns the activation of gpt-oss's experts, where a family has its numbers."""
+    if "swiglu_limit" not in options:
+        return None
+    return ClampedSwiglu(number(options, "swiglu_alpha", 0.0), above_zero(options, "swiglu_limit", 0.0))
 
 
 def _shared(options: Mapping[str, Any], inner: int) -> int:

@@ -33,7 +33,16 @@ from pillion.engine.models.layer_operations import (
     NormProjections,
     Rotate,
 )
-from pillion.engine.models.layers import ACTIVATIONS, GATED, LayerNorm, RmsNorm, mix_experts, soft_cap
+from pillion.engine.models.layers import (
+    ACTIVATIONS,
+    GATED,
+    LayerNorm,
+    RmsNorm,
+    RouterBiases,
+    expert_activation,
+    mix_experts,
+    soft_cap,
+)
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, Rope, growth_factors, rotate
 from pillion.kernels.torch.torch_attention import StepAttention
@@ -196,14 +205,17 @@ class LayerRun:
 
     def mix_experts(self, operation: Experts) -> None:
         ups, downs = self.weights.experts(operation.gate_up), self.weights.experts(operation.down)
-        act = GATED[operation.activation]
+        act = expert_activation(operation)
 
         def run(number: int, rows: torch.Tensor) -> torch.Tensor:
             return downs[number](act(ups[number](rows)))
 
         router = self.weights.tensor(operation.router)
-        bias = None if operation.choice_bias is None else self.weights.tensor(operation.choice_bias)
-        self.rows = mix_experts(self.rows, router, run, operation, bias)
+        added, choice = (
+            None if bias is None else self.weights.tensor(bias)
+            for bias in (operation.router_bias, operation.choice_bias)
+        )
+        self.rows = mix_experts(self.rows, router, run, operation, RouterBiases(added, choice))
 
     def add(self, operation: AddToResidual) -> None:
         found = self.rows if operation.norm is None else self.weights.norm(operation.norm)(self.rows)

@@ -68,7 +68,11 @@ class LayerTensor:
             has a weight of ones, and no tensor.
         bias: whether a linear layer or a norm has a bias.
         experts: the number of experts that each have such a matrix; 0 where the layer has one matrix.
-        stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own.
+        stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own. That
+            of their biases is called NAME_bias.
+        transposed: whether plain stacked tensors are [experts, inputs, outputs] in checkpoints.
+        alternating: whether the rows of the two pieces are in turn in checkpoints: the first of one, the first of the
+            other...
     """
 
     name: str
@@ -79,6 +83,8 @@ class LayerTensor:
     bias: bool = False
     experts: int = 0
     stacked: tuple[str, ...] = ()
+    transposed: bool = False
+    alternating: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -161,6 +167,15 @@ class Mlp:
 
 
 @dataclass(frozen=True, slots=True)
+class ClampedSwiglu:
+    """Describes gpt-oss's activation of gate and up: (up + 1) * gate * sigmoid(``alpha`` * gate), where gate is at most
+    ``limit``, and up is between -``limit`` and ``limit``."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """Computes a mixture of experts, each of which is an MLP as in :class:`Mlp`.
 
@@ -172,6 +187,8 @@ class Experts:
         scale: the factor of the scores.
         groups: the number of groups of neighbouring experts. A row's experts are those of its best ``kept_groups``; how
             good a group is, is the sum of its best ``group_best`` scores, those with the bias (DeepSeek V2 and V3).
+        router_bias: what is added to the router's products.
+        clamped: the activation, where it is not the one that is named.
     """
 
     router: LayerTensor
@@ -186,6 +203,8 @@ class Experts:
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
+    router_bias: LayerTensor | None = None
+    clamped: ClampedSwiglu | None = None
 
 
 @dataclass(frozen=True, slots=True)

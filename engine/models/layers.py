@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import gelu, layer_norm, linear, relu, silu
 
-from pillion.engine.models.layer_operations import Experts
+from pillion.engine.models.layer_operations import ClampedSwiglu, Experts
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -67,6 +67,13 @@ def geglu_tanh(gate_up: torch.Tensor) -> torch.Tensor:
     return gelu(gate, approximate="tanh") * up
 
 
+def clamped_swiglu(gate_up: torch.Tensor, how: ClampedSwiglu) -> torch.Tensor:
+    """Computes gpt-oss's activation; gate_up [T, 2 * inner], gate first -> [T, inner]."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=how.limit), up.clamp(-how.limit, how.limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * how.alpha))
+
+
 # ``ModelConfig.activation`` can name these activations of a gated MLP, and of one without a gate.
 GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": swiglu, "gelu_tanh": geglu_tanh}
 
@@ -90,8 +97,23 @@ MAX_MIXED_ROWS = 8192
 RunExpert = Callable[[int, torch.Tensor], torch.Tensor]
 
 
+def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the activation of a mixture's experts, from gate and up [T, 2 * inner] to [T, inner]."""
+    clamped = how.clamped
+    return GATED[how.activation] if clamped is None else lambda gate_up: clamped_swiglu(gate_up, clamped)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterBiases:
+    """Holds what a mixture's router adds, both [num_experts] float32 or None: ``products`` to its products, ``choice``
+    to the scores where experts are chosen."""
+
+    products: torch.Tensor | None = None
+    choice: torch.Tensor | None = None
+
+
 def mix_experts(
-    rows: torch.Tensor, router: torch.Tensor, run: RunExpert, how: Experts, choice_bias: torch.Tensor | None = None
+    rows: torch.Tensor, router: torch.Tensor, run: RunExpert, how: Experts, biases: RouterBiases | None = None
 ) -> torch.Tensor:
     """Computes a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden].
 
@@ -103,9 +125,9 @@ def mix_experts(
         out = torch.empty_like(rows)
         for begin in range(0, len(rows), MAX_MIXED_ROWS):
             part = slice(begin, begin + MAX_MIXED_ROWS)
-            out[part] = mix_experts(rows[part], router, run, how, choice_bias)
+            out[part] = mix_experts(rows[part], router, run, how, biases)
         return out
-    scores, chosen = route(rows, router, how, choice_bias)
+    scores, chosen = route(rows, router, how, biases)
     # Rows are sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token,
     # choice).
     order = chosen.view(-1).argsort(stable=True)
@@ -115,13 +137,14 @@ def mix_experts(
 
 
 def route(
-    rows: torch.Tensor, router: torch.Tensor, how: Experts, choice_bias: torch.Tensor | None = None
+    rows: torch.Tensor, router: torch.Tensor, how: Experts, biases: RouterBiases | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k]."""
+    added, choice_bias = (None, None) if biases is None else (biases.products, biases.choice)
     if how.sigmoid or choice_bias is not None:
-        logits = linear(rows.float(), router.float())  # Families with these options do not round.
+        logits = linear(rows.float(), router.float(), added)  # Families with these options do not round.
     else:
-        logits = linear(rows, router).float()
+        logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()
     every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
     choices = every if choice_bias is None else every + choice_bias.view(-1)
     if how.groups > 1:

@@ -9,6 +9,8 @@ A family that needs another list of operations builds its own, from the parts in
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 from pillion.engine.models.layer_operations import (
     AddToResidual,
@@ -63,6 +65,7 @@ def llama_layer(
     choice_bias: str = "",
     shared_mlp: tuple[tuple[str, ...], str] = _SHARED_EXPERTS,
     shared_gate: str = "",
+    expert_biases: bool = False,
 ) -> Layer:
     """Returns the operations of layer ``index``.
 
@@ -75,6 +78,7 @@ def llama_layer(
         choice_bias: the name in checkpoints of what is added to scores where experts are chosen; "" for nothing.
         shared_mlp: the names in checkpoints of the MLP beside the experts: gate and up, or both in one, and down.
         shared_gate: the name in checkpoints of the gate of that MLP's results, one number for each row; "" for none.
+        expert_biases: whether router and experts have biases, and experts are stored as gpt-oss stores them.
     """
     if not config.post_norm:
         norms = (norms[0], "", norms[2], "")
@@ -96,7 +100,7 @@ def llama_layer(
     scale = config.residual_scale
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
     if config.moe is not None and config.moe.layers[index]:
-        of_mlp = Norm(before_mlp), experts(config, choice_bias)
+        of_mlp = Norm(before_mlp), biased_experts(config) if expert_biases else experts(config, choice_bias)
         if config.moe.shared:
             # A sum of both would be normed where there is a norm after the MLP; no family has that.
             of_mlp = of_mlp[0], Keep(), of_mlp[1], AddToResidual(None, scale), Again()
@@ -282,6 +286,22 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
         groups=moe.groups,
         kept_groups=moe.kept_groups,
         group_best=moe.group_best,
+    )
+
+
+def biased_experts(config: ModelConfig) -> Experts:
+    """Returns experts with biases, by the names of gpt-oss: transposed matrices, and rows of gate and up in turn."""
+    mixed, moe = experts(config), config.moe
+    assert moe is not None
+    kept: dict[str, Any] = {"spellings": (), "bias": True, "transposed": True}
+    rows, names = (Entries(moe.num_experts),), ("mlp.router.bias",)
+    return replace(
+        mixed,
+        router=replace(mixed.router, spellings=(("mlp.router",),)),
+        router_bias=LayerTensor(name="router.bias", role=Role.EXACT_VECTOR, rows=rows, spellings=(names,)),
+        gate_up=replace(mixed.gate_up, **kept, stacked=("mlp.experts.gate_up_proj",), alternating=True),
+        down=replace(mixed.down, **kept, stacked=("mlp.experts.down_proj",)),
+        clamped=moe.clamped,
     )
 
 

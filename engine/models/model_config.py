@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.rope_config import RopeConfig
 
 # Without this room only plain checkpoints can be read.
@@ -35,7 +36,7 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize, sigmoid, scale, groups, kept_groups, group_best: those of
+        normalize, sigmoid, scale, groups, kept_groups, group_best, clamped: those of
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
@@ -51,6 +52,7 @@ class MoeConfig:
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
+    clamped: ClampedSwiglu | None = None
     shared: int = 0
 
 

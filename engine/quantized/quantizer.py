@@ -207,7 +207,8 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
                 if index % _TOLD_TENSORS == 0:
                     progress(f"quantizing weights to {kind}: tensor {index}")
                 if name in linear:
-                    writer.add(_stored(name, tensor, kind, group, pool))
+                    matrix = tensor.mT if linear[name] else tensor
+                    writer.add(_stored(name, matrix, kind, group, pool))
                 else:
                     writer.add({name: tensor})
                 if name == _EMBEDDING and not checkpoint.has("lm_head"):
@@ -220,9 +221,9 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
 
 
-def _linear_names(config: ModelConfig) -> set[str]:
-    """Returns all names that checkpoints have for the matrices of linear layers. Those of two dimensions that choose or
-    weigh rows, such as routers, are none."""
+def _linear_names(config: ModelConfig) -> dict[str, bool]:
+    """Returns all names that checkpoints have for the matrices of linear layers, and whether these are transposed.
+    Those of two dimensions that choose or weigh rows, such as routers, are none."""
     exact = {
         f"layers.{index}.{tensor.name}"
         for index, operations in enumerate(layers_of(config))
@@ -230,12 +231,12 @@ def _linear_names(config: ModelConfig) -> set[str]:
         if tensor.role is not Role.MATRIX
     }
     return {
-        tensor.name
+        tensor.name: tensor.transposed
         for key, spellings in decoder_tensors(config).items()
         for spelling in spellings
         for tensor in spelling
-        if len(tensor.shape) > 1 and key not in exact and key != "embedding"
-    } | {_HEAD}
+        if len(tensor.shape) > 1 and key not in exact and key != "embedding" and not key.endswith(".bias")
+    } | {_HEAD: False}
 
 
 def _stored(

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import gelu, silu
 
+from pillion.engine.models.layer_operations import ClampedSwiglu
+from pillion.engine.models.layers import clamped_swiglu
 from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
 from pillion.kernels.cpu.products.gemm import GATED
 from pillion.kernels.cpu.products.packing import PackedWeight, unpack
@@ -14,6 +16,9 @@ from pillion.kernels.cpu.products.tiles import TILE_COLUMNS
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.torch.reference import RaggedBatch, paged_attention, write_kv
 from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, unpack_codes
+
+# The numbers of "gated_clamped" in tests of products, whose values are about 1.
+CLAMPED = ClampedSwiglu(alpha=1.3, limit=0.8)
 
 
 def reference_embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
@@ -137,6 +142,8 @@ def reference_gemm(
         return out.double() + factor * total
     if epilogue in GATED:
         gate, up = total.view(len(total), packed.pairs, 2, TILE_COLUMNS).unbind(-2)
+        if epilogue == "gated_clamped":
+            return clamped_swiglu(torch.cat((gate, up), -1), CLAMPED).flatten(-2)
         gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
         return (gated * up).flatten(-2)
     return total

@@ -53,6 +53,15 @@ MULTIPLIERS = {
 }
 WINDOWS = {"sliding_window": 24, "num_hidden_layers": 5}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "num_local_experts": 5,
+    "num_experts_per_tok": 3,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "sliding_window": 24,
+    "tie_word_embeddings": False,
+}
 SHARED = {
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
@@ -154,6 +163,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **WINDOWS,
         "layer_rope_theta": [10_000.0, 0, 500.0, 10_000.0, 500.0],
     },
+    # The numbers of the activation are those at which many of its values are clamped.
+    "gpt-oss": {
+        **GPT_OSS,
+        "rope_parameters": {**YARN, "truncate": False},
+        "swiglu_alpha": 1.3,
+        "swiglu_limit": 0.7,
+    },
+    "gpt-oss-plain": {**GPT_OSS, "attention_bias": False, "layer_types": ["full_attention"] * 3, "hidden_size": 40},
     "ernie4-5": {"model_type": "ernie4_5", "use_bias": True},
     "helium": {"model_type": "helium", "attention_bias": True, "mlp_bias": True},
     "glm": {"model_type": "glm", "tie_word_embeddings": False, "pad_token_id": 2},

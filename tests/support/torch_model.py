@@ -21,7 +21,7 @@ def perturb_vectors(folder: pathlib.Path, seed: int = 1) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = load_file(path)
     for name, tensor in tensors.items():
-        if tensor.dim() == 1 or name.endswith("e_score_correction_bias"):
+        if tensor.dim() == 1 or name.endswith("_bias"):
             tensor += torch.randn(tensor.shape, generator=generator) * 0.3
     save_file(tensors, path, metadata={"format": "pt"})
 

@@ -190,8 +190,9 @@ class LayerEmitter:
         yield Operation(GroupByExpert(count, chosen, builder.rows_of), group, builder.when)
         gather = {"rows": self._rows, "sources": sources, "grouped": grouped, "stride": grouped.stride}
         yield Operation(GatherGroups(chosen, builder.rows_of), gather, builder.when)
-        gate_up, epilogue = prefix + operation.gate_up.name, GATED_EPILOGUE[operation.activation]
-        yield from builder.gemm(gate_up, grouped, activated, epilogue, group_starts=starts)
+        gate_up, clamped = prefix + operation.gate_up.name, operation.clamped
+        epilogue = GATED_EPILOGUE[operation.activation] if clamped is None else "gated_clamped"
+        yield from builder.gemm(gate_up, grouped, activated, epilogue, group_starts=starts, clamped=clamped)
         yield from builder.gemm(prefix + operation.down.name, activated, found, "store", group_starts=starts)
         assert isinstance(following, AddToResidual)
         out, adds, after = self._to_residual(following)

@@ -13,6 +13,7 @@ import torch
 
 from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.cpu.cpu_weights import CpuLinear, PackedMatrices
+from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.rope import CosSin
@@ -159,10 +160,11 @@ class OperationBuilder:
         *,
         group_starts: Buffer | None = None,
         factor: float = 1.0,
+        clamped: ClampedSwiglu | None = None,
     ) -> Iterator[Operation]:
         """Yields the product of ``x`` with the matrix ``name``, or with those of experts, whose rows begin at
-        ``group_starts``. The epilogue "add" multiplies by ``factor``. Raises ConfigError where the matrix does not fit
-        ``x`` or ``out``."""
+        ``group_starts``. The epilogue "add" multiplies by ``factor``, and "gated_clamped" is ``clamped``. Raises
+        ConfigError where the matrix does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
@@ -204,6 +206,8 @@ class OperationBuilder:
             "inputs": linear.group,
             "input_sums_stride": 0 if sums is None else sums.stride,
             "factor": factor,
+            "alpha": 0.0 if clamped is None else clamped.alpha,
+            "limit": 0.0 if clamped is None else clamped.limit,
             **added,
         }
         yield Operation(spec, values, self.when)

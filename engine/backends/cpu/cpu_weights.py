@@ -249,8 +249,8 @@ class MatrixPacker:
             case Role.VECTOR:
                 self.writer.tensor(name, weights.tensor(tensor).float())
             case Role.EXACT_VECTOR:
-                vector = weights.tensor(tensor).view(-1)
-                self.writer.tensor(name, pad(vector, (0, -len(vector) % LANES)))
+                # The bias of a router's product has the padding of a packed matrix.
+                self.writer.tensor(name, pack_bias(weights.tensor(tensor).view(-1)))
 
     def _gated(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
         """Packs an MLP, or all experts of a layer; their panels are of one kind. The order of a down projection's
@@ -272,14 +272,17 @@ class MatrixPacker:
             for pair in gates
         ]
         self._write(name, packed, halves)
-        if ups[0].bias is not None:
-            biases = [half[_inner_order(downs[0])] for half in ups[0].bias.chunk(len(parts))]
-            self.writer.tensor(name + ".bias", pack_gated_bias(*biases) if gated else pack_bias(*biases))
+        self._biases(name, [_packed_up_bias(*pair, gated=gated) for pair in zip(ups, downs, strict=True)])
         name = prefix + operation.down.name
         kind, offsets = self._chosen(plain_order, count)
         self._write(name, [pack_linear(down, kind, offsets) for down in plain_order], plain_order)
-        if downs[0].bias is not None:
-            self.writer.tensor(name + ".bias", pack_bias(downs[0].bias))
+        self._biases(name, [None if down.bias is None else pack_bias(down.bias) for down in downs])
+
+    def _biases(self, name: str, packed: Sequence[torch.Tensor | None]) -> None:
+        """Writes the packed biases of one linear layer, or of those of all experts, which have them or have none."""
+        found = [bias for bias in packed if bias is not None]
+        if found:
+            self.writer.tensor(name + ".bias", torch.cat(found))
 
     def _chosen(self, matrices: Sequence[Matrix], num_matrices: int = 1) -> tuple[str, bool]:
         """Returns the kind of panels that hold all of the matrices, and whether they have offsets."""
@@ -326,6 +329,14 @@ class MatrixPacker:
 
 def _damaged(name: str) -> ConfigError:
     return ConfigError(f"the packed weights of {name} do not fit together; remove the file")
+
+
+def _packed_up_bias(up: Linear, down: Linear, *, gated: bool) -> torch.Tensor | None:
+    """Returns the bias of the outputs before a down projection, in the order in which that one reads them."""
+    if up.bias is None:
+        return None
+    halves = [half[_inner_order(down)] for half in up.bias.chunk(2 if gated else 1)]
+    return pack_gated_bias(*halves) if gated else pack_bias(*halves)
 
 
 def _inner_order(down: Linear) -> slice | torch.Tensor:

@@ -38,6 +38,7 @@ from pillion.engine.models.layer_operations import (
     Keep,
     Layer,
     LayerOperation,
+    LayerTensor,
     Mlp,
     Multiply,
     Norm,
@@ -47,7 +48,7 @@ from pillion.engine.models.layer_operations import (
     Rotate,
     tensors_of,
 )
-from pillion.engine.models.layers import GATED, mix_experts, soft_cap
+from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts, soft_cap
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
@@ -138,9 +139,11 @@ class _Layer:
     def packed(self) -> Iterator[tuple[PackedMatrix, torch.Tensor | None]]:
         """Yields the matrices in few bits, and their biases."""
         for name, matrices in self.matrices.items():
-            for matrix in matrices:
+            for number, matrix in enumerate(matrices):
                 if isinstance(matrix, PackedMatrix):
-                    yield matrix, self.biases[name]
+                    bias = self.biases[name]
+                    # The biases of experts are rows of one tensor.
+                    yield matrix, bias[number] if bias is not None and bias.dim() > 1 else bias
 
 
 class GpuModel:
@@ -425,20 +428,30 @@ class GpuDecoder:
     def _mix_experts(self, layer: _Layer, operation: Experts, normed: torch.Tensor) -> torch.Tensor:
         """Computes a layer's mixture of experts, from rows [T, hidden] to rows [T, hidden]."""
         ups, downs = layer.matrices[operation.gate_up.name], layer.matrices[operation.down.name]
-        act, (router,) = GATED[operation.activation], layer.matrices[operation.router.name]
+        up_biases, down_biases = layer.biases[operation.gate_up.name], layer.biases[operation.down.name]
+        act, (router,) = expert_activation(operation), layer.matrices[operation.router.name]
         assert isinstance(router, torch.Tensor)
 
         def run(number: int, rows: torch.Tensor) -> torch.Tensor:
-            return self._expert_product(act(self._expert_product(rows, ups[number])), downs[number])
+            inner = act(self._expert_product(rows, ups[number], up_biases, number))
+            return self._expert_product(inner, downs[number], down_biases, number)
 
-        bias = None if operation.choice_bias is None else layer.matrices[operation.choice_bias.name][0]
-        assert bias is None or isinstance(bias, torch.Tensor)
-        return mix_experts(normed, router, run, operation, bias)
+        def bias(tensor: LayerTensor | None) -> torch.Tensor | None:
+            found = None if tensor is None else layer.matrices[tensor.name][0]
+            assert found is None or isinstance(found, torch.Tensor)
+            return found
 
-    def _expert_product(self, rows: torch.Tensor, matrix: GpuMatrix) -> torch.Tensor:
-        """Computes a product with the matrix of one expert, and allocates its result."""
+        biases = RouterBiases(bias(operation.router_bias), bias(operation.choice_bias))
+        return mix_experts(normed, router, run, operation, biases)
+
+    def _expert_product(
+        self, rows: torch.Tensor, matrix: GpuMatrix, biases: torch.Tensor | None, number: int
+    ) -> torch.Tensor:
+        """Computes a product with the matrix of one expert, whose bias is row ``number`` of ``biases``, and allocates
+        its result."""
         outputs = matrix.kind.outputs if isinstance(matrix, PackedMatrix) else len(matrix)
-        return self._model.product(rows, matrix, None, rows.new_empty(len(rows), outputs))
+        bias = None if biases is None else biases[number]
+        return self._model.product(rows, matrix, bias, rows.new_empty(len(rows), outputs))
 
     def _normed(self, residual: torch.Tensor, norm: GpuNorm | None) -> torch.Tensor:
         """Norms the residual stream; where a model has no norm, the stream itself is returned."""

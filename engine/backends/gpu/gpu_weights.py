@@ -179,7 +179,7 @@ class _ShapesOnly:
 
     def take(self, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Makes the tensor ``key`` of the checkpoint, with a shape and a type but without values."""
-        shapes = [tensor.shape for tensor in self._spellings[key]]
+        shapes = [tensor.shape[tensor.part is not None :] for tensor in self._spellings[key]]
         return torch.empty((sum(shape[0] for shape in shapes), *shapes[0][1:]), dtype=dtype, device="meta")
 
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix:
@@ -281,7 +281,11 @@ def _layer_tensors(
             case Role.EXACT_MATRIX | Role.VECTOR | Role.EXACT_VECTOR:
                 yield name, weights.tensor(tensor)
             case Role.MATRIX if tensor.experts:
-                yield name, _stacked([each.weight for each in weights.experts(tensor)], dtype)
+                experts = weights.experts(tensor)
+                yield name, _stacked([each.weight for each in experts], dtype)
+                biases = [each.bias for each in experts if each.bias is not None]
+                if biases:
+                    yield f"{name}.bias", torch.stack(biases)
             case Role.MATRIX:
                 linear = weights.linear(tensor)
                 matrix = _stored(linear.weight, dtype)

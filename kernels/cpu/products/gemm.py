@@ -47,10 +47,14 @@ LAYOUT = RecordLayout(
         "inputs",  # inputs is how many share a scale, in weights of few bits only
         "input_sums_stride",  # input_sums_stride is in bytes
     ),
-    reals=("factor",),  # the epilogue "add" multiplies its sums by factor
+    reals=(
+        "factor",  # the epilogue "add" multiplies its sums by factor
+        "alpha",  # alpha and limit are those of "gated_clamped"
+        "limit",
+    ),
 )
 
-GATED = ("gated_silu", "gated_gelu")
+GATED = ("gated_silu", "gated_gelu", "gated_clamped")
 ACTIVATED = ("act_silu", "act_gelu", "act_relu2")
 # Each thread draws this many ranges where there are panels enough. A range still takes many microseconds, and the last
 # ranges end at about the same time.
@@ -72,8 +76,9 @@ class Gemm(KernelSpec):
         rows: type of x: "bf16", which weights of "fp32" do not meet, or "fp32". With ``INT8_DOTS`` it is the type that
             rows had before they became codes.
         epilogue: "store": out = sum + bias. "add": out += factor * (sum + bias). "gated_silu",
-            "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``. One of
-            ACTIVATED: out = act(sum + bias), rounded to x's type.
+            "gated_gelu" (by tanh): out = act(gate) * up, rounded to x's type; the weights are of ``pack_gated``.
+            "gated_clamped" (gpt-oss): the same with (up + 1) * gate * sigmoid(alpha * gate), gate being at most limit,
+            and up between -limit and limit. One of ACTIVATED: out = act(sum + bias), rounded to x's type.
         rows_of: the field of the step's record with the number of rows; a grouped product reads group_starts instead.
         bias: whether there is a bias.
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
@@ -128,6 +133,8 @@ class GemmBody:
         self.panels: Panels = Panels(self) if spec.weights in PLAIN_TYPES else few_bits(spec.weights).panels(self)
         if spec.epilogue == "add":
             self.factor = args.real("factor")
+        if spec.epilogue == "gated_clamped":
+            self.alpha, self.limit = args.real("alpha"), args.real("limit")
         self.addition = spec.expand(call)
 
     def emit_blocks(self) -> None:
@@ -212,7 +219,7 @@ class GemmBody:
         if self.addition is not None:
             totals = self.addition.added(row, panel, totals)
         if spec.epilogue in GATED:
-            k.store_float(out, _activated(k, spec.epilogue, totals[0]) * totals[1], spec.rows == "bf16")
+            k.store_float(out, self._gated(totals[0], totals[1]), spec.rows == "bf16")
             return
         if spec.epilogue in ACTIVATED:
             for half, total in enumerate(totals):
@@ -222,6 +229,15 @@ class GemmBody:
         for half, total in enumerate(totals):
             place = out + half * VECTOR_BYTES
             k.store(place, k.fma(self.factor, total, k.load(place)) if spec.epilogue == "add" else total)
+
+    def _gated(self, gate: Vec, up: Vec) -> Vec:
+        k = self.k
+        if self.spec.epilogue != "gated_clamped":
+            return _activated(k, self.spec.epilogue, gate) * up
+        # The second argument stays where it is NaN.
+        gate, least = k.smaller(self.limit, gate), self.limit * -1.0
+        up = k.larger(least, k.smaller(self.limit, up))
+        return (up + 1.0) * (gate * k.sigmoid(gate * self.alpha))
 
     def _out_bytes(self) -> int:
         """Returns how many bytes each packed column takes in ``out``."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from transformers import GptOssConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from pillion.engine.models.layers import GATED, RmsNorm, mix_experts, route
+from pillion.engine.models.layer_operations import ClampedSwiglu
+from pillion.engine.models.layers import GATED, RmsNorm, clamped_swiglu, mix_experts, route
 from pillion.kernels.torch.torch_linear import Linear
 from tests.support.families import mixed
 
@@ -26,6 +29,18 @@ def test_norms(theirs, offset, wide, dtype):
     ours = RmsNorm(weight.float() + offset if wide else weight, 1e-5, wide)(rows)
     assert ours.dtype is dtype
     assert torch.equal(ours, module(rows))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_clamped_swiglu(dtype):
+    """gpt-oss has the values of gate and up in turn."""
+    torch.manual_seed(0)
+    theirs = GptOssExperts(GptOssConfig(hidden_size=8, intermediate_size=48, num_local_experts=1, swiglu_limit=1.5))
+    gate, up = (torch.randn(2, 50, 48) * 2).to(dtype)
+    in_turn = torch.stack((gate, up), -1).flatten(1)
+    found = clamped_swiglu(torch.cat((gate, up), -1), ClampedSwiglu(1.702, 1.5))
+    assert found.dtype is dtype
+    assert torch.equal(found, theirs._apply_gate(in_turn))
 
 
 def mixture(hidden: int = 32, inner: int = 48, count: int = 6):

@@ -19,7 +19,7 @@ from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packing import PLAIN_TYPES, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
-from tests.support.cpu_references import reference_gemm, reference_sum_inputs
+from tests.support.cpu_references import CLAMPED, reference_gemm, reference_sum_inputs
 from tests.support.examples import examples
 from tests.support.kernel_runner import isa_or_skip, normal, padded, rows_step, runner_of, stride, with_checks
 
@@ -27,8 +27,13 @@ from tests.support.kernel_runner import isa_or_skip, normal, padded, rows_step, 
 KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
 EPILOGUES = ("store", "add", *GATED)
 # Every epilogue and every option, not every pair of them: tiles are shared, and what compiles is the time.
-PLAIN = [Gemm(*kind, epilogue, bias=epilogue in ("add", "gated_gelu")) for kind in KINDS for epilogue in EPILOGUES]
+PLAIN = [
+    Gemm(*kind, epilogue, bias=epilogue in ("add", "gated_gelu", "gated_clamped"))
+    for kind in KINDS
+    for epilogue in EPILOGUES
+]
 GROUPED = [Gemm(*kind, epilogue, grouped=True) for kind in KINDS for epilogue in ("store", "gated_silu")]
+GROUPED += [Gemm("bf16", "fp32", epilogue, grouped=True, bias=True) for epilogue in ("store", "gated_clamped")]
 SAMPLED = Gemm("bf16", "bf16", "store", "num_samples", bias=True)
 SPECS = [*PLAIN, *GROUPED, SAMPLED]
 FACTOR = 0.5
@@ -81,6 +86,8 @@ class GemmCase:
             "inputs": first.group,
             "input_sums_stride": 0 if sums is None else stride(sums),
             "factor": FACTOR,
+            "alpha": CLAMPED.alpha,
+            "limit": CLAMPED.limit,
         }
 
     def run(self, runner: Any, x: torch.Tensor | None = None, out: torch.Tensor | None = None, threads: int = 3):
@@ -100,9 +107,10 @@ class GemmCase:
         out = self.new_out(len(self.x))
         if self.starts is None:
             return reference_gemm(self.x, self.packed[0], self.spec.epilogue, self.bias, out, FACTOR)
+        biases = [None] * len(self.packed) if self.bias is None else self.bias.view(len(self.packed), -1)
         found = [
-            reference_gemm(self.x[begin:end], packed, self.spec.epilogue)
-            for packed, (begin, end) in zip(self.packed, pairwise(self.starts.tolist()), strict=True)
+            reference_gemm(self.x[begin:end], packed, self.spec.epilogue, bias)
+            for packed, bias, (begin, end) in zip(self.packed, biases, pairwise(self.starts.tolist()), strict=True)
         ]
         return torch.cat(found)
 
@@ -116,7 +124,7 @@ def case(spec: Gemm, rows: int, columns: int, depth: int, seed: int = 0, groups:
             packed.append(pack_gated(weight, up, spec.weights))
         else:
             packed.append(pack_linear(weight, spec.weights))
-    bias = normal(packed[0].pairs * 32, seed=seed + 3) if spec.bias else None
+    bias = normal(len(packed) * packed[0].pairs * 32, seed=seed + 3) if spec.bias else None
     x = torch.zeros(rows, packed[0].depth)
     x[:, :depth] = normal(rows, depth, seed=seed + 4)
     starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)

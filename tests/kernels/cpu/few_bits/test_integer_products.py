@@ -20,7 +20,7 @@ from pillion.kernels.cpu.products.packing import PackedWeight, pack_gated, pack_
 from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
-from tests.support.cpu_references import reference_gemm
+from tests.support.cpu_references import CLAMPED, reference_gemm
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
     Runner,
@@ -160,6 +160,8 @@ class Product:
             "inputs": 0,
             "input_sums_stride": ROW_CONSTANTS_BYTES,
             "factor": FACTOR,
+            "alpha": CLAMPED.alpha,
+            "limit": CLAMPED.limit,
         }
 
     def run(self, runner: Any, begin: int = 0, end: int | None = None, threads: int = 3) -> torch.Tensor:
