@@ -27,6 +27,7 @@ _LAYOUTS = {
     "int-quantized": "codes",
     "float-quantized": "codes",
     "naive-quantized": "codes",
+    "nvfp4-pack-quantized": "nvfp4",
 }
 _KEYS = """
     quant_method format config_groups ignore quantization_status global_compression_ratio kv_cache_scheme version
@@ -97,15 +98,16 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     layout = _LAYOUTS.get(file_format)
     if layout is None:
         raise unsupported(f"{_WHERE} in the format {file_format or 'of an unnamed kind'}, {bits} bits")
-    floats = kind == "float" and bits == 8 and layout == "codes" and weights.get("symmetric", True)
-    if type(bits) is not int or not (floats or (kind == "int" and bits in (4, 8))):
-        raise unsupported(f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, and 8 of float are")
-    rows, size = _shares(weights)
+    floats = {"codes": 8, "nvfp4": 4}.get(layout) if kind == "float" and weights.get("symmetric", True) else None
+    whole_codes = kind == "int" and bits in (4, 8) and layout != "nvfp4"
+    if type(bits) is not int or not (bits == floats or whole_codes):
+        raise unsupported(f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, 8 of float and NVFP4 are")
+    rows, size = _shares(weights, "tensor_group" if layout == "nvfp4" else "group")
     inputs = group.get("input_activations")
     activations, row_codes = _activations(inputs)
     return MatrixScheme(
         layout=layout,
-        kind="fp8" if floats else "int",
+        kind=f"fp{bits}" if bits == floats else "int",
         bits=bits,
         rows=rows,
         group=size,
@@ -117,12 +119,12 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     )
 
 
-def _shares(weights: Raw) -> tuple[int, int]:
-    """Returns how many outputs and inputs share a scale, 0 standing for all."""
+def _shares(weights: Raw, grouped: str) -> tuple[int, int]:
+    """Returns how many outputs and inputs share a scale, 0 meaning all; ``grouped`` names the strategy of groups."""
     size = weights.get("group_size")
-    inferred = "tensor" if size is None else "channel" if size == -1 else "group"
+    inferred = "tensor" if size is None else "channel" if size == -1 else grouped
     strategy = words_of(weights, "strategy", inferred)
-    if strategy == "group":
+    if strategy == grouped:
         return 1, whole(weights, "group_size", None)
     if strategy == "block":
         block = weights.get("block_structure")
@@ -137,11 +139,13 @@ def _activations(inputs: Any) -> tuple[str, str]:
     """Returns the scheme's ``activations`` and ``row_codes``."""
     if not inputs:
         return "", ""
-    if not isinstance(inputs, Mapping) or inputs.get("num_bits", 8) != 8:
-        raise unsupported(f"{_WHERE} with input_activations = {repr(inputs)[:60]}", "8 bits are")
+    bits = inputs.get("num_bits", 8) if isinstance(inputs, Mapping) else None
+    floats = isinstance(inputs, Mapping) and words_of(inputs, "type", "int") == "float"
+    if bits != 8 and not (floats and bits == 4):
+        raise unsupported(f"{_WHERE} with input_activations = {repr(inputs)[:60]}", "8 bits and 4-bit floats are")
     refuse_others(inputs, _NUMBER_KEYS, "input_activations")
-    if words_of(inputs, "type", "int") == "float":
-        return "fp8", ""
+    if floats:
+        return f"fp{bits}", ""
     dynamic, symmetric = inputs.get("dynamic") or False, inputs.get("symmetric", True)
     strategy = words_of(inputs, "strategy", "token" if dynamic else "tensor")
     if dynamic is True and strategy == "token":

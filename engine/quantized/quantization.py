@@ -17,6 +17,8 @@ from pillion.errors import ConfigError
 
 Raw = Mapping[str, Any]
 
+# The kinds of codes in words; codes of "int" are named by their bits.
+_WORDS = {"fp8": "8-bit floats", "fp4": "4-bit floats", "nf4": "NF4"}
 # This pattern gives a scheme to all modules.
 ANY_MODULE = ""
 # Checkpoints that Pillion itself converts or quantizes have this quant_method.
@@ -30,14 +32,14 @@ class MatrixScheme:
     Attributes:
         layout: which tensors there are and how they are packed, a key of
             :data:`pillion.engine.quantized.formats.table.LAYOUTS`.
-        kind: the kind of a code: "int", "fp8" or "nf4".
+        kind: the kind of a code: "int", "fp8", "fp4" or "nf4".
         bits: number of bits of a code.
         group: number of inputs that share a scale; 0 for all inputs.
         rows: number of outputs that share a scale; 0 for all outputs.
         symmetric: whether there are no zero points.
         ordered: whether inputs of a group do not follow each other (act-order), so that a tensor says their groups.
-        activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8") where no product here
-            does, or "".
+        activations: the type to which the producer also rounds a layer's inputs ("int8", "fp8", "fp4") where no product
+            here does, or "".
         row_codes: how products here round a layer's inputs to int8, one of
             :data:`pillion.kernels.torch.quantized_matrix.ROW_SCHEMES`, or "" where they do not.
         row_zeros: whether static row codes have a zero point, which a tensor of its own says.
@@ -57,7 +59,7 @@ class MatrixScheme:
     @property
     def words(self) -> str:
         """Gives the scheme in a few words: "4 bits in groups of 128"."""
-        number = {"int": f"{self.bits} bits", "fp8": "8-bit floats", "nf4": "NF4"}[self.kind]
+        number = _WORDS.get(self.kind, f"{self.bits} bits")
         if self.rows > 1:
             return f"{number} in blocks of {self.rows} x {self.group}"
         return f"{number} in groups of {self.group}" if self.group else number

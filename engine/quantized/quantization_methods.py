@@ -137,6 +137,26 @@ def _bitsandbytes(raw: Raw) -> Quantization:
     return Quantization(method="bitsandbytes", schemes=((ANY_MODULE, scheme),))
 
 
+def _modelopt(raw: Raw) -> Quantization:
+    """Reads a config of NVIDIA's Model Optimizer, or its older file of its own, which nests and names it otherwise."""
+    known = """
+        quant_method quantization producer quant_algo kv_cache_scheme kv_cache_quant_algo config_groups ignore
+        group_size
+        """
+    refuse_others(raw, known, "quantization_config")
+    inner = raw.get("quantization", raw)
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"config.json: quantization_config: quantization must be an object, not {inner!r}")
+    if inner is not raw:
+        refuse_others(inner, "quant_algo kv_cache_quant_algo group_size exclude_modules", "quantization_config")
+    algorithm, cache = (words_of(inner, key, "") for key in ("quant_algo", "kv_cache_quant_algo"))
+    if algorithm not in ("nvfp4", "w4a16_nvfp4") or cache not in ("", "none", "fp8"):
+        raise unsupported(f"modelopt, {algorithm or 'an unnamed algorithm'}", "nvfp4 and w4a16_nvfp4 are")
+    group, rounds = whole(inner, "group_size", 16), algorithm == "nvfp4"
+    scheme = MatrixScheme(layout="modelopt_nvfp4", kind="fp4", bits=4, group=group, activations="fp4" if rounds else "")
+    return Quantization(method="modelopt", schemes=((ANY_MODULE, scheme),))
+
+
 def _own(raw: Raw) -> Quantization:
     refuse_others(raw, "quant_method weights row_codes", "quantization_config")
     row_codes = raw.get("row_codes", "")
@@ -152,5 +172,6 @@ METHODS: Mapping[str, Callable[[Raw], Quantization]] = {
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,
     "bitsandbytes": _bitsandbytes,
+    "modelopt": _modelopt,
     OWN_METHOD: _own,
 }

@@ -37,12 +37,16 @@ _NF4 = (
     0.7229568362236023,
     1.0,
 )
+# These are the sizes of the floats of OCP's 4-bit format: two bits of exponent and one of mantissa.
+_FP4_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 # For each coding, this says which numbers the codes stand for: float32 [16] or [256]. int4 is a number from -8 on, int8
-# the two's complement of its byte, fp8_e4m3 the float of OCP's 8-bit format without infinities.
+# the two's complement of its byte, fp4_e2m1 a sign and one of eight sizes (as in NVFP4 and MXFP4), fp8_e4m3 the float
+# of OCP's 8-bit format without infinities.
 CODINGS: dict[str, torch.Tensor] = {
     "uint4": torch.arange(16).float(),
     "int4": torch.arange(16).float() - 8,
     "nf4": torch.tensor(_NF4),
+    "fp4_e2m1": torch.tensor([sign * size for sign in (1.0, -1.0) for size in _FP4_E2M1]),
     "int8": torch.arange(256).to(torch.uint8).view(torch.int8).float(),
     "fp8_e4m3": torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float(),
 }

@@ -160,6 +160,7 @@ def gptq(
 # Arguments of compressed-tensors for rounded activations.
 INT8_ROWS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": True}
 FP8_ROWS = {**INT8_ROWS, "type": "float"}
+FP4_ROWS = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16, "dynamic": "local"}
 
 
 def compressed(file_format: str, rows: Mapping[str, Any] | None = None, **weights: Any) -> Producer:
@@ -297,6 +298,65 @@ def fbgemm_fp8() -> Producer:
     return Producer({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, quantize)
 
 
+def nvfp4(group: int = 16, rows: Mapping[str, Any] | None = None) -> Producer:
+    """compressed-tensors' NVFP4, which the library computes in bfloat16, and here in float32."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    arguments = {**FP4_ROWS, "dynamic": False, "group_size": group, "scale_dtype": "torch.float8_e4m3fn"}
+    made = {"targets": ["Linear"], "weights": arguments, "input_activations": rows and dict(rows)}
+    config = {"config_groups": {"group_0": made}, "format": "nvfp4-pack-quantized", "quantization_status": "compressed"}
+    scheme = QuantizationScheme.model_validate(made)
+    compressor = BaseCompressor.get_value_from_registry("nvfp4-pack-quantized")
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        factor, scales = _fp4_scales(weight, group)
+        tensors = compressor.compress(
+            {"weight": weight, "weight_scale": scales, "weight_global_scale": factor.reshape(1)}, scheme
+        )
+        codes = unpack_fp4_from_uint8(tensors["weight_packed"], *weight.shape, dtype=torch.float32)
+        values = dequantize(codes, scales, args=scheme.weights, dtype=torch.float32, global_scale=factor)
+        assert torch.equal(values.bfloat16(), compressor.decompress(tensors, scheme)["weight"])
+        module = module_of(name)
+        if rows is not None:
+            tensors["input_global_scale"] = torch.tensor([300.0])
+        return {f"{module}.{part}": tensor for part, tensor in tensors.items()}, values
+
+    return Producer({"quant_method": "compressed-tensors", "ignore": ["lm_head"], **config}, quantize)
+
+
+def _fp4_scales(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The number that divides the scales of a matrix so that they fill the range of E4M3, and these scales."""
+    factor = 448 * 6 / weight.abs().amax()
+    most = weight.view(len(weight), -1, group).abs().amax(-1)
+    return factor, (most / 6 * factor).to(torch.float8_e4m3fn).float()
+
+
+def modelopt_nvfp4(group: int = 16, nested: bool = False) -> Producer:
+    """NVIDIA's Model Optimizer; ``nested``: as its older file has it."""
+    table = CODINGS["fp4_e2m1"]
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        factor, scales = _fp4_scales(weight, group)
+        spread = (scales * (1 / factor)).repeat_interleave(group, 1)
+        codes = ((weight / spread)[..., None] - table).abs().argmin(-1)
+        tensors = {
+            name: (codes[:, ::2] | codes[:, 1::2] << 4).to(torch.uint8),
+            f"{name}_scale": scales.to(torch.float8_e4m3fn),
+            f"{name}_scale_2": 1 / factor,
+            f"{module_of(name)}.input_scale": torch.tensor(0.01),
+        }
+        return tensors, table[codes] * spread
+
+    said = {"quant_algo": "NVFP4", "group_size": group}
+    if nested:
+        said = {"quantization": {**said, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}}
+    producer = {"name": "modelopt", "version": "0.29.0"}
+    return Producer({"quant_method": "modelopt", "producer": producer, **said}, quantize)
+
+
 def nf4(nested: bool = True, block: int = 64) -> Producer:
     table = CODINGS["nf4"]
 
@@ -389,4 +449,8 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "nf4": lambda group: nf4(nested=False),
     "nf4-nested": lambda group: nf4(),
     "bnb-int8": lambda group: bnb_int8(),
+    "nvfp4": lambda group: nvfp4(group, FP4_ROWS),
+    "nvfp4-weights": nvfp4,
+    "modelopt-nvfp4": modelopt_nvfp4,
+    "modelopt-nvfp4-nested": lambda group: modelopt_nvfp4(group, nested=True),
 }

@@ -14,6 +14,7 @@ from pillion.engine.checkpoints.weight_format import WeightFormat
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.quantized.formats.bitsandbytes import Int8Layout, Nf4Layout
 from pillion.engine.quantized.formats.compressed import CodesLayout, PackedLayout
+from pillion.engine.quantized.formats.fp4 import Nvfp4Layout
 from pillion.engine.quantized.formats.int32_layouts import AwqLayout, GptqLayout
 from pillion.engine.quantized.formats.layout import Get, Headers, Layout, Part, finite, stem
 from pillion.engine.quantized.formats.pillion_format import PillionFormat
@@ -27,6 +28,8 @@ LAYOUTS: Mapping[str, Layout] = {
     "gptq_v2": GptqLayout(0),
     "packed": PackedLayout(),
     "codes": CodesLayout(),
+    "nvfp4": Nvfp4Layout("_packed", "_global_scale", divides=True),
+    "modelopt_nvfp4": Nvfp4Layout("", "_scale_2", divides=False),
     "bnb4": Nf4Layout(),
     "bnb8": Int8Layout(),
 }
@@ -35,6 +38,7 @@ LAYOUTS: Mapping[str, Layout] = {
 _OF_ROWS = (
     "input_scale",
     "input_zero_point",
+    "input_global_scale",
     "activation_scale",
     "output_scale",
     "output_zero_point",

@@ -11,9 +11,9 @@ float16 where all of a matrix are such numbers, because those of small groups ar
 
 Numbers are bfloat16 pairs where the processor multiplies these and rows are bfloat16, else float32. Pairs come from
 tables that lie in registers: for 4 bits a shift and a look-up give 16 pairs, for 8 bits both bytes of each bfloat16 are
-looked up and interleaved within each quarter of a line. A float32 of 4 bits comes from a table with AVX-512, and that
-of NF4 on all processors; other whole numbers become the lowest bits of a float32 of which a subtraction leaves them
-alone (AVX2), or are shifted and converted (NEON). 8 bits become those of a float16, which is converted.
+looked up and interleaved within each quarter of a line. A float32 of 4 bits comes from a table with AVX-512, and those
+of NF4 and E2M1 on all processors; other whole numbers become the lowest bits of a float32 of which a subtraction leaves
+them alone (AVX2), or are shifted and converted (NEON). 8 bits become those of a float16, which is converted.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ def _code_kinds() -> Iterator[CodeKind]:
     yield replace(int4, constant_bytes=2)
     # Only these codes have float16 offsets; offsets of int4 would be 8 scales larger, which float16 may not hold.
     yield CodeKind("uint4", 4, tuple(map(float, range(16))), constant_bytes=2)
-    yield CodeKind("nf4", 4, tuple(CODINGS["nf4"].tolist()))
+    for floats in ("nf4", "fp4_e2m1"):
+        yield CodeKind(floats, 4, tuple(CODINGS[floats].tolist()))
     # The first of these two kinds is int8 without the code -128, the second one int8 with it, because looking up -128
     # costs two more instructions.
     for whole in (CodeKind("int8", 8, _signed_bytes(0.0)), CodeKind("int8_whole", 8, _signed_bytes(-128.0))):

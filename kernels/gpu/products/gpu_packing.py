@@ -23,7 +23,7 @@ COLUMNS = 32
 # Outputs are padded to a multiple of this, the largest tile of the kernels.
 OUTPUTS = 128
 # A code has this many bits, by coding (pillion.kernels.torch.quantized_matrix.CODINGS).
-BITS = {"uint4": 4, "int4": 4, "nf4": 4, "int8": 8, "fp8_e4m3": 8}
+BITS = {"uint4": 4, "int4": 4, "nf4": 4, "fp4_e2m1": 4, "int8": 8, "fp8_e4m3": 8}
 # Groups of other sizes are divided into groups of this many inputs, with equal scales.
 LEAST_GROUP = 16
 

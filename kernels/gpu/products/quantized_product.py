@@ -52,7 +52,7 @@ def _values(words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.co
     :func:`_step`."""
     if CODING == "fp8_e4m3":
         return decode_e4m3(((words >> (8 * PLACE)) & 0xFF).to(tl.uint8), tl.float32, NATIVE_FP8)
-    if CODING == "nf4":
+    if CODING == "nf4" or CODING == "fp4_e2m1":
         return tl.load(table + ((words >> (4 * PLACE)) & 0xF))
     # A code stays at its place in its half of the word, where it is a multiple of a power of 2: one instruction masks
     # its neighbours and adds the bits of a float. A conversion of integers would take longer than that sum, which is
@@ -70,7 +70,7 @@ def _step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexpr):
     multiplied by it exactly."""
     if CODING == "fp8_e4m3":
         return 1.0 if NATIVE_FP8 else 256.0
-    if CODING == "nf4":
+    if CODING == "nf4" or CODING == "fp4_e2m1":
         return 1.0
     return 1.0 / (1 << (8 * (PLACE % 2) if CODING == "int8" else 4 * (PLACE % 4)))
 
@@ -204,7 +204,7 @@ class QuantizedProduct:
         parts = [splits_of(kind) * min(max_rows, SHARED_ROWS) * kind.outputs for kind in kinds]
         self._partials = torch.zeros(max(parts, default=0), dtype=torch.float32, device=device)
         self._gathered = torch.zeros(max_rows * max(ordered), dtype=dtype, device=device)
-        self._nf4 = CODINGS["nf4"].to(device)
+        self._tables = {coding: CODINGS[coding].to(device) for coding in ("nf4", "fp4_e2m1")}
         self._max_rows, self._dtype, self._arch = max_rows, dtype, arch_of(device)
 
     def compile(self, matrix: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
@@ -243,7 +243,7 @@ class QuantizedProduct:
             matrix.words,
             matrix.scales,
             matrix.scales if matrix.offsets is None else matrix.offsets,
-            self._nf4,
+            self._tables.get(kind.coding, self._tables["nf4"]),
             rows if bias is None else bias,
             self._partials if shared else out,
             count,
@@ -303,6 +303,7 @@ def build_specs() -> list[BuildSpec]:
         ("uint4_128_whole", PackedKind("uint4", *up, 128), True, "bf16"),
         ("int4_32", PackedKind("int4", *down, 32), False, "bf16"),
         ("nf4_64", PackedKind("nf4", *down, 64), False, "bf16"),
+        ("fp4_16", PackedKind("fp4_e2m1", *down, 16), False, "bf16"),
         ("int8", PackedKind("int8", *down, 0), False, "bf16"),
         ("int8_16", PackedKind("int8", *down, 16), True, "bf16"),
         ("int8_ragged", PackedKind("int8", 576, 1500, 32), False, "bf16"),

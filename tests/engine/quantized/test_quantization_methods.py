@@ -10,6 +10,7 @@ from pillion.errors import ConfigError
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}}
 FP8 = {"num_bits": 8, "type": "float"}
+FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
 
 
@@ -44,6 +45,9 @@ def with_group(weights, **changes):
         ({"load_in_8bit": True, "_load_in_8bit": True}, "bitsandbytes, 8 bits"),
         ({"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "bitsandbytes, NF4"),
         ({"quant_method": "pillion", "weights": "Q4_K, Q6_K"}, "Q4_K, Q6_K"),
+        (with_group(FP4, format="nvfp4-pack-quantized"), "compressed-tensors, 4-bit floats in groups of 16"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "modelopt, 4-bit floats in groups of 16"),
+        ({"quant_method": "modelopt", "quantization": {"quant_algo": "W4A16_NVFP4"}}, "modelopt, 4-bit floats"),
     ],
 )
 def test_formats_in_words(found, words):
@@ -54,6 +58,10 @@ def test_rounded_activations_are_noted():
     groups = {"group_0": {**GROUP, "weights": {**FP8, "strategy": "channel"}, "input_activations": ROWS}}
     assert parsed({**PACKED, "format": "float-quantized", "config_groups": groups}).activations == {"fp8"}
     assert not parsed(PACKED).activations
+    groups = {"group_0": {**GROUP, "weights": FP4, "input_activations": {**FP4, "dynamic": "local"}}}
+    assert parsed({**PACKED, "format": "nvfp4-pack-quantized", "config_groups": groups}).activations == {"fp4"}
+    assert parsed({"quant_method": "modelopt", "quant_algo": "NVFP4"}).activations == {"fp4"}
+    assert not parsed({"quant_method": "modelopt", "quant_algo": "W4A16_NVFP4"}).activations
 
 
 @pytest.mark.parametrize(
@@ -94,12 +102,19 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({"quant_method": "hqq"}, "quantized by hqq are not supported"),
         ({"quant_method": "aqlm", "bits": 2}, "quantized by aqlm, 2 bits"),
         ({"quant_method": "mxfp4"}, "quantized by mxfp4"),
-        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantized by modelopt"),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantized by modelopt, fp8"),
+        ({"quant_method": "modelopt"}, "quantized by modelopt, an unnamed algorithm"),
+        ({"quant_method": "modelopt", "quantization": "NVFP4"}, "quantization must be an object, not 'NVFP4'"),
+        (
+            {"quant_method": "modelopt", "quantization": {"quant_algo": "NVFP4", "pre_quant_scale": True}},
+            "pre_quant_scale",
+        ),
         ({"load_in_4bit": True}, "bitsandbytes, 4 bits, type fp4"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "numbers of type e5m2"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, "experts of type fp4"),
         ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size must be two whole numbers"),
-        ({**PACKED, "format": "nvfp4-pack-quantized"}, "in the format nvfp4-pack-quantized"),
+        ({**PACKED, "format": "nvfp4-pack-quantized"}, "4 bits of type int"),
+        (with_group({**FP4, "strategy": "group"}, format="nvfp4-pack-quantized"), "with the strategy group"),
         ({**PACKED, "format": "mxfp4-pack-quantized"}, "in the format mxfp4-pack-quantized"),
         ({**PACKED, "format": "marlin-24"}, "in the format marlin-24"),
         ({**PACKED, "sparsity_config": {"format": "sparse-24-bitmask"}}, "with sparsity_config = .*sparse-24-bitmask"),

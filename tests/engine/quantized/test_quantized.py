@@ -107,7 +107,7 @@ def cases():
     for name, family in zip(PRODUCERS, itertools.cycle(MODELS), strict=False):
         if name in ROUNDED_ROWS:
             continue
-        kernels = "cpu" if name in ("awq", "gptq-act-order", "deepseek-fp8", "nf4") else "torch"
+        kernels = "cpu" if name in ("awq", "gptq-act-order", "deepseek-fp8", "nf4", "nvfp4") else "torch"
         marks = [needs_kernels] if kernels == "cpu" else []
         yield pytest.param(name, family, kernels, marks=marks, id=f"{name}-{family}-{kernels}")
 

@@ -32,6 +32,7 @@ PLAIN = [
     Gemm("uint4_half", "bf16", "store", offsets=True),
     Gemm("int8_half", "fp32", "store", offsets=True),
     Gemm("nf4", "bf16", "store"),
+    Gemm("fp4_e2m1", "bf16", "store"),
     Gemm("int8", "bf16", "gated_silu"),
     Gemm("int8", "bf16", "store"),
     Gemm("int8_whole", "bf16", "store", offsets=True),

@@ -1,0 +1,54 @@
+"""Reads the layouts of NVFP4: floats of 4 bits, a float of 8 bits as the scale of each group, and one number for the
+matrix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pillion.engine.quantized.formats.layout import (
+    Get,
+    Headers,
+    Part,
+    finite,
+    groups_of,
+    largest,
+    one_matrix,
+    unpack_halves,
+)
+from pillion.engine.quantized.quantization import MatrixScheme
+from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+
+_CODING = "fp4_e2m1"
+
+
+class Nvfp4Layout:
+    """Reads codes uint8 [N, K / 2], the first of two in the lower half, ``weight_scale`` in E4M3 [N, G], and a number
+    by which all scales of the matrix are divided or multiplied."""
+
+    def __init__(self, codes: str, factor: str, *, divides: bool) -> None:
+        """Makes the layout by what follows "weight" in the names of the codes and of the number for the matrix, and by
+        whether scales are divided by that number."""
+        self._codes, self._factor, self._divides = codes, factor, divides
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        # Codes without their scales are in this layout too, and are then refused as incomplete.
+        found = headers.get(name + self._codes)
+        return found is not None and found.dtype == "U8"
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        rows, columns = one_matrix(name, shape)
+        return (
+            Part(name + self._codes, ("U8",), [(rows, -(-columns // 2))]),
+            Part(f"{name}_scale", ("F8_E4M3",), [(rows, groups_of(name, columns, scheme.group))]),
+            Part(name + self._factor, ("F32",), [(), (1,)]),
+        )
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        factor = get(name + self._factor).reshape(())
+        if not 0 < float(factor) < float("inf"):
+            raise ConfigError(f"{name}{self._factor} is {float(factor)}, not a number above 0")
+        scales = get(f"{name}_scale").float()
+        scales = finite(f"{name}_scale", scales / factor if self._divides else scales * factor, largest(_CODING))
+        codes = unpack_halves(get(name + self._codes))[:, : shape[1]]
+        return QuantizedMatrix(coding=_CODING, codes=codes.contiguous(), scales=scales, group=scheme.group)
