@@ -47,14 +47,16 @@ def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[Prepa
     """The model in few bits, and transformers' model of the numbers that its codes stand for."""
     prepared = prepare(dataclasses.replace(flags, quantization=kind))
     names, values = load_file(folder / "model.safetensors"), load_file(prepared.folder / "model.safetensors")
-    for name in [name for name in values if name.endswith(".codes")]:
-        module = name.removesuffix(".codes")
+    for module in [name.removesuffix(".codes") for name in values if name.endswith(".codes")]:
         codes, scales, offsets = (values.pop(f"{module}.{part}", None) for part in ("codes", "scales", "offsets"))
         if codes.dtype == torch.uint8:
             codes = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
         groups = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
         groups = groups if offsets is None else groups + offsets[..., None]
-        values[module if module in names else f"{module}.weight"] = groups.flatten(-2)
+        name, weight = module if module in names else f"{module}.weight", groups.flatten(-2)
+        # gpt-oss has the matrices of experts transposed.
+        turned = name in names and weight.shape != names[name].shape
+        values[name] = weight.mT.contiguous() if turned else weight
     wide, config = folder.parent / kind, json.loads((folder / "config.json").read_text())
     wide.mkdir()
     # The head is in 8 bits and the embedding is not.
