@@ -30,7 +30,6 @@ LEFT_OUT = {
         axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu""",
     "sparse attention, which chooses the tokens that a query sees": """
         axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
-    "attention in chunks of positions, and queries that grow with their position": "llama4 llama4_text",
     "layers that share keys and values, and embeddings for each layer": """
         gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant
         gemma4_unified_text""",
@@ -112,6 +111,7 @@ def options(family: ModelFamily) -> str:
         said.append("norms before and after attention and MLP")
     if "qk_norm" in layer:
         after = ", after the rotation" if layer.get("norm_after_rotation") else ""
+        after += ", without weights" if layer.get("qk_norm_names") == () else ""
         said.append(f"queries and keys normed by {layer['qk_norm']}{after}")
     texts = {
         "qkv_bias": "biases of queries, keys and values",
@@ -122,8 +122,11 @@ def options(family: ModelFamily) -> str:
         "scaled_embedding": "scaled embeddings",
         "sigmoid_router": "sigmoid scores of experts",
         "query_growth": "queries that grow with their position",
+        "scaled_experts": "scores that multiply what experts read",
     }
     said += [text for field, text in texts.items() if getattr(family, field)]
+    if "attention_chunk_size" in family.defaults:
+        said.append("attention in chunks of positions (not on GPUs)")
     if "choice_bias" in layer:
         said.append("a bias where experts are chosen")
     if "n_group" in family.defaults:

@@ -67,6 +67,7 @@ class TorchBackend(HostBackend):
                 num_heads=config.num_heads,
                 scale=config.attention_scale,
                 windows=config.sliding_windows,
+                chunked=config.chunked,
                 softcap=config.attention_softcap,
             )
             rows, places = distinct_rows(batch)

@@ -32,7 +32,8 @@ from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
 # These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
-_IGNORED_PREFIXES = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+_OF_PICTURES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+_IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
 # The language model's tensors begin like this in models of text and images, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
 _MOST_GUESSING_LAYERS = 8

@@ -101,7 +101,8 @@ def _norm(
     1 + w, the 1 is added to the weight here."""
     key = prefix + tensor.name
     kind = dtype if config.norm == "plain" else torch.float32
-    weight = in_order(checkpoint.take(key, kind) if tensor.spellings else torch.ones(tensor.shape, dtype=kind), tensor)
+    shape = (len(tensor.rows), *tensor.shape[1:]) if tensor.role is Role.HEAD_NORM else tensor.shape
+    weight = in_order(checkpoint.take(key, kind) if tensor.spellings else torch.ones(shape, dtype=kind), tensor)
     if config.norm.endswith("offset"):
         weight = weight + 1.0
     if not config.norm.startswith("layer"):

@@ -26,6 +26,8 @@ from pillion.engine.models.rope_config import (
 from pillion.errors import ConfigError
 from pillion.rooms import Seam, require
 
+# Layers with a window, or with attention in chunks, have these types.
+_WINDOW_KINDS = ("sliding_attention", "chunked_attention")
 # These are activations by their names in configs, with the decoder's names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 # An MLP without a gate may have these, too.
@@ -103,7 +105,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     has_rope = _has_rope(options, num_layers)
     slides = _slides(options, family, num_layers, has_rope)
     _check_layer_types(str(name), raw, slides)
-    window = int(number(options, "sliding_window", 0))
+    window = int(number(options, "attention_chunk_size", number(options, "sliding_window", 0)))
     if family.nope_if_full and any(slides):
         has_rope = slides
     ropes, layer_ropes = _ropes(raw, family, head_dim, has_rope, slides)
@@ -112,7 +114,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         family=str(name),
         vocab_size=size(raw, "vocab_size"),
         hidden_size=size(raw, "hidden_size"),
-        intermediate_size=size(raw, "intermediate_size"),
+        intermediate_size=size(options, "intermediate_size_mlp", size(raw, "intermediate_size")),
         num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -122,6 +124,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_windows=tuple(window if slide else 0 for slide in slides),
+        chunked="attention_chunk_size" in options,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias or qkv_bias,
         o_bias=o_bias,
@@ -208,7 +211,7 @@ def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ..
     """Raises ConfigError where the family's rule decides the layer types, and a config lists others."""
     kinds = per_layer(raw, "layer_types", len(slides)) or []
     for layer, (kind, slide) in enumerate(zip(kinds, slides, strict=False)):
-        if kind != ("sliding_attention" if slide else "full_attention"):
+        if kind not in (_WINDOW_KINDS if slide else ("full_attention",)):
             raise ConfigError(
                 f"{name}: config.json has layer_types with {kind!r} for layer {layer}, not supported here"
             )
@@ -232,6 +235,10 @@ def _slides(
     """Returns whether each layer has the sliding window: by the config's list of layer types, or else by its family's
     rule."""
     windowed = options.get("sliding_window") and options.get("use_sliding_window", True)
+    if "attention_chunk_size" in options:
+        kinds = _kinds(options, "layer_types", ("full_attention", "chunked_attention"), num_layers)
+        chunks = has_rope if kinds is None else (kind == "chunked_attention" for kind in kinds)
+        return tuple(bool(options["attention_chunk_size"]) and chunk for chunk in chunks)
     # Layers with a sliding window may have their own rotary embedding, even where the window is switched off.
     if not windowed and not family.local_rope:
         return (False,) * num_layers
@@ -311,14 +318,15 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         num_experts=num_experts,
         experts_per_token=per_token,
         intermediate_size=inner,
-        normalize=bool(options.get("norm_topk_prob", True)),
+        normalize=bool(options.get("norm_topk_prob", True)) and not family.scaled_experts,
         layers=_with_experts(options, num_layers),
         sigmoid=family.sigmoid_router,
         scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
         groups=groups,
         kept_groups=kept,
         clamped=_clamped(options),
-        shared=_shared(options, inner),
+        scaled_inputs=family.scaled_experts,
+        shared=inner if family.shared_expert else _shared(options, inner),
     )
 
 
@@ -357,7 +365,11 @@ def _with_experts(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ..
     kinds = _kinds(options, "mlp_layer_types", ("dense", "sparse"), num_layers)
     if kinds is not None:
         return tuple(kind == "sparse" for kind in kinds)
-    step = size(options, "decoder_sparse_step", size(options, "moe_layer_interval", 1))
+    if options.get("moe_layers") is not None:
+        listed = token_ids(options["moe_layers"])
+        return tuple(layer in listed for layer in range(num_layers))
+    steps = ("decoder_sparse_step", "moe_layer_interval", "interleave_moe_layer_step")
+    step = next((size(options, key) for key in steps if key in options), 1)
     dense = token_ids(options.get("mlp_only_layers"))
     first = int(number(options, "first_k_dense_replace", number(options, "moe_layer_start_index", 0)))
     last = int(number(options, "moe_layer_end_index", -1)) % num_layers

@@ -49,6 +49,8 @@ class ModelFamily:
         query_growth: which layers' queries grow with their position: those of "all", as ``llama_4_scaling_beta`` says,
             or those without positions, "nope", as ``attn_scale`` and ``floor_scale`` say; "" for none.
         sigmoid_router: whether the scores of experts are sigmoids.
+        scaled_experts: whether scores multiply the rows that experts read, not their results.
+        shared_expert: whether all tokens pass an MLP of an expert's width beside their experts, where no key says so.
         ignored: keys that stand in configs of the family although transformers does not read them there, and those
             about layers that only guess tokens (multi-token prediction).
         fixed: keys that stand in configs of the family, with the one value that says what the family always does.
@@ -75,6 +77,8 @@ class ModelFamily:
     activations: Mapping[str, str] = field(default_factory=dict)
     query_growth: str = ""
     sigmoid_router: bool = False
+    scaled_experts: bool = False
+    shared_expert: bool = False
     ignored: tuple[str, ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
@@ -795,11 +799,50 @@ FAMILIES: dict[str, ModelFamily] = {
         window_pattern=1,
         ignored=(*_GUESSING, "mtp_layer_types", "mtp_mlp_layer_types"),
     ),
+    "llama4_text": ModelFamily(
+        {
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "attention_bias": False,
+            "intermediate_size_mlp": 16_384,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "layer_types": None,
+            "attn_temperature_tuning": True,
+            "floor_scale": 8192,
+            "attn_scale": 0.1,
+        },
+        layer=partial(
+            llama_layer,
+            qk_norm="head",
+            qk_norm_names=(),
+            norm_after_rotation=True,
+            norm_if_rotated=True,
+            shared_mlp=(
+                ("feed_forward.shared_expert.gate_proj", "feed_forward.shared_expert.up_proj"),
+                "feed_forward.shared_expert.down_proj",
+            ),
+        ),
+        interleaved_rope=True,
+        query_growth="nope",
+        sigmoid_router=True,
+        scaled_experts=True,
+        shared_expert=True,
+    ),
 }
 
 # These models of text and images have a text model that can be served: their model_type, and the families that their
 # text_config may have, the first of which it has where it says nothing.
-TEXT_OF = {"gemma3": ("gemma3_text",), "mistral3": ("mistral", "ministral3")}
+TEXT_OF = {"gemma3": ("gemma3_text",), "llama4": ("llama4_text",), "mistral3": ("mistral", "ministral3")}
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:

@@ -143,10 +143,12 @@ class Attend:
         window: how many tokens a query sees, itself included; 0 means all tokens up to it.
         sinks: one score for each query head that every softmax counts beside those of the tokens, and that takes no
             value (gpt-oss); None where a family has none.
+        chunked: whether a query sees not the last ``window`` tokens, but those since the last multiple of ``window``.
     """
 
     window: int
     sinks: LayerTensor | None = None
+    chunked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,7 @@ class Experts:
             good a group is, is the sum of its best ``group_best`` scores, those with the bias (DeepSeek V2 and V3).
         router_bias: what is added to the router's products.
         clamped: the activation, where it is not the one that is named.
+        scaled_inputs: whether scores multiply the rows that experts read, not their results.
     """
 
     router: LayerTensor
@@ -205,6 +208,7 @@ class Experts:
     group_best: int = 2
     router_bias: LayerTensor | None = None
     clamped: ClampedSwiglu | None = None
+    scaled_inputs: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -132,7 +132,10 @@ def mix_experts(
     # choice).
     order = chosen.view(-1).argsort(stable=True)
     counts = torch.bincount(chosen.view(-1), minlength=len(router))
-    grouped = run_grouped(run, rows[order // how.per_token], counts)
+    grouped = rows[order // how.per_token]
+    if how.scaled_inputs:
+        grouped, scores = grouped * scores.view(-1)[order].to(rows.dtype)[:, None], torch.ones_like(scores)
+    grouped = run_grouped(run, grouped, counts)
     return combine(grouped, order, scores)
 
 

@@ -44,6 +44,7 @@ _ROUTERS = (
     "block_sparse_moe.router",
     "mlp.gate.wg",
     "mlp.router.gate",
+    "feed_forward.router",
 )
 _SHARED_EXPERTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
 PRE_NORMS = ("input_layernorm", "", "post_attention_layernorm", "")
@@ -58,8 +59,9 @@ def llama_layer(
     norms: Norms = PRE_NORMS,
     mlp: tuple[str, str] = ("mlp.up_proj", "mlp.down_proj"),
     qk_norm: str = "",
-    qk_norm_names: tuple[str, str] = ("self_attn.q_norm", "self_attn.k_norm"),
+    qk_norm_names: tuple[str, ...] = ("self_attn.q_norm", "self_attn.k_norm"),
     norm_after_rotation: bool = False,
+    norm_if_rotated: bool = False,
     sinks: bool = False,
     shared_norm: bool = False,
     choice_bias: str = "",
@@ -73,6 +75,8 @@ def llama_layer(
         mlp: the names in checkpoints of an MLP without a gate.
         qk_norm: RMS norm of queries and keys before the rotary embedding, or after it, over each "head" or over the
             whole "projection"; "" for none.
+        qk_norm_names: the names of these norms in checkpoints; () for norms over each head without weights.
+        norm_if_rotated: whether layers without a rotary embedding have no such norm.
         sinks: whether attention has a sink for each head.
         shared_norm: whether the MLP reads what attention reads, where the two are parallel.
         choice_bias: the name in checkpoints of what is added to scores where experts are chosen; "" for nothing.
@@ -88,13 +92,15 @@ def llama_layer(
     before_attention, after_attention, before_mlp, after_mlp = (
         norm(config, name, spelling) if spelling else None for name, spelling in zip(names, norms, strict=True)
     )
-    between = [*qk_norms(config, qk_norm if config.qk_norm else "", qk_norm_names), *rotation(config, index)]
+    if not config.qk_norm or (norm_if_rotated and config.layer_ropes[index] is None):
+        qk_norm = ""
+    between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
     attended = (
         Norm(before_attention),
         Multiply(qkv(config)),
         *(between if not norm_after_rotation else reversed(between)),
         *growth(config, index),
-        Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None),
+        Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked),
     )
     added = Multiply(output(config)), AddToResidual(after_attention, config.residual_scale)
     scale = config.residual_scale
@@ -130,13 +136,16 @@ def qkv(config: ModelConfig) -> LayerTensor:
     )
 
 
-def qk_norms(config: ModelConfig, kind: str, names: tuple[str, str]) -> Iterator[LayerOperation]:
+def qk_norms(config: ModelConfig, kind: str, names: tuple[str, ...]) -> Iterator[LayerOperation]:
     """Yields the norm of queries and keys: "head", "projection" or none."""
     if kind == "head":
         rows = Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)
         one = _heads(config, rotated=True)[0]
         entries = (Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),)
-        yield NormHeads(LayerTensor(name="qk_norm", role=Role.HEAD_NORM, rows=rows, inputs=entries, spellings=(names,)))
+        spellings = (names,) if names else ()
+        yield NormHeads(
+            LayerTensor(name="qk_norm", role=Role.HEAD_NORM, rows=rows, inputs=entries, spellings=spellings)
+        )
     elif kind == "projection":
         tensors = (
             LayerTensor(name=name, role=Role.NORM, rows=(piece,), spellings=((spelling,),))
@@ -185,7 +194,11 @@ def gated(config: ModelConfig) -> Mlp:
         role=Role.MATRIX,
         rows=(inner, inner),
         inputs=hidden,
-        spellings=(("mlp.gate_proj", "mlp.up_proj"), ("mlp.gate_up_proj",)),
+        spellings=(
+            ("mlp.gate_proj", "mlp.up_proj"),
+            ("mlp.gate_up_proj",),
+            ("feed_forward.gate_proj", "feed_forward.up_proj"),
+        ),
         bias=config.mlp_bias,
     )
     down = LayerTensor(
@@ -193,7 +206,7 @@ def gated(config: ModelConfig) -> Mlp:
         role=Role.MATRIX,
         rows=hidden,
         inputs=(inner,),
-        spellings=(("mlp.down_proj",),),
+        spellings=(("mlp.down_proj",), ("feed_forward.down_proj",)),
         bias=config.mlp_bias,
     )
     return Mlp(gate_up, down, config.activation)
@@ -233,6 +246,8 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
     inner, qwen, mixtral = Entries(moe.intermediate_size, Share.INNER), "mlp.experts.{}", "block_sparse_moe.experts.{}"
+    # Llama 4 alone scales what experts read, and has their stacked matrices transposed.
+    llama, transposed = "feed_forward.experts.{}", moe.scaled_inputs
     router = LayerTensor(
         name="router",
         role=Role.EXACT_MATRIX,
@@ -245,34 +260,35 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
         role=Role.MATRIX,
         rows=(inner, inner),
         inputs=hidden,
-        spellings=((f"{qwen}.gate_proj", f"{qwen}.up_proj"), (f"{mixtral}.w1", f"{mixtral}.w3")),
+        spellings=(
+            (f"{qwen}.gate_proj", f"{qwen}.up_proj"),
+            (f"{mixtral}.w1", f"{mixtral}.w3"),
+            (f"{llama}.gate_proj", f"{llama}.up_proj"),
+        ),
         experts=moe.num_experts,
         stacked=(
             "mlp.experts.gate_up_proj",
             "block_sparse_moe.input_linear.weight",
             "block_sparse_moe.experts.gate_up_proj",
+            "feed_forward.experts.gate_up_proj",
         ),
+        transposed=transposed,
     )
     down = LayerTensor(
         name="experts.down",
         role=Role.MATRIX,
         rows=hidden,
         inputs=(inner,),
-        spellings=((f"{qwen}.down_proj",), (f"{mixtral}.w2",)),
+        spellings=((f"{qwen}.down_proj",), (f"{mixtral}.w2",), (f"{llama}.down_proj",)),
         experts=moe.num_experts,
         stacked=(
             "mlp.experts.down_proj",
             "block_sparse_moe.output_linear.weight",
             "block_sparse_moe.experts.down_proj",
+            "feed_forward.experts.down_proj",
         ),
+        transposed=transposed,
     )
-    bias = None
-    if choice_bias:
-        # In ERNIE it is a matrix of one row.
-        rows = Entries(1) if "moe_statics" in choice_bias else Entries(moe.num_experts)
-        inputs = (Entries(moe.num_experts),) if rows.size == 1 else ()
-        names = ((choice_bias,),)
-        bias = LayerTensor(name="choice_bias", role=Role.EXACT_VECTOR, rows=(rows,), inputs=inputs, spellings=names)
     return Experts(
         router,
         gate_up,
@@ -281,12 +297,20 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
         moe.experts_per_token,
         moe.normalize,
         sigmoid=moe.sigmoid,
-        choice_bias=bias,
+        choice_bias=_choice_bias(moe.num_experts, choice_bias) if choice_bias else None,
         scale=moe.scale,
         groups=moe.groups,
         kept_groups=moe.kept_groups,
         group_best=moe.group_best,
+        scaled_inputs=moe.scaled_inputs,
     )
+
+
+def _choice_bias(num_experts: int, name: str) -> LayerTensor:
+    # In ERNIE it is a matrix of one row.
+    rows = Entries(1) if "moe_statics" in name else Entries(num_experts)
+    inputs = (Entries(num_experts),) if rows.size == 1 else ()
+    return LayerTensor(name="choice_bias", role=Role.EXACT_VECTOR, rows=(rows,), inputs=inputs, spellings=((name,),))
 
 
 def biased_experts(config: ModelConfig) -> Experts:

@@ -36,7 +36,7 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize, sigmoid, scale, groups, kept_groups, group_best, clamped: those of
+        normalize, sigmoid, scale, groups, kept_groups, group_best, clamped, scaled_inputs: those of
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
@@ -53,6 +53,7 @@ class MoeConfig:
     kept_groups: int = 1
     group_best: int = 2
     clamped: ClampedSwiglu | None = None
+    scaled_inputs: bool = False
     shared: int = 0
 
 
@@ -80,6 +81,7 @@ class ModelConfig:
         layer_ropes: for each layer, the index of its rotary embedding in ``ropes``; None for a layer without positions
             (NoPE).
         sliding_windows: for each layer, how many tokens a query sees, itself included; 0 means all tokens up to it.
+        chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
         gated: whether MLPs have a gate.
         activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu2".
@@ -111,6 +113,7 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     layer_ropes: tuple[int | None, ...]
     sliding_windows: tuple[int, ...]
+    chunked: bool = False
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
     o_bias: bool = False

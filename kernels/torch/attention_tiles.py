@@ -74,10 +74,17 @@ def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
 
 
 class TilePlanner:
-    """Plans one step. ``shape`` and ``dtype`` are the pool's; ``lengths`` are rows per sequence."""
+    """Plans one step. ``shape`` and ``dtype`` are the pool's; ``lengths`` are rows per sequence. ``chunked``: a query
+    with a window sees not its last tokens, but those since the last multiple of it."""
 
     def __init__(
-        self, shape: torch.Size, dtype: torch.dtype, batch: RaggedBatch, lengths: Int32, tile_tokens: int
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        batch: RaggedBatch,
+        lengths: Int32,
+        tile_tokens: int,
+        chunked: bool = False,
     ) -> None:
         _, layers, _, self._kv_heads, self._block_size, head_dim = shape
         self._pieces_per_slot = layers * 2 * self._kv_heads
@@ -88,6 +95,7 @@ class TilePlanner:
         self._query_tokens = max(1, tile_tokens // TILE_TOKENS_PER_QUERY)
         self._kinds = np.arange(2)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
         self._lengths = lengths
+        self._chunked = chunked
         self._bands: dict[tuple[int, int, int, int], torch.Tensor] = {}
 
     def plan(self, window: int) -> tuple[QueryGroup, ...]:
@@ -101,6 +109,8 @@ class TilePlanner:
             return tuple(groups)
         ends = self._batch.context_lens[single]
         begins = np.maximum(ends - window, 0) if window else np.zeros_like(ends)
+        if window and self._chunked:
+            begins = (ends - 1) // window * window
         long = ends - begins > self._tile_tokens
         for sequence in single[long].tolist():
             groups += self._chunk(sequence, window)
@@ -112,14 +122,21 @@ class TilePlanner:
         first, behind = self._batch.query_starts[sequence : sequence + 2].tolist()
         # A row's position is the row + shift, because a sequence's rows are consecutive.
         shift = int(self._batch.context_lens[sequence]) - behind
+        groups = _cut(first, behind, self._query_tokens)
+        if window and self._chunked:
+            # The queries of a group see the same tokens before them.
+            within = (_cut_at(begin + shift, end + shift, window) for begin, end in groups)
+            groups = [(begin - shift, end - shift) for parts in within for begin, end in parts]
         return [
             QueryGroup(slice(begin, end), 1, tuple(self._tiles(sequence, begin + shift, end + shift, window)))
-            for begin, end in _cut(first, behind, self._query_tokens)
+            for begin, end in groups
         ]
 
     def _tiles(self, sequence: int, begin: int, end: int, window: int) -> list[KeyTile]:
         """Plans the tiles that the queries at positions begin .. end - 1 see."""
         lowest = max(0, begin - window + 1) if window else 0
+        if window and self._chunked:
+            lowest, window = begin // window * window, 0
         if end - lowest <= self._tile_tokens:
             ranges = [(lowest, end)]
         elif end - begin == 1:
@@ -208,6 +225,11 @@ def _cut(begin: int, end: int, most: int) -> list[tuple[int, int]]:
     count = -(-(end - begin) // most)
     edges = [begin + (end - begin) * part // count for part in range(count + 1)]
     return list(pairwise(edges))
+
+
+def _cut_at(begin: int, end: int, step: int) -> list[tuple[int, int]]:
+    """Cuts begin .. end at the multiples of ``step``."""
+    return list(pairwise((begin, *range((begin // step + 1) * step, end, step), end)))
 
 
 def _rows(rows: Int64) -> slice | torch.Tensor:

@@ -48,15 +48,16 @@ def paged_attention(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Computes attention of queries [T, heads, head_dim] over the pool, in float32; the result has their dtype.
 
-    A query at position p sees positions max(0, p - window + 1) .. p of its sequence (window 0: from 0). Query head h
-    reads KV head h // (heads / kv_heads). With a ``softcap`` (Gemma 2), scaled scores become
-    softcap * tanh(score / softcap) before the softmax. ``sinks`` [heads]: scores that each head's softmax counts beside
-    those of the tokens, and that have no value (gpt-oss).
+    A query at position p sees positions max(0, p - window + 1) .. p of its sequence (window 0: from 0), or if
+    ``chunked`` those from the last multiple of the window on. Query head h reads KV head h // (heads / kv_heads). With
+    a ``softcap`` (Gemma 2), scaled scores become softcap * tanh(score / softcap) before the softmax. ``sinks`` [heads]:
+    scores that each head's softmax counts beside those of the tokens, and that have no value (gpt-oss).
     """
     _, _, _, kv_heads, block_size, head_dim = pool.shape
     group = queries.shape[1] // kv_heads
@@ -70,6 +71,8 @@ def paged_attention(
         for row in range(batch.query_starts[sequence], batch.query_starts[sequence + 1]):
             last = int(batch.positions[row]) + 1
             first = max(0, last - window) if window else 0
+            if window and chunked:
+                first = (last - 1) // window * window
             for head in range(queries.shape[1]):
                 query = queries[row, head].float()
                 scores = keys[head // group, first:last] @ query * scale

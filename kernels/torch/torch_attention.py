@@ -36,11 +36,12 @@ class StepAttention:
         num_heads: int,
         scale: float,
         windows: Sequence[int] = (0,),
+        chunked: bool = False,
         softcap: float = 0.0,
         tile_tokens: int = 0,
     ) -> None:
         """Plans the step. ``pool`` is contiguous [slots, layers, 2, kv_heads, block_size, head_dim]; ``windows`` are
-        those of the layers.
+        those of the layers, chunks with ``chunked``.
 
         ``softcap`` is that of :func:`pillion.kernels.torch.reference.paged_attention`. One call gathers at most
         ``tile_tokens`` of a sequence; 0 leaves the choice.
@@ -58,7 +59,7 @@ class StepAttention:
         most = tile_tokens or choose_tile_tokens(
             self._pieces_per_layer * self._head_dim * pool.dtype.itemsize, capped=softcap > 0
         )
-        planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most)
+        planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most, chunked)
         longest = int(batch.context_lens.max())
         # A window that reaches after every context hides nothing, so layers with it share the plan of those without.
         effective = {window: window if window < longest else 0 for window in windows}

@@ -337,3 +337,5 @@ def test_a_layer_without_a_kernel_is_refused(monkeypatch):
     check_operations(parse_config({**config, "model_type": "llama"}))
     with pytest.raises(ConfigError, match="with_sinks: the GPU kernels have no attention sinks; use --device cpu"):
         check_operations(parse_config({**config, "model_type": "with_sinks"}))
+    with pytest.raises(ConfigError, match="llama4_text: the GPU kernels have no attention in chunks; use --device cpu"):
+        check_operations(parse_config({**config, "model_type": "llama4_text", "num_key_value_heads": 4}))

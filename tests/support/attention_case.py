@@ -120,6 +120,7 @@ class AttentionCase:
         window: int = 0,
         softcap: float = 0.0,
         sinks: torch.Tensor | None = None,
+        chunked: bool = False,
         threads: int = 3,
     ) -> torch.Tensor:
         """attended [T, heads * head_dim] by the kernels."""
@@ -152,16 +153,19 @@ class AttentionCase:
         step.count("num_items", len(plan.items))
         step.point("merges", np.ascontiguousarray(plan.merges))
         step.count("num_merges", len(plan.merges))
-        runner.run(Attention(shape, softcap > 0, window > 0, sinks is not None), {**shared, **layer}, step, threads)
+        kind = window > 0, sinks is not None, chunked
+        runner.run(Attention(shape, softcap > 0, *kind), {**shared, **layer}, step, threads)
         if len(plan.merges):
-            runner.run(AttentionMerge(shape, window > 0, sinks is not None), shared, step, threads)
+            runner.run(AttentionMerge(shape, *kind), shared, step, threads)
         return out[:, :width]
 
-    def reference(self, *, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    def reference(
+        self, *, window: int = 0, softcap: float = 0.0, sinks: torch.Tensor | None = None, chunked: bool = False
+    ) -> torch.Tensor:
         """The attended rows by torch, in float32."""
         rows = self.queries[:, : self.batch.num_tokens].float()
         shape = self.shape
         return reference_attention(
             rows, self.pool, LAYER, self.batch, scale=shape.head_dim**-0.5, window=window, softcap=softcap,
-            sinks=sinks, codes=shape.codes, block_size=shape.block_size,
+            chunked=chunked, sinks=sinks, codes=shape.codes, block_size=shape.block_size,
         )  # fmt: skip

@@ -214,6 +214,7 @@ def reference_attention(
     *,
     scale: float,
     window: int = 0,
+    chunked: bool = False,
     softcap: float = 0.0,
     sinks: torch.Tensor | None = None,
     codes: str = "",
@@ -223,6 +224,5 @@ def reference_attention(
     ``codes`` and ``block_size`` are those of a pool in 8 bits."""
     rows = queries.transpose(0, 1).flatten(1, 2)
     pool = dequantized(packed_pool, block_size, codes) if codes else unpack_pool(packed_pool)
-    return paged_attention(rows, pool, layer, batch, scale=scale, window=window, softcap=softcap, sinks=sinks).flatten(
-        1
-    )
+    options = {"window": window, "chunked": chunked, "softcap": softcap, "sinks": sinks}
+    return paged_attention(rows, pool, layer, batch, scale=scale, **options).flatten(1)

@@ -73,6 +73,15 @@ SHARED = {
 }
 
 GROUPS = {"n_routed_experts": 12, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
+LLAMA4 = {
+    "num_local_experts": 5,
+    "intermediate_size": 48,
+    "intermediate_size_mlp": 160,
+    "attention_chunk_size": 24,
+    "floor_scale": 16,
+    "attn_scale": 0.5,
+    "pad_token_id": 2,
+}
 
 # ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
 # original length.
@@ -277,6 +286,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", *["sliding_attention"] * 4],
         "mlp_layer_types": ["dense", *["sparse"] * 4],
         "rope_parameters": GEMMA3_ROPE,
+    },
+    "llama4": {
+        "model_type": "llama4_text",
+        **LLAMA4,
+        "num_hidden_layers": 4,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layer_interval": 3,
+        "attention_bias": True,
+        "rope_parameters": LLAMA3,
+    },
+    "llama4-two-each": {
+        "model_type": "llama4_text",
+        **LLAMA4,
+        "num_experts_per_tok": 2,
+        "use_qk_norm": False,
+        "no_rope_layers": [1, 0],
+        "attn_temperature_tuning": False,
     },
     "hyperclovax": {"model_type": "hyperclovax", **MULTIPLIERS, "mlp_bias": True},
     "hyperclovax-pre-norm": {"model_type": "hyperclovax", "use_post_norm": False},

@@ -189,7 +189,9 @@ class LayerEmitter:
         group = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}
         yield Operation(GroupByExpert(count, chosen, builder.rows_of), group, builder.when)
         gather = {"rows": self._rows, "sources": sources, "grouped": grouped, "stride": grouped.stride}
-        yield Operation(GatherGroups(chosen, builder.rows_of), gather, builder.when)
+        scaled = operation.scaled_inputs
+        gather |= {"scores": scores if scaled else None, "places": places if scaled else None}
+        yield Operation(GatherGroups(chosen, builder.rows_of, scaled, scaled and builder.bf16), gather, builder.when)
         gate_up, clamped = prefix + operation.gate_up.name, operation.clamped
         epilogue = GATED_EPILOGUE[operation.activation] if clamped is None else "gated_clamped"
         yield from builder.gemm(gate_up, grouped, activated, epilogue, group_starts=starts, clamped=clamped)
@@ -206,7 +208,7 @@ class LayerEmitter:
             "out_stride": out.stride,
             "factor": following.scale if adds else 1.0,
         }
-        yield Operation(Combine(chosen, adds, builder.rows_of), combine, builder.when)
+        yield Operation(Combine(chosen, adds, builder.rows_of, not scaled), combine, builder.when)
         yield from after
 
     def add(self, _: AddToResidual, __: LayerOperation | None) -> Iterator[Operation]:
@@ -322,9 +324,9 @@ class LayerEmitter:
             "softcap": config.attention_softcap,
         }
         when = "num_samples" if self._last else ""
-        sinks = operation.sinks is not None
-        yield Operation(Attention(shape, config.attention_softcap > 0, window > 0, sinks), values, when)
-        yield Operation(AttentionMerge(shape, window > 0, sinks), shared, "num_merges")
+        kind = window > 0, operation.sinks is not None, window > 0 and operation.chunked
+        yield Operation(Attention(shape, config.attention_softcap > 0, *kind), values, when)
+        yield Operation(AttentionMerge(shape, *kind), shared, "num_merges")
 
     def _gather_samples(self) -> Operation:
         """Gathers the sampled rows of hidden and attended, from which the layer goes on."""

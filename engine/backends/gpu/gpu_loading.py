@@ -142,6 +142,8 @@ def check_operations(config: ModelConfig) -> None:
     operations = (operation for layer in layers_of(config) for operation in layer)
     if any(isinstance(operation, Attend) and operation.sinks is not None for operation in operations):
         raise ConfigError(f"{config.family}: the GPU kernels have no attention sinks; use --device cpu")
+    if config.chunked and any(config.sliding_windows):
+        raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:

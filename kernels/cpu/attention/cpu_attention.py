@@ -72,6 +72,24 @@ class AttentionScratch:
 
 
 @dataclass(frozen=True, slots=True)
+class Window:
+    """Says which tokens a row sees: its last ``tokens``, or with ``chunked`` those since the last multiple of it."""
+
+    tokens: Int
+    chunked: bool
+
+    @staticmethod
+    def of(spec: Attention | AttentionMerge, call: KernelCall) -> Window | None:
+        """Returns the window of a kernel's layer; None where it has none."""
+        return Window(call.args.number("window"), spec.chunked) if spec.window else None
+
+    def first(self, behind: Int) -> Int:
+        """Returns the first token that the row sees whose own token is the one before ``behind``; it may be below
+        0."""
+        return (behind - 1) // self.tokens * self.tokens if self.chunked else behind - self.tokens
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionItem:
     """Represents an item or a merge in a kernel's code. Its fields are the words of
     :mod:`pillion.kernels.cpu.attention.cpu_attention_plan`, in their order."""
@@ -93,11 +111,11 @@ class AttentionItem:
         """Returns the position after the last token that a row may attend to."""
         return (self.row + row) // group + self.shift + 1
 
-    def begin(self, k: Kernel, group: int, window: Int | None) -> Int:
+    def begin(self, k: Kernel, group: int, window: Window | None) -> Int:
         """Returns the first partition with a token that any of the rows may attend to."""
         if window is None:
             return self.first
-        lowest = k.most(self.behind(group, k.int(0)) - window, 0)
+        lowest = k.most(window.first(self.behind(group, k.int(0))), 0)
         return k.most(self.first, lowest // PARTITION_TOKENS)
 
 
@@ -116,7 +134,7 @@ def each_attention_item(call: KernelCall, kind: str) -> Iterator[tuple[Int, Atte
 class Attention(KernelSpec):
     """Computes the attention of all items of the step. ``softcap`` and ``window`` say whether the layer has one; where
     it has none, the field of the record is unused. ``sinks`` says whether it has a score for each head, float32
-    [heads], that a row's softmax counts and that has no value.
+    [heads], that a row's softmax counts and that has no value; ``chunked`` is that of :class:`Window`.
 
     The scale must be positive, and the items those of
     :class:`pillion.kernels.cpu.attention.cpu_attention_plan.CpuAttentionPlanner`.
@@ -139,6 +157,7 @@ class Attention(KernelSpec):
     softcap: bool = False
     window: bool = False
     sinks: bool = False
+    chunked: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k = call.k
@@ -161,7 +180,7 @@ class _ItemPass:
         self._lines = PoolLines(call.k, spec.shape)
         self._scratch = AttentionScratch(spec.shape, tile.rows)
         assert self._scratch.end <= SCRATCH_BYTES
-        self._window = call.args.number("window") if spec.window else None
+        self._window = Window.of(spec, call)
 
     def emit(self) -> None:
         k, item, shape, scratch = self._k, self._item, self._shape, self._scratch
@@ -202,7 +221,7 @@ class _ItemPass:
         k, shape, item, scratch, lines = self._k, self._shape, self._item, self._scratch, self._lines
         begin = partition * PARTITION_GROUPS
         if self._window is not None:
-            lowest = k.most(item.behind(shape.group, k.int(0)) - self._window, 0)
+            lowest = k.most(self._window.first(item.behind(shape.group, k.int(0))), 0)
             begin = k.most(begin, lowest // LANES)
         behind = item.behind(shape.group, item.rows - 1)
         last = (behind + (LANES - 1)) // LANES
@@ -214,7 +233,7 @@ class _ItemPass:
         emit_scores(lines, shape, groups, queries, scores, self._tile)
         with k.range(item.rows) as row:
             row_behind = item.behind(shape.group, row)
-            first = None if self._window is None else row_behind - self._window
+            first = None if self._window is None else self._window.first(row_behind)
             row_scores = scores + row * SCORE_BYTES
             factor = self._call.args.real("scale") * LOG2E
             if self._spec.softcap:
@@ -240,10 +259,11 @@ class AttentionMerge(KernelSpec):
     shape: AttentionShape
     window: bool = False
     sinks: bool = False
+    chunked: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k, shape = call.k, self.shape
-        window = call.args.number("window") if self.window else None
+        window = Window.of(self, call)
         with each_attention_item(call, "merges") as (head, item):
             partials = call.args.pointer("partials") + head * call.args.number("partial_stride")
             begin = item.begin(k, shape.group, window)

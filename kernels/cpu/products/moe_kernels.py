@@ -215,15 +215,30 @@ class GatherGroups(KernelSpec):
     Rows have any type: a row is copied with its padding, ``stride`` bytes on both sides, a multiple of 64.
     """
 
-    layout = RecordLayout("gather_groups", pointers=("rows", "sources", "grouped"), numbers=("stride",))
+    layout = RecordLayout(
+        "gather_groups", pointers=("rows", "sources", "grouped", "scores", "places"), numbers=("stride",)
+    )
 
     chosen: int
     rows_of: str = "tokens"
+    scaled: bool = False
+    bf16: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
-        rows, sources, grouped = (args.pointer(field) for field in self.layout.pointers)
+        rows, sources, grouped, scores, places = (args.pointer(field) for field in self.layout.pointers)
         stride = args.number("stride")
+        if self.scaled:
+            size = LANES * (2 if self.bf16 else 4)
+            with call.even_share(call.step.number(f"num_{self.rows_of}") * self.chosen) as pair:
+                score = k.broadcast(scores + pair * 4)
+                source, target = (
+                    rows + pair // self.chosen * stride,
+                    grouped + k.load_int(places + pair * 4, 32) * stride,
+                )
+                with k.range(stride // size) as i:
+                    k.store_float(target + i * size, k.load_float(source + i * size, self.bf16) * score, self.bf16)
+            return
         with call.even_share(call.step.number(f"num_{self.rows_of}") * self.chosen) as place:
             k.copy(rows + k.load_int(sources + place * 4, 32) * stride, grouped + place * stride, stride)
 
@@ -247,6 +262,7 @@ class Combine(KernelSpec):
     chosen: int
     add: bool
     rows_of: str = "tokens"
+    scored: bool = True
 
     def emit(self, call: KernelCall) -> None:
         k, args = call.k, call.args
@@ -256,7 +272,7 @@ class Combine(KernelSpec):
         with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
             pairs = [row * self.chosen + choice for choice in range(self.chosen)]
             sources = [found + k.load_int(places + pair * 4, 32) * found_stride for pair in pairs]
-            weights = [k.broadcast(scores + pair * 4) for pair in pairs]
+            weights = [k.broadcast(scores + pair * 4) if self.scored else k.vector(1.0) for pair in pairs]
             with k.range(vectors) as i:
                 at, total = i * VECTOR_BYTES, k.vector(0.0)
                 for source, weight in zip(sources, weights, strict=True):

@@ -41,6 +41,7 @@ IN_BFLOAT16 = [
     pytest.param("mixtral", marks=pytest.mark.long),
     pytest.param("qwen2-moe-window", marks=pytest.mark.long),
     pytest.param("gpt-oss", marks=pytest.mark.long),
+    pytest.param("llama4", marks=pytest.mark.long),
 ]
 # In ``make test`` every family runs in chunks, in mixed steps and greedily. What differs less from one family to the
 # next is tried with those that have windows, several rotary tables, layers without one, soft caps or experts.

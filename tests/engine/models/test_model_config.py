@@ -52,7 +52,7 @@ def test_the_page_about_models_is_current():
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'mamba'.*llama, mellum, minimax_m2, ministral, .*qwen3, qwen3_moe"):
+    with pytest.raises(ConfigError, match=r"'mamba'.*llama, .*mellum, minimax_m2, ministral, .*qwen3, qwen3_moe"):
         parse_config({**BASE, "model_type": "mamba"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})
@@ -127,8 +127,10 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
             "num_attention_heads"
         ]  # transformers assumes the number of query heads of its own default.
     theirs, ours = AutoConfig.for_model(**given), parse_config(given)
-    for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"):
+    for key in ("vocab_size", "hidden_size", "max_position_embeddings"):
         assert getattr(ours, key) == getattr(theirs, key), key
+    # Llama 4 has another key for the width of MLPs where there are experts elsewhere.
+    assert ours.intermediate_size == getattr(theirs, "intermediate_size_mlp", theirs.intermediate_size)
     assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OLMo has no key for it.
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
@@ -138,8 +140,8 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
-    window = getattr(theirs, "sliding_window", None) or 0
-    assert ours.sliding_windows == tuple(window if kind == "sliding_attention" else 0 for kind in kinds)
+    window = getattr(theirs, "attention_chunk_size", None) or getattr(theirs, "sliding_window", None) or 0
+    assert ours.sliding_windows == tuple(window if kind != "full_attention" else 0 for kind in kinds)
     assert ours.layer_ropes == tuple(
         None if not rope else int(len(ours.ropes) > 1 and kind == "sliding_attention")
         for kind, rope in zip(kinds, getattr(theirs, "no_rope_layers", None) or [1] * len(kinds), strict=True)
@@ -148,7 +150,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         assert ours.moe.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
         assert ours.moe.experts_per_token == theirs.num_experts_per_tok
         assert ours.moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", True)
+        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", name != "llama4_text")
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -313,6 +315,19 @@ def test_a_choice_among_groups_of_experts_is_refused_where_a_family_has_none():
     assert parse_config({**config, "model_type": "qwen3_moe", "n_group": 1, "topk_group": 1}).moe.groups == 1
     with pytest.raises(ConfigError, match=r"qwen3_moe: config\.json has n_group = 2"):
         parse_config({**config, "model_type": "qwen3_moe", "n_group": 2})
+
+
+def test_llama_4():
+    text = {**BASE, "model_type": "llama4_text", "num_key_value_heads": 4, "num_hidden_layers": 4, "head_dim": 16}
+    images = {"boi_token_index": 1, "eoi_token_index": 2, "image_token_index": 3, "vision_config": {}}
+    outer = {"model_type": "llama4", "text_config": {**text, "attention_chunk_size": 64}, **images}
+    config = parse_config(outer)
+    assert (config.family, config.chunked, config.sliding_windows) == ("llama4_text", True, (64, 64, 64, 0))
+    assert config.layer_ropes == (0, 0, 0, None)
+    kinds = ["full_attention", "chunked_attention"] * 2
+    assert parse_config({**text, "layer_types": kinds}).sliding_windows == (0, 8192) * 2
+    assert parse_config({**text, "moe_layers": [0, 3]}).moe.layers == (True, False, False, True)
+    assert parse_config({**text, "interleave_moe_layer_step": 2}).moe.layers == (False, True) * 2
 
 
 def test_the_longest_text_with_scaling():

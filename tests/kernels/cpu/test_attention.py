@@ -40,6 +40,11 @@ SPECS += [
     for shape, capped in ((SMALL, False), (WIDE, True), (PAIRS, False), (FLOATS, True))
     for spec in (Attention(shape, capped, capped, True), AttentionMerge(shape, capped, True))
 ]
+SPECS += [
+    spec
+    for shape in (SMALL, WIDE)
+    for spec in (Attention(shape, False, True, False, True), AttentionMerge(shape, True, False, True))
+]
 SIZES = [
     AttentionShape(16, 1, 16, True),
     AttentionShape(64, 16, 16, True),
@@ -79,14 +84,14 @@ def planned(runner, case, *, threads=2, window=0, partial_rows=PARTIAL_ROWS):
     return CpuAttentionPlanner(case.shape.group, counts, KV_HEADS, threads, partial_rows, window).plan(case.batch)
 
 
-def attend(runner, case, *, window=0, softcap=0.0, sinks=None, threads=3, plan_threads=2, partial_rows=PARTIAL_ROWS):
+def attend(runner, case, *, window=0, threads=3, plan_threads=2, partial_rows=PARTIAL_ROWS, **options):
     plan = planned(runner, case, threads=plan_threads, window=window, partial_rows=partial_rows)
-    return case.run(runner, plan, window=window, softcap=softcap, sinks=sinks, threads=threads)
+    return case.run(runner, plan, window=window, threads=threads, **options)
 
 
-def check(runner, case, *, window=0, softcap=0.0, sinks=None):
-    found = attend(runner, case, window=window, softcap=softcap, sinks=sinks).float()
-    expected = case.reference(window=window, softcap=softcap, sinks=sinks)
+def check(runner, case, **options):
+    found = attend(runner, case, **options).float()
+    expected = case.reference(**options)
     if case.shape.bf16:
         # Weights and results are rounded to 8 bits; values are around 1.
         torch.testing.assert_close(found, expected, rtol=2**-7, atol=2**-7)
@@ -126,6 +131,15 @@ def test_sinks(runner, shape, window, softcap):
     check(runner, case, window=window, softcap=softcap, sinks=sinks)
     head = attend(runner, case, window=window, softcap=softcap, sinks=sinks)[:, : shape.head_dim]
     assert same(head, attend(runner, case, window=window, softcap=softcap)[:, : shape.head_dim])
+
+
+@pytest.mark.parametrize("chunk", [1, 37, 512, 600])
+@pytest.mark.parametrize("shape", [SMALL, WIDE], ids=lambda shape: shape.name)
+def test_chunks_of_positions(runner, shape, chunk):
+    """Rows of one item that begin a chunk, and see nothing of what the rows before them see."""
+    case = AttentionCase.of(shape, MIXED, window=chunk)
+    check(runner, case, window=chunk, chunked=True)
+    check(runner, AttentionCase.of(shape, [(7, 500, 30)], window=chunk), window=chunk, chunked=True)
 
 
 PARTS = st.lists(

@@ -41,6 +41,8 @@ SPECS = [
     *(moe.GroupByExpert(*size, rows_of) for size in SIZES for rows_of in ("tokens", "samples")),
     *(moe.GatherGroups(chosen) for chosen in CHOICES),
     moe.GatherGroups(2, "samples"),
+    *(moe.GatherGroups(chosen, scaled=True, bf16=bf16) for chosen in (1, 4) for bf16 in (False, True)),
+    moe.Combine(4, True, scored=False),
     *(moe.Combine(chosen, add) for chosen in CHOICES for add in (False, True)),
     moe.Combine(2, True, "samples"),
     *(moe.WeighRows(add, rows_of) for add in (False, True) for rows_of in ("tokens", "samples")),
@@ -188,8 +190,23 @@ def test_gather_groups(runner, dtype, spec):
     sources = torch.randint(0, 5, (5 * spec.chosen,), dtype=torch.int32, generator=torch.Generator().manual_seed(0))
     grouped = torch.full((len(sources) + 1, rows.shape[1]), 7.0, dtype=dtype)
     values = {"rows": rows, "sources": sources, "grouped": grouped, "stride": stride(rows)}
-    runner.run(spec, values, step_of(spec, 5))
+    runner.run(spec, {**values, "scores": None, "places": None}, step_of(spec, 5))
     assert torch.equal(grouped[:-1], reference_gather_groups(rows, sources))
+    assert (grouped[-1] == 7).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chosen", [1, 4])
+def test_rows_of_experts_are_scaled(runner, dtype, chosen):
+    rows, scores = padded(normal(5, 40).to(dtype)), normal(5, chosen, seed=2)
+    _, places, sources = reference_group(some_experts(5, 8, chosen), 8)
+    grouped = torch.full((len(sources) + 1, rows.shape[1]), 7.0, dtype=dtype)
+    values = {"rows": rows, "sources": sources, "grouped": grouped, "stride": stride(rows)}
+    spec = moe.GatherGroups(chosen, scaled=True, bf16=dtype == torch.bfloat16)
+    runner.run(spec, {**values, "scores": scores, "places": places}, step_of(spec, 5))
+    wanted = torch.empty_like(grouped[:-1])
+    wanted[places.view(-1).long()] = (rows[:, None].float() * scores[..., None]).to(dtype).flatten(0, 1)
+    assert torch.equal(grouped[:-1], wanted)
     assert (grouped[-1] == 7).all()
 
 
@@ -213,7 +230,11 @@ def run_combine(runner, spec, out, found, scores, places, factor, threads=3):
 
 @pytest.mark.parametrize(
     "spec",
-    [*(moe.Combine(chosen, add) for chosen in CHOICES for add in (False, True)), moe.Combine(2, True, "samples")],
+    [
+        *(moe.Combine(chosen, add) for chosen in CHOICES for add in (False, True)),
+        moe.Combine(2, True, "samples"),
+        moe.Combine(4, True, scored=False),
+    ],
     ids=lambda spec: spec.name,
 )
 @pytest.mark.parametrize(("count", "width", "factor"), [(1, 64, 1.0), (6, 40, 0.22)])
@@ -222,7 +243,7 @@ def test_combine(runner, spec, count, width, factor):
     scores = normal(count, spec.chosen, seed=2).softmax(-1)
     _, places, _ = reference_group(some_experts(count, 8, spec.chosen), 8)
     result = run_combine(runner, spec, out, found, scores, places, factor)
-    expected = reference_combine(out, found, scores, places, factor, spec.add)
+    expected = reference_combine(out, found, scores if spec.scored else scores * 0 + 1, places, factor, spec.add)
     torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
 
 

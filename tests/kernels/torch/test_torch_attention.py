@@ -63,11 +63,19 @@ def compare(
     tile=0,
     dtype=torch.float32,
     sinks=False,
+    chunked=False,
 ):
     pool, batch, random = filled(parts, block_size, kv_heads, head_dim, dtype)
     total, heads, scale = batch.num_tokens, kv_heads * group, head_dim**-0.5
     attention = StepAttention(
-        pool, batch, num_heads=heads, scale=scale, windows=(0, window), softcap=softcap, tile_tokens=tile
+        pool,
+        batch,
+        num_heads=heads,
+        scale=scale,
+        windows=(0, window),
+        chunked=chunked,
+        softcap=softcap,
+        tile_tokens=tile,
     )
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     for layer in range(LAYERS):
@@ -80,7 +88,8 @@ def compare(
         assert torch.equal(mine.nan_to_num(7.0), pool.nan_to_num(7.0))
         scores = random(heads).float() * 3 if sinks else None
         got = attention.attend(layer, queries, window, scores)
-        wanted = paged_attention(queries, pool, layer, batch, scale=scale, window=window, softcap=softcap, sinks=scores)
+        options = {"window": window, "chunked": chunked, "softcap": softcap, "sinks": scores}
+        wanted = paged_attention(queries, pool, layer, batch, scale=scale, **options)
         torch.testing.assert_close(got.view(wanted.shape), wanted, atol=tolerance, rtol=tolerance)
 
 
@@ -96,9 +105,10 @@ def compare(
     tile=st.sampled_from([0, 3, 8, 21, 64]),
     gather_bytes=st.sampled_from([1, 20_000, 2**24]),
     sinks=st.booleans(),
+    chunked=st.booleans(),
 )
 def test_ragged_batches_equal_the_reference(
-    parts, block_size, kv_heads, group, head_dim, window, softcap, tile, gather_bytes, sinks
+    parts, block_size, kv_heads, group, head_dim, window, softcap, tile, gather_bytes, sinks, chunked
 ):
     with mock.patch.object(attention_plan, "GATHER_BYTES", gather_bytes):
         compare(
@@ -111,6 +121,7 @@ def test_ragged_batches_equal_the_reference(
             softcap=softcap,
             tile=tile,
             sinks=sinks,
+            chunked=chunked,
         )
 
 
