@@ -2,6 +2,7 @@
 
     quantization.py               how a config says that matrices in few bits are stored
     quantization_methods.py       the table of the configs' producers
+    auto_round_config.py          the configs of AutoRound
     compressed_tensors_config.py  the configs of compressed-tensors
     formats/                      the formats of files
     gguf_files.py                 GGUF files -> a Hugging Face folder

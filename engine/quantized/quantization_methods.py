@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pillion.engine.models.config_parser import QUANTIZATION_KEYS, quantization_method
+from pillion.engine.quantized.auto_round_config import parse_auto_round
 from pillion.engine.quantized.compressed_tensors_config import parse_compressed_tensors
 from pillion.engine.quantized.quantization import (
     ANY_MODULE,
@@ -91,8 +92,8 @@ def _gptq(raw: Raw) -> Quantization:
 
 
 def _gptq_scheme(raw: Raw, layout: str) -> MatrixScheme:
-    if type(raw.get("bits")) is not int or raw["bits"] not in (4, 8):
-        raise unsupported(f"gptq, {raw.get('bits')} bits", "only 4 and 8 bits are")
+    if type(raw.get("bits")) is not int or raw["bits"] not in (2, 3, 4, 8):
+        raise unsupported(f"gptq, {raw.get('bits')} bits", "only 2, 3, 4 and 8 bits are")
     group = _group(raw)
     # Where one group has all inputs, the inputs need no order.
     ordered = bool(raw.get("desc_act")) and group > 0
@@ -168,6 +169,7 @@ def _own(raw: Raw) -> Quantization:
 METHODS: Mapping[str, Callable[[Raw], Quantization]] = {
     "awq": _awq,
     "gptq": _gptq,
+    "auto-round": parse_auto_round,
     "compressed-tensors": parse_compressed_tensors,
     "fp8": _fp8,
     "fbgemm_fp8": _fbgemm_fp8,

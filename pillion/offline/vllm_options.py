@@ -63,8 +63,14 @@ _PRODUCERS = {
     "gptq_marlin": "gptq",
     "gptq_bitblas": "gptq",
     "compressed_tensors": "compressed-tensors",
+    "auto_round": "auto-round",
+    "inc": "auto-round",
+    "modelopt_fp4": "modelopt",
 }
-PRODUCERS = ("awq", "gptq", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt", "mlx", "gguf")
+PRODUCERS = (
+    *("awq", "gptq", "auto-round", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt", "mlx"),
+    "gguf",
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,10 @@ def module_of(name: str) -> str:
 
 def packed(codes: torch.Tensor, bits: int, order: tuple[int, ...] = ()) -> torch.Tensor:
     """uint8 [R, C] -> int32 [R, C * bits / 32]; ``order``: which of a word's codes is in its lowest bits, and so on."""
+    if bits == 3:
+        from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+
+        return pack_to_int32((codes.int() - 4).to(torch.int8), 3)
     per_word = 32 // bits
     wide = torch.zeros(codes.shape[0], codes.shape[1] // per_word, dtype=torch.int64)
     for place, code in enumerate(order or range(per_word)):
@@ -155,6 +159,24 @@ def gptq(
 
     sizes = {"bits": bits, "group_size": group or -1, "sym": symmetric, "desc_act": act_order}
     return Producer({"quant_method": "gptq", **sizes, "checkpoint_format": version, "damp_percent": 0.01}, quantize)
+
+
+def auto_round(
+    bits: int = 4, group: int = 16, symmetric: bool = True, packing: str = "auto_round:auto_gptq"
+) -> Producer:
+    """AutoRound, whose formats are those of GPTQ without the groups of inputs, of AWQ, and of NVFP4."""
+    base = awq(group) if "awq" in packing else nvfp4(group) if "llm" in packing else None
+    version = "gptq" if packing.endswith("gptq") else "gptq_v2"
+    made = base or gptq(bits, group, symmetric, version=version)
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        tensors, values = made.quantize(name, weight)
+        return {part: tensor for part, tensor in tensors.items() if not part.endswith("g_idx")}, values
+
+    said = {"quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": group or -1}
+    kind = {"data_type": "nv_fp", "act_bits": 4, "act_data_type": "nv_fp"} if "llm" in packing else {"data_type": "int"}
+    searched = {"iters": 200, "autoround_version": "0.9.2", "block_name_to_quantize": "model.layers"}
+    return Producer({**said, **kind, **searched, "sym": symmetric}, quantize)
 
 
 # Arguments of compressed-tensors for rounded activations.
@@ -410,6 +432,16 @@ def bnb_int8() -> Producer:
     return Producer({"quant_method": "bitsandbytes", "load_in_8bit": True, "llm_int8_threshold": 6.0}, quantize)
 
 
+# Formats whose words are not full where numbers of inputs or outputs are no multiples of 32.
+FULL_WORDS: dict[str, Callable[[], Producer]] = {
+    "gptq-2-bits": lambda: gptq(bits=2, symmetric=False, act_order=True),
+    "gptq-3-bits": lambda: gptq(bits=3),
+    "gptq-v2-3-bits": lambda: gptq(bits=3, symmetric=False, version="gptq_v2"),
+    "auto-round-2-bits": lambda: auto_round(2),
+    "auto-round-3-bits": lambda: auto_round(3, packing="auto_round", symmetric=False),
+    "auto-round-3-bits-symmetric": lambda: auto_round(3, group=0),
+    "auto-round-nvfp4": lambda: auto_round(packing="auto_round:llm_compressor"),
+}
 # Every format, by a name for tests. The number is the size of groups, which must divide the inputs of all matrices.
 PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "awq": awq,
@@ -452,5 +484,8 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "nvfp4": lambda group: nvfp4(group, FP4_ROWS),
     "nvfp4-weights": nvfp4,
     "modelopt-nvfp4": modelopt_nvfp4,
+    "auto-round": lambda group: auto_round(group=group),
+    "auto-round-asymmetric": lambda group: auto_round(8, group, False, "auto_round:gptqmodel"),
+    "auto-round-awq": lambda group: auto_round(group=group, symmetric=False, packing="auto_round:auto_awq"),
     "modelopt-nvfp4-nested": lambda group: modelopt_nvfp4(group, nested=True),
 }

@@ -74,8 +74,15 @@ def whole_words(name: str, what: str, size: int, bits: int) -> int:
 
 
 def unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unpacks int32 [R, W] -> uint8 [R, W * 32 / bits], one code of 4 or 8 bits a byte, the lowest bits first."""
+    """Unpacks int32 [R, W] -> uint8 [R, W * 32 / bits], one code of 2, 3, 4 or 8 bits a byte, the lowest bits first. A
+    code of 3 bits may begin in one word and end in the next."""
     octets = words.contiguous().view(torch.uint8)
+    if bits == 3:
+        a, b, c = octets.view(*octets.shape[:-1], -1, 3).unbind(-1)
+        codes = (a, a >> 3, a >> 6 | b << 2, b >> 1, b >> 4, b >> 7 | c << 1, c >> 2, c >> 5)
+        return torch.stack([code & 7 for code in codes], dim=-1).flatten(-2)
+    if bits == 2:
+        return torch.stack([octets >> place & 3 for place in (0, 2, 4, 6)], dim=-1).flatten(-2)
     return octets if bits == 8 else unpack_halves(octets)
 
 
@@ -103,11 +110,14 @@ def from_unsigned(
     """Makes the matrix ``scale * (code - zero)`` of codes from 0 on.
 
     Args:
-    codes: uint8 [N, K] in groups of ``group`` inputs, or of all inputs where it is 0; ``order`` as in QuantizedMatrix.
+        codes: uint8 [N, K] in groups of ``group`` inputs, or of all inputs where it is 0; ``order`` as in
+            QuantizedMatrix. Those of fewer than 4 bits become codes of 4.
         scales: float32 [N, G].
         zeros: uint8 [N, G], or None where all are half of the codes.
     """
     middle = 1 << (bits - 1) if bits == 8 else 0
+    if bits < 4 and zeros is None:
+        codes = codes + (8 - (1 << (bits - 1)))
     return QuantizedMatrix(
         coding="int8" if bits == 8 else "int4" if zeros is None else "uint4",
         codes=codes ^ 128 if bits == 8 else codes,

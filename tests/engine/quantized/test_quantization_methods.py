@@ -9,6 +9,7 @@ from pillion.errors import ConfigError
 
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}}
+AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True, "static_kv_granularity": "tensor"}
 FP8 = {"num_bits": 8, "type": "float"}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -33,6 +34,11 @@ def with_group(weights, **changes):
             "gptq, 8 bits in groups of 32 and 4 bits in groups of 32",
         ),
         (PACKED, "compressed-tensors, 4 bits in groups of 128"),
+        (AUTO_ROUND, "auto-round, 4 bits in groups of 64"),
+        (
+            {**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8, "sym": True}, ".*o_proj": {"bits": 16}}},
+            "auto-round, 8 bits in groups of 64 and 4 bits in groups of 64",
+        ),
         ({**PACKED, "sparsity_config": {"format": "dense"}, "transform_config": {"config_groups": {}}}, "4 bits"),
         (with_group({**FP8, "strategy": "tensor"}, format="float-quantized"), "8-bit floats"),
         (
@@ -89,8 +95,17 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "awq, 4 bits, version gemv"),
         ({"quant_method": "awq", "bits": 3}, "awq, 3 bits"),
         ({"quant_method": "awq", "group_size": 0}, "group_size must be a whole number above 0, not 0"),
-        ({"quant_method": "gptq", "bits": 3}, "gptq, 3 bits"),
-        ({"quant_method": "gptq", "bits": 2}, "gptq, 2 bits"),
+        ({"quant_method": "gptq", "bits": 5}, "gptq, 5 bits"),
+        ({"quant_method": "auto-round", "bits": 5}, "auto-round in the format auto_round:auto_gptq, 5 bits"),
+        ({"quant_method": "auto-round", "bits": 8, "packing_format": "auto_round:auto_awq"}, "auto_awq, 8 bits"),
+        ({"quant_method": "auto-round", "bits": 4, "backend": "auto_round:exllamav2"}, "format auto_round:exllamav2"),
+        ({"quant_method": "auto-round", "bits": 4, "data_type": "mx_int"}, "numbers of type mx_int"),
+        ({"quant_method": "auto-round", "bits": 4, "act_bits": 8}, "act_bits = 8"),
+        ({"quant_method": "auto-round", "bits": 4, "rotation_config": {"a": 1}}, "rotation_config"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": 8}}, "extra_config must give an object"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"(": {}}}, "no regular expression"),
+        ({"quant_method": "auto-round", "bits": 4, "extra_config": {"a": {"super_bits": 6}}}, "super_bits"),
+        ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor", "data_type": "mx_fp"}, "numbers of type mx_fp"),
         ({"quant_method": "gptq", "bits": 4.0}, "gptq, 4.0 bits"),
         (with_group({"num_bits": 4.0, "group_size": 128}), "4.0 bits of type int"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format marlin"),

@@ -21,9 +21,11 @@ from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import (
+    FULL_WORDS,
     PRODUCERS,
     Producer,
     affine,
+    auto_round,
     compressed,
     gptq,
     nf4,
@@ -87,6 +89,17 @@ def test_matrices_hold_the_values_of_their_format(family, plain_folder, tmp_path
     for name, make in PRODUCERS.items():
         few, wide = quantize_folder(plain_folder(family), tmp_path / name, make(group_of(family)))
         assert same_values(few, wide, exact=name not in INEXACT), name
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", FULL_WORDS)
+def test_codes_of_two_and_three_bits(name, plain_folder, tmp_path):
+    """They may begin in one word and end in the next, and become codes of 4 bits."""
+    few, wide = quantize_folder(plain_folder("llama-gqa-tied"), tmp_path, FULL_WORDS[name]())
+    assert {"layers.0.qkv.weight", "layers.1.down.weight"} <= same_values(few, wide)
+    drivers = [CpuDriver(prepare(ModelFlags(model=str(folder), dtype="float32"))) for folder in (few, wide)]
+    found, wanted = (driver.run_all(driver.sequences.add()[0], tokens_of(40, 7), [17]) for driver in drivers)
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 def same_values(few, wide, exact=True):
@@ -269,6 +282,29 @@ def test_layers_with_sizes_of_their_own(plain_folder, tmp_path):
     producer = Producer({**four.config, "dynamic": dynamic}, quantize)
     few, wide = quantize_folder(plain_folder("llama-mqa-biases"), tmp_path, producer)
     assert "layers.1.down.weight" in same_values(few, wide)
+
+
+def test_modules_of_auto_round_with_sizes_of_their_own(plain_folder, tmp_path):
+    """Names go before expressions; a module of 16 bits is plain in the file."""
+    four, eight, two = auto_round(), auto_round(8, group=0, symmetric=False), auto_round(2, group=32)
+
+    def quantize(name, weight):
+        if "o_proj" in name:
+            return unchanged(name, weight)
+        chosen = two if "layers.0.mlp.down" in name else eight if "mlp" in name else four
+        return chosen.quantize(name, weight)
+
+    eight_bits = {"bits": 8, "group_size": -1, "sym": False, "act_bits": None}
+    special = {
+        r".*mlp\..*": eight_bits,
+        "o_proj$": {"bits": 16, "act_bits": 16},
+        "model.layers.0.mlp.down_proj": {"bits": 2, "group_size": 32},
+    }
+    producer = Producer({**four.config, "extra_config": special}, quantize)
+    few, wide = quantize_folder(plain_folder("llama-gqa-tied"), tmp_path, producer)
+    quantized = same_values(few, wide, exact=False)
+    assert {"layers.0.down.weight", "layers.1.down.weight", "layers.1.gate_up.weight"} <= quantized
+    assert "layers.0.o.weight" not in quantized
 
 
 def test_projections_with_orders_of_their_own_are_widened_together(plain_folder, tmp_path):

@@ -69,6 +69,7 @@ def test_options_that_ask_for_nothing_are_taken(folder: pathlib.Path) -> None:
         ("gptq", {}, {"quantize_config.json": {"bits": 4}}, True),
         ("mlx", {"quantization": {"bits": 4, "group_size": 64}}, {}, True),
         ("bitsandbytes", {"quantization_config": {"load_in_4bit": True}}, {}, True),
+        ("auto-round", {"quantization_config": {"quant_method": "auto-round"}}, {}, True),
         ("gptq", {"quantization_config": {"quant_method": "awq"}}, {}, False),
         ("fp8", {}, {}, False),
     ],

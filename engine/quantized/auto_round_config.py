@@ -1,0 +1,95 @@
+"""Reads the ``quantization_config`` of AutoRound, in which modules may have sizes of their own. Imports no torch.
+
+AutoRound (https://github.com/intel/auto-round) writes the tensors of other producers; ``packing_format`` says whose.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from pillion.engine.quantized.quantization import (
+    ANY_MODULE,
+    MatrixScheme,
+    Quantization,
+    Raw,
+    checked_pattern,
+    refuse_others,
+    unsupported,
+    whole,
+    words_of,
+)
+from pillion.errors import ConfigError
+
+_METHOD = "auto-round"
+_DEFAULT_FORMAT = "auto_round:auto_gptq"
+# For each packing format this has the layout of its tensors. Without "gptq" zero points are those of GPTQ's second
+# version.
+_LAYOUTS = {
+    "auto": "gptq",
+    _DEFAULT_FORMAT: "gptq",
+    "auto_round:gptq": "gptq",
+    "auto_round": "gptq_v2",
+    "auto_round:gptqmodel": "gptq_v2",
+    "auto_round:auto_awq": "awq",
+    "auto_round:awq": "awq",
+    "auto_round:llm_compressor": "nvfp4",
+}
+# Each layout has codes of these sizes.
+_BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "nvfp4": (4,)}
+_SIZES = "bits group_size sym data_type act_bits act_group_size act_sym act_data_type act_dynamic"
+# These keys say where AutoRound was and how it searched.
+_KEYS = """
+    quant_method packing_format extra_config autoround_version backend block_name_to_quantize to_quant_block_names
+    quant_block_list modules_to_not_convert provider amp batch_size dataset enable_adam enable_alg_ext
+    enable_deterministic_algorithms enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
+    gradient_accumulate_steps iters low_cpu_mem_usage low_gpu_mem_usage lr lr_scheduler minmax_lr momentum n_samples
+    nblocks not_use_best_mse nsamples optimizer sampler scale_dtype seed seqlen static_attention_granularity
+    static_kv_dtype static_kv_granularity supported_types train_bs
+    """
+# A key of extra_config that has only these characters is the name of a module, and any other one an expression.
+_NAME = re.compile(r"[\w.-]+")
+
+
+def parse_auto_round(raw: Raw) -> Quantization:
+    """Reads the config. Raises ConfigError for a format or an option that is not supported, by its name."""
+    refuse_others(raw, f"{_KEYS} {_SIZES}", "quantization_config")
+    chosen = raw.get("extra_config") or {}
+    if not isinstance(chosen, Mapping) or not all(isinstance(changes, Mapping) for changes in chosen.values()):
+        raise ConfigError("config.json: quantization_config: extra_config must give an object for each module")
+    schemes = []
+    # Names go before expressions. A module of 16 bits has a plain tensor, which shows that.
+    for key in sorted(chosen, key=lambda key: _NAME.fullmatch(key) is None):
+        changes = {name: value for name, value in chosen[key].items() if value is not None}
+        refuse_others(changes, _SIZES, f"extra_config of {key}")
+        if words_of(changes, "bits", "") not in ("16", "32"):
+            schemes.append((_pattern(key), _scheme({**raw, **changes})))
+    return Quantization(method=_METHOD, schemes=(*schemes, (ANY_MODULE, _scheme(raw))))
+
+
+def _pattern(key: str) -> str:
+    """Returns the expression that matches a module's name from its first letter on."""
+    return re.escape(key) + "$" if _NAME.fullmatch(key) else checked_pattern(f".*(?:{key})", "extra_config")
+
+
+def _scheme(raw: Raw) -> MatrixScheme:
+    # Old versions named the format by the program that was to run it.
+    packing, numbers = words_of(raw, "packing_format backend", _DEFAULT_FORMAT), words_of(raw, "data_type", "int")
+    layout, bits, activations = _LAYOUTS.get(packing), raw.get("bits"), words_of(raw, "act_bits", "16")
+    fits = numbers.startswith("nv_fp") if layout == "nvfp4" else re.fullmatch(r"(rtn_|opt_rtn_)?int(_a?sym)?", numbers)
+    if layout is None or not fits:
+        raise unsupported(f"{_METHOD} in the format {packing} with numbers of type {numbers}")
+    if type(bits) is not int or bits not in _BITS[layout]:
+        allowed = " and ".join(map(str, _BITS[layout]))
+        raise unsupported(f"{_METHOD} in the format {packing}, {bits} bits", f"{allowed} bits are")
+    if activations not in ("16", "32") and (layout, activations) != ("nvfp4", "4"):
+        raise unsupported(f"{_METHOD} in the format {packing} with act_bits = {activations}")
+    floats = layout == "nvfp4"
+    return MatrixScheme(
+        layout=layout,
+        kind="fp4" if floats else "int",
+        bits=bits,
+        group=0 if raw.get("group_size") == -1 else whole(raw, "group_size", 16 if floats else 128),
+        symmetric=raw.get("sym", True) is True,
+        activations="fp4" if activations == "4" else "",
+    )
