@@ -33,7 +33,7 @@ CONVERSION_VERSION = 4
 # weights with the same fingerprint.
 TEXTS_VERSION = 1
 # Raise this when the layout of packed weights changes: older files are then removed.
-PACKING_VERSION = 8
+PACKING_VERSION = 9
 
 LOCK_TIMEOUT_S = 1800.0
 LOCK_POLL_S = 0.1

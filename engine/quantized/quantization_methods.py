@@ -158,6 +158,13 @@ def _modelopt(raw: Raw) -> Quantization:
     return Quantization(method="modelopt", schemes=((ANY_MODULE, scheme),))
 
 
+def _mxfp4(raw: Raw) -> Quantization:
+    # ``dequantize`` says what transformers makes of the files, not what these hold.
+    refuse_others(raw, "quant_method modules_to_not_convert dequantize", "quantization_config")
+    scheme = MatrixScheme(layout="mxfp4", kind="fp4", bits=4, group=32)
+    return Quantization(method="mxfp4", schemes=((ANY_MODULE, scheme),))
+
+
 def _own(raw: Raw) -> Quantization:
     refuse_others(raw, "quant_method weights row_codes", "quantization_config")
     row_codes = raw.get("row_codes", "")
@@ -175,5 +182,6 @@ METHODS: Mapping[str, Callable[[Raw], Quantization]] = {
     "fbgemm_fp8": _fbgemm_fp8,
     "bitsandbytes": _bitsandbytes,
     "modelopt": _modelopt,
+    "mxfp4": _mxfp4,
     OWN_METHOD: _own,
 }

@@ -4,7 +4,7 @@
     layout.py         the contract of a layout, and what all of them check and unpack
     int32_layouts.py  awq and gptq: codes packed in int32 along one side of the matrix
     compressed.py     compressed-tensors and fp8: packed rows, or one code a byte
-    fp4.py            NVFP4 of compressed-tensors and of NVIDIA's Model Optimizer
+    fp4.py            NVFP4 of compressed-tensors and of NVIDIA's Model Optimizer, and MXFP4 of gpt-oss
     bitsandbytes.py   nf4 with its statistics, and int8
     pillion_format.py Pillion's own, of what it converts and quantizes itself
 

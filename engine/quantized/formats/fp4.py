@@ -1,9 +1,11 @@
-"""Reads the layouts of NVFP4: floats of 4 bits, a float of 8 bits as the scale of each group, and one number for the
-matrix."""
+"""Reads floats of 4 bits: the layouts of NVFP4, which has a float of 8 bits as the scale of each group and one number
+for the matrix, and that of MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+
+import torch
 
 from pillion.engine.quantized.formats.layout import (
     Get,
@@ -13,6 +15,7 @@ from pillion.engine.quantized.formats.layout import (
     groups_of,
     largest,
     one_matrix,
+    stem,
     unpack_halves,
 )
 from pillion.engine.quantized.quantization import MatrixScheme
@@ -20,6 +23,8 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 
 _CODING = "fp4_e2m1"
+# MXFP4's exponents are stored with this added.
+_EXPONENT_BIAS = 127
 
 
 class Nvfp4Layout:
@@ -52,3 +57,33 @@ class Nvfp4Layout:
         scales = finite(f"{name}_scale", scales / factor if self._divides else scales * factor, largest(_CODING))
         codes = unpack_halves(get(name + self._codes))[:, : shape[1]]
         return QuantizedMatrix(coding=_CODING, codes=codes.contiguous(), scales=scales, group=scheme.group)
+
+
+class Mxfp4Layout:
+    """Reads gpt-oss's experts: ``NAME_blocks`` uint8 [..., N, K / 32, 16], two codes a byte, the first in the lower
+    half, and ``NAME_scales`` uint8 [..., N, K / 32], the exponents."""
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        return any(part in headers for part in _names(name))
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        *lead, columns = shape
+        blocks, scales = _names(name)
+        groups = (*lead, groups_of(name, columns, scheme.group))
+        return Part(blocks, ("U8",), [(*groups, scheme.group // 2)]), Part(scales, ("U8",), [groups])
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        blocks, scales = _names(name)
+        exponents = get(scales).int() - _EXPONENT_BIAS
+        powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents)
+        return QuantizedMatrix(
+            coding=_CODING,
+            codes=unpack_halves(get(blocks).flatten(-2)).view(shape),
+            scales=finite(scales, powers, largest(_CODING)),
+            group=scheme.group,
+        )
+
+
+def _names(name: str) -> tuple[str, str]:
+    module = stem(name)
+    return f"{module}_blocks", f"{module}_scales"

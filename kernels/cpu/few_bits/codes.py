@@ -114,6 +114,8 @@ def _code_kinds() -> Iterator[CodeKind]:
         yield whole
         yield replace(whole, constant_bytes=2)
     yield CodeKind("fp8_e4m3", 8, tuple((CODINGS["fp8_e4m3"] / FP8_SHRINK).tolist()), FP8_SHRINK)
+    # MXFP4's scales are powers of two, most of which float16 holds.
+    yield CodeKind("fp4_e2m1", 4, tuple(CODINGS["fp4_e2m1"].tolist()), constant_bytes=2)
 
 
 CODE_KINDS = {kind.name: kind for kind in _code_kinds()}

@@ -116,7 +116,7 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({"quant_method": "gptq", "bits": 4, "dynamic": {"(" * 5000: {}}}, "is no regular expression"),
         ({"quant_method": "hqq"}, "quantized by hqq are not supported"),
         ({"quant_method": "aqlm", "bits": 2}, "quantized by aqlm, 2 bits"),
-        ({"quant_method": "mxfp4"}, "quantized by mxfp4"),
+        ({"quant_method": "mxfp4", "bits": 3}, "bits = 3"),
         ({"quant_method": "modelopt", "quant_algo": "FP8"}, "quantized by modelopt, fp8"),
         ({"quant_method": "modelopt"}, "quantized by modelopt, an unnamed algorithm"),
         ({"quant_method": "modelopt", "quantization": "NVFP4"}, "quantization must be an object, not 'NVFP4'"),

@@ -44,6 +44,7 @@ PLAIN = [
 GROUPED = [
     Gemm("int4", "bf16", "store", grouped=True),
     Gemm("int8", "bf16", "gated_silu", grouped=True, offsets=True),
+    Gemm("fp4_e2m1_half", "bf16", "gated_clamped", grouped=True, bias=True),
 ]
 SPECS = [*PLAIN, *GROUPED]
 
@@ -83,7 +84,7 @@ def case(
             packed.append(pack_gated(*parts, spec.weights, spec.offsets))
         else:
             packed.append(pack_linear(parts[0], spec.weights, spec.offsets))
-    bias = normal(packed[0].pairs * 32, seed=seed + 3) if spec.bias else None
+    bias = normal(len(packed) * packed[0].pairs * 32, seed=seed + 3) if spec.bias else None
     x = torch.zeros(rows, packed[0].depth)
     x[:, :inputs] = normal(rows, inputs, seed=seed + 4)
     starts = None if groups is None else torch.tensor([0, *groups]).cumsum(0).to(torch.int32)
