@@ -26,8 +26,8 @@ LEFT_OUT = {
         bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2
         lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
         qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
-    "multi-head latent attention (MLA), whose blocks hold latents": """
-        axk1 deepseek_v2 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu""",
+    "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
+    "a norm of the sum of experts and the MLP beside them": "axk1",
     "sparse attention, which chooses the tokens that a query sees": """
         axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
     "layers that share keys and values, and embeddings for each layer": """
@@ -127,6 +127,8 @@ def options(family: ModelFamily) -> str:
     said += [text for field, text in texts.items() if getattr(family, field)]
     if "attention_chunk_size" in family.defaults:
         said.append("attention in chunks of positions (not on GPUs)")
+    if "kv_lora_rank" in family.defaults:
+        said.append("attention over latents (MLA; not on GPUs)")
     if "choice_bias" in layer:
         said.append("a bias where experts are chosen")
     if "n_group" in family.defaults:

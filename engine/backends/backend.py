@@ -83,7 +83,8 @@ class KVLayout:
     """Describes how a backend lays out a slot of the pool. It is part of the block hash's namespace: two layouts share
     no blocks.
 
-    A slot is [num_layers, 2, num_kv_heads, block_size, head_dim] values of ``dtype``, K before V. ``version``
+    A slot is [num_layers, planes, num_kv_heads, block_size, head_dim] values of ``dtype``. Two planes are K and V; one
+    has rows that are both, latents and a rotated key. ``version``
     names the backend's own layout of a (layer, head) piece. With the types "fp8_e4m3" and "int8" a piece has
     block_size * head_dim bytes and block_size float32 scales, one per token.
     """
@@ -94,6 +95,7 @@ class KVLayout:
     head_dim: int
     block_size: int
     dtype: str
+    planes: int = 2
 
     @property
     def block_bytes(self) -> int:
@@ -102,7 +104,7 @@ class KVLayout:
             row = self.head_dim + KV_SCALE_BYTES
         else:
             row = self.head_dim * {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
-        return self.num_layers * 2 * self.num_kv_heads * self.block_size * row
+        return self.num_layers * self.planes * self.num_kv_heads * self.block_size * row
 
 
 def kv_layout(
@@ -126,6 +128,7 @@ def kv_layout(
         head_dim=config.head_dim,
         block_size=block_size,
         dtype=EIGHT_BIT_KV.get(kv_cache_dtype, prepared.dtype),
+        planes=config.kv_planes,
     )
 
 

@@ -162,6 +162,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     device, prepared, loader = resolve_device(flags), prepare(flags, log.info), process_loader(flags)
     if loader is not None:
         loader.check(flags, device, prepared)
+    if flags.enable_lora:
+        check_adapters(load_config(prepared.folder))
     if device == CPU:
         check_host_steps(flags, prepared)
     for note in precision_notes(prepared, device):
@@ -283,6 +285,8 @@ def _left_to_make(flags: PrepareFlags, prepared: PreparedModel) -> list[tuple[Is
     not packed yet. With adapters these are all shares, because only a loaded model can tell which machine code is
     missing."""
     device, size = resolve_device(flags), flags.tensor_parallel_size
+    if flags.enable_lora:
+        check_adapters(load_config(prepared.folder))
     if size > 1:
         rank_loader(size).check(flags, device, prepared)
     isa = choose_kernels(flags, prepared)[0] if device == "cpu" else None
@@ -313,12 +317,15 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
 
     Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
     """
+    config = load_config(prepared.folder)
+    if config.latents is not None and flags.kv_cache_dtype != "auto":
+        raise ConfigError(f"{config.family}: --kv-cache-dtype {flags.kv_cache_dtype} is not there yet for latents")
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
         chosen = flags.cpu_kernels == "torch"
         reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
     else:
-        reason = unsupported(load_config(prepared.folder), flags.block_size)
+        reason = unsupported(config, flags.block_size)
     if isa is not None and not reason:
         return isa, ""
     if flags.kv_cache_dtype != "auto":
@@ -326,8 +333,16 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
     return None, reason
 
 
+def check_adapters(config: ModelConfig) -> None:
+    """Raises ConfigError for a model that cannot have adapters yet."""
+    if config.latents is not None:
+        raise ConfigError(f"{config.family}: --enable-lora is not there yet where blocks hold latents")
+
+
 def unsupported(config: ModelConfig, block_size: int) -> str:
     """Returns why the CPU kernels cannot run a model of this shape, or ""."""
+    if config.latents is not None:
+        return "latents have no CPU kernels yet"
     if config.head_dim % LANES:
         return f"attention needs heads of a multiple of {LANES} values, not {config.head_dim}"
     if block_size % LANES:

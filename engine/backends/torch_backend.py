@@ -59,7 +59,7 @@ class TorchBackend(HostBackend):
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         config, layout = self.config, self.layout
-        shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        shape = (len(pool), layout.num_layers, layout.planes, layout.num_kv_heads, layout.block_size, layout.head_dim)
         with torch.inference_mode():
             attention = StepAttention(
                 pool.view(self._dtype).view(shape),

@@ -87,7 +87,7 @@ def load_layer(
                 weights[tensor.name] = tuple(map(linear, matrices, biases))
             case Role.MATRIX:
                 weights[tensor.name] = _linear(checkpoint, dtype, key, tensor, linear)
-            case Role.EXACT_MATRIX | Role.VECTOR:
+            case Role.EXACT_MATRIX | Role.HEAD_MATRICES | Role.VECTOR:
                 weights[tensor.name] = checkpoint.take(key, dtype)
             case Role.EXACT_VECTOR:
                 weights[tensor.name] = checkpoint.take(key, torch.float32)
@@ -106,7 +106,7 @@ def _norm(
     if config.norm.endswith("offset"):
         weight = weight + 1.0
     if not config.norm.startswith("layer"):
-        return RmsNorm(weight, config.rms_norm_eps, config.norm != "plain")
+        return RmsNorm(weight, tensor.eps or config.rms_norm_eps, config.norm != "plain")
     bias = checkpoint.take(f"{key}.bias", dtype).float() if tensor.bias else None
     return LayerNorm(weight, config.rms_norm_eps, bias)
 
@@ -161,7 +161,8 @@ def _head_order(piece: Entries) -> torch.Tensor:
     entries = torch.arange(piece.size)
     if not piece.rotated:
         return entries
-    return entries.view(-1, piece.head)[:, partial_order(piece.head, piece.rotated, piece.interleaved)].reshape(-1)
+    order = partial_order(piece.head - piece.still, piece.rotated, piece.interleaved) + piece.still
+    return entries.view(-1, piece.head)[:, torch.cat((torch.arange(piece.still), order))].reshape(-1)
 
 
 def _placed(pieces: Sequence[Entries]) -> Iterator[tuple[Entries, int]]:

@@ -2,6 +2,7 @@
 
     families.py          the table of model families: where a new family goes
     layer_operations.py  the words in which a family describes a layer;  llama_layer.py: the layer of most families
+    latent_layer.py      attention over latents (MLA)
     model_config.py      what a config says of a model
     config_parser.py     ``config.json`` -> ModelConfig;  rope_config.py: its rotary embeddings
     model_shard.py       what one process computes of a model: all of it, unless it is a rank of several

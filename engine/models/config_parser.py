@@ -15,13 +15,21 @@ from pillion.engine.models.config_json import above_zero, number, per_layer, rea
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
 from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
 from pillion.engine.models.layer_operations import ClampedSwiglu
-from pillion.engine.models.model_config import FEW_BITS_ROOM, FewBitWeights, ModelConfig, MoeConfig, QueryGrowth
+from pillion.engine.models.model_config import (
+    FEW_BITS_ROOM,
+    FewBitWeights,
+    LatentConfig,
+    ModelConfig,
+    MoeConfig,
+    QueryGrowth,
+)
 from pillion.engine.models.rope_config import (
     RopeConfig,
     original_tokens,
     parse_global_and_local,
     parse_rope,
     query_scaling,
+    yarn_mscale,
 )
 from pillion.errors import ConfigError
 from pillion.rooms import Seam, require
@@ -97,10 +105,8 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     if options.get("rotary_dim"):
         raw["partial_rotary_factor"] = size(options, "rotary_dim") / size(raw, "head_dim")
     heads = size(raw, "num_attention_heads")
-    kv_heads = size(raw, "num_key_value_heads", heads)
-    head_dim = size(raw, "head_dim", size(raw, "hidden_size") // heads)
-    if heads % kv_heads or head_dim % 2:
-        raise ConfigError(f"{name}: {heads} heads over {kv_heads} KV heads of {head_dim} values do not fit together")
+    latents = _latents(raw, options, heads)
+    kv_heads, head_dim = _kv_heads(str(name), raw, heads, latents)
     num_layers = size(raw, "num_hidden_layers")
     has_rope = _has_rope(options, num_layers)
     slides = _slides(options, family, num_layers, has_rope)
@@ -108,7 +114,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     window = int(number(options, "attention_chunk_size", number(options, "sliding_window", 0)))
     if family.nope_if_full and any(slides):
         has_rope = slides
-    ropes, layer_ropes = _ropes(raw, family, head_dim, has_rope, slides)
+    ropes, layer_ropes = _ropes(raw, options, family, head_dim, has_rope, slides)
     qkv_bias, o_bias, mlp_bias = (bool(options.get(key)) for key in family.biases)
     return ModelConfig(
         family=str(name),
@@ -117,8 +123,8 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         intermediate_size=size(options, "intermediate_size_mlp", size(raw, "intermediate_size")),
         num_layers=num_layers,
         num_heads=heads,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
+        num_kv_heads=kv_heads if latents is None else 1,
+        head_dim=head_dim if latents is None else latents.rank + latents.rotary,
         rms_norm_eps=number(raw, family.eps, 1e-6),
         max_position_embeddings=_longest(raw, family, ropes),
         ropes=ropes,
@@ -136,26 +142,29 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         qk_norm=bool(options.get("use_qk_norm", True)),
         post_norm=bool(options.get("use_post_norm", True)),
         parallel=bool(options.get("use_parallel_residual", family.parallel)),
-        attention_scale=_attention_scale(options, head_dim),
+        attention_scale=_attention_scale(options, head_dim) if latents is None else _latent_scale(latents, ropes[0]),
         query_growth=_query_growth(raw, options, family, ropes),
         attention_softcap=number(options, "attn_logit_softcapping", 0.0),
         logit_softcap=number(options, "final_logit_softcapping", 0.0),
         embedding_scale=math.sqrt(size(raw, "hidden_size"))
         if family.scaled_embedding
-        else number(options, "embedding_multiplier", 1.0),
-        residual_scale=number(options, "residual_multiplier", 1.0),
-        logit_divisor=_logit_divisor(family, options),
+        else number(options, "scale_emb", number(options, "embedding_multiplier", 1.0)),
+        residual_scale=_residual_scale(options, num_layers),
+        logit_divisor=_logit_divisor(family, options, size(raw, "hidden_size")),
         moe=_moe(raw, options, family, num_layers),
+        latents=latents,
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
-        quantization=_quantization(str(name), raw),
+        quantization=_quantization(str(name), raw, latents),
     )
 
 
-def _quantization(name: str, raw: Mapping[str, Any]) -> FewBitWeights | None:
+def _quantization(name: str, raw: Mapping[str, Any], latents: LatentConfig | None) -> FewBitWeights | None:
     """Returns how the files hold matrices in few bits; None where all of them are plain."""
     if not quantization_method(raw):
         return None
+    if latents is not None:
+        raise ConfigError(f"{name}: quantized weights are not supported yet where blocks hold latents")
     return require(QUANTIZATION, FEW_BITS_ROOM, f"{name}: a checkpoint with quantized weights")(name, raw)
 
 
@@ -190,7 +199,53 @@ def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
     return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
 
 
-def _logit_divisor(family: ModelFamily, options: Mapping[str, Any]) -> float:
+def _kv_heads(name: str, raw: Mapping[str, Any], heads: int, latents: LatentConfig | None) -> tuple[int, int]:
+    """Returns the number of KV heads, and how many values have a rotary embedding or, where a part of them has one,
+    could have it. Raises ConfigError for numbers of heads that do not fit together."""
+    kv_heads = size(raw, "num_key_value_heads", heads)
+    if latents is not None and kv_heads != heads:
+        raise ConfigError(f"{name}: {heads} heads and num_key_value_heads = {kv_heads} do not fit together")
+    head_dim = size(raw, "head_dim", size(raw, "hidden_size") // heads) if latents is None else latents.rotary
+    if heads % kv_heads or head_dim % 2:
+        raise ConfigError(f"{name}: {heads} heads over {kv_heads} KV heads of {head_dim} values do not fit together")
+    return kv_heads, head_dim
+
+
+def _latents(raw: Mapping[str, Any], options: Mapping[str, Any], heads: int) -> LatentConfig | None:
+    """Returns how keys and values are made of latents, in families that have them."""
+    if "kv_lora_rank" not in options:
+        return None
+    rotary = size(options, "qk_rope_head_dim")
+    if size(raw, "head_dim", rotary) != rotary:
+        raise ConfigError(f"config.json: head_dim = {raw['head_dim']} is not qk_rope_head_dim = {rotary}")
+    return LatentConfig(
+        rank=size(options, "kv_lora_rank"),
+        rotary=rotary,
+        still=size(options, "qk_nope_head_dim"),
+        values=size(options, "v_head_dim", size(raw, "hidden_size") // heads),
+        query_rank=0 if options["q_lora_rank"] is None else size(options, "q_lora_rank"),
+    )
+
+
+def _latent_scale(latents: LatentConfig, rope: RopeConfig) -> float:
+    """Returns the factor of scores: 1 / sqrt of a head's values, times YaRN's factor where a config has one for it."""
+    scale = 1.0 / math.sqrt(latents.head_dim)
+    if rope.kind == "default" or not rope.mscale_all_dim:
+        return scale
+    return scale * yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2
+
+
+def _residual_scale(options: Mapping[str, Any], num_layers: int) -> float:
+    """Returns the factor of what is added to the residual stream: Granite's, or MiniCPM's, which depends on the number
+    of layers."""
+    if options.get("scale_depth") is not None:
+        return number(options, "scale_depth", 1.0) / math.sqrt(num_layers)
+    return number(options, "residual_multiplier", 1.0)
+
+
+def _logit_divisor(family: ModelFamily, options: Mapping[str, Any], hidden_size: int) -> float:
+    if options.get("dim_model_base") is not None:
+        return hidden_size / size(options, "dim_model_base")
     factor = above_zero(options, "logits_scaling", 1.0)
     if family.multiplied_logits:
         return 1.0 / factor
@@ -257,12 +312,17 @@ def _slides(
 
 
 def _ropes(
-    raw: Mapping[str, Any], family: ModelFamily, head_dim: int, has_rope: tuple[bool, ...], slides: tuple[bool, ...]
+    raw: Mapping[str, Any],
+    options: Mapping[str, Any],
+    family: ModelFamily,
+    head_dim: int,
+    has_rope: tuple[bool, ...],
+    slides: tuple[bool, ...],
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
     if family.local_rope:
         return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)
     rope = parse_rope(raw, head_dim, partial=family.partial_rope, query_growth=family.query_growth == "all")
-    rope = replace(rope, interleaved=family.interleaved_rope)
+    rope = replace(rope, interleaved=bool(options.get("rope_interleave", family.interleaved_rope)))
     bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
     # A layer whose base is 0 has no rotary embedding.
     thetas = sorted({above_zero({"layer_rope_theta": base}, "layer_rope_theta", 1.0) for base in bases if base})
@@ -306,36 +366,45 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         return None
     # transformers 5 writes num_local_experts for most families.
     own = next(key for key in _NUM_EXPERTS if key in options)
-    num_experts = size(raw, next((key for key in _NUM_EXPERTS if raw.get(key) is not None), own))
+    own = next((key for key in _NUM_EXPERTS if raw.get(key) is not None), own)
+    num_experts = size(raw, own)
     per_token = size(options, chosen)
     if per_token > num_experts:
         raise ConfigError(
             f"config.json: {chosen} = {per_token} experts per token are more than there are: {num_experts}"
         )
     inner = size(options, "moe_intermediate_size", size(raw, "intermediate_size"))
-    groups, kept = _expert_groups(options, num_experts, per_token)
+    groups, kept = _expert_groups(options, own, num_experts, per_token)
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=per_token,
         intermediate_size=inner,
-        normalize=bool(options.get("norm_topk_prob", True)) and not family.scaled_experts,
+        normalize=bool(options.get("norm_topk_prob", family.fixed.get("norm_topk_prob", True)))
+        and not family.scaled_experts,
         layers=_with_experts(options, num_layers),
         sigmoid=family.sigmoid_router,
         scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
+        exact="topk_method" in options,
         groups=groups,
         kept_groups=kept,
         clamped=_clamped(options),
+        group_best=1 if "topk_method" in options else 2,
         scaled_inputs=family.scaled_experts,
         shared=inner if family.shared_expert else _shared(options, inner),
     )
 
 
-def _expert_groups(options: Mapping[str, Any], num_experts: int, per_token: int) -> tuple[int, int]:
+def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_token: int) -> tuple[int, int]:
     """Returns how many groups of experts there are, and in how many of them a token's experts are. Raises ConfigError
     for groups that are not of one size, or have too few experts for two best ones or for a token."""
+    method = options.get("topk_method")
+    if method not in (None, "greedy", "group_limited_greedy"):
+        raise ConfigError(f"config.json: topk_method = {method!r} is not supported")
+    if method == "greedy":
+        return 1, 1
     groups, kept = size(options, "n_group", 1), size(options, "topk_group", 1)
     if groups > 1 and (num_experts % groups or num_experts // groups < 2):
-        raise ConfigError(f"config.json: {num_experts} experts cannot be divided into n_group = {groups} groups")
+        raise ConfigError(f"config.json: {own} = {num_experts} cannot be divided into n_group = {groups} groups")
     if kept > groups:
         raise ConfigError(f"config.json: topk_group = {kept} is more than n_group = {groups}")
     if per_token > kept * num_experts // groups:

@@ -21,6 +21,7 @@ from pillion.engine.models.layer_operations import (
     AddToResidual,
     Again,
     Attend,
+    AttendLatents,
     Experts,
     GrowQueries,
     Keep,
@@ -189,6 +190,31 @@ class LayerRun:
             self.rows, self.hidden = self.rows[wanted], self.hidden[wanted]
             self.adapters = None if self.adapters is None else self.adapters.of_rows(wanted)
 
+    def attend_latents(self, operation: AttendLatents) -> None:
+        latents, wanted, count = self.config.latents, self.sample_rows, len(self.rows)
+        assert latents is not None
+        rows = self.rows
+        if operation.query_down is not None and operation.query_norm is not None:
+            rows = self.weights.norm(operation.query_norm)(self.linear(operation.query_down, rows))
+        both = self.linear(operation.query_up, rows).view(count, -1, latents.head_dim)
+        still, queries_turned = both.tensor_split([latents.still], -1)
+        down, key_turned = self.linear(operation.down, self.rows).tensor_split([latents.rank], -1)
+        ups = self.weights.tensor(operation.up).view(-1, latents.still + latents.values, latents.rank)
+        key_up, value_up = ups.tensor_split([latents.still], 1)
+        turned = rotate(torch.cat((queries_turned, key_turned[:, None]), 1), *self.tables[operation.rope])
+        keys = torch.cat((self.weights.norm(operation.norm)(down)[:, None], turned[:, -1:]), -1)
+        self.attention.write(self.index, keys)
+        if wanted is not None and not len(wanted):
+            self.ended = True
+            return
+        # Each head's part of a key is taken over to its queries.
+        absorbed = torch.bmm(still.transpose(0, 1), key_up).transpose(0, 1)
+        found = self.attention.attend(self.index, torch.cat((absorbed, turned[:, :-1]), -1))
+        found = found.view(count, -1, self.config.head_dim)[..., : latents.rank]
+        if wanted is not None:
+            found, self.hidden = found[wanted], self.hidden[wanted]
+        self.rows = torch.bmm(found.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
+
     def mlp(self, operation: Mlp) -> None:
         activate = (GATED if operation.gated else ACTIVATIONS)[operation.activation]
         found = self.linear(operation.down, activate(self.linear(operation.gate_up, self.rows)))
@@ -237,6 +263,7 @@ _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     Rotate: LayerRun.rotate,
     GrowQueries: LayerRun.grow,
     Attend: LayerRun.attend,
+    AttendLatents: LayerRun.attend_latents,
     Mlp: LayerRun.mlp,
     Keep: LayerRun.keep,
     Again: LayerRun.again,

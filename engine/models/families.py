@@ -158,8 +158,20 @@ _GLM = {
 _FUSED_MLP = ("mlp.gate_up_proj",)
 
 _GRANITE_SHARED = partial(llama_layer, shared_mlp=(("shared_mlp.input_linear",), "shared_mlp.output_linear"))
+# transformers adds these keys to configs of models with latents; the first may say only what ``qk_rope_head_dim`` says.
+_LATENT_IGNORED = ("head_dim", "qk_head_dim")
+_LATENTS = {
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 128,
+    "v_head_dim": 128,
+    "attention_bias": False,
+}
+_DEEPSEEK_TRAINING = ("ep_size", "seq_aux", "aux_loss_alpha")
 _DEEPSEEK_BIAS = "mlp.gate.e_score_correction_bias"
 _DEEPSEEK_EXPERTS = partial(llama_layer, qk_norm="head", choice_bias=_DEEPSEEK_BIAS)
+_DEEPSEEK_ROUTER = partial(llama_layer, choice_bias=_DEEPSEEK_BIAS)
 _HUNYUAN = partial(
     llama_layer,
     qk_norm="head",
@@ -627,7 +639,7 @@ FAMILIES: dict[str, ModelFamily] = {
             **_SHARED,
             "moe_intermediate_size": 1280,
         },
-        layer=partial(llama_layer, choice_bias=_DEEPSEEK_BIAS),
+        layer=_DEEPSEEK_ROUTER,
         biases=_QKV_BIASES,
         partial_rope=True,
         sigmoid_router=True,
@@ -837,6 +849,96 @@ FAMILIES: dict[str, ModelFamily] = {
         sigmoid_router=True,
         scaled_experts=True,
         shared_expert=True,
+    ),
+    "deepseek_v2": ModelFamily(
+        {
+            **_LATENTS,
+            "max_position_embeddings": 2048,
+            "mlp_bias": False,
+            "first_k_dense_replace": 0,
+            "n_routed_experts": 64,
+            "n_shared_experts": 2,
+            "num_experts_per_tok": None,
+            "moe_intermediate_size": 1407,
+            "routed_scaling_factor": 1.0,
+            "topk_method": "greedy",
+            **_GROUPS,
+        },
+        interleaved_rope=True,
+        ignored=(*_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
+        # Otherwise DeepSeek's own code and that of transformers differ.
+        fixed={"norm_topk_prob": False, "moe_layer_freq": 1, "scoring_func": "softmax"},
+    ),
+    "deepseek_v3": ModelFamily(
+        {
+            **_LATENTS,
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 128,
+            "rope_interleave": True,
+            **_SHARED,
+            "routed_scaling_factor": 2.5,
+            "n_routed_experts": 256,
+            "n_group": 8,
+            "topk_group": 4,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+        },
+        layer=_DEEPSEEK_ROUTER,
+        sigmoid_router=True,
+        ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
+        fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+    ),
+    "glm4_moe_lite": ModelFamily(
+        {
+            **_LATENTS,
+            "q_lora_rank": 768,
+            "qk_nope_head_dim": 192,
+            "v_head_dim": 256,
+            "max_position_embeddings": 202_752,
+            "num_key_value_heads": 20,
+            "rms_norm_eps": 1e-5,
+            "rope_interleave": True,
+            **_SHARED,
+            "routed_scaling_factor": 1.8,
+            "n_routed_experts": 64,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1536,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+        },
+        layer=_DEEPSEEK_ROUTER,
+        sigmoid_router=True,
+        ignored=(*_GUESSING, *_LATENT_IGNORED),
+        fixed={"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    ),
+    "youtu": ModelFamily(
+        {
+            **_LATENTS,
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 16,
+            "rope_interleave": True,
+            "tie_word_embeddings": True,
+        },
+        ignored=(*_LATENT_IGNORED, *_GUESSING, "embedding_initializer_range"),
+    ),
+    "minicpm3": ModelFamily(
+        {
+            **_LATENTS,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 768,
+            "qk_rope_head_dim": 32,
+            "qk_nope_head_dim": 64,
+            "v_head_dim": None,
+            "mlp_bias": False,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 40,
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+        ignored=_LATENT_IGNORED,
     ),
 }
 

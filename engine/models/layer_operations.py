@@ -34,6 +34,7 @@ class Entries:
             elsewhere. The decoder has them in another order than checkpoints
             (:func:`pillion.engine.models.rope.partial_order`).
         interleaved: whether neighbours are rotated with each other.
+        still: how many of a head's entries stand before those that ``rotated`` is about.
     """
 
     size: int
@@ -41,6 +42,7 @@ class Entries:
     head: int = 1
     rotated: int = 0
     interleaved: bool = False
+    still: int = 0
 
 
 class Role(Enum):
@@ -50,6 +52,7 @@ class Role(Enum):
     HEAD_NORM = "the weights of an RMS norm over each head, one row for each"
     MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
     EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
+    HEAD_MATRICES = "a matrix for each head, never in few bits, of which a part is multiplied from the other side"
     VECTOR = "numbers that are used as they are"
     EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
 
@@ -73,6 +76,7 @@ class LayerTensor:
         transposed: whether plain stacked tensors are [experts, inputs, outputs] in checkpoints.
         alternating: whether the rows of the two pieces are in turn in checkpoints: the first of one, the first of the
             other...
+        eps: a norm's smallest variance where it is not the model's; 0 elsewhere.
     """
 
     name: str
@@ -85,6 +89,7 @@ class LayerTensor:
     stacked: tuple[str, ...] = ()
     transposed: bool = False
     alternating: bool = False
+    eps: float = 0.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -152,6 +157,34 @@ class Attend:
 
 
 @dataclass(frozen=True, slots=True)
+class AttendLatents:
+    """Attends over latents (multi-head latent attention, DeepSeek V2): writes each row's latents and rotated key into
+    the pool, and makes rows of all heads' results.
+
+    A head's key is ``up``'s first part times the latents, beside the rotated key that all heads share; its value is the
+    second part times the latents. So that no key or value is made of a row of KV, the first part multiplies queries
+    instead, and the second one the weighted sums of latents.
+
+    Attributes:
+        query_down, query_norm: what makes the few values of which ``query_up`` makes queries, and their norm; None
+            where ``query_up`` reads the rows themselves.
+        query_up: makes queries; in each head the values that are rotated are the last.
+        down: makes a row's latents, and behind them the rotated key.
+        norm: the norm of the latents.
+        up: for each head the matrix that makes its key and its value of the latents. It is never in few bits.
+        rope: the number of the rotary embedding.
+    """
+
+    query_down: LayerTensor | None
+    query_norm: LayerTensor | None
+    query_up: LayerTensor
+    down: LayerTensor
+    norm: LayerTensor
+    up: LayerTensor
+    rope: int
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     """Computes down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)),
     where it makes up alone.
@@ -187,6 +220,7 @@ class Experts:
         sigmoid: whether scores are sigmoids of the router's products, not their softmax.
         choice_bias: numbers that are added to the scores where experts are chosen, and only there.
         scale: the factor of the scores.
+        exact: whether the router's products are not rounded, although there are neither sigmoids nor a bias.
         groups: the number of groups of neighbouring experts. A row's experts are those of its best ``kept_groups``; how
             good a group is, is the sum of its best ``group_best`` scores, those with the bias (DeepSeek V2 and V3).
         router_bias: what is added to the router's products.
@@ -203,6 +237,7 @@ class Experts:
     sigmoid: bool = False
     choice_bias: LayerTensor | None = None
     scale: float = 1.0
+    exact: bool = False
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
@@ -238,6 +273,7 @@ LayerOperation = (
     | Rotate
     | GrowQueries
     | Attend
+    | AttendLatents
     | Mlp
     | Experts
     | AddToResidual

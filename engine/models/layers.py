@@ -144,7 +144,7 @@ def route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Chooses each token's experts: returns their scores [T, k] float32 and their numbers [T, k]."""
     added, choice_bias = (None, None) if biases is None else (biases.products, biases.choice)
-    if how.sigmoid or choice_bias is not None:
+    if how.sigmoid or how.exact or choice_bias is not None:
         logits = linear(rows.float(), router.float(), added)  # Families with these options do not round.
     else:
         logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()

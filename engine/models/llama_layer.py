@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from pillion.engine.models.latent_layer import latent_attention
 from pillion.engine.models.layer_operations import (
     AddToResidual,
     Again,
@@ -94,14 +95,18 @@ def llama_layer(
     )
     if not config.qk_norm or (norm_if_rotated and config.layer_ropes[index] is None):
         qk_norm = ""
+    attention: Layer
     between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
-    attended = (
-        Norm(before_attention),
-        Multiply(qkv(config)),
-        *(between if not norm_after_rotation else reversed(between)),
-        *growth(config, index),
-        Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked),
-    )
+    if config.latents is not None:
+        attention = (latent_attention(config, config.latents),)
+    else:
+        attention = (
+            Multiply(qkv(config)),
+            *(between if not norm_after_rotation else reversed(between)),
+            *growth(config, index),
+            Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked),
+        )
+    attended = Norm(before_attention), *attention
     added = Multiply(output(config)), AddToResidual(after_attention, config.residual_scale)
     scale = config.residual_scale
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
@@ -180,10 +185,17 @@ def output(config: ModelConfig) -> LayerTensor:
         name="o",
         role=Role.MATRIX,
         rows=_hidden(config),
-        inputs=_heads(config)[:1],
+        inputs=(attended_values(config),),
         spellings=(("self_attn.o_proj",),),
         bias=config.o_bias,
     )
+
+
+def attended_values(config: ModelConfig) -> Entries:
+    """Describes the values of attention's results: those of the query heads."""
+    if config.latents is None:
+        return _heads(config)[0]
+    return Entries(config.num_heads * config.latents.values, Share.HEADS, config.latents.values)
 
 
 def gated(config: ModelConfig) -> Mlp:
@@ -299,6 +311,7 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
         sigmoid=moe.sigmoid,
         choice_bias=_choice_bias(moe.num_experts, choice_bias) if choice_bias else None,
         scale=moe.scale,
+        exact=moe.exact,
         groups=moe.groups,
         kept_groups=moe.kept_groups,
         group_best=moe.group_best,

@@ -36,7 +36,7 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize, sigmoid, scale, groups, kept_groups, group_best, clamped, scaled_inputs: those of
+        normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs: those of
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
@@ -49,6 +49,7 @@ class MoeConfig:
     layers: tuple[bool, ...]
     sigmoid: bool = False
     scale: float = 1.0
+    exact: bool = False
     groups: int = 1
     kept_groups: int = 1
     group_best: int = 2
@@ -69,6 +70,31 @@ class QueryGrowth:
     length: int
     ahead: int = 0
     nope_alone: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LatentConfig:
+    """Describes attention whose keys and values are made of latents (multi-head latent attention, MLA). A token's KV in
+    a layer is one row of ``rank`` + ``rotary`` values for all heads: its latents, and the rotated part of its keys.
+
+    Attributes:
+        rank: how many latents a token has.
+        rotary: how many values of a query and a key are rotated.
+        still: how many values of a query and a key are not; keys make them of the latents.
+        values: how many values a head's result has, which are made of the latents, too.
+        query_rank: how many values queries are made of; 0 where they are made of the residual stream's.
+    """
+
+    rank: int
+    rotary: int
+    still: int
+    values: int
+    query_rank: int
+
+    @property
+    def head_dim(self) -> int:
+        """Gives the number of values of a head's query and key."""
+        return self.still + self.rotary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +122,8 @@ class ModelConfig:
         attention_softcap, logit_softcap: c of c * tanh(x / c), over scores and over logits; 0 for none.
         embedding_scale, residual_scale: factors of embeddings, and of what each layer adds to the residual stream.
         logit_divisor: divisor of the logits.
+        latents: how keys and values are made of latents, where they are; there is one KV head then, and ``head_dim`` is
+            the number of values of a row of KV.
         eos_token_ids: tokens that end a text.
         quantization: how the files hold matrices in few bits; None where all of them are plain.
     """
@@ -133,9 +161,25 @@ class ModelConfig:
     residual_scale: float = 1.0
     logit_divisor: float = 1.0
     moe: MoeConfig | None = None
+    latents: LatentConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: FewBitWeights | None = None
+
+    @property
+    def rotary_width(self) -> int:
+        """Gives the number of values of a head, the part of them where it is apart, that have a rotary embedding."""
+        return self.head_dim if self.latents is None else self.latents.rotary
+
+    @property
+    def value_dim(self) -> int:
+        """Gives the number of values that a head takes from a token's row of KV."""
+        return self.head_dim if self.latents is None else self.latents.rank
+
+    @property
+    def kv_planes(self) -> int:
+        """Gives how many rows a KV head has for a token in a layer: its key and its value, or one row that is both."""
+        return 2 if self.latents is None else 1
 
     @property
     def widest_mlp(self) -> int:

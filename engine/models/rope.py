@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pillion.engine.models.model_config import ModelConfig, QueryGrowth
-from pillion.engine.models.rope_config import RopeConfig, original_tokens
+from pillion.engine.models.rope_config import RopeConfig, original_tokens, yarn_mscale
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -72,11 +72,11 @@ def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> 
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
     """Makes the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
-    ropes = tuple(make_rope(rope, config.head_dim, max_model_len) for rope in config.ropes)
+    ropes = tuple(make_rope(rope, config.rotary_width, max_model_len) for rope in config.ropes)
     original = original_tokens(config.ropes)
     if not 0 < original < max_model_len:
         return ropes
-    short = (make_rope(rope, config.head_dim, original).frequencies for rope in config.ropes)
+    short = (make_rope(rope, config.rotary_width, original).frequencies for rope in config.ropes)
     return tuple(
         replace(rope, short_frequencies=own, short_rows=max_model_len) for rope, own in zip(ropes, short, strict=True)
     )
@@ -173,13 +173,9 @@ def _yarn(powers: torch.Tensor, config: RopeConfig) -> torch.Tensor:
 def _yarn_scale(config: RopeConfig) -> float:
     if config.attention_factor is not None:
         return config.attention_factor
-
-    def scale(weight: float) -> float:
-        return 1.0 if config.factor <= 1 else 0.1 * weight * math.log(config.factor) + 1.0
-
     if config.mscale and config.mscale_all_dim:
-        return scale(config.mscale) / scale(config.mscale_all_dim)
-    return scale(1.0)
+        return yarn_mscale(config.factor, config.mscale) / yarn_mscale(config.factor, config.mscale_all_dim)
+    return yarn_mscale(config.factor, 1.0)
 
 
 def _longrope_scale(config: RopeConfig) -> float:

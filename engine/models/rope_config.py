@@ -10,6 +10,7 @@ training, as in transformers. A longer one gets, from its first token on, those 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -66,6 +67,12 @@ class RopeConfig:
     def stretched_max_position(self) -> int:
         """Gives the length of the longest text after scaling, in tokens; 0 where the config's maximum is that."""
         return int(self.original_max_position * self.factor) if self.kind in ("linear", "dynamic", "yarn") else 0
+
+
+def yarn_mscale(factor: float, weight: float) -> float:
+    """Returns YaRN's factor of attention (arXiv 2309.00071) for texts ``factor`` times as long as those of training;
+    ``weight`` is a config's ``mscale`` or ``mscale_all_dim``."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 def original_tokens(ropes: Sequence[RopeConfig]) -> int:

@@ -50,7 +50,10 @@ class Stages:
         needs = f"--pipeline-parallel-size {size} needs"
         if not isinstance(flags, PrefillFlags):
             raise ConfigError(f"{needs} a prefill worker: a decode step would wait for one stage after the other")
-        StagePlace.of(0, size, flags.tensor_parallel_size).shard(load_config(prepared.folder))
+        config = load_config(prepared.folder)
+        if config.latents is not None:
+            raise ConfigError(f"{config.family}: --pipeline-parallel-size {size} is not there yet for latents")
+        StagePlace.of(0, size, flags.tensor_parallel_size).shard(config)
         if sys.platform != "linux":
             raise ConfigError(f"{needs} Linux")
         if device != CPU:

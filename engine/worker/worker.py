@@ -462,7 +462,7 @@ def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) 
         role=role,
         block_bytes=layout.block_bytes,
         namespace=model.namespace().hex(),
-        kv_rows=2 * layout.num_layers,
+        kv_rows=layout.planes * layout.num_layers,
         kv_heads=layout.num_kv_heads,
         block_tokens=layout.block_size,
         processes=1 + len(model.ranks.pids()) if model.ranks is not None else 1,

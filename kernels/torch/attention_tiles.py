@@ -41,7 +41,8 @@ class KeyTile:
     """Names the keys and values of one call.
 
     Attributes:
-        pieces: indices of the (slot, K or V, head) pieces to gather, in the order [2, S, kv_heads, B], for layer 0.
+        pieces: indices of the (slot, K or V, head) pieces to gather, in the order [planes, S, kv_heads, B], for layer
+            0.
         first, behind: tokens first .. behind - 1 of the gathered B * block_size ones are kept.
         mask: added to the scores, [queries, tokens] or, for queries of several sequences, [S, 1, 1, tokens]; None if
             nothing is hidden.
@@ -86,14 +87,14 @@ class TilePlanner:
         tile_tokens: int,
         chunked: bool = False,
     ) -> None:
-        _, layers, _, self._kv_heads, self._block_size, head_dim = shape
-        self._pieces_per_slot = layers * 2 * self._kv_heads
-        self._block_bytes = 2 * self._kv_heads * self._block_size * head_dim * dtype.itemsize
+        _, layers, planes, self._kv_heads, self._block_size, head_dim = shape
+        self._pieces_per_slot = layers * planes * self._kv_heads
+        self._block_bytes = planes * self._kv_heads * self._block_size * head_dim * dtype.itemsize
         self._dtype = dtype
         self._batch = batch
         self._tile_tokens = tile_tokens
         self._query_tokens = max(1, tile_tokens // TILE_TOKENS_PER_QUERY)
-        self._kinds = np.arange(2)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
+        self._kinds = np.arange(planes)[:, None, None, None] * self._kv_heads + np.arange(self._kv_heads)[:, None]
         self._lengths = lengths
         self._chunked = chunked
         self._bands: dict[tuple[int, int, int, int], torch.Tensor] = {}
@@ -201,7 +202,7 @@ class TilePlanner:
         return QueryGroup(_rows(rows), len(rows), (KeyTile(pieces, 0, len(tokens), mask),))
 
     def _pieces(self, tables: Int32) -> torch.Tensor:
-        """Turns block tables [S, B] into flat indices of pieces in the order [2, S, kv_heads, B]."""
+        """Turns block tables [S, B] into flat indices of pieces in the order [planes, S, kv_heads, B]."""
         indices = tables.astype(np.int64)[None, :, None, :] * self._pieces_per_slot + self._kinds
         return torch.from_numpy(indices.reshape(-1))
 

@@ -40,17 +40,17 @@ class StepAttention:
         softcap: float = 0.0,
         tile_tokens: int = 0,
     ) -> None:
-        """Plans the step. ``pool`` is contiguous [slots, layers, 2, kv_heads, block_size, head_dim]; ``windows`` are
-        those of the layers, chunks with ``chunked``.
+        """Plans the step. ``pool`` is contiguous [slots, layers, planes, kv_heads, block_size, head_dim], where planes
+        are K and V, or one of rows that are both; ``windows`` are those of the layers, chunks with ``chunked``.
 
         ``softcap`` is that of :func:`pillion.kernels.torch.reference.paged_attention`. One call gathers at most
         ``tile_tokens`` of a sequence; 0 leaves the choice.
         """
-        _, _, _, self._kv_heads, self._block_size, self._head_dim = pool.shape
+        _, _, self._planes, self._kv_heads, self._block_size, self._head_dim = pool.shape
         self._num_heads = num_heads
         self._scale = scale
         self._softcap = softcap
-        self._pieces_per_layer = 2 * self._kv_heads
+        self._pieces_per_layer = self._planes * self._kv_heads
         self._rows = pool.view(-1, self._head_dim)
         self._pieces = pool.view(-1, self._block_size * self._head_dim)
         lengths = np.diff(batch.query_starts)
@@ -74,9 +74,9 @@ class StepAttention:
         pieces = slots[:, None] * (pool.shape[1] * self._pieces_per_layer) + np.arange(self._pieces_per_layer)
         return torch.from_numpy((pieces * self._block_size + offsets[:, None]).reshape(-1))
 
-    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Writes keys and values [T, kv_heads, head_dim] into the pool's ``layer``."""
-        both = torch.cat((keys, values), 1).view(-1, self._head_dim)
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Writes keys and values [T, kv_heads, head_dim], or rows that are both, into the pool's ``layer``."""
+        both = (keys if values is None else torch.cat((keys, values), 1)).reshape(-1, self._head_dim)
         first = layer * self._pieces_per_layer * self._block_size
         self._rows[first:].index_copy_(0, self._write_rows, both)
 
@@ -130,8 +130,8 @@ class StepAttention:
         scores [a, b, c]."""
         seqs = 1 if together else len(queries)
         pieces = self._pieces[layer * self._pieces_per_layer :].index_select(0, tile.pieces)
-        pieces = pieces.view(2, seqs, self._kv_heads, -1, self._head_dim)
-        keys, values = pieces[:, :, :, tile.first : tile.behind].unbind(0)
+        pieces = pieces.view(self._planes, seqs, self._kv_heads, -1, self._head_dim)[:, :, :, tile.first : tile.behind]
+        keys, values = pieces[0], pieces[-1]
         if self._softcap:
             return self._capped(queries, keys, values, tile)
         if not together:

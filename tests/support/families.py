@@ -83,6 +83,17 @@ LLAMA4 = {
     "pad_token_id": 2,
 }
 
+LATENTS = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "rms_norm_eps": 1e-3,
+}
+V3 = {**LATENTS, "model_type": "deepseek_v3", **SHARED, **GROUPS}
+
 # ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
 # original length.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -306,6 +317,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "hyperclovax": {"model_type": "hyperclovax", **MULTIPLIERS, "mlp_bias": True},
     "hyperclovax-pre-norm": {"model_type": "hyperclovax", "use_post_norm": False},
+    "deepseek-v3": {**V3, "rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.8}},
+    "deepseek-v2": {
+        **LATENTS,
+        "model_type": "deepseek_v2",
+        **{key: value for key, value in {**SHARED, **GROUPS}.items() if key != "norm_topk_prob"},
+        "topk_method": "group_limited_greedy",
+        "q_lora_rank": None,
+        "mlp_bias": True,
+        "rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
+    },
+    "glm4-moe-lite": {**LATENTS, "model_type": "glm4_moe_lite", **SHARED, "qk_nope_head_dim": 16, "v_head_dim": 64},
+    "youtu": {**LATENTS, "model_type": "youtu", "attention_bias": True, "initializer_range": 0.03},
+    "minicpm3": {
+        **LATENTS,
+        "model_type": "minicpm3",
+        "initializer_range": 0.03,
+        "v_head_dim": None,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "scale_emb": 3,
+        "dim_model_base": 32,
+    },
 }
 
 # These families differ from others by names and options that those others show, too. ``make test`` runs each of them
@@ -313,6 +346,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 BY_ROWS = tuple(
     name for name in tuple(FAMILIES)[list(FAMILIES).index("gemma") :] if name not in ("starcoder2", "cohere")
 )
+
+# Their blocks hold latents, which ranks and GPUs do not have yet.
+OF_LATENTS = tuple(name for name, shape in FAMILIES.items() if "kv_lora_rank" in shape)
 
 _ANY = LayerTensor(name="any", role=Role.MATRIX, rows=(), spellings=())
 _ANY_EXPERTS = Experts(_ANY, _ANY, _ANY, "silu", 2, True)

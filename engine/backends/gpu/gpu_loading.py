@@ -144,6 +144,8 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(f"{config.family}: the GPU kernels have no attention sinks; use --device cpu")
     if config.chunked and any(config.sliding_windows):
         raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
+    if config.latents is not None:
+        raise ConfigError(f"{config.family}: the GPU kernels do not attend over latents; use --device cpu")
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:

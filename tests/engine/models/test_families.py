@@ -39,6 +39,8 @@ KV_IN_8_BITS = [
 IN_BFLOAT16 = [
     *("qwen3-qk-norm", "gemma2", "gemma3", "olmo2", "granite", "phi3-partial-rope", "qwen3-moe"),
     pytest.param("mixtral", marks=pytest.mark.long),
+    pytest.param("youtu", marks=pytest.mark.long),
+    pytest.param("deepseek-v3", marks=pytest.mark.long),
     pytest.param("qwen2-moe-window", marks=pytest.mark.long),
     pytest.param("gpt-oss", marks=pytest.mark.long),
     pytest.param("llama4", marks=pytest.mark.long),

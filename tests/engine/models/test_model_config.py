@@ -31,7 +31,10 @@ BASE = {
     "max_position_embeddings": 256,
 }
 # transformers has no values for these keys.
-REQUIRED = {"dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1}}
+REQUIRED = {
+    "deepseek_v2": {"num_experts_per_tok": 6},
+    "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+}
 SETS = {"short_factor": [1.0, 2.0] * 4, "long_factor": [1.0, 3.0] * 4, "original_max_position_embeddings": 64}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
@@ -52,7 +55,9 @@ def test_the_page_about_models_is_current():
 
 
 def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
-    with pytest.raises(ConfigError, match=r"'mamba'.*llama, .*mellum, minimax_m2, ministral, .*qwen3, qwen3_moe"):
+    with pytest.raises(
+        ConfigError, match=r"'mamba'.*llama, .*mellum, minicpm3, minimax_m2, ministral, .*qwen3, qwen3_moe"
+    ):
         parse_config({**BASE, "model_type": "mamba"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})
@@ -98,6 +103,21 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
         ({"model_type": "gemma2", "hidden_activation": "relu"}, "relu"),
         ({"model_type": "granite", "logits_scaling": 0}, "logits_scaling"),
+        ({"model_type": "deepseek_v3"}, "num_key_value_heads = 128"),
+        ({"model_type": "glm4_moe_lite", "num_key_value_heads": 4, "head_dim": 32}, "head_dim = 32"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "scoring_func": "softmax"}, "scoring_func"),
+        ({"model_type": "deepseek_v3", "num_key_value_heads": 4, "index_topk": 64}, "index_topk = 64"),
+        (
+            {"model_type": "deepseek_v2", "num_experts_per_tok": 6, "topk_method": "noaux_tc"},
+            "topk_method = 'noaux_tc'",
+        ),
+        ({"model_type": "deepseek_v2", "num_experts_per_tok": 6, "norm_topk_prob": True}, "norm_topk_prob"),
+        (
+            {"model_type": "deepseek_v3", "num_key_value_heads": 4, "quantization_config": {"quant_method": "fp8"}},
+            "quantized weights .* latents",
+        ),
+        ({"model_type": "deepseek_v32"}, "'deepseek_v32' is not supported"),
+        ({"model_type": "deepseek_v4"}, "'deepseek_v4' is not supported"),
         ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 3}, "n_group = 3"),
         ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 128}, "n_group = 128"),
         ({"model_type": "glm4_moe", "num_key_value_heads": 4, "n_group": 2, "topk_group": 3}, "topk_group = 3"),
@@ -122,7 +142,18 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     given |= REQUIRED.get(name, {})
     if name == "stablelm":
         given["num_attention_heads"] = 4  # It rotates a quarter of each head.
-    if name in ("qwen2", "qwen3", "exaone4", "helium", "stablelm", "nemotron", "dots1", "exaone_moe", "qwen2_moe"):
+    latents = "kv_lora_rank" in FAMILIES[name].defaults
+    if latents or name in (
+        "qwen2",
+        "qwen3",
+        "exaone4",
+        "helium",
+        "stablelm",
+        "nemotron",
+        "dots1",
+        "exaone_moe",
+        "qwen2_moe",
+    ):
         given["num_key_value_heads"] = given[
             "num_attention_heads"
         ]  # transformers assumes the number of query heads of its own default.
@@ -134,8 +165,9 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OLMo has no key for it.
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
-    assert ours.num_kv_heads == theirs.num_key_value_heads
-    assert ours.head_dim == (getattr(theirs, "head_dim", None) or 64 // given["num_attention_heads"])
+    assert ours.num_kv_heads == (1 if latents else theirs.num_key_value_heads)
+    row = theirs.kv_lora_rank + theirs.qk_rope_head_dim if latents else getattr(theirs, "head_dim", None)
+    assert ours.head_dim == (row or 64 // given["num_attention_heads"])
     rope = theirs.rope_parameters
     by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
@@ -156,6 +188,9 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
 @pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, tmp_path):
     given = {**BASE, **REQUIRED.get(name, {}), "model_type": name, "num_key_value_heads": 2, "head_dim": 16}
+    if "kv_lora_rank" in FAMILIES[name].defaults:
+        del given["head_dim"]
+        given["num_key_value_heads"] = 4
     AutoConfig.for_model(**given).save_pretrained(tmp_path)
     saved = dataclasses.asdict(load_config(tmp_path))
     plain = dataclasses.asdict(parse_config(given))
@@ -212,6 +247,8 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
         base["max_window_layers"] = 2  # Every other layer has no window, the second one for instance.
     if name == "gpt_oss":
         base["max_position_embeddings"] = 2**20  # Its embedding is scaled to 2**17 tokens by itself.
+    if name == "deepseek_v2":
+        base["topk_method"] = "group_limited_greedy"  # The other one knows no groups.
     plain = parse_config(base)
     # The length before scaling means something only beside scaling, and the first embedding has no other key.
     of_text = {"bos_token_id", "eos_token_id"}

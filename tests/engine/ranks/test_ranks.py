@@ -19,7 +19,7 @@ from pillion.errors import Internal
 from pillion.kernels.cpu.few_bits.few_bit_packing import KINDS
 from testbed.conditions import result_of, wait_for
 from tests.support.cpu_model import cpu_backend, needs_kernels
-from tests.support.families import BY_ROWS, FAMILIES, make_model, tokens_of
+from tests.support.families import BY_ROWS, FAMILIES, OF_LATENTS, make_model, tokens_of
 from tests.support.mixed_adapters import mixed_steps, with_adapters
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
@@ -44,7 +44,11 @@ MODELS = FAMILIES | {
 # which a part rotates, and experts.
 BY_FOUR = ["llama-mqa-biases", "granite", "olmo2-wide", "phi3-partial-rope", "mixtral"]
 CASES = [
-    *(pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ()) for name in MODELS),
+    *(
+        pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ())
+        for name in MODELS
+        if name not in OF_LATENTS
+    ),
     *((name, 4) for name in BY_FOUR),
 ]
 TEXT = tokens_of(70, 2)

@@ -1,0 +1,51 @@
+"""Describes attention over latents (multi-head latent attention), by DeepSeek's names. Imports no torch."""
+
+from __future__ import annotations
+
+from pillion.engine.models.layer_operations import AttendLatents, Entries, LayerTensor, Role, Share
+from pillion.engine.models.model_config import LatentConfig, ModelConfig
+
+# transformers gives the norms within attention this number, whatever a config says about the others.
+_EPS = 1e-6
+
+
+def latent_attention(config: ModelConfig, latents: LatentConfig) -> AttendLatents:
+    """Describes the operation from normed rows to the results of all heads."""
+    rotated, interleaved = latents.rotary, config.ropes[0].interleaved
+    hidden, rank = (Entries(config.hidden_size),), (Entries(latents.rank),)
+    queries = Entries(
+        config.num_heads * latents.head_dim, Share.HEADS, latents.head_dim, rotated, interleaved, latents.still
+    )
+    both = latents.still + latents.values
+    query_down = query_norm = None
+    inputs, name = hidden, "self_attn.q_proj"
+    if latents.query_rank:
+        inputs, name = (Entries(latents.query_rank),), "self_attn.q_b_proj"
+        query_down = _matrix("query_down", inputs, hidden, "self_attn.q_a_proj", bias=config.qkv_bias)
+        query_norm = _norm("query_norm", inputs, "self_attn.q_a_layernorm")
+    keys = Entries(rotated, head=rotated, rotated=rotated, interleaved=interleaved)
+    return AttendLatents(
+        query_down=query_down,
+        query_norm=query_norm,
+        query_up=_matrix("query_up", (queries,), inputs, name),
+        down=_matrix("latents", (*rank, keys), hidden, "self_attn.kv_a_proj_with_mqa", bias=config.qkv_bias),
+        norm=_norm("latent_norm", rank, "self_attn.kv_a_layernorm"),
+        up=LayerTensor(
+            name="latent_up",
+            role=Role.HEAD_MATRICES,
+            rows=(Entries(config.num_heads * both, Share.HEADS, both),),
+            inputs=rank,
+            spellings=(("self_attn.kv_b_proj",),),
+        ),
+        rope=0,
+    )
+
+
+def _matrix(
+    name: str, rows: tuple[Entries, ...], inputs: tuple[Entries, ...], spelling: str, *, bias: bool = False
+) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=((spelling,),), bias=bias)
+
+
+def _norm(name: str, rows: tuple[Entries, ...], spelling: str) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.NORM, rows=rows, spellings=((spelling,),), eps=_EPS)
