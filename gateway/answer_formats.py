@@ -65,6 +65,11 @@ class AnswerFormats:
         """Says whether tools, calls and results can be told to the model as text."""
         return False
 
+    @property
+    def in_channels(self) -> bool:
+        """Says whether the model writes messages in channels, and its template takes one call a message."""
+        return False
+
     def check(self, options: ToolOptions, structured: bool = False) -> None:
         """Raises InvalidRequest where answers cannot call these tools, or cannot be ``structured``."""
         text = "this gateway was installed without formats of answers (docs/rooms.md)"

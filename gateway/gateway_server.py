@@ -340,7 +340,12 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
-        template=ChatTemplate(tokenizer.chat_template, tokenizer.specials, spells_out=formats.spells_out),
+        template=ChatTemplate(
+            tokenizer.chat_template,
+            tokenizer.specials,
+            spells_out=formats.spells_out,
+            in_channels=formats.in_channels,
+        ),
         formats=formats,
         weights=model.weights,
         folder=model.folder,

@@ -56,8 +56,18 @@ DEVICE_CHOICES = ("auto", "cpu", "cuda")
 # With float16, alias half, a model is computed in float32, which holds its numbers exactly.
 DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 # A gateway reads these formats, by vLLM's names; its tables have a row for each format.
-TOOL_PARSER_CHOICES = ("auto", "none", "generic", "hermes", "llama3_json", "mistral", "qwen3_coder", "qwen3_xml")
-REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "qwen3", "seed_oss")
+TOOL_PARSER_CHOICES = (
+    "auto",
+    "none",
+    "generic",
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "openai",
+    "qwen3_coder",
+    "qwen3_xml",
+)
+REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3", "seed_oss")
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (

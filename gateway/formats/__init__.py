@@ -5,6 +5,7 @@ answer_parts.py      what became certain of an answer, and the text that is stil
 reasoning.py         the table of reasoning formats
 tool_formats.py      the table of tool formats; a new one is a row there
 json_calls.py        calls that are JSON objects: hermes, llama3_json, mistral
+harmony.py           answers that are messages in channels: gpt-oss
 xml_calls.py         calls that are elements with a text for each parameter: qwen3_coder
 model_formats.py     the formats of one model, chosen by flags or found in its chat template
 read_answer_text.py  the text of an answer that is read in this way

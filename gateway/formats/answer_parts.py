@@ -38,6 +38,7 @@ class AnswerParts:
         short_ids: whether these ids have nine characters.
         calls: number of calls that have begun.
         thought: whether there was reasoning, or a mark of it.
+        thinking: whether the answer is within its reasoning, or may still begin with it.
     """
 
     request_id: str = ""
@@ -45,6 +46,7 @@ class AnswerParts:
     short_ids: bool = False
     calls: int = 0
     thought: bool = False
+    thinking: bool = False
     _texts: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _deltas: list[ToolCallDelta] = field(default_factory=list)
@@ -61,9 +63,10 @@ class AnswerParts:
         """Adds text to the answer's reasoning."""
         self._add(self._reasoning, text)
 
-    def mark(self) -> None:
-        """Notes that a mark was read: the white space around a mark is no content."""
-        self._held.clear()
+    def mark(self, between: bool = False) -> None:
+        """Notes that a mark was read: the white space around a mark is no content. ``between`` says that it separates
+        two texts of one sort, which stay paragraphs of their own."""
+        self._held[:] = ["\n\n"] if between else []
         self._bare = True
 
     def begin(self, name: str) -> None:
@@ -78,9 +81,9 @@ class AnswerParts:
         if text:
             self._deltas.append(ToolCallDelta(self.calls - 1, arguments=text))
 
-    def end(self, thinking: bool) -> None:
+    def end(self) -> None:
         """Ends the answer: white space after content that no call follows is content too."""
-        if self._held and not (thinking or self.calls):
+        if self._held and not (self._bare or self.thinking or self.calls):
             self._texts += self._held
         self._held.clear()
 

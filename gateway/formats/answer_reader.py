@@ -1,6 +1,7 @@
 """Reads an answer as it is written: first its reasoning, then its content and its calls. Sans-IO (I9).
 
     text --> reasoning, if it begins with it --> content and calls, or content alone --> parts
+       '---> messages in channels (:mod:`pillion.gateway.formats.harmony`) ---------------^
 
 The parts are a function of the text alone: it does not matter into which pieces the text was cut.
 """
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 
 from pillion.gateway.answer_formats import AskedOutput
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
+from pillion.gateway.formats.harmony import HarmonyAnswer
 from pillion.gateway.formats.reasoning import ReasoningFormat, read_reasoning
 from pillion.gateway.formats.tool_formats import ToolFormat, ToolSchemas
 
@@ -40,16 +42,15 @@ class AnswerReader:
 
     Attributes:
         parts: the parts that became certain.
-        thinking: whether the answer is within its reasoning, or may still begin with it.
     """
 
-    __slots__ = ("_marks", "_reading", "_text", "parts", "thinking")
+    __slots__ = ("_marks", "_reading", "_text", "parts")
 
     def __init__(self, output_format: OutputFormat, parts: AnswerParts) -> None:
         self.parts = parts
-        self.thinking = output_format.reasoning is not None and output_format.opened is not False
+        parts.thinking = output_format.reasoning is not None and output_format.opened is not False
         self._text = PendingText()
-        marks = [] if output_format.reasoning is None else [output_format.reasoning.begin, output_format.reasoning.end]
+        marks = [] if output_format.reasoning is None else [*output_format.reasoning.marks]
         if output_format.tools is not None:
             marks += filter(None, (output_format.tools.begin, output_format.tools.end, *output_format.tools.inner))
         self._marks = Marks(*marks)
@@ -71,13 +72,17 @@ class AnswerReader:
             text.cut(self._marks)
         text.ended = True
         next(self._reading, None)
-        self.parts.end(self.thinking)
+        self.parts.end()
 
     def _read(self, output_format: OutputFormat) -> Generator[None, None, None]:
         text, parts = self._text, self.parts
-        if output_format.reasoning is not None:
-            yield from read_reasoning(output_format.reasoning, output_format.opened, text, parts)
-            self.thinking = False
+        reasoning, calls = output_format.reasoning, output_format.tools is not None
+        if reasoning is not None and reasoning.in_channels:
+            yield from HarmonyAnswer(text, parts, output_format.opened, calls).read()
+            return
+        if reasoning is not None:
+            yield from read_reasoning(reasoning, output_format.opened, text, parts)
+            parts.thinking = False
         if output_format.tools is not None:
             yield from output_format.tools.read(text, parts, output_format.schemas)
             return

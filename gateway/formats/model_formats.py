@@ -14,9 +14,10 @@ from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.answer_formats import NONE, AnswerFormats, AskedOutput, StopRules
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import OutputFormat
+from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
-from pillion.gateway.formats.reasoning import REASONING_FORMATS, ReasoningFormat
-from pillion.gateway.formats.tool_formats import GENERIC, SPELLED_OUT, TOOL_FORMATS, ToolFormat
+from pillion.gateway.formats.reasoning import HARMONY, REASONING_FORMATS, ReasoningFormat
+from pillion.gateway.formats.tool_formats import GENERIC, OPENAI, SPELLED_OUT, TOOL_FORMATS, ToolFormat
 from pillion.gateway.request.client_json import parsed
 from pillion.gateway.tokens.answer_text import AnswerText, Detokenizer
 from pillion.gateway.tokens.tool_prompt import knows_tools
@@ -58,6 +59,11 @@ class ModelFormats(AnswerFormats):
     def spells_out(self) -> bool:
         """Says whether tools, calls and results can be told to the model as text."""
         return self.tool_parser in SPELLED_OUT
+
+    @property
+    def in_channels(self) -> bool:
+        """Says whether the model writes messages in channels, and its template takes one call a message."""
+        return self.tool_parser == OPENAI or self.reasoning_parser == HARMONY
 
     def check(self, options: ToolOptions, structured: bool = False) -> None:
         """Raises InvalidRequest where the model cannot call tools, or may not choose to."""
@@ -140,8 +146,14 @@ def choose_formats(
     if tools != NONE:
         marks += TOOL_FORMATS[tools].marks
     if reasoning != NONE:
-        marks += (REASONING_FORMATS[reasoning].begin, REASONING_FORMATS[reasoning].end)
+        marks += REASONING_FORMATS[reasoning].marks
     added = codec.get_added_tokens_decoder()
+    if tools == OPENAI or reasoning == HARMONY:
+        known = {token.content for token in added.values()}
+        if missing := [mark for mark in HARMONY_MARKS if mark not in known]:
+            raise ConfigError(
+                f"answers in OpenAI's Harmony format need tokens that the model lacks: {', '.join(missing)}"
+            )
     return ModelFormats(
         tools,
         reasoning,
@@ -159,11 +171,18 @@ def choose_formats(
 
 def parser_names(template: str, tool_parser: str, reasoning_parser: str) -> tuple[str, str]:
     """Returns the names of the tool format and the reasoning format that :func:`choose_formats` takes for a
-    template."""
-    return (
-        _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template)),
-        _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template)),
-    )
+    template. Raises ConfigError for names that do not exist, or do not go together."""
+    tools = _chosen("--tool-call-parser", tool_parser, TOOL_FORMATS, _tools_in(template))
+    reasoning = _chosen("--reasoning-parser", reasoning_parser, REASONING_FORMATS, _reasoning_in(template))
+    # In messages in channels, calls and reasoning have one format.
+    if reasoning == HARMONY and tool_parser == AUTO:
+        tools = OPENAI
+    if tools == OPENAI and reasoning_parser == AUTO:
+        reasoning = HARMONY
+    if (reasoning == HARMONY and tools not in (OPENAI, NONE)) or (tools == OPENAI and reasoning not in (HARMONY, NONE)):
+        text = f"--tool-call-parser {tools} and --reasoning-parser {reasoning} do not go together"
+        raise ConfigError(f"{text}: {OPENAI} and {HARMONY} do, or either with {NONE}")
+    return tools, reasoning
 
 
 def _chosen(flag: str, name: str, known: Mapping[str, Any], found: str) -> str:

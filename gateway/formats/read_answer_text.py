@@ -37,7 +37,7 @@ class ReadAnswerText(AnswerText):
 
     def _content_of(self, token_id: int) -> str:
         reader = self._reader
-        thought = reader.thinking
+        thought = reader.parts.thinking
         if token_id not in self._stop_ids:
             reader.push(self._visible.get(token_id) or self._detokenizer.push(token_id))
         if thought and reader.parts.thought:

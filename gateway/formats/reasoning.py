@@ -6,6 +6,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
+from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, HARMONY_MARKS, MESSAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,13 +15,26 @@ class ReasoningFormat:
 
     Attributes:
         begin, end: the marks before and after the reasoning.
-    assumed: whether an answer begins within reasoning unless its prompt says otherwise; some models leave ``begin``
-    out.
+        assumed: whether an answer begins within reasoning unless its prompt says otherwise; some models leave
+            ``begin`` out.
+        channels: the marks of a format whose answers are messages in channels, of which reasoning is one; ``begin`` and
+            ``end`` are the heads of such messages then. () for all others.
     """
 
     begin: str
     end: str
     assumed: bool = False
+    channels: tuple[str, ...] = ()
+
+    @property
+    def in_channels(self) -> bool:
+        """Says whether answers are messages in channels."""
+        return bool(self.channels)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Gives all marks of the format."""
+        return self.channels or (self.begin, self.end)
 
     def opened_by(self, prompt: str) -> bool | None:
         """Returns whether an answer to ``prompt`` begins within reasoning; None where the answer itself has to show it.
@@ -35,12 +49,14 @@ class ReasoningFormat:
         return True if self.assumed else None
 
 
+HARMONY = "openai_gptoss"
 # The formats have the names that vLLM gives them. `auto` takes the first format whose marks are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     "qwen3": ReasoningFormat("<think>", "</think>"),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", assumed=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
+    HARMONY: ReasoningFormat(f"{CHANNEL}{ANALYSIS}{MESSAGE}", f"{CHANNEL}final{MESSAGE}", channels=HARMONY_MARKS),
 }
 
 

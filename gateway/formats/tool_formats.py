@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
+from pillion.gateway.formats.harmony import CALL, CHANNEL, FUNCTIONS, HARMONY_MARKS, HarmonyAnswer
 from pillion.gateway.formats.json_calls import JsonCalls, LlamaCalls, MistralCalls
 from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_MARKS, XmlCalls
 
@@ -53,7 +54,11 @@ def _read_llama(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Ge
     return LlamaCalls(text, parts, frozenset(tools), "<|python_tag|>").read()
 
 
-GENERIC = "generic"
+def _read_harmony(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    return HarmonyAnswer(text, parts, None, calls=True).read()
+
+
+GENERIC, OPENAI = "generic", "openai"
 _XML = ToolFormat(
     TOOL_CALL, END_TOOL_CALL, _read_xml, (("<function=", "<parameter="),), (TOOL_CALL, END_TOOL_CALL), inner=XML_MARKS
 )
@@ -74,6 +79,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         (("<|python_tag|>",), ('{"name": function name, "parameters"',)),
         ("<|python_tag|>",),
     ),
+    OPENAI: ToolFormat(CHANNEL, CALL, _read_harmony, ((CHANNEL, FUNCTIONS),), HARMONY_MARKS, inner=HARMONY_MARKS),
     GENERIC: ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes),
 }
 # In these formats tools, calls and results are told to a model as text, where its template has no place for them.

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.gateway.formats.answer_reader import OutputFormat
+from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from pillion.gateway.formats.model_formats import ModelFormats, schema_of
 from pillion.gateway.formats.reasoning import ReasoningFormat
+from pillion.gateway.formats.tool_formats import OPENAI
 from pillion.gateway.formats.xml_calls import (
     END_FUNCTION,
     END_PARAMETER,
@@ -58,12 +60,33 @@ def answer_pieces(
     marks = formats.mark_ids
     body = structured
     if output_format is not None and output_format.tools is not None:
-        body = _Calls(formats, options, loose).piece(structured)
+        body = _Calls(formats, options, loose, output_format.opened).piece(structured)
+    elif body is not None and formats.in_channels and output_format is not None and output_format.opened is not False:
+        body = replace(body, body=f"{_message('final', marks)} ({body.body})")
     if body is None:
         return []
     if output_format is None or output_format.reasoning is None or output_format.opened is False:
         return [body]
+    if formats.in_channels:
+        return [_channels_piece(output_format.opened, marks), body]
     return [reasoning_piece(output_format.reasoning, output_format.opened, marks), body]
+
+
+def _channels_piece(opened: bool | None, marks: Mapping[str, int]) -> Piece:
+    """Makes a piece of any messages of reasoning, each up to the beginning of the next message."""
+    rest = f"{_TEXT} {_next_message(marks)}"
+    every = f"({_message(ANALYSIS, marks)} {rest})*"
+    return Piece(f"{rest} {every}" if opened else every)
+
+
+def _message(channel: str, marks: Mapping[str, int]) -> str:
+    """Returns a rule for the head of a message in a channel, whose ``<|start|>assistant`` was written before."""
+    return f"{_term(CHANNEL, marks)} {literal(channel)} {_term(MESSAGE, marks)}"
+
+
+def _next_message(marks: Mapping[str, int]) -> str:
+    """Returns a rule for the end of a message and the beginning of the next one's head."""
+    return f'{_term(END, marks)} {_term(START, marks)} "assistant"'
 
 
 def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[str, int]) -> Piece:
@@ -87,6 +110,7 @@ class _Calls:
     formats: ModelFormats
     options: ToolOptions
     loose: bool
+    opened: bool | None
 
     def piece(self, structured: Piece | None) -> Piece:
         """Makes the piece for an answer of calls alone, or of content with calls. ``structured`` is the content's own
@@ -104,7 +128,9 @@ class _Calls:
             return Piece(writer.calls, rules, grammars, writer.sources)
         if structured is not None:
             sources, grammars = writer.sources | structured.sources, grammars | structured.grammars
-            return Piece(f"({writer.calls}) | ({structured.body})", rules + structured.rules, grammars, sources)
+            return Piece(
+                f"({writer.calls}) | ({writer.content(structured.body)})", rules + structured.rules, grammars, sources
+            )
         body, more = writer.amid_text()
         return Piece(body, rules + more, grammars, writer.sources)
 
@@ -187,6 +213,10 @@ class _Writer:
         """Returns a grammar rule for a call as a JSON object. Raises InvalidRequest."""
         head = f'{{"name": {json.dumps(tool.name)}, "{arguments}": '
         return f'{literal(head)} {self.arguments(tool, number)} "}}"'
+
+    def content(self, body: str) -> str:
+        """Returns the rule for content with the structure ``body``, as it stands in an answer."""
+        return body
 
     def amid_text(self) -> tuple[str, tuple[str, ...]]:
         """Returns a grammar rule for free text in which calls may stand, and the further rules that it needs."""
@@ -307,6 +337,31 @@ class _MistralWriter(_Writer):
         return _amid_text("[TOOL_CALLS]", "call", several, self.asked.formats.mark_ids)
 
 
+class _HarmonyWriter(_Writer):
+    """Writes the grammar of calls as messages in a channel, as gpt-oss has them. A call ends the answer, so that it has
+    one at most. An answer whose prompt ends within its content (``continue_final_message``) may only go on with it."""
+
+    def one(self, tool: Tool, number: int) -> str:
+        channel, constrain, message = map(self.asked.term, (CHANNEL, CONSTRAIN, MESSAGE))
+        head = literal(f"commentary to={FUNCTIONS}{tool.name} ")
+        return f'{channel} {head} {constrain} "json" {message} {self.arguments(tool, number)}'
+
+    def all(self) -> str:
+        marks = self.asked.formats.mark_ids
+        return f"{_TEXT} {_next_message(marks)} {self.any}" if self.asked.opened is False else self.any
+
+    def content(self, body: str) -> str:
+        return body if self.asked.opened is False else f"{_message('final', self.asked.formats.mark_ids)} ({body})"
+
+    def amid_text(self) -> tuple[str, tuple[str, ...]]:
+        if self.asked.opened is False:
+            return f"{_TEXT} | {self.calls}", ()
+        marks = self.asked.formats.mark_ids
+        # Before a call there may be messages for the user, which are content, and reasoning again.
+        before = f"({_message('commentary', marks)} | {_message(ANALYSIS, marks)}) {_TEXT} {_next_message(marks)}"
+        return f"({before})* ({self.content(_TEXT)} | {self.calls})", ()
+
+
 _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = {
     "hermes": _TaggedWriter,
     "generic": _TaggedWriter,
@@ -314,6 +369,7 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
     "qwen3_xml": _XmlWriter,
     "llama3_json": _LlamaWriter,
     "mistral": _MistralWriter,
+    OPENAI: _HarmonyWriter,
 }
 
 

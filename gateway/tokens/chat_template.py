@@ -10,6 +10,7 @@ from typing import Any
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
 from pillion.gateway.tokens.tool_prompt import (
+    channel_messages,
     knows_tools,
     message_bytes,
     spelled_out,
@@ -36,9 +37,13 @@ class ChatTemplate:
         source: the template's text; "" where the model has none.
         specials: the special tokens' texts by name.
         spells_out: whether a template that has no place for tools gets them as text.
+        in_channels: whether it writes messages in channels, one call in each.
     """
 
-    def __init__(self, source: str, specials: Mapping[str, str], *, spells_out: bool = False) -> None:
+    def __init__(
+        self, source: str, specials: Mapping[str, str], *, spells_out: bool = False, in_channels: bool = False
+    ) -> None:
+        self._in_channels = in_channels
         self._source = source
         self._knows_tools = knows_tools(source)
         self._spells_out = spells_out and not self._knows_tools
@@ -73,8 +78,8 @@ class ChatTemplate:
             text = "the model's chat template does not know tools"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
         conversation: dict[str, Any] = {
-            "messages": template_messages(messages),
-            "tools": template_tools(tools),
+            "messages": channel_messages(messages) if self._in_channels else template_messages(messages),
+            "tools": template_tools(tools, described=self._in_channels),
             "add_generation_prompt": options.begins_message,
             "continue_final_message": options.continue_final_message,
             "kwargs": options.chat_template_kwargs,

@@ -53,9 +53,46 @@ def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     return [_message(message, names) for message in messages]
 
 
-def template_tools(tools: Sequence[Tool]) -> list[dict[str, Any]] | None:
-    """Returns tools in OpenAI's form; None without any."""
-    return [{"type": "function", "function": _function(tool)} for tool in tools] or None
+def channel_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+    """Returns messages for a template that writes messages in channels, as gpt-oss's does. It shows one call of a
+    message, and takes the result that follows for that of this call; and it shows what the assistant thought before a
+    call, under the name ``thinking``, but then no content."""
+    told: list[ChatMessage] = []
+    calls: list[ChatMessage] = []
+    results: list[ChatMessage] = []
+
+    def tell_calls() -> None:
+        for called in calls:
+            told.append(called)
+            told.extend(one for one in results if one.tool_call_id == called.tool_calls[0].id)
+        named = {called.tool_calls[0].id for called in calls}
+        told.extend(one for one in results if one.tool_call_id not in named)
+        calls.clear()
+        results.clear()
+
+    for message in messages:
+        if message.role == "tool":
+            results.append(message)
+            continue
+        tell_calls()
+        if not message.tool_calls:
+            told.append(message)
+        thought = "\n\n".join(filter(None, (message.reasoning, message.content)))
+        for number, call in enumerate(message.tool_calls):
+            calls.append(replace(message, content="", reasoning="" if number else thought, tool_calls=(call,)))
+    tell_calls()
+    written = template_messages(told)
+    for one in written:
+        if "tool_calls" in one and "reasoning" in one:
+            one["thinking"] = one["reasoning"]
+    return written
+
+
+def template_tools(tools: Sequence[Tool], *, described: bool = False) -> list[dict[str, Any]] | None:
+    """Returns tools in OpenAI's form; None without any. ``described`` gives every tool a description, for a template
+    that expects one."""
+    empty = {"description": ""} if described else {}
+    return [{"type": "function", "function": empty | _function(tool)} for tool in tools] or None
 
 
 def spelled_out(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:

@@ -144,6 +144,30 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", '{"u": 5, "a": "five"}')],
     ),
     ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n12", "", [("f", '{"a": 12')]),
+    (
+        "openai",
+        "<|channel|>commentary<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary to=functions.f"
+        ' <|constrain|>json<|message|>{"a": 1}<|call|>',
+        "Let me see.",
+        [("f", '{"a": 1}')],
+    ),
+    ("openai", 'to=functions.g<|channel|>commentary json<|message|>{"s": "<|en"}', "", [("g", '{"s": "<|en"}')]),
+    ("openai", "<|channel|>analysis to=functions.g code<|message|> <|call|>", "", [("g", " {}")]),
+    ("openai", "<|start|>assistant<|channel|>final <|constrain|>json<|message|>[1] <|return|>", "[1]", []),
+    (
+        "openai",
+        "<|channel|>commentary<|message|>One.<|end|><|start|>assistant<|channel|>final<|message|>\nTwo.\n",
+        "One.\n\nTwo.\n",
+        [],
+    ),
+    ("openai", "<|channel|>final<|message|>One.<|end|><|channel|>final<|message|> ", "One.", []),
+    ("openai", "to be, or not <|message|>", "to be, or not <|message|>", []),
+    (
+        "openai",
+        "<|channel|>fin a l<|message|>x<|start|>user<|message|>y",
+        "<|channel|>fin a l<|message|>x<|start|>user<|message|>y",
+        [],
+    ),
     ("qwen3_coder", "<tool_call> <function=f x", "<tool_call> <function=f x", []),
 ]
 
@@ -169,6 +193,16 @@ MARKS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<function=f>", "</function>", "<parameter=s>", "</parameter>"),
         *("<think>", "</think>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", '{"name": "f", ', '"arguments": {', "}"),
+        *(
+            "<|channel|>",
+            "<|message|>",
+            "<|start|>",
+            "<|end|>",
+            "<|constrain|>",
+            "to=functions.f",
+            "assistant",
+            "final",
+        ),
         *('"parameters": {', '"s": "', '"', "\\", " ", "\n", "; ", "[", "]", ",", "f", "é", "<", "text"),
     ]
 )
@@ -204,6 +238,19 @@ def test_whatever_a_model_writes_is_read_alike_in_pieces(
         ("deepseek_r1", True, "a</think>b", "b", "a"),
         ("mistral", None, "[THINK]a[/THINK]b", "b", "a"),
         ("seed_oss", None, "<seed:think>a</seed:think>b", "b", "a"),
+        (
+            "openai_gptoss",
+            None,
+            "<|channel|>analysis<|message|>a <|end|><|start|>assistant<|channel|>analysis<|message|>b<|end|>"
+            "<|start|>assistant<|channel|>final<|message|> c<|return|>",
+            "c",
+            "a\n\nb",
+        ),
+        ("openai_gptoss", True, "a<|start|>assistant<|channel|>final<|message|>b", "b", "a"),
+        ("openai_gptoss", False, "a <|end|>", "a", ""),
+        ("openai_gptoss", None, "<|channel|>analysis to=python code<|message|>a<|call|>", "", "a"),
+        ("openai_gptoss", None, "<|channel|>commentary to=functions.f json<|message|>{}", "{}", ""),
+        ("openai_gptoss", None, "plain, and <b>", "plain, and <b>", ""),
     ],
 )
 def test_reasoning(name: str, opened: bool | None, text: str, content: str, thought: str) -> None:
@@ -218,6 +265,9 @@ def test_reasoning(name: str, opened: bool | None, text: str, content: str, thou
         ("qwen3", "<|im_start|>assistant\n<think>\n", True),
         ("qwen3", "<|im_start|>assistant\n<think>\n\n</think>\n\n", False),
         ("qwen3", "what is <think>?<|im_end|>\n<|im_start|>assistant\n", None),
+        ("openai_gptoss", "<|end|><|start|>assistant", None),
+        ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>", True),
+        ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>", False),
         ("deepseek_r1", "<|Assistant|>", True),
         ("deepseek_r1", "<|Assistant|><think>\n\n</think>\n\n", False),
     ],
@@ -248,6 +298,8 @@ FALSE_CALLS = {
     "white space": ("hermes", "      "),
     "white space after marks": ("mistral", "[TOOL_CALLS]      "),
     "reasoning": ("hermes", "</thin"),
+    "channels": ("openai", "<|channel|>commentary to=functions.f "),
+    "starts": ("openai", "<|start|>assistant<"),
 }
 
 

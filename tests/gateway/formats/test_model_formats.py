@@ -7,6 +7,7 @@ from tokenizers import AddedToken
 
 from pillion.config import REASONING_PARSER_CHOICES, TOOL_PARSER_CHOICES
 from pillion.errors import ConfigError, InvalidRequest
+from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import choose_formats
 from pillion.gateway.formats.reasoning import REASONING_FORMATS
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS
@@ -33,12 +34,16 @@ def test_flags_and_tables_name_the_same_formats() -> None:
         ("{% if tools %}<tool_call>{% endif %}{% if enable_thinking %}<think></think>", "hermes", "qwen3"),
         ("{{ content.split('</think>')[-1] }}", "generic", "qwen3"),
         ("[THINK][/THINK]", "generic", "mistral"),
+        ("{{ tools }}functions.<|channel|>analysis<|message|><|channel|>final<|message|>", "openai", "openai_gptoss"),
+        ("<|channel|>final<|message|>, but no tools", "openai", "openai_gptoss"),
         ("<tool_call>, but no variable", "generic", "none"),
         ("", "none", "none"),
     ],
 )
 def test_auto_finds_the_formats(template: str, tools: str, reasoning: str) -> None:
-    found = choose_formats(template, byte_tokenizer())
+    codec = byte_tokenizer()
+    codec.add_special_tokens([AddedToken(mark, special=True) for mark in HARMONY_MARKS])
+    found = choose_formats(template, codec)
     assert (found.tool_parser, found.reasoning_parser) == (tools, reasoning)
 
 
@@ -47,6 +52,15 @@ def test_a_flag_goes_before_the_template() -> None:
     assert (found.tool_parser, found.reasoning_parser) == ("mistral", "none")
     with pytest.raises(ConfigError, match="--tool-call-parser 'x' is not one of auto, none, "):
         choose_formats("", byte_tokenizer(), "x")
+
+
+def test_messages_in_channels_need_both_formats_and_their_tokens() -> None:
+    with pytest.raises(ConfigError, match="--tool-call-parser hermes and --reasoning-parser openai_gptoss do not go"):
+        choose_formats("", byte_tokenizer(), "hermes", "openai_gptoss")
+    with pytest.raises(ConfigError, match="--tool-call-parser openai and --reasoning-parser qwen3 do not go together"):
+        choose_formats("", byte_tokenizer(), "openai", "qwen3")
+    with pytest.raises(ConfigError, match=r"tokens that the model lacks: <\|start\|>, <\|channel\|>"):
+        choose_formats("", byte_tokenizer(), "openai")
 
 
 def test_marks_that_are_tokens() -> None:

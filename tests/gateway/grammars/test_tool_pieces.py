@@ -20,6 +20,7 @@ from pillion.engine.grammars.compiler import GrammarCompiler
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.errors import InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
+from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
 from pillion.gateway.grammars.answer_grammar import Piece, join
@@ -57,6 +58,7 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
     "llama": ("llama3_json", ["<|python_tag|>"], []),
     "mistral": ("mistral", ["[TOOL_CALLS]"], []),
     "mistral v11": ("mistral", ["[TOOL_CALLS]", "[ARGS]"], []),
+    "gpt-oss": ("openai", [*HARMONY_MARKS], []),
 }
 
 
@@ -202,6 +204,40 @@ def test_reasoning_comes_before_calls_and_shapes(prompt: str, opened: bool | Non
     assert all(thoughts) is (opened is True)
 
 
+@pytest.mark.parametrize("prompt", ["", "<|channel|>analysis<|message|>", "<|channel|>final<|message|>"])
+@pytest.mark.parametrize("tools", ["openai", "none"])
+def test_messages_in_channels_hold_reasoning_calls_and_shapes(prompt: str, tools: str) -> None:
+    codec = codec_of("gpt-oss")
+    formats = choose_formats("", codec, tools, "openai_gptoss")
+    begun, thoughts, contents = prompt.endswith("final<|message|>"), [], []
+    shape, called = Piece('"yes" | "no"'), ToolOptions(tools=TOOLS, choice="required")
+    asked = [(ToolOptions(), shape)]
+    if tools != "none":
+        asked += [(called, None), (ToolOptions(tools=TOOLS), shape), (ToolOptions(tools=TOOLS), None)]
+    for options, structured in asked:
+        request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+        form = formats.output_format(request, prompt)
+        assert form is not None
+        grammar = join(answer_pieces(form, formats, options, structured)).text
+        for seed in range(6):
+            ids = written(codec, grammar, seed)
+            if ids is None:
+                continue
+            content, calls, thought = read(codec, formats, request, prompt, ids)
+            fit(calls)
+            thoughts.append(thought)
+            contents.append(content)
+            assert "<|" not in content
+            if structured is not None and not calls:
+                assert content in ("yes", "no")
+            if options is called:
+                assert len(calls) == 1
+                assert begun or content == ""
+    assert any(thoughts) is not begun
+    assert all(thoughts) is ("analysis" in prompt)
+    assert any(contents)
+
+
 @pytest.mark.parametrize(("strict", "loose", "held"), [(None, False, True), (None, True, False), (True, True, True)])
 def test_arguments_are_held_to_the_schema_where_it_is_wanted(strict: bool | None, loose: bool, held: bool) -> None:
     codec = codec_of("hermes")
@@ -322,6 +358,7 @@ CALL = {
     "qwen3_coder": "<tool_call>\n<function=patch>\n<parameter=input>\n%s\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "patch", "parameters": {"input": %s}}',
     "mistral": '[TOOL_CALLS][{"name": "patch", "arguments": {"input": %s}}]',
+    "openai": '<|channel|>commentary to=functions.patch <|constrain|>json<|message|>{"input": %s}',
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -233,6 +234,55 @@ def test_messages_have_the_fields_that_they_were_given() -> None:
     first, second = template_messages((called, ChatMessage("tool", "rain", tool_call_id="c")))
     assert bytes(first["tool_calls"][0]["function"]["arguments"]) == b"{}"
     assert second == {"role": "tool", "content": "rain", "tool_call_id": "c", "name": "weather"}
+
+
+# In the shape of gpt-oss's: messages in channels, the first call of a message, and thoughts before calls alone.
+HARMONY = """
+{%- for tool in tools or [] %}{{- "// " + tool.function.description + "\\ntype " + tool.function.name }}{%- endfor %}
+{%- set last = namespace(name=none) %}
+{%- for message in messages %}
+    {%- if "tool_calls" in message %}
+        {%- if message.content and message.thinking %}{{- raise_exception("content and thinking") }}{%- endif %}
+        {%- if message.thinking %}
+            {{- "<|start|>assistant<|channel|>analysis<|message|>" + message.thinking + "<|end|>" }}
+        {%- endif %}
+        {%- set call = message.tool_calls[0].function %}
+        {{- "<|start|>assistant to=functions." + call.name + "<|channel|>commentary json<|message|>" }}
+        {{- call.arguments | tojson + "<|call|>" }}
+        {%- set last.name = call.name %}
+    {%- elif message.role == "assistant" %}
+        {{- "<|start|>assistant<|channel|>" + ("analysis" if "thinking" in message else "final") + "<|message|>" }}
+        {{- message.content + "<|end|>" }}
+    {%- elif message.role == "tool" %}
+        {{- "<|start|>functions." + last.name + " to=assistant<|channel|>commentary<|message|>" + message.content }}
+        {{- "<|end|>" }}
+    {%- else %}
+        {{- "<|start|>" + message.role + "<|message|>" + message.content + "<|end|>" }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- "<|start|>assistant" }}{%- endif %}
+"""
+
+
+async def test_messages_in_channels_have_one_call_each_with_its_result() -> None:
+    called, *results, answer, user = MESSAGES[2:]
+    turn = (replace(called, content="Wait."), *reversed(results), replace(answer, reasoning="Done."), user)
+    template = ChatTemplate(HARMONY, SPECIALS, in_channels=True)
+    try:
+        rendered = await template.render(turn, tools=TOOLS)
+    finally:
+        await template.aclose()
+    assert rendered == (
+        '// Tells the "weather".\ntype weather// \ntype now'
+        "<|start|>assistant<|channel|>analysis<|message|>Two cities.\n\nWait.<|end|>"
+        "<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>"
+        '{"city": "Zürich", "days": [1, 2.5, null]}<|call|>'
+        '<|start|>functions.weather to=assistant<|channel|>commentary<|message|>{"sky": "<clear>"}<|end|>'
+        '<|start|>assistant to=functions.weather<|channel|>commentary json<|message|>{"city": "Bonn"}<|call|>'
+        "<|start|>functions.weather to=assistant<|channel|>commentary<|message|>rain<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>Clear, and rain.<|end|>"
+        "<|start|>user<|message|>And now?<|end|><|start|>assistant"
+    )
 
 
 async def test_a_template_without_tools_refuses_them() -> None:
