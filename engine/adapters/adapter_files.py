@@ -230,7 +230,9 @@ class AdapterFiles:
             a, b, *more = (names.get(part, "") for part in (_A, _B, _PAIR_BIAS, _NORMS, _BIAS))
             pairs.append(AdapterPair(module, a, b, projection, rank if a else 1, config.scale_of(module), *more))
             self._check_shapes(pairs[-1])
-        missing = [module for module in known if _A not in halves.get(module, ()) and config.is_target(module)]
+        # Checkpoints have several names for some layers, of which a model has one.
+        adapted = {pair.projection for pair in pairs if pair.a}
+        missing = [module for module in known if known[module] not in adapted and config.is_target(module)]
         if missing:
             raise self._error(f"its config names {missing[0]} as a target, for which {TENSORS_NAME} has no tensors")
         return tuple(sorted(pairs, key=lambda pair: (pair.projection.layer, pair.projection.first_output)))
