@@ -22,7 +22,7 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.eight_bit_kv import quantize_rows
-from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import FAMILIES, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.long, needs_kernels]
@@ -39,8 +39,7 @@ PROMPT, PREFIX = 50, 37
 
 @pytest.fixture(params=FIRST.values())
 def family(request, tmp_path):
-    name = request.param
-    return name, *make_model(tmp_path / "plain", FAMILIES[name])
+    return request.param, *make_model(tmp_path / "plain", FAMILIES[request.param])
 
 
 def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[PreparedModel, torch.nn.Module]:
@@ -79,6 +78,7 @@ def run(driver, text):
     return driver.run_all(driver.sequences.add()[0], text, [33, 1, 2, 20])
 
 
+@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS], indirect=True)
 def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
     """Only matrices of linear layers are in few bits. The reference of KV is torch, which rounds rows before it writes
     them."""
@@ -117,13 +117,18 @@ def check_roles(folder):
 
 
 def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
-    """In 4 bits. Someone else has computed whole blocks of the prompt and the begin of one; the answers copy the last
-    block of the prompt, and grow side by side. After a kill the tokens so far are a prompt, computed in other steps."""
-    _, folder, flags = family
-    prepared, model = quantized(folder, flags, "int4")
+    """In 4 bits; models with latents have plain weights and run on torch. Someone else has computed whole blocks of the
+    prompt and the begin of one; the answers copy the last block of the prompt, and grow side by side. After a kill the
+    tokens so far are a prompt, computed in other steps."""
+    name, folder, flags = family
+    make = BackendDriver if name in OF_LATENTS else CpuDriver
+    if name in OF_LATENTS:
+        prepared, model = prepare(flags), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    else:
+        prepared, model = quantized(folder, flags, "int4")
     tails = [tokens_of(PROMPT_TOKENS - PROMPT, seed) for seed in (5, 6, 7)]
     texts = [tokens_of(PROMPT, 2) + tail for tail in tails]
-    wanted, driver = logits_of(model, texts), CpuDriver(prepared)
+    wanted, driver = logits_of(model, texts), make(prepared)
     (other,) = driver.sequences.add()
     driver.step((other, texts[0][:20]), sample=())
     driver.step((other, texts[0][20:PREFIX]), sample=())
@@ -137,11 +142,14 @@ def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
         found = driver.step(*parts, sample=range(3 * (end - begin))).unflatten(0, (3, -1))
         close(found, wanted[:, PROMPT + begin : PROMPT + end])
     driver.step((first, tails[2][:1]))
-    again = CpuDriver(prepared, seed=1)
+    again = make(prepared, seed=1)
     (number,) = again.sequences.add()
     again.step((number, texts[0][:13]), sample=())
     again.step((number, texts[0][13 : PROMPT + 2]), sample=())
-    assert torch.equal(again.step((number, tails[0][2:]), sample=range(len(tails[0]) - 2)), found[0])
+    replayed = again.step((number, tails[0][2:]), sample=range(len(tails[0]) - 2))
+    close(replayed, found[0])
+    # Only the kernels promise equal bits in other steps.
+    assert make is BackendDriver or torch.equal(replayed, found[0])
 
 
 def sibling(driver, number):
