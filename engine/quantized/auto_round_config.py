@@ -36,7 +36,10 @@ _LAYOUTS = {
     "auto_round:llm_compressor": "nvfp4",
 }
 # Each layout has codes of these sizes.
-_BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "nvfp4": (4,)}
+_BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "nvfp4": (4,), "packed_mxfp4": (4,)}
+# The numbers of inputs in a group of floats.
+_FLOATS = {"nvfp4": 16, "packed_mxfp4": 32}
+_WHOLE = re.compile(r"(rtn_|opt_rtn_)?int(_a?sym)?")
 _SIZES = "bits group_size sym data_type act_bits act_group_size act_sym act_data_type act_dynamic"
 # These keys say where AutoRound was and how it searched.
 _KEYS = """
@@ -76,20 +79,21 @@ def _scheme(raw: Raw) -> MatrixScheme:
     # Old versions named the format by the program that was to run it.
     packing, numbers = words_of(raw, "packing_format backend", _DEFAULT_FORMAT), words_of(raw, "data_type", "int")
     layout, bits, activations = _LAYOUTS.get(packing), raw.get("bits"), words_of(raw, "act_bits", "16")
-    fits = numbers.startswith("nv_fp") if layout == "nvfp4" else re.fullmatch(r"(rtn_|opt_rtn_)?int(_a?sym)?", numbers)
+    if layout == "nvfp4" and numbers.startswith("mx_fp"):
+        layout = "packed_mxfp4"
+    fits = numbers.startswith(("nv_fp", "mx_fp")) if layout in _FLOATS else _WHOLE.fullmatch(numbers)
     if layout is None or not fits:
         raise unsupported(f"{_METHOD} in the format {packing} with numbers of type {numbers}")
     if type(bits) is not int or bits not in _BITS[layout]:
         allowed = " and ".join(map(str, _BITS[layout]))
         raise unsupported(f"{_METHOD} in the format {packing}, {bits} bits", f"{allowed} bits are")
-    if activations not in ("16", "32") and (layout, activations) != ("nvfp4", "4"):
+    if activations not in ("16", "32") and not (layout in _FLOATS and activations == "4"):
         raise unsupported(f"{_METHOD} in the format {packing} with act_bits = {activations}")
-    floats = layout == "nvfp4"
     return MatrixScheme(
         layout=layout,
-        kind="fp4" if floats else "int",
+        kind="fp4" if layout in _FLOATS else "int",
         bits=bits,
-        group=0 if raw.get("group_size") == -1 else whole(raw, "group_size", 16 if floats else 128),
+        group=0 if raw.get("group_size") == -1 else whole(raw, "group_size", _FLOATS.get(layout, 128)),
         symmetric=raw.get("sym", True) is True,
         activations="fp4" if activations == "4" else "",
     )

@@ -28,7 +28,10 @@ _LAYOUTS = {
     "float-quantized": "codes",
     "naive-quantized": "codes",
     "nvfp4-pack-quantized": "nvfp4",
+    "mxfp4-pack-quantized": "packed_mxfp4",
 }
+# The floats of these layouts have so many bits.
+_FLOAT_BITS = {"codes": 8, "nvfp4": 4, "packed_mxfp4": 4}
 _KEYS = """
     quant_method format config_groups ignore quantization_status global_compression_ratio kv_cache_scheme version
     sparsity_config transform_config run_compressed dequantize use_optimized_inference
@@ -98,10 +101,12 @@ def _scheme(group: Raw, model_format: str) -> MatrixScheme:
     layout = _LAYOUTS.get(file_format)
     if layout is None:
         raise unsupported(f"{_WHERE} in the format {file_format or 'of an unnamed kind'}, {bits} bits")
-    floats = {"codes": 8, "nvfp4": 4}.get(layout) if kind == "float" and weights.get("symmetric", True) else None
-    whole_codes = kind == "int" and bits in (4, 8) and layout != "nvfp4"
+    floats = _FLOAT_BITS.get(layout) if kind == "float" and weights.get("symmetric", True) else None
+    whole_codes = kind == "int" and bits in (4, 8) and layout in ("packed", "codes")
     if type(bits) is not int or not (bits == floats or whole_codes):
-        raise unsupported(f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, 8 of float and NVFP4 are")
+        raise unsupported(
+            f"{_WHERE}, {bits} bits of type {kind}", "4 and 8 bits of int, 8 of float, NVFP4 and MXFP4 are"
+        )
     rows, size = _shares(weights, "tensor_group" if layout == "nvfp4" else "group")
     inputs = group.get("input_activations")
     activations, row_codes = _activations(inputs)

@@ -162,10 +162,15 @@ def gptq(
 
 
 def auto_round(
-    bits: int = 4, group: int = 16, symmetric: bool = True, packing: str = "auto_round:auto_gptq"
+    bits: int = 4,
+    group: int = 16,
+    symmetric: bool = True,
+    packing: str = "auto_round:auto_gptq",
+    numbers: str = "int",
 ) -> Producer:
-    """AutoRound, whose formats are those of GPTQ without the groups of inputs, of AWQ, and of NVFP4."""
-    base = awq(group) if "awq" in packing else nvfp4(group) if "llm" in packing else None
+    """AutoRound, whose formats are those of GPTQ without the groups of inputs, of AWQ, NVFP4 and MXFP4."""
+    floats = {"mx_fp": mxfp4, "nv_fp": nvfp4}.get(numbers)
+    base = awq(group) if "awq" in packing else floats(group) if floats else None
     version = "gptq" if packing.endswith("gptq") else "gptq_v2"
     made = base or gptq(bits, group, symmetric, version=version)
 
@@ -174,7 +179,7 @@ def auto_round(
         return {part: tensor for part, tensor in tensors.items() if not part.endswith("g_idx")}, values
 
     said = {"quant_method": "auto-round", "packing_format": packing, "bits": bits, "group_size": group or -1}
-    kind = {"data_type": "nv_fp", "act_bits": 4, "act_data_type": "nv_fp"} if "llm" in packing else {"data_type": "int"}
+    kind = {"data_type": numbers, **({"act_bits": 4, "act_data_type": numbers} if floats else {})}
     searched = {"iters": 200, "autoround_version": "0.9.2", "block_name_to_quantize": "model.layers"}
     return Producer({**said, **kind, **searched, "sym": symmetric}, quantize)
 
@@ -349,6 +354,30 @@ def nvfp4(group: int = 16, rows: Mapping[str, Any] | None = None) -> Producer:
     return Producer({"quant_method": "compressed-tensors", "ignore": ["lm_head"], **config}, quantize)
 
 
+def mxfp4(group: int = 32) -> Producer:
+    """compressed-tensors' MXFP4, in float32."""
+    from compressed_tensors.compressors import BaseCompressor
+    from compressed_tensors.compressors.nvfp4 import unpack_fp4_from_uint8
+    from compressed_tensors.quantization import QuantizationScheme
+    from compressed_tensors.quantization.lifecycle.forward import dequantize
+
+    arguments = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": group, "scale_dtype": "torch.uint8"}
+    made = {"targets": ["Linear"], "weights": arguments}
+    scheme = QuantizationScheme.model_validate(made)
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+
+    def quantize(name: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        scales = torch.exp2((weight.view(len(weight), -1, group).abs().amax(-1) / 6).log2().ceil())
+        tensors = compressor.compress({"weight": weight, "weight_scale": scales}, scheme)
+        codes = unpack_fp4_from_uint8(tensors["weight_packed"], *weight.shape, dtype=torch.float32)
+        values = dequantize(codes, scales, args=scheme.weights, dtype=torch.float32)
+        assert torch.equal(values.bfloat16(), compressor.decompress(tensors, scheme)["weight"])
+        return {f"{module_of(name)}.{part}": tensor for part, tensor in tensors.items()}, values
+
+    config = {"config_groups": {"group_0": made}, "format": "mxfp4-pack-quantized", "quantization_status": "compressed"}
+    return Producer({"quant_method": "compressed-tensors", "ignore": ["lm_head"], **config}, quantize)
+
+
 def _fp4_scales(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """The number that divides the scales of a matrix so that they fill the range of E4M3, and these scales."""
     factor = 448 * 6 / weight.abs().amax()
@@ -440,7 +469,8 @@ FULL_WORDS: dict[str, Callable[[], Producer]] = {
     "auto-round-2-bits": lambda: auto_round(2),
     "auto-round-3-bits": lambda: auto_round(3, packing="auto_round", symmetric=False),
     "auto-round-3-bits-symmetric": lambda: auto_round(3, group=0),
-    "auto-round-nvfp4": lambda: auto_round(packing="auto_round:llm_compressor"),
+    "auto-round-nvfp4": lambda: auto_round(packing="auto_round:llm_compressor", numbers="nv_fp"),
+    "auto-round-mxfp4": lambda: auto_round(group=32, packing="auto_round:llm_compressor", numbers="mx_fp"),
 }
 # Every format, by a name for tests. The number is the size of groups, which must divide the inputs of all matrices.
 PRODUCERS: dict[str, Callable[[int], Producer]] = {
@@ -483,6 +513,7 @@ PRODUCERS: dict[str, Callable[[int], Producer]] = {
     "bnb-int8": lambda group: bnb_int8(),
     "nvfp4": lambda group: nvfp4(group, FP4_ROWS),
     "nvfp4-weights": nvfp4,
+    "mxfp4-packed": mxfp4,
     "modelopt-nvfp4": modelopt_nvfp4,
     "auto-round": lambda group: auto_round(group=group),
     "auto-round-asymmetric": lambda group: auto_round(8, group, False, "auto_round:gptqmodel"),

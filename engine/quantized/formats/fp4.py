@@ -1,5 +1,5 @@
 """Reads floats of 4 bits: the layouts of NVFP4, which has a float of 8 bits as the scale of each group and one number
-for the matrix, and that of MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two."""
+for the matrix, and those of MXFP4 (OCP Microscaling Formats 1.0), whose scales are powers of two."""
 
 from __future__ import annotations
 
@@ -59,6 +59,27 @@ class Nvfp4Layout:
         return QuantizedMatrix(coding=_CODING, codes=codes.contiguous(), scales=scales, group=scheme.group)
 
 
+class PackedMxfp4Layout:
+    """Reads compressed-tensors' MXFP4: ``weight_packed`` uint8 [N, K / 2], the first of two codes in the lower half,
+    and ``weight_scale`` uint8 [N, G], the exponents."""
+
+    def marks(self, name: str, headers: Headers) -> bool:
+        found = headers.get(f"{name}_packed")
+        return found is not None and found.dtype == "U8"
+
+    def parts(self, name: str, shape: tuple[int, ...], scheme: MatrixScheme) -> Sequence[Part]:
+        rows, columns = one_matrix(name, shape)
+        return (
+            Part(f"{name}_packed", ("U8",), [(rows, -(-columns // 2))]),
+            Part(f"{name}_scale", ("U8", "F8_E8M0"), [(rows, groups_of(name, columns, scheme.group))]),
+        )
+
+    def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
+        codes = unpack_halves(get(f"{name}_packed"))[:, : shape[1]]
+        scales = _powers(f"{name}_scale", get)
+        return QuantizedMatrix(coding=_CODING, codes=codes.contiguous(), scales=scales, group=scheme.group)
+
+
 class Mxfp4Layout:
     """Reads gpt-oss's experts: ``NAME_blocks`` uint8 [..., N, K / 32, 16], two codes a byte, the first in the lower
     half, and ``NAME_scales`` uint8 [..., N, K / 32], the exponents."""
@@ -74,14 +95,15 @@ class Mxfp4Layout:
 
     def read(self, name: str, shape: tuple[int, int], scheme: MatrixScheme, get: Get) -> QuantizedMatrix:
         blocks, scales = _names(name)
-        exponents = get(scales).int() - _EXPONENT_BIAS
-        powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents)
-        return QuantizedMatrix(
-            coding=_CODING,
-            codes=unpack_halves(get(blocks).flatten(-2)).view(shape),
-            scales=finite(scales, powers, largest(_CODING)),
-            group=scheme.group,
-        )
+        codes = unpack_halves(get(blocks).flatten(-2)).view(shape)
+        return QuantizedMatrix(coding=_CODING, codes=codes, scales=_powers(scales, get), group=scheme.group)
+
+
+def _powers(name: str, get: Get) -> torch.Tensor:
+    """Reads exponents as the powers of two that they stand for, float32. Raises ConfigError for the one that is NaN."""
+    exponents = get(name).view(torch.uint8).int() - _EXPONENT_BIAS
+    powers = torch.ldexp(torch.ones(exponents.shape, dtype=torch.float64), exponents)
+    return finite(name, powers, largest(_CODING))
 
 
 def _names(name: str) -> tuple[str, str]:

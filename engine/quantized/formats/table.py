@@ -14,7 +14,7 @@ from pillion.engine.checkpoints.weight_format import WeightFormat
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.quantized.formats.bitsandbytes import Int8Layout, Nf4Layout
 from pillion.engine.quantized.formats.compressed import CodesLayout, PackedLayout
-from pillion.engine.quantized.formats.fp4 import Mxfp4Layout, Nvfp4Layout
+from pillion.engine.quantized.formats.fp4 import Mxfp4Layout, Nvfp4Layout, PackedMxfp4Layout
 from pillion.engine.quantized.formats.int32_layouts import AwqLayout, GptqLayout
 from pillion.engine.quantized.formats.layout import Get, Headers, Layout, Part, finite, stem
 from pillion.engine.quantized.formats.pillion_format import PillionFormat
@@ -33,6 +33,7 @@ LAYOUTS: Mapping[str, Layout] = {
     "bnb4": Nf4Layout(),
     "bnb8": Int8Layout(),
     "mxfp4": Mxfp4Layout(),
+    "packed_mxfp4": PackedMxfp4Layout(),
 }
 # Some producers store these tensors about the rounding of a layer's inputs and outputs. Integer products use the
 # first two.

@@ -138,6 +138,8 @@ def state(**changes):
         ("nvfp4", fill(f"{Q}.weight_scale", float("nan")), "q_proj.weight_scale holds NaN"),
         ("nvfp4", fill(f"{Q}.weight_global_scale", 1e-38), "q_proj.weight_scale holds NaN or infinite"),
         ("nvfp4", replace(f"{Q}.weight_packed", lambda it: it.view(torch.int8)), "not as its quantization_config says"),
+        ("mxfp4-packed", drop(f"{Q}.weight_scale"), "q_proj.weight_scale is missing"),
+        ("mxfp4-packed", fill(f"{Q}.weight_scale", 255), "q_proj.weight_scale holds NaN"),
         ("modelopt-nvfp4", drop(f"{Q}.weight_scale_2"), "q_proj.weight_scale_2 is missing"),
         ("modelopt-nvfp4", replace(f"{Q}.weight_scale", torch.Tensor.half), "q_proj.weight_scale is F16, not F8_E4M3"),
         ("modelopt-nvfp4", fill(f"{Q}.weight_scale_2", float("nan")), "q_proj.weight_scale_2 is nan"),
