@@ -44,8 +44,9 @@ LEFT_OUT = {
     "a rule of its own for the layers that have a window, where the config does not list them": "flint",
     "residuals whose weights depend on the layer, and attention whose results pass a gate": "beam",
     "layers that run several times for each token": "hrm_text",
-    "names and fused projections of its own (`transformer.h`), with an MLP by `gelu`": """
-        codegen falcon gpt_neox gpt_neox_japanese gptj persimmon phi""",
+    "queries, keys and values in an order of their own in one matrix": "codegen",
+    "a bias of attention's results that only the last of its layers has": "gpt_neox_japanese",
+    "LayerNorm of each head of queries and keys": "persimmon",
     "learned or fixed positions, or ALiBi": """
         biogpt bloom cpmant ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo mpt openai-gpt opt xglm""",
     "an encoder, or attention to another text": """
@@ -139,10 +140,13 @@ def options(family: ModelFamily) -> str:
         said.append("biases of router and experts; clamped SwiGLU")
     if layer.get("sinks"):
         said.append("attention sinks (not on GPUs)")
-    if family.parallel or "use_parallel_residual" in family.defaults:
+    if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
     if not family.gated:
-        said.append("an MLP without a gate")
+        activation = family.defaults.get("hidden_act", family.defaults.get("activation"))
+        said.append("an MLP without a gate" + (", by gelu with erf (not on GPUs)" if activation == "gelu" else ""))
+    if family.head_bias:
+        said.append("a bias of logits (not on GPUs)")
     return "; ".join(said) or "as Llama's"
 
 
@@ -153,7 +157,7 @@ def _words(keys: object) -> str:
 def refused(name: str, family: ModelFamily) -> set[str]:
     """Return the fields of transformers' config that are refused where they are not off."""
     fields = {field.name for field in dataclasses.fields(type(AutoConfig.for_model(name)))}
-    return fields - known_keys({*family.defaults, family.eps}, family.ignored) - family.fixed.keys()
+    return fields - known_keys(family.own, family.ignored) - family.fixed.keys()
 
 
 def render() -> str:
@@ -164,7 +168,7 @@ def render() -> str:
         cases.setdefault(config.get("model_type", "llama"), []).append(case)
     for name, family in sorted(FAMILIES.items()):
         common = known_keys(set(), ())
-        own, off = _words({*family.defaults, family.eps} - common), _words(refused(name, family))
+        own, off = _words(family.own - common), _words(refused(name, family))
         lines.append(f"| {name} | {options(family)} | {own} | {off} | {', '.join(cases.get(name, []))} |")
     text = ", ".join(f"`{outer}` (its text model is {_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
     lines.append(AFTER.format(text=text))

@@ -50,11 +50,12 @@ def save_model(
     stacked_experts: bool = False,
     template: str = TEMPLATE,
     marks: tuple[str, ...] = (),
+    without: tuple[str, ...] = (),
     **overrides: Any,
 ) -> pathlib.Path:
     """Write a random model of ``model_type`` with two layers and GQA; return ``folder``.
 
-    It has the chat ``template``, and a token for each of ``marks``.
+    It has the chat ``template``, and a token for each of ``marks``. Its config has no key of ``without``.
 
     With ``stacked_experts`` a layer has one tensor for all its experts, as in transformers 5, instead of one for each.
     """
@@ -74,6 +75,8 @@ def save_model(
         "tie_word_embeddings": True,
         **overrides,
     }
+    for key in without:
+        del shape[key]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **shape), dtype=torch.float32)
     with torch.no_grad():

@@ -29,7 +29,7 @@ from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
 # Tensors with these endings and beginnings are not read: leftovers in old checkpoints, and the vision part of models of
 # text and images.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias")
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias")
 # These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
 _OF_PICTURES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
@@ -71,7 +71,16 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
             wanted[f"layers.{layer}.{key}"] = tuple(
                 _of_model(spelling, f"model.layers.{layer}.") for spelling in spellings
             )
-    return wanted
+    if config.head_bias:
+        wanted["lm_head.bias"] = _named("lm_head.bias", config.vocab_size)
+    return {key: tuple(_in_files(spelling, config) for spelling in spellings) for key, spellings in wanted.items()}
+
+
+def _in_files(spelling: Spelling, config: ModelConfig) -> Spelling:
+    """Gives the tensors the names that the family's checkpoints have for them."""
+    for usual, own in FAMILIES[config.family].names:
+        spelling = tuple(replace(tensor, name=tensor.name.replace(usual, own, 1)) for tensor in spelling)
+    return spelling
 
 
 def _of_model(spelling: Spelling, prefix: str) -> Spelling:
@@ -156,7 +165,8 @@ class Checkpoint:
         # For a plain name these are the names of the tensors in few bits that stand for it.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
-        head = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+        (plain,) = _named("lm_head.weight", config.vocab_size, config.hidden_size)
+        head = (_in_files(plain, config),)
         if config.tie_word_embeddings and self._has(head[0][0]):
             # The config ties the head to the embedding; a head in the file is used nevertheless, equal or not.
             wanted["lm_head"] = head

@@ -44,7 +44,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
             operations=layers_of(config),
             layers=tuple(load_layer(checkpoint, config, dtype, index, linear) for index in range(config.num_layers)),
             final_norm=load_final_norm(checkpoint, config, dtype),
-            lm_head=linear(load_head(checkpoint, config, dtype, embedding), None),
+            lm_head=linear(load_head(checkpoint, config, dtype, embedding), load_head_bias(checkpoint, dtype)),
         )
 
 
@@ -67,6 +67,11 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     head = checkpoint.take_matrix("lm_head", dtype)
     same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
     return embedding if same else head
+
+
+def load_head_bias(checkpoint: TensorSource, dtype: torch.dtype) -> torch.Tensor | None:
+    """Loads the bias of the logits; None for a model without one."""
+    return checkpoint.take("lm_head.bias", dtype) if checkpoint.has("lm_head.bias") else None
 
 
 def load_layer(
@@ -135,9 +140,18 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
     """
     if tensor.alternating:
         return torch.arange(tensor.shape[0]).view(-1, 2).t().reshape(-1)
-    if not any(piece.rotated for piece in tensor.rows):
+    if not tensor.grouped and not any(piece.rotated for piece in tensor.rows):
         return None
-    return torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
+    order = torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
+    return _ungrouped(tensor)[order] if tensor.grouped else order
+
+
+def _ungrouped(tensor: LayerTensor) -> torch.Tensor:
+    """Returns the checkpoint's rows of all queries, then of all keys, then of all values."""
+    queries, keys, values = tensor.rows
+    groups = torch.arange(tensor.shape[0]).view(keys.size // keys.head, -1)
+    widths = [piece.size // len(groups) for piece in (queries, keys, values)]
+    return torch.cat([part.reshape(-1) for part in torch.split(groups, widths, 1)])
 
 
 def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
 # These are activations by their names in configs, with the decoder's names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 # An MLP without a gate may have these, too.
-_NOT_GATED = {"relu2": "relu2"}
+_NOT_GATED = {"relu2": "relu2", "gelu": "gelu"}
 
 # Families call the same numbers by these keys, in this order: how many experts there are; how many of them a token
 # goes to; the factor of the experts' scores. Of the MLP beside the experts, a key holds the width, or how many times
@@ -100,10 +100,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     if family is None:
         raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
     raw = {**family.defaults, **config}
-    refuse_unknown_keys(str(name), {*family.defaults, family.eps}, family.ignored, family.fixed, raw)
-    options = {key: raw[key] for key in family.defaults}
-    if options.get("rotary_dim"):
-        raw["partial_rotary_factor"] = size(options, "rotary_dim") / size(raw, "head_dim")
+    refuse_unknown_keys(str(name), family.own, family.ignored, family.fixed, raw)
+    derived = _derived(raw, family)
+    raw |= derived
+    options = {**{key: raw[key] for key in family.defaults}, **derived}
     heads = size(raw, "num_attention_heads")
     latents = _latents(raw, options, heads)
     kv_heads, head_dim = _kv_heads(str(name), raw, heads, latents)
@@ -133,8 +133,9 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         chunked="attention_chunk_size" in options,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias or qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
+        o_bias=family.o_bias or o_bias,
+        mlp_bias=family.mlp_bias or mlp_bias,
+        head_bias=family.head_bias,
         activation=_activation(str(name), family, raw, options),
         gated=family.gated,
         norm=family.norm,
@@ -143,6 +144,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         post_norm=bool(options.get("use_post_norm", True)),
         parallel=bool(options.get("use_parallel_residual", family.parallel)),
         attention_scale=_attention_scale(options, head_dim) if latents is None else _latent_scale(latents, ropes[0]),
+        shared_norm=bool(options.get("shared_norm", True)),
         query_growth=_query_growth(raw, options, family, ropes),
         attention_softcap=number(options, "attn_logit_softcapping", 0.0),
         logit_softcap=number(options, "final_logit_softcapping", 0.0),
@@ -157,6 +159,18 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=token_ids(raw.get("eos_token_id")),
         quantization=_quantization(str(name), raw, latents),
     )
+
+
+def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+    """Returns what the family's own keys say, by the keys of other families."""
+    found = {usual: raw[key] for key, usual in family.keys.items() if raw.get(key) is not None}
+    if "intermediate_size" in family.keys.values() and "intermediate_size" not in found:
+        found["intermediate_size"] = 4 * size({**raw, **found}, "hidden_size")
+    every = {**raw, **found}
+    if "rotary_dim" in family.defaults and raw["rotary_dim"]:
+        width = size(every, "head_dim", size(every, "hidden_size") // size(every, "num_attention_heads"))
+        found["partial_rotary_factor"] = size(raw, "rotary_dim") / width
+    return {**found, **family.derived(every)}
 
 
 def _quantization(name: str, raw: Mapping[str, Any], latents: LatentConfig | None) -> FewBitWeights | None:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 from pillion.engine.models.layer_operations import Layer
-from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, llama_layer
+from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, falcon_layer, llama_layer
 from pillion.engine.models.model_config import ModelConfig
 
 # These keys are about layers that only guess tokens (multi-token prediction).
@@ -30,7 +30,7 @@ class ModelFamily:
             ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and
             refused for others (:mod:`pillion.engine.models.config_keys`).
         layer: lists the operations of a layer, by its number.
-        qkv_bias, norm, norm_bias, gated: those of ``ModelConfig``.
+        qkv_bias, o_bias, mlp_bias, head_bias, norm, norm_bias, gated: those of ``ModelConfig``, where no key says so.
         eps: the key of the norms' smallest variance.
         parallel: whether attention and MLP are parallel, where no key says so.
         biases: the keys that say whether the projections of queries, keys and values have biases, that of attention's
@@ -53,12 +53,18 @@ class ModelFamily:
         shared_expert: whether all tokens pass an MLP of an expert's width beside their experts, where no key says so.
         ignored: keys that stand in configs of the family although transformers does not read them there, and those
             about layers that only guess tokens (multi-token prediction).
+        keys: the family's own keys, with those by which other families' configs call the same.
+        derived: returns what follows from a config, by keys as other families' configs have them.
+        names: what tensors' names in checkpoints have in place of what Llama's have, in the order of replacement.
         fixed: keys that stand in configs of the family, with the one value that says what the family always does.
     """
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layer: Callable[[ModelConfig, int], Layer] = llama_layer
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
     biases: tuple[str, str, str] = ("attention_bias", "attention_bias", "mlp_bias")
     norm: str = "plain"
     norm_bias: bool = False
@@ -80,7 +86,15 @@ class ModelFamily:
     scaled_experts: bool = False
     shared_expert: bool = False
     ignored: tuple[str, ...] = ()
+    keys: Mapping[str, str] = field(default_factory=dict)
+    derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
+    names: tuple[tuple[str, str], ...] = ()
     fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def own(self) -> frozenset[str]:
+        """Gives the keys that the family reads beside those of all families."""
+        return frozenset({*self.defaults, *self.keys, self.eps})
 
     @property
     def guessing_layers(self) -> bool:
@@ -181,6 +195,42 @@ _HUNYUAN = partial(
 _HUNYUAN_SHARED = (("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj")
 _HUNYUAN_IGNORED = ("eod_token_id", "cla_share_factor", "attention_head_dim", "pool_type", "org_vocab_size")
 _HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True}
+
+# These are the keys of GPT-2 and its kin, and those of heads that they have for other tasks.
+_GPT_KEYS = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_positions": "max_position_embeddings",
+    "n_inner": "intermediate_size",
+    "activation_function": "hidden_act",
+}
+_SUMMARIES = (
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
+    "gradient_checkpointing",
+)  # fmt: skip
+# The layers of GPT-NeoX, of Falcon and of Phi, whose matrices have these names.
+_NEOX_MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
+_PHI = {"max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
+
+
+def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for families whose query heads have a KV head each, whatever a config says."""
+    return {"num_key_value_heads": raw["num_attention_heads"]}
+
+
+def _falcon(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows from Falcon's options: its new architecture overrules two of them."""
+    is_new, parallel = raw["new_decoder_architecture"], bool(raw["parallel_attn"])
+    heads = raw.get("num_kv_heads") or raw["num_attention_heads"] if is_new or not raw["multi_query"] else 1
+    if not is_new and not raw["multi_query"]:
+        heads = raw["num_attention_heads"]
+    return {
+        "num_key_value_heads": heads,
+        "use_parallel_residual": parallel or bool(is_new),
+        "shared_norm": not is_new or raw["num_ln_in_parallel_attn"] == 1,
+    }
+
 
 _COHERE = ModelFamily(
     {
@@ -810,6 +860,111 @@ FAMILIES: dict[str, ModelFamily] = {
         local_rope=True,
         window_pattern=1,
         ignored=(*_GUESSING, "mtp_layer_types", "mtp_mlp_layer_types"),
+    ),
+    "gpt_neox": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "layer_norm_eps": 1e-5,
+            "attention_bias": True,
+            "use_parallel_residual": True,
+            "rotary_pct": 0.25,
+            "hidden_act": "gelu",
+        },
+        layer=partial(llama_layer, mlp=_NEOX_MLP, grouped_qkv="self_attn.query_key_value"),
+        biases=("attention_bias", "attention_bias", ""),
+        mlp_bias=True,
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_eps",
+        gated=False,
+        partial_rope=True,
+        keys={"rotary_pct": "partial_rotary_factor", "rotary_emb_base": "rope_theta"},
+        derived=_one_kv_head_each,
+        names=(
+            ("model.", "gpt_neox."),
+            ("embed_tokens", "embed_in"),
+            ("gpt_neox.norm.", "gpt_neox.final_layer_norm."),
+            ("self_attn.o_proj", "attention.dense"),
+            ("self_attn.", "attention."),
+            ("lm_head", "embed_out"),
+        ),
+    ),
+    "phi": ModelFamily(
+        {**_PHI, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
+        layer=partial(llama_layer, mlp=("mlp.fc1", "mlp.fc2"), shared_norm=True),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_eps",
+        gated=False,
+        parallel=True,
+        partial_rope=True,
+        names=(("model.norm.", "model.final_layernorm."), ("self_attn.o_proj", "self_attn.dense")),
+    ),
+    "falcon": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "layer_norm_epsilon": 1e-5,
+            "num_ln_in_parallel_attn": None,
+            "num_kv_heads": None,
+            "new_decoder_architecture": False,
+            "multi_query": True,
+            "parallel_attn": True,
+            "bias": False,
+            "ffn_hidden_size": None,
+            "activation": "gelu",
+            "tie_word_embeddings": True,
+        },
+        layer=falcon_layer,
+        biases=("bias", "bias", "bias"),
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_epsilon",
+        gated=False,
+        keys={"ffn_hidden_size": "intermediate_size", "activation": "hidden_act", "n_embed": "hidden_size"},
+        derived=_falcon,
+        names=(
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.word_embeddings"),
+            ("model.norm.", "transformer.ln_f."),
+            ("self_attn.o_proj", "self_attention.dense"),
+            ("self_attn.", "self_attention."),
+        ),
+    ),
+    "gptj": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "n_positions": None,
+            "layer_norm_epsilon": 1e-5,
+            "rotary_dim": 64,
+            "n_inner": None,
+            "activation_function": "gelu_new",
+        },
+        layer=partial(llama_layer, mlp=("mlp.fc_in", "mlp.fc_out"), shared_norm=True),
+        mlp_bias=True,
+        head_bias=True,
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_epsilon",
+        gated=False,
+        parallel=True,
+        partial_rope=True,
+        interleaved_rope=True,
+        keys=_GPT_KEYS,
+        derived=_one_kv_head_each,
+        names=(
+            ("model.layers.", "transformer.h."),
+            ("model.embed_tokens", "transformer.wte"),
+            ("model.norm.", "transformer.ln_f."),
+            ("self_attn.o_proj", "attn.out_proj"),
+            ("self_attn.", "attn."),
+            ("input_layernorm", "ln_1"),
+        ),
+        # transformers rotates by its own base.
+        ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
     ),
     "llama4_text": ModelFamily(
         {

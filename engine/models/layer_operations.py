@@ -77,6 +77,7 @@ class LayerTensor:
         alternating: whether the rows of the two pieces are in turn in checkpoints: the first of one, the first of the
             other...
         eps: a norm's smallest variance where it is not the model's; 0 elsewhere.
+        grouped: whether checkpoints have the queries of each KV head, its key and its value in turn.
     """
 
     name: str
@@ -90,6 +91,7 @@ class LayerTensor:
     transposed: bool = False
     alternating: bool = False
     eps: float = 0.0
+    grouped: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -81,6 +81,7 @@ GATED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": swiglu, "gel
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu_tanh": lambda values: gelu(values, approximate="tanh"),
+    "gelu": gelu,
     "relu2": lambda values: relu(values).square(),
 }
 

@@ -69,6 +69,7 @@ def llama_layer(
     shared_mlp: tuple[tuple[str, ...], str] = _SHARED_EXPERTS,
     shared_gate: str = "",
     expert_biases: bool = False,
+    grouped_qkv: str = "",
 ) -> Layer:
     """Returns the operations of layer ``index``.
 
@@ -84,10 +85,12 @@ def llama_layer(
         shared_mlp: the names in checkpoints of the MLP beside the experts: gate and up, or both in one, and down.
         shared_gate: the name in checkpoints of the gate of that MLP's results, one number for each row; "" for none.
         expert_biases: whether router and experts have biases, and experts are stored as gpt-oss stores them.
+        grouped_qkv: the name in checkpoints of one matrix that has the queries of each KV head, its key and its value
+            in turn; "" where none has it.
     """
     if not config.post_norm:
         norms = (norms[0], "", norms[2], "")
-    if shared_norm and config.parallel:
+    if shared_norm and config.parallel and config.shared_norm:
         norms = (norms[0], norms[1], norms[0], norms[3])
     names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
     before_attention, after_attention, before_mlp, after_mlp = (
@@ -101,7 +104,7 @@ def llama_layer(
         attention = (latent_attention(config, config.latents),)
     else:
         attention = (
-            Multiply(qkv(config)),
+            Multiply(qkv(config, grouped_qkv)),
             *(between if not norm_after_rotation else reversed(between)),
             *growth(config, index),
             Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked),
@@ -126,7 +129,15 @@ def norm(config: ModelConfig, name: str, spelling: str) -> LayerTensor:
     return LayerTensor(name=name, role=Role.NORM, rows=_hidden(config), spellings=spellings, bias=config.norm_bias)
 
 
-def qkv(config: ModelConfig) -> LayerTensor:
+def falcon_layer(config: ModelConfig, index: int) -> Layer:
+    """Returns the operations of a layer of Falcon, whose norms have other names where attention and MLP, which are
+    parallel, have one each."""
+    norms = ("ln_attn", "", "ln_mlp", "") if config.parallel and not config.shared_norm else PRE_NORMS
+    mlp, grouped = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h"), "self_attn.query_key_value"
+    return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, grouped_qkv=grouped)
+
+
+def qkv(config: ModelConfig, grouped: str = "") -> LayerTensor:
     """Describes the matrix that makes queries, keys and values in one product."""
     queries, keys = _heads(config, rotated=True)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
@@ -136,8 +147,9 @@ def qkv(config: ModelConfig) -> LayerTensor:
         role=Role.MATRIX,
         rows=(queries, keys, values),
         inputs=_hidden(config),
-        spellings=(parts, ("self_attn.qkv_proj",)),
+        spellings=((grouped,),) if grouped else (parts, ("self_attn.qkv_proj",)),
         bias=config.qkv_bias,
+        grouped=bool(grouped),
     )
 
 

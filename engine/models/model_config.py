@@ -109,14 +109,16 @@ class ModelConfig:
         sliding_windows: for each layer, how many tokens a query sees, itself included; 0 means all tokens up to it.
         chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
+        head_bias: whether logits have a bias.
         gated: whether MLPs have a gate.
-        activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu2".
+        activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu2" and "gelu".
         norm: an RMS norm: "plain" rounds before the weight is applied, "wide" after it; "offset" is wide with a weight
             of 1 + w. A LayerNorm: "layer", "layer_offset" with a weight of 1 + w, "layer_bare" without weights.
         norm_bias: whether the norms of the residual stream have biases.
         qk_norm: whether queries and keys are normed, where a family's layers can have that.
         post_norm: whether the outputs of attention and MLP are normed, where a family's layers can have that.
         parallel: whether attention and MLP read the same residual stream, and both are added to it.
+        shared_norm: whether they read it by the same norm, where a family's layers can have that.
         attention_scale: factor of the attention scores.
         query_growth: how queries grow with their position; None where they do not.
         attention_softcap, logit_softcap: c of c * tanh(x / c), over scores and over logits; 0 for none.
@@ -146,6 +148,7 @@ class ModelConfig:
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     gated: bool = True
     activation: str = "silu"
     norm: str = "plain"
@@ -153,6 +156,7 @@ class ModelConfig:
     qk_norm: bool = True
     post_norm: bool = True
     parallel: bool = False
+    shared_norm: bool = True
     attention_scale: float
     query_growth: QueryGrowth | None = None
     attention_softcap: float = 0.0

@@ -337,5 +337,11 @@ def test_a_layer_without_a_kernel_is_refused(monkeypatch):
     check_operations(parse_config({**config, "model_type": "llama"}))
     with pytest.raises(ConfigError, match="with_sinks: the GPU kernels have no attention sinks; use --device cpu"):
         check_operations(parse_config({**config, "model_type": "with_sinks"}))
+    config["rotary_pct"] = 0.5
+    for name, words in (("phi", "no bias of logits"), ("gpt_neox", "no gelu by erf")):
+        own = {key: value for key, value in config.items() if name == "gpt_neox" or key != "rotary_pct"}
+        with pytest.raises(ConfigError, match=f"{name}: the GPU kernels have {words}; use --device cpu"):
+            check_operations(parse_config({**own, "model_type": name}))
+    del config["rotary_pct"]
     with pytest.raises(ConfigError, match="llama4_text: the GPU kernels have no attention in chunks; use --device cpu"):
         check_operations(parse_config({**config, "model_type": "llama4_text", "num_key_value_heads": 4}))

@@ -146,7 +146,7 @@ def reference_gemm(
             return clamped_swiglu(torch.cat((gate, up), -1), CLAMPED).flatten(-2)
         gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
         return (gated * up).flatten(-2)
-    return total
+    return gelu(total) if epilogue == "act_erf_gelu" else total
 
 
 def reference_sum_inputs(x: torch.Tensor, depth: int, inputs: int) -> torch.Tensor:

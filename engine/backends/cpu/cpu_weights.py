@@ -22,7 +22,7 @@ from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_layer
+from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_head_bias, load_layer
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Layer, LayerTensor, Mlp, Role, tensors_of
@@ -210,7 +210,8 @@ class MatrixPacker:
                 self.layer(f"layers.{index}.", operations, load_layer(checkpoint, config, dtype, index, Linear.plain))
             self.norm("final_norm", load_final_norm(checkpoint, config, dtype))
             head = load_head(checkpoint, config, dtype, embedding)
-            self.linear("lm_head", Linear.plain(select_rows(head, rows)))
+            bias = load_head_bias(checkpoint, dtype)
+            self.linear("lm_head", Linear.plain(select_rows(head, rows), None if bias is None else bias[rows]))
 
     def layer(self, prefix: str, operations: Layer, whole: LayerWeights) -> None:
         """Packs all tensors of a layer whose linear layers are plain."""

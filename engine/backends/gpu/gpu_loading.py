@@ -142,6 +142,10 @@ def check_operations(config: ModelConfig) -> None:
     operations = (operation for layer in layers_of(config) for operation in layer)
     if any(isinstance(operation, Attend) and operation.sinks is not None for operation in operations):
         raise ConfigError(f"{config.family}: the GPU kernels have no attention sinks; use --device cpu")
+    if config.head_bias:
+        raise ConfigError(f"{config.family}: the GPU kernels have no bias of logits; use --device cpu")
+    if config.activation == "gelu":
+        raise ConfigError(f"{config.family}: the GPU kernels have no gelu by erf; use --device cpu")
     if config.chunked and any(config.sliding_windows):
         raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
     if config.latents is not None:

@@ -13,12 +13,13 @@ over rising inputs (gemm_tiles), and all rows share the epilogue's code.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 from pillion.kernels.cpu.products.gemm_tiles import PANEL_STEP_BYTES, TileArgs, TileKind, multiply_rows
@@ -55,7 +56,7 @@ LAYOUT = RecordLayout(
 )
 
 GATED = ("gated_silu", "gated_gelu", "gated_clamped")
-ACTIVATED = ("act_silu", "act_gelu", "act_relu2")
+ACTIVATED = ("act_silu", "act_gelu", "act_erf_gelu", "act_relu2")
 # Each thread draws this many ranges where there are panels enough. A range still takes many microseconds, and the last
 # ranges end at about the same time.
 RANGES_PER_THREAD = 16
@@ -65,6 +66,10 @@ ITEMS_PER_THREAD = 2
 # gelu(x) by its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
+# 1 - erf(z) is about t * (a polynomial of t) * e**(-z * z) for z >= 0, where t = 1 / (1 + p * z), within 1.5e-7
+# (Abramowitz and Stegun, 7.1.26). These are p, and the polynomial from its highest power on.
+_ERF_P = 0.3275911
+_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,4 +321,17 @@ def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:
     if epilogue == "act_relu2":
         positive: Vec = k.select(gate < 0.0, k.vector(0.0), gate)
         return positive * positive
+    if epilogue == "act_erf_gelu":
+        return _erf_gelu(k, gate)
     return gate * k.sigmoid(gate * k.fma(gate * gate, k.vector(_GELU_B), k.vector(_GELU_A)))
+
+
+def _erf_gelu(k: Kernel, x: Vec) -> Vec:
+    """Returns x / 2 * (1 + erf(x / sqrt(2)))."""
+    distance = k.larger(x, x * -1.0) * math.sqrt(0.5)
+    t = k.vector(1.0) / (distance * _ERF_P + 1.0)
+    curve = k.vector(_ERF[0])
+    for factor in _ERF[1:]:
+        curve = k.fma(curve, t, k.vector(factor))
+    tail = x * 0.5 * (curve * t * k.exp2(distance * distance * -LOG2E))
+    return k.select(x < 0.0, tail, x - tail)  # type: ignore[no-any-return]

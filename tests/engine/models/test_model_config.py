@@ -34,6 +34,8 @@ BASE = {
 REQUIRED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "gptj": {"rotary_dim": 4},
 }
 SETS = {"short_factor": [1.0, 2.0] * 4, "long_factor": [1.0, 3.0] * 4, "original_max_position_embeddings": 64}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
@@ -160,15 +162,18 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     theirs, ours = AutoConfig.for_model(**given), parse_config(given)
     for key in ("vocab_size", "hidden_size", "max_position_embeddings"):
         assert getattr(ours, key) == getattr(theirs, key), key
-    # Llama 4 has another key for the width of MLPs where there are experts elsewhere.
-    assert ours.intermediate_size == getattr(theirs, "intermediate_size_mlp", theirs.intermediate_size)
+    # Llama 4 has another key for the width of MLPs where there are experts elsewhere, GPT-J and Falcon have their own.
+    widths = [key for key in ("intermediate_size_mlp", "n_inner", "ffn_hidden_size") if hasattr(theirs, key)]
+    wanted = getattr(theirs, *widths or ["intermediate_size"])
+    assert ours.intermediate_size == (wanted or 4 * theirs.hidden_size)
     assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OLMo has no key for it.
     assert ours.tie_word_embeddings == theirs.tie_word_embeddings
     assert (ours.num_layers, ours.num_heads) == (theirs.num_hidden_layers, theirs.num_attention_heads)
-    assert ours.num_kv_heads == (1 if latents else theirs.num_key_value_heads)
     row = theirs.kv_lora_rank + theirs.qk_rope_head_dim if latents else getattr(theirs, "head_dim", None)
     assert ours.head_dim == (row or 64 // given["num_attention_heads"])
-    rope = theirs.rope_parameters
+    heads = 1 if name == "falcon" else theirs.num_attention_heads  # Falcon's own key means something with others alone.
+    assert ours.num_kv_heads == (1 if latents else getattr(theirs, "num_key_value_heads", heads))
+    rope = getattr(theirs, "rope_parameters", {"rope_theta": 10_000.0})
     by_type = [rope[key] for key in ("full_attention", "sliding_attention")] if "full_attention" in rope else [rope]
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
@@ -191,6 +196,7 @@ def test_a_config_saved_by_transformers_equals_one_without_optional_keys(name, t
     if "kv_lora_rank" in FAMILIES[name].defaults:
         del given["head_dim"]
         given["num_key_value_heads"] = 4
+    given = {key: value for key, value in given.items() if (name, key) != ("falcon", "head_dim")}
     AutoConfig.for_model(**given).save_pretrained(tmp_path)
     saved = dataclasses.asdict(load_config(tmp_path))
     plain = dataclasses.asdict(parse_config(given))
@@ -253,7 +259,11 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     # The length before scaling means something only beside scaling, and the first embedding has no other key.
     of_text = {"bos_token_id", "eos_token_id"}
     ignored = {*BOOKKEEPING, *of_text, "rope_parameters", "original_max_position_embeddings"}
-    others = {"mlp_only_layers": [1]}
+    others = {"mlp_only_layers": [1], "rotary_dim": 8}
+    if name in ("gpt_neox", "gptj"):
+        others |= {"num_attention_heads": 8, "n_head": 8}
+    if name == "falcon":
+        ignored |= {"num_kv_heads", "num_ln_in_parallel_attn"}  # Its new architecture alone reads them.
     for key in fields.keys() - ignored - set(FAMILIES[name].ignored):
         now = base.get(key, fields[key])
         other = not now if isinstance(now, bool) else now + 1 if isinstance(now, int | float) else "strange"
@@ -352,6 +362,18 @@ def test_a_choice_among_groups_of_experts_is_refused_where_a_family_has_none():
     assert parse_config({**config, "model_type": "qwen3_moe", "n_group": 1, "topk_group": 1}).moe.groups == 1
     with pytest.raises(ConfigError, match=r"qwen3_moe: config\.json has n_group = 2"):
         parse_config({**config, "model_type": "qwen3_moe", "n_group": 2})
+
+
+def test_falcon():
+    config = {**BASE, "model_type": "falcon", "num_kv_heads": 2}
+    plain = parse_config(config)
+    assert (plain.num_kv_heads, plain.parallel, plain.shared_norm, plain.intermediate_size) == (1, True, True, 256)
+    assert parse_config({**config, "multi_query": False}).num_kv_heads == 4
+    new = parse_config({**config, "new_decoder_architecture": True, "parallel_attn": False})
+    assert (new.num_kv_heads, new.parallel, new.shared_norm) == (2, True, False)
+    assert parse_config({**config, "new_decoder_architecture": True, "num_ln_in_parallel_attn": 1}).shared_norm
+    with pytest.raises(ConfigError, match=r"falcon: config\.json has alibi = True"):
+        parse_config({**config, "alibi": True})
 
 
 def test_llama_4():

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pillion.errors import Internal
 from pillion.kernels.cpu.language.isa import BY_NAME
-from pillion.kernels.cpu.products.gemm import GATED, LAYOUT, Gemm
+from pillion.kernels.cpu.products.gemm import ACTIVATED, GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packing import PLAIN_TYPES, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
@@ -32,6 +32,7 @@ PLAIN = [
     for kind in KINDS
     for epilogue in EPILOGUES
 ]
+PLAIN += [Gemm(kind, kind, "act_erf_gelu", bias=kind == "bf16") for kind in ("bf16", "fp32")]
 GROUPED = [Gemm(*kind, epilogue, grouped=True) for kind in KINDS for epilogue in ("store", "gated_silu")]
 GROUPED += [Gemm("bf16", "fp32", epilogue, grouped=True, bias=True) for epilogue in ("store", "gated_clamped")]
 SAMPLED = Gemm("bf16", "bf16", "store", "num_samples", bias=True)
@@ -64,7 +65,7 @@ class GemmCase:
         """The output before the product. ``add`` gets random rows, each by its own seed, so that parts begin alike."""
         if self.spec.epilogue == "add":
             return torch.stack([normal(self.width, seed=100 + row) for row in range(rows)])
-        dtype = self.x.dtype if self.spec.epilogue in GATED else torch.float32
+        dtype = self.x.dtype if self.spec.epilogue in (*GATED, *ACTIVATED) else torch.float32
         return torch.full((rows, self.width), FILLER, dtype=dtype)
 
     def values(self, x: torch.Tensor, out: torch.Tensor) -> dict[str, Any]:
