@@ -22,13 +22,12 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.eight_bit_kv import quantize_rows
-from tests.support.families import FAMILIES, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import FAMILIES, FIRST, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.long, needs_kernels]
 
-# The first case of each family, and the flag and type of KV in 8 bits, in turns.
-FIRST = {options.get("model_type", "llama"): name for name, options in reversed(FAMILIES.items())}
+# The flag and type of KV in 8 bits, in turns.
 KV = (("int8", "int8"), ("fp8", "fp8_e4m3"))
 TOLERANCE = 1e-4
 # Rows of KV that lie between two codes may get either of them, which is less than this share of what rounding changes.

@@ -89,6 +89,10 @@ def test_what_is_not_there_yet_is_refused_by_name(own_cache, tmp_path):
         load_model(PrefillFlags(enable_lora=True, **model), 1)
     with pytest.raises(ConfigError, match="deepseek_v2: --enable-lora"):
         make_ready(PrepareFlags(enable_lora=True, **model), print)
+    lines: list[str] = []
+    with pytest.raises(ConfigError, match="deepseek_v2: --quantization"):
+        prepare(PrepareFlags(quantization="int4", **model), lines.append)
+    assert not any("quantizing" in line for line in lines), "it is refused before the hours that this takes"
     with pytest.raises(ConfigError, match="deepseek_v2: --tensor-parallel-size 2"):
         RankShard.of(config, 0, 2)
     with pytest.raises(ConfigError, match="deepseek_v2: --pipeline-parallel-size 2"):

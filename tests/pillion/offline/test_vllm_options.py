@@ -86,6 +86,12 @@ def test_a_checkpoints_producer_may_be_named(named, config, files, right, tmp_pa
             check_producer(producer, str(tmp_path), tmp_path)
 
 
+def test_kernels_of_vllm_name_producers() -> None:
+    names = ("gptq_bitblas", "compressed_tensors", "auto_round", "inc", "modelopt_fp4")
+    found = ["gptq", "compressed-tensors", "auto-round", "auto-round", "modelopt"]
+    assert [producer_of({"quantization": name}) for name in names] == found
+
+
 def test_own_kinds_of_weights_are_no_producers() -> None:
     assert [producer_of({"quantization": kind}) for kind in ("int8", "none", None, 4)] == [""] * 4
 
