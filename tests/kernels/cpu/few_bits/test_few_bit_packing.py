@@ -60,7 +60,7 @@ def test_packed_codes_are_the_matrix(coding, columns, inputs, group, half, seed)
     """Its value, from codes, scales and offsets, of one matrix and of two in turn."""
     matrix, other = (random_matrix(columns, inputs, group, coding, seed + part, half=half) for part in (0, 5))
     kind = packed_kind([matrix, other], "bf16")
-    assert kind.endswith("_half") == (half and "int" in coding)
+    assert kind.endswith("_half") == (half and ("int" in coding or coding == "fp4_e2m1"))
     packed = pack_linear(matrix, kind)
     assert packed.nbytes == packed.pairs * panel_bytes(kind, packed.depth, packed.group, packed.offsets)
     wanted = matrix.dequantize(torch.float32)
