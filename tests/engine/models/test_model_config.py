@@ -284,18 +284,26 @@ def test_options_of_other_families_that_are_switched_off_are_ignored():
     assert not parse_config({**BASE, "model_type": "qwen2", "attention_bias": True}).o_bias
 
 
+GPTQ_LIKE = [{"group_size": 64, "bits": bits} for bits in (5, 4)]
+MODELOPT = [{"quantization": {"quant_algo": algorithm, "group_size": 16}} for algorithm in ("FP8", "NVFP4")]
+
+
 @pytest.mark.parametrize(
-    ("name", "method"),
-    [("quantize_config.json", "gptq"), ("quant_config.json", "awq"), ("hf_quant_config.json", "modelopt")],
+    ("name", "method", "refused", "read"),
+    [
+        ("quantize_config.json", "gptq", "5 bits", "gptq, 4 bits in groups of 64"),
+        ("quant_config.json", "awq", "5 bits", "awq, 4 bits in groups of 64"),
+        ("hf_quant_config.json", "modelopt", "fp8", "modelopt, 4-bit floats in groups of 16"),
+    ],
 )
-def test_a_quantization_that_only_another_file_names_is_read(name, method, tmp_path):
+def test_a_quantization_that_only_another_file_names_is_read(name, method, refused, read, tmp_path):
+    bad, good = MODELOPT if method == "modelopt" else GPTQ_LIKE
     (tmp_path / "config.json").write_text(json.dumps(BASE))
-    (tmp_path / name).write_text('{"group_size": 64, "bits": 3}')
-    with pytest.raises(ConfigError, match=f"quantized by {method}, 3 bits"):
+    (tmp_path / name).write_text(json.dumps(bad))
+    with pytest.raises(ConfigError, match=f"quantized by {method}, {refused}"):
         load_config(tmp_path)
-    if method != "modelopt":
-        (tmp_path / name).write_text('{"group_size": 64, "bits": 4}')
-        assert load_config(tmp_path).quantization.words == f"{method}, 4 bits in groups of 64"
+    (tmp_path / name).write_text(json.dumps(good))
+    assert load_config(tmp_path).quantization.words == read
 
 
 def test_which_layers_have_experts():
