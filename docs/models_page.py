@@ -73,7 +73,8 @@ points, in mixed steps and greedily, on torch and on the CPU kernels, and on two
 test` runs some of that, `make test-long` all. The first case of each family also runs with `--quantization` int8 and
 int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
 a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
-(`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet.
+(`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet;
+GPT-NeoX, Phi, Falcon and GPT-J, whose modules have names of their own, have no adapters.
 
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,6 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 _PIECE_WEIGHTS = 2**18
 # The search for a group's codes starts with these parts of its range, which the codes span.
 _REACHES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.72)
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # A matrix's squared error may grow by this share by scales and offsets in float16, which take half the memory.
 _FLOAT16_COST = 0.01
 # The progress is reported after every so many tensors.
@@ -202,17 +201,21 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
             open_checkpoint(source, config) as checkpoint,
             write_shards(folder) as writer,
         ):
-            linear = _linear_names(config)
+            untied = replace(config, tie_word_embeddings=False)
+            names, linear = decoder_tensors(untied), _linear_names(untied)
+            embedding, head = (names[key][0][0].name for key in ("embedding", "lm_head"))
             for index, (name, tensor) in enumerate(checkpoint.tensors()):
                 if index % _TOLD_TENSORS == 0:
                     progress(f"quantizing weights to {kind}: tensor {index}")
-                if name in linear:
+                if name == head:
+                    writer.add(_stored(head, tensor, "int8", 0, pool))
+                elif name in linear:
                     matrix = tensor.mT if linear[name] else tensor
                     writer.add(_stored(name, matrix, kind, group, pool))
                 else:
                     writer.add({name: tensor})
-                if name == _EMBEDDING and not checkpoint.has("lm_head"):
-                    writer.add(_stored(_HEAD, tensor, kind, group, pool))
+                if name == embedding and not checkpoint.has("lm_head"):
+                    writer.add(_stored(head, tensor, "int8", 0, pool))
     finally:
         torch.set_num_threads(threads)
     words = f"{kind} in groups of {group}" if group else f"{kind}, a scale for each output"
@@ -236,7 +239,7 @@ def _linear_names(config: ModelConfig) -> dict[str, bool]:
         for spelling in spellings
         for tensor in spelling
         if len(tensor.shape) > 1 and key not in exact and key != "embedding" and not key.endswith(".bias")
-    } | {_HEAD: False}
+    }
 
 
 def _stored(
@@ -245,8 +248,6 @@ def _stored(
     """Quantizes a matrix [N, K], or those of all experts [experts, N, K]."""
     if not bool(weight.isfinite().all()):
         raise ConfigError(f"{name} holds NaN or infinite numbers")
-    if name == _HEAD:
-        kind, group = "int8", 0
     *lead, columns = weight.shape
     matrix = quantize_matrix(weight.reshape(-1, columns), kind, group_of(columns, group), pool)
     return {part: tensor.view(*lead, -1) for part, tensor in stored_tensors(name, matrix).items()}

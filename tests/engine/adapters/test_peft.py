@@ -13,6 +13,7 @@ from pillion.engine.adapters.adapter_weights import weights_of
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import FAMILIES as ROWS
 from pillion.errors import ConfigError
 from tests.support.adapters import ATTENTION, adapted_model, make_adapter, own_vectors
 from tests.support.cpu_model import CpuDriver, needs_kernels
@@ -25,6 +26,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 TOLERANCE = 2e-4
+# Adapters know no names of modules that a family has instead of others' names.
+OWN_NAMES = tuple(name for kind, name in FIRST.items() if kind in ROWS and ROWS[kind].names)
 BACKENDS = [pytest.param(BackendDriver, id="torch"), pytest.param(CpuDriver, id="cpu", marks=needs_kernels)]
 # A model of each family, and those whose tensors have other shapes or names.
 MODELS = (
@@ -142,11 +145,21 @@ def test_a_model_of_each_family(family, tmp_path):
 
 @pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS])
+@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS + OWN_NAMES])
 def test_attention_of_every_family_on_the_kernels(family, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     config = {"r": 6, "lora_alpha": 12, "target_modules": [*ATTENTION, "qkv_proj"]}
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config), CpuDriver)
+
+
+@pytest.mark.parametrize(
+    ("family", "target"), [("phi", "dense"), ("gptj", "q_proj"), ("falcon", "dense"), ("gpt-neox", "query_key_value")]
+)
+def test_modules_with_names_of_their_own_are_refused(family, target, tmp_path):
+    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    adapter = make_adapter(folder, tmp_path / "adapter", r=4, target_modules=[target])
+    with pytest.raises(ConfigError, match=f"{target}, which a .* model does not have"):
+        driver_with(flags, adapter)
 
 
 @pytest.mark.parametrize("config", CONFIGS)

@@ -44,6 +44,7 @@ def family(request, tmp_path):
 def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[PreparedModel, torch.nn.Module]:
     """The model in few bits, and transformers' model of the numbers that its codes stand for."""
     prepared = prepare(dataclasses.replace(flags, quantization=kind))
+    check_roles(prepared.folder)
     names, values = load_file(folder / "model.safetensors"), load_file(prepared.folder / "model.safetensors")
     for module in [name.removesuffix(".codes") for name in values if name.endswith(".codes")]:
         codes, scales, offsets = (values.pop(f"{module}.{part}", None) for part in ("codes", "scales", "offsets"))
@@ -77,13 +78,32 @@ def run(driver, text):
     return driver.run_all(driver.sequences.add()[0], text, [33, 1, 2, 20])
 
 
+def check_roles(folder):
+    """Asserts which tensors of a folder are in few bits, and that the head has a scale for each output."""
+    config = load_config(folder)
+    others = {
+        f"layers.{index}.{tensor.name}"
+        for index, layer in enumerate(layers_of(config))
+        for tensor in tensors_of(layer)
+        if tensor.role is not Role.MATRIX
+    }
+    with open_checkpoint(folder, config) as checkpoint:
+        for key in decoder_tensors(config):
+            found = checkpoint.take_matrix(key, torch.float32)
+            plain = key in (*others, "embedding", "final_norm") or key.endswith(".bias")
+            assert isinstance(found, torch.Tensor if plain else QuantizedMatrix), key
+        head = checkpoint.take_matrix("lm_head", torch.float32)
+        assert isinstance(head, QuantizedMatrix)
+        assert head.coding == "int8"
+        assert head.group == config.hidden_size
+
+
 @pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS], indirect=True)
 def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
     """Only matrices of linear layers are in few bits. The reference of KV is torch, which rounds rows before it writes
     them."""
     name, folder, flags = family
     (prepared, model), text = quantized(folder, flags, "int8"), tokens_of(PROMPT_TOKENS, 2)
-    check_roles(prepared.folder)
     wanted = logits_of(model, [text])[0]
     close(run(CpuDriver(prepared), text), wanted)
     flag, kind = KV[list(FIRST.values()).index(name) % 2]
@@ -97,22 +117,6 @@ def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
     monkeypatch.setattr(StepAttention, "write", rounded)
     reference = run(BackendDriver(prepared), text)
     assert (found - reference).abs().mean() < MOST_TURNED * (reference - wanted).abs().mean()
-
-
-def check_roles(folder):
-    """Asserts which tensors of a folder are in few bits."""
-    config = load_config(folder)
-    others = {
-        f"layers.{index}.{tensor.name}"
-        for index, layer in enumerate(layers_of(config))
-        for tensor in tensors_of(layer)
-        if tensor.role is not Role.MATRIX
-    }
-    with open_checkpoint(folder, config) as checkpoint:
-        for key in decoder_tensors(config):
-            found = checkpoint.take_matrix(key, torch.float32)
-            plain = key in (*others, "embedding", "final_norm") or key.endswith(".bias")
-            assert isinstance(found, torch.Tensor if plain else QuantizedMatrix), key
 
 
 def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
