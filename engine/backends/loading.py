@@ -23,6 +23,7 @@ from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
+from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kvstore.hashing import namespace_base
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.metrics import Reading
@@ -341,8 +342,11 @@ def check_adapters(config: ModelConfig) -> None:
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
     """Returns why the CPU kernels cannot run a model of this shape, or ""."""
-    if config.latents is not None:
-        return "latents have no CPU kernels yet"
+    latents = config.latents
+    if latents is not None and (latents.rank % PANEL_COLUMNS or latents.values % PANEL_COLUMNS):
+        return f"products by head need a multiple of {PANEL_COLUMNS} latents and values"
+    if latents is not None and latents.rotary % LANES:
+        return f"attention over latents rotates a multiple of {LANES} values, not {latents.rotary}"
     if config.head_dim % LANES:
         return f"attention needs heads of a multiple of {LANES} values, not {config.head_dim}"
     if block_size % LANES:

@@ -28,6 +28,7 @@ from pillion.engine.models.layer_operations import (
     AddToResidual,
     Again,
     Attend,
+    AttendLatents,
     Experts,
     GrowQueries,
     Keep,
@@ -45,6 +46,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
 from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
 from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, RouteToExperts, WeighRows
+from pillion.kernels.cpu.rows.latents import WriteLatents
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import GatherRows
 from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
@@ -117,7 +119,9 @@ class LayerEmitter:
         builder, layout = self._builder, self._builder.layout
         shape = attention_shape(builder.config, layout, builder.dtype)
         # The pool has the KV of all heads; the process reads and writes that of its own.
-        layer_offset = (self._index * 2 * layout.num_kv_heads + builder.shard.kv_heads.start) * shape.piece_bytes
+        layer_offset = (
+            self._index * layout.planes * layout.num_kv_heads + builder.shard.kv_heads.start
+        ) * shape.piece_bytes
         places = {
             "head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes),
             "layer_offset": layer_offset,
@@ -130,6 +134,54 @@ class LayerEmitter:
         self._rows = builder.attended
         if self._last:
             yield self._gather_samples()
+
+    def attend_latents(self, operation: AttendLatents, _: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernels of attention over latents, from normed rows to the results of all heads."""
+        builder, latents, prefix, x = self._builder, self._builder.config.latents, self._prefix, self._rows
+        assert latents is not None
+        shape, heads = attention_shape(builder.config, builder.layout, builder.dtype), builder.config.num_heads
+        if operation.query_down is not None and operation.query_norm is not None:
+            few, width = builder.buffer("few", latents.query_rank, "float32"), latents.query_rank
+            yield from builder.gemm(prefix + operation.query_down.name, x, few, "store")
+            x = builder.buffer("few_normed", width, builder.row_dtype)
+            yield builder.norm(prefix + operation.query_norm.name, x, few, width, operation.query_norm.eps)
+        projected = builder.buffer("projected", heads * latents.head_dim, builder.row_dtype)
+        yield from builder.gemm(prefix + operation.query_up.name, x, projected, "act_none")
+        rows = builder.buffer("latents", builder.config.head_dim, "float32")
+        yield from builder.gemm(prefix + operation.down.name, self._rows, rows, "store")
+        yield builder.norm(prefix + operation.norm.name, rows, rows, latents.rank, operation.norm.eps)
+        absorbed, ups = builder.buffer("absorbed", heads * latents.rank, "float32"), prefix + operation.up.name
+        steps = latents.head_dim * shape.element_bytes, latents.rank * 4
+        yield from builder.gemm(f"{ups}.keys", projected, absorbed, "store", steps=steps)
+        queries = builder.buffer("queries", heads * shape.head_dim, builder.row_dtype)
+        cos, sin = builder.ropes[operation.rope]
+        places: dict[str, Any] = {
+            "slot_bytes": builder.layout.block_bytes,
+            "layer_offset": self._index * shape.piece_bytes,
+        }
+        values = {
+            "absorbed": absorbed,
+            "projected": projected,
+            "latents": rows,
+            "queries": queries,
+            "cos": cos,
+            "sin": sin,
+            "absorbed_stride": absorbed.stride,
+            "projected_stride": projected.stride,
+            "latents_stride": rows.stride,
+            **places,
+        }
+        spec = WriteLatents(latents.rank, latents.rotary, latents.still, heads, shape.block_size, builder.bf16)
+        yield Operation(spec, values)
+        places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
+        yield from self._attention(Attend(0), shape, queries, places)
+        self._rows = builder.attended
+        if self._last:
+            yield self._gather_samples()
+        steps = latents.rank * shape.element_bytes, latents.values * shape.element_bytes
+        found = self._builder.buffer("found_values", heads * latents.values, builder.row_dtype)
+        yield from self._builder.gemm(f"{ups}.values", self._rows, found, "act_none", steps=steps)
+        self._rows = found
 
     def mlp(self, operation: Mlp, following: LayerOperation | None) -> Iterator[Operation]:
         builder, down = self._builder, operation.down.name
@@ -351,6 +403,7 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     Rotate: LayerEmitter.rotate,
     GrowQueries: LayerEmitter.grow,
     Attend: LayerEmitter.attend,
+    AttendLatents: LayerEmitter.attend_latents,
     Mlp: LayerEmitter.mlp,
     Keep: LayerEmitter.keep,
     Again: LayerEmitter.again,
@@ -362,5 +415,6 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
 def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str) -> AttentionShape:
     """Returns the parameters of the attention kernels of a model of type ``dtype``."""
     group = config.num_heads // config.num_kv_heads
+    latents = 0 if config.latents is None else config.latents.rank
     codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""
-    return AttentionShape(config.head_dim, group, layout.block_size, dtype == "bfloat16", codes)
+    return AttentionShape(config.head_dim, group, layout.block_size, dtype == "bfloat16", codes, latents)

@@ -126,11 +126,13 @@ class OperationBuilder:
 
     @property
     def attended(self) -> Buffer:
-        return self.buffer("attended", self.config.num_heads * self.config.head_dim, self.row_dtype)
+        return self.buffer("attended", self.config.num_heads * self.config.value_dim, self.row_dtype)
 
-    def norm(self, name: str, out: Buffer | None = None, x: Buffer | None = None) -> Operation:
+    def norm(
+        self, name: str, out: Buffer | None = None, x: Buffer | None = None, width: int = 0, eps: float = 0.0
+    ) -> Operation:
         """Returns hidden, or ``x``, -> normed, or ``out``; it changes only the type where the model has no norm
-        ``name``."""
+        ``name``. ``width`` and ``eps``: those of the norm, where they are not those of the residual stream."""
         weight, bias = self.weights.tensors.get(name), self.weights.tensors.get(f"{name}.bias")
         out, x = out or self.normed, x or self.hidden
         values = {
@@ -138,10 +140,10 @@ class OperationBuilder:
             "weight": weight,
             "bias": bias,
             "out": out,
-            "width": self.config.hidden_size,
+            "width": width or self.config.hidden_size,
             "x_stride": x.stride,
             "out_stride": out.stride,
-            "eps": self.config.rms_norm_eps,
+            "eps": eps or self.config.rms_norm_eps,
         }
         kind = "layer" if self.config.norm.startswith("layer") else "rms"
         spec = NormRows("none" if weight is None else kind, out.dtype == "uint16", self.rows_of, bias is not None)
@@ -161,10 +163,12 @@ class OperationBuilder:
         group_starts: Buffer | None = None,
         factor: float = 1.0,
         clamped: ClampedSwiglu | None = None,
+        steps: tuple[int, int] = (0, 0),
     ) -> Iterator[Operation]:
-        """Yields the product of ``x`` with the matrix ``name``, or with those of experts, whose rows begin at
-        ``group_starts``. The epilogue "add" multiplies by ``factor``, and "gated_clamped" is ``clamped``. Raises
-        ConfigError where the matrix does not fit ``x`` or ``out``."""
+        """Yields the product of ``x`` with the matrix ``name``, with those of experts, whose rows begin at
+        ``group_starts``, or with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The
+        epilogue "add" multiplies by ``factor``, and "gated_clamped" is ``clamped``. Raises ConfigError where the matrix
+        does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
@@ -189,6 +193,8 @@ class OperationBuilder:
             grouped=group_starts is not None,
             offsets=linear.offsets,
             zeros=ready.zeros,
+            x_step=steps[0],
+            out_step=steps[1],
         )
         values = {
             "x": x,

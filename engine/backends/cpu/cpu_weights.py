@@ -247,11 +247,25 @@ class MatrixPacker:
                 # float32.
                 router = weights.tensor(tensor)
                 self._write(name, [pack_linear(router, exact_kind([router], "fp32"))])
+            case Role.HEAD_MATRICES:
+                self._latent_up(name, weights.tensor(tensor))
             case Role.VECTOR:
                 self.writer.tensor(name, weights.tensor(tensor).float())
             case Role.EXACT_VECTOR:
                 # The bias of a router's product has the padding of a packed matrix.
                 self.writer.tensor(name, pack_bias(weights.tensor(tensor).view(-1)))
+
+    def _latent_up(self, name: str, ups: torch.Tensor) -> None:
+        """Packs what makes keys and values of latents: for each head one matrix that takes queries to latents, and one
+        that takes latents to values."""
+        latents = self.config.latents
+        assert latents is not None
+        heads = ups.view(-1, latents.still + latents.values, latents.rank)
+        keys: list[Matrix] = [head[: latents.still].T.contiguous() for head in heads]
+        values: list[Matrix] = [head[latents.still :].contiguous() for head in heads]
+        for part, matrices in (("keys", keys), ("values", values)):
+            kind, offsets = self._chosen(matrices, len(matrices))
+            self._write(f"{name}.{part}", [pack_linear(matrix, kind, offsets) for matrix in matrices])
 
     def _gated(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
         """Packs an MLP, or all experts of a layer; their panels are of one kind. The order of a down projection's

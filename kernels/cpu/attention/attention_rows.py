@@ -55,6 +55,7 @@ class AttentionShape:
         block_size: tokens of a block, a multiple of 16.
         bf16: whether queries and results, and keys and values of the model's type, are bfloat16, not float32.
         codes: the type of keys and values in 8 bits, "fp8_e4m3" or "int8"; "" for the model's type.
+        latents: how many values of a key, its first ones, are the value, too; 0 where V is apart.
     """
 
     head_dim: int
@@ -62,12 +63,19 @@ class AttentionShape:
     block_size: int
     bf16: bool
     codes: str = ""
+    latents: int = 0
 
     @property
     def name(self) -> str:
         """Returns a name with every parameter, for the names of kernels."""
         model = "bf16" if self.bf16 else "f32"
-        return "_".join(filter(None, (f"{self.head_dim}x{self.group}_{self.block_size}_{model}", self.codes)))
+        latents = f"latents{self.latents}" if self.latents else ""
+        return "_".join(filter(None, (f"{self.head_dim}x{self.group}_{self.block_size}_{model}", self.codes, latents)))
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the number of values of a row's result."""
+        return self.latents or self.head_dim
 
     @property
     def kind(self) -> str:
@@ -97,9 +105,9 @@ class AttentionShape:
 
     @property
     def sum_bytes(self) -> int:
-        """Returns the number of bytes of a row's (A, m, l): head_dim float32, then m in 16 lanes, then l in 16
+        """Returns the number of bytes of a row's (A, m, l): value_dim float32, then m in 16 lanes, then l in 16
         lanes."""
-        return 4 * self.head_dim + 2 * VECTOR_BYTES
+        return 4 * self.value_dim + 2 * VECTOR_BYTES
 
 
 class PoolLines:
@@ -296,10 +304,17 @@ def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
 
 
 def emit_weights(
-    lines: PoolLines, groups: Groups, visibility: Visibility, scores: Ptr, factor: Vec | None, maximum: Ptr, total: Ptr
+    lines: PoolLines,
+    groups: Groups,
+    visibility: Visibility,
+    scores: Ptr,
+    factor: Vec | None,
+    maximum: Ptr,
+    total: Ptr,
+    narrow: bool,
 ) -> None:
     """Turns a row's scores into its weights, in the same place, and stores its maximum m and sum l. Without a
-    ``factor`` the scores are taken as they are.
+    ``factor`` the scores are taken as they are. ``narrow`` weights are bfloat16, not float32.
 
     Where V is stored as codes of 8 bits, the weights are multiplied by the scales of V.
     """
@@ -310,7 +325,7 @@ def emit_weights(
         top = top * factor
     k.store(maximum, top)
     below = k.vector(0.0) - top
-    weight_bytes = VECTOR_BYTES // 2 if lines.bf16_rows else VECTOR_BYTES
+    weight_bytes = VECTOR_BYTES // 2 if narrow else VECTOR_BYTES
     sums = k.variable(k.vector(0.0))
     with k.range(groups.count) as index:
         score = k.load(scores + index * VECTOR_BYTES)
@@ -318,7 +333,7 @@ def emit_weights(
         sums.value = sums.value + weight
         if lines.scaled:
             weight = weight * lines.scales(groups.at(groups.count + index))
-        k.store_float(scores + index * weight_bytes, weight, lines.bf16_rows)
+        k.store_float(scores + index * weight_bytes, weight, narrow)
     k.store(total, k.sum(sums.value))
 
 
@@ -391,10 +406,42 @@ def emit_weighted(
         totals.store(sums + left)
 
 
+def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, rows: int, most: int) -> None:
+    """Stores A where values are the first values of keys: for ``rows`` rows of float32 weights, with at most ``most``
+    sums in registers.
+
+    Lanes are tokens here, so a sum is one vector for each value, whose lanes are added up behind the last group.
+    """
+    k = groups.pool.k
+    each = 2 if shape.bf16 else 1
+    lines = shape.latents // each
+    width = max(count for count in (1, 2, 4, 8) if lines % count == 0 and (count == 1 or rows * count * each <= most))
+    totals = _Sums(k, rows, width * each, SCORE_BYTES)
+    with k.range(lines, step=width) as line:
+        totals.clear()
+        with k.range(groups.count) as group:
+            key, weight = groups.at(group) + line * VECTOR_BYTES, weights + group * VECTOR_BYTES
+            loaded = []
+            for i in range(width):
+                if shape.bf16:
+                    pairs = k.load_pairs(key + i * VECTOR_BYTES)
+                    loaded += [k.low(pairs), k.high(pairs)]
+                else:
+                    loaded.append(k.load(key + i * VECTOR_BYTES))
+            for row, sums_of_row in enumerate(totals.rows):
+                factor = k.load(weight + row * SCORE_BYTES)
+                for total, value in zip(sums_of_row, loaded, strict=True):
+                    total.value = k.fma(value, factor, total.value)
+        out = sums + line * (4 * each)
+        for row, sums_of_row in enumerate(totals.rows):
+            for column, total in enumerate(sums_of_row):
+                k.store_first(out + (row * shape.sum_bytes + 4 * column), k.sum(total.value))
+
+
 def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
     """Folds the (A, m, l) at ``right``, of the partition that follows, into the one at ``left``."""
     k = left.k
-    at_maximum, at_total = 4 * shape.head_dim, 4 * shape.head_dim + VECTOR_BYTES
+    at_maximum, at_total = 4 * shape.value_dim, 4 * shape.value_dim + VECTOR_BYTES
     left_maximum, right_maximum = k.load(left + at_maximum), k.load(right + at_maximum)
     maximum = k.larger(left_maximum, right_maximum)
     left_share, right_share = k.exp2(left_maximum - maximum), k.exp2(right_maximum - maximum)
@@ -404,19 +451,19 @@ def emit_fold(shape: AttentionShape, left: Ptr, right: Ptr) -> None:
         k.store(left + at, k.fma(k.load(left + at), left_share, k.load(right + at) * right_share))
 
     fold(at_total)
-    with k.range(4 * shape.head_dim, step=VECTOR_BYTES) as at:
+    with k.range(4 * shape.value_dim, step=VECTOR_BYTES) as at:
         fold(at)
 
 
 def emit_sink(shape: AttentionShape, sums: Ptr, sink: Vec) -> None:
     """Folds a score that has no value into the (A, m, l) at ``sums``: only l grows, relative to A."""
     k = sums.k
-    at_maximum, at_total = 4 * shape.head_dim, 4 * shape.head_dim + VECTOR_BYTES
+    at_maximum, at_total = 4 * shape.value_dim, 4 * shape.value_dim + VECTOR_BYTES
     score, left = sink * LOG2E, k.load(sums + at_maximum)
     maximum = k.larger(left, score)
     share = k.exp2(left - maximum)
     k.store(sums + at_total, k.fma(k.load(sums + at_total), share, k.exp2(score - maximum)))
-    with k.range(4 * shape.head_dim, step=VECTOR_BYTES) as at:
+    with k.range(4 * shape.value_dim, step=VECTOR_BYTES) as at:
         k.store(sums + at, k.load(sums + at) * share)
 
 
@@ -424,7 +471,7 @@ def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
     """Stores A / l, a row's attention, in the model's type. Widened values still lack a constant factor, which is
     multiplied here: applied earlier, it would have cost small weights some bits."""
     k = sums.k
-    share = k.vector(PoolLines(k, shape).factor) / k.load(sums + (4 * shape.head_dim + VECTOR_BYTES))
-    with k.range(shape.head_dim // LANES) as column:
+    share = k.vector(PoolLines(k, shape).factor) / k.load(sums + (4 * shape.value_dim + VECTOR_BYTES))
+    with k.range(shape.value_dim // LANES) as column:
         value = k.load(sums + column * VECTOR_BYTES) * share
         k.store_float(out + column * (LANES * shape.element_bytes), value, shape.bf16)

@@ -33,6 +33,7 @@ from pillion.kernels.cpu.attention.attention_rows import (
     emit_sink,
     emit_softcap,
     emit_weighted,
+    emit_weighted_keys,
     emit_weights,
 )
 from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS
@@ -238,11 +239,15 @@ class _ItemPass:
             factor = self._call.args.real("scale") * LOG2E
             if self._spec.softcap:
                 emit_softcap(row_scores, groups.count, self._call.args.real("scale"), self._call.args.real("softcap"))
-            maximum = sums + (row * shape.sum_bytes + 4 * shape.head_dim)
+            maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
             seen = Visibility(first, row_behind)
             scaled = None if self._spec.softcap else factor
-            emit_weights(lines, groups, seen, row_scores, scaled, maximum, maximum + VECTOR_BYTES)
-        emit_weighted(lines, shape, groups, scores, sums, self._tile)
+            narrow = lines.bf16_rows and not shape.latents
+            emit_weights(lines, groups, seen, row_scores, scaled, maximum, maximum + VECTOR_BYTES, narrow)
+        if shape.latents:
+            emit_weighted_keys(shape, groups, scores, sums, self._tile.rows, k.isa.attention_sums)
+        else:
+            emit_weighted(lines, shape, groups, scores, sums, self._tile)
 
 
 @dataclass(frozen=True, slots=True)
@@ -332,4 +337,4 @@ def _emit_result(call: KernelCall, shape: AttentionShape, head: Int, row: Int, s
     if sinks:
         emit_sink(shape, sums, call.k.broadcast(call.args.pointer("sinks") + place * 4))
     out = call.args.pointer("out") + token * call.args.number("out_stride")
-    emit_result(shape, sums, out + place * (shape.head_dim * shape.element_bytes))
+    emit_result(shape, sums, out + place * (shape.value_dim * shape.element_bytes))

@@ -56,7 +56,7 @@ LAYOUT = RecordLayout(
 )
 
 GATED = ("gated_silu", "gated_gelu", "gated_clamped")
-ACTIVATED = ("act_silu", "act_gelu", "act_erf_gelu", "act_relu2")
+ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu2")
 # Each thread draws this many ranges where there are panels enough. A range still takes many microseconds, and the last
 # ranges end at about the same time.
 RANGES_PER_THREAD = 16
@@ -89,6 +89,8 @@ class Gemm(KernelSpec):
         grouped: rows group_starts[e] .. group_starts[e + 1] meet matrix e: the experts of a layer.
         offsets: whether weights in few bits have offsets.
         zeros: whether rows of codes have zero points.
+        x_step, out_step: where these are not 0, all rows meet each matrix, and these are the bytes from the columns of
+            x, and of out, that belong to one matrix to those of the next: matrices of heads.
     """
 
     # All kernels of products share this layout of arguments; an argument that a kernel does not use is None or 0.
@@ -102,6 +104,8 @@ class Gemm(KernelSpec):
     grouped: bool = False
     offsets: bool = False
     zeros: bool = False
+    x_step: int = 0
+    out_step: int = 0
 
     def expand(self, call: KernelCall) -> Addition | None:
         """Returns the object that adds something to the sums before the epilogue, for kinds of products that have one;
@@ -110,7 +114,9 @@ class Gemm(KernelSpec):
 
     def emit(self, call: KernelCall) -> None:
         body = GemmBody(self, call)
-        if self.grouped:
+        if self.x_step:
+            body.emit_heads()
+        elif self.grouped:
             body.emit_groups()
         else:
             body.emit_blocks()
@@ -175,6 +181,19 @@ class GemmBody:
                 weights = self.weights + (group * group_bytes + panel * self.panels.panel_bytes)
                 ahead = self.weights + (next_group * group_bytes + next_panel * self.panels.panel_bytes)
                 self._panel(RowCut(begin, rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
+
+    def emit_heads(self) -> None:
+        """Emits the product of all rows with the matrix of each head. A work item is a panel of a head's matrix."""
+        k, call, pairs, x, out = self.k, self.call, self.pairs, self.x, self.out
+        rows, group_bytes = call.step.number(self.spec.rows_of), call.args.number("group_bytes")
+        tiles, count = self._tiles(rows), pairs * call.args.number("num_groups")
+        with self._items(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
+            head, next_head = item // pairs, after // pairs
+            panel, next_panel = item - head * pairs, after - next_head * pairs
+            weights = self.weights + (head * group_bytes + panel * self.panels.panel_bytes)
+            ahead = self.weights + (next_head * group_bytes + next_panel * self.panels.panel_bytes)
+            self.x, self.out = x + head * self.spec.x_step, out + head * self.spec.out_step
+            self._panel(RowCut(k.int(0), rows, tiles, k.int(0), tiles), panel, item, weights, ahead)
 
     def _tiles(self, rows: Int) -> Int:
         """Returns into how many tiles so many rows are cut."""
@@ -316,6 +335,8 @@ class RowCut:
 
 
 def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:
+    if epilogue == "act_none":
+        return gate
     if epilogue.endswith("silu"):
         return gate * k.sigmoid(gate)
     if epilogue == "act_relu2":

@@ -15,7 +15,7 @@ from llvmlite import ir
 
 from pillion.kernels.cpu.attention.eight_bits import encode, scale_of
 from pillion.kernels.cpu.attention.kv_layout import group_bytes, lines_bytes
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Ptr, Vec
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
@@ -194,12 +194,8 @@ class RowWriter:
         if self._spec.codes:
             self._write_key_codes(row, group, keys)
             return
-        parts_each = LANES * self._size // 4
         for vector, value in enumerate(keys):
-            raw = k.to_bf16(value) if self._spec.bf16 else value.ir
-            parts = k.builder.bitcast(raw, ir.VectorType(ir.IntType(32), parts_each))
-            places = range(0, parts_each * VECTOR_BYTES, VECTOR_BYTES)
-            k.scatter(target + vector * parts_each * VECTOR_BYTES, parts, places)
+            scatter_key(k, target, vector, value, self._spec.bf16)
 
     def _write_key_codes(self, row: _Row, group: Ptr, keys: list[Vec]) -> None:
         """Writes a key's codes, pair by pair, and its scale."""
@@ -289,25 +285,35 @@ class RowWriter:
         :func:`pillion.engine.models.rope.rotate`."""
         if not self._spec.rope:
             return head
-        k, half = self._k, self._spec.head_dim // 2
-        turned = []
-        for i, value in enumerate(head):
-            signs = [-1.0 if i * LANES + lane < half else 1.0 for lane in range(LANES)]
-            sin = self._angles(self._sin + row.angles, i) * k.constant(signs)
-            turned.append(value * self._angles(self._cos + row.angles, i) + self._swapped(head, i) * sin)
-        return turned
+        return turned(self._k, head, self._cos + row.angles, self._sin + row.angles)
 
-    def _swapped(self, head: list[Vec], i: int) -> Vec:
-        """Returns vector i of a head whose halves are swapped; a half that is no whole number of vectors ends inside
-        one."""
-        whole, rest = divmod(self._spec.head_dim // 2, LANES)
-        first = head[(i + whole) % len(head)]
-        return self._k.joined(first, head[(i + whole + 1) % len(head)], _HALF) if rest else first
 
-    def _angles(self, table: Ptr, i: int) -> Vec:
-        """Returns vector i of a position's entries [head_dim / 2] followed by the same entries again."""
-        half = self._spec.head_dim // 2
-        first = i * LANES % half
-        if first + LANES <= half:
-            return self._k.load(table + first * 4)
-        return self._k.load_halves(table + first * 4, table)
+def turned(k: Kernel, head: list[Vec], cos: Ptr, sin: Ptr) -> list[Vec]:
+    """Returns head * cos + (head with swapped halves) * signed sin, for a row's cosines and sines [values / 2]."""
+    half, found = len(head) * LANES // 2, []
+    for i, value in enumerate(head):
+        signs = [-1.0 if i * LANES + lane < half else 1.0 for lane in range(LANES)]
+        signed = _angles(k, sin, i, half) * k.constant(signs)
+        found.append(value * _angles(k, cos, i, half) + _swapped(k, head, i) * signed)
+    return found
+
+
+def scatter_key(k: Kernel, target: Ptr, vector: Int | int, value: Vec, bf16: bool) -> None:
+    """Writes a vector of a key into its token's lanes: the key's values, or bfloat16 pairs, are a vector apart."""
+    parts_each = LANES * (2 if bf16 else 4) // 4
+    parts = k.builder.bitcast(k.to_bf16(value) if bf16 else value.ir, ir.VectorType(ir.IntType(32), parts_each))
+    k.scatter(target + vector * (parts_each * VECTOR_BYTES), parts, range(0, parts_each * VECTOR_BYTES, VECTOR_BYTES))
+
+
+def _swapped(k: Kernel, head: list[Vec], i: int) -> Vec:
+    """Returns vector i of a head whose halves are swapped; a half that is no whole number of vectors ends inside
+    one."""
+    whole, rest = divmod(len(head) * LANES // 2, LANES)
+    first = head[(i + whole) % len(head)]
+    return k.joined(first, head[(i + whole + 1) % len(head)], _HALF) if rest else first
+
+
+def _angles(k: Kernel, table: Ptr, i: int, half: int) -> Vec:
+    """Returns vector i of a position's entries [half] followed by the same entries again."""
+    first = i * LANES % half
+    return k.load(table + first * 4) if first + LANES <= half else k.load_halves(table + first * 4, table)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
+import torch
 
 from pillion.config import PrefillFlags, PrepareFlags
 from pillion.engine.backends.loading import load_model, make_ready
@@ -11,7 +14,9 @@ from pillion.engine.models.config_parser import load_config, parse_config
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.stages.stage_loading import Stages
 from pillion.errors import ConfigError
-from tests.support.families import FAMILIES, make_model
+from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.torch_model import BackendDriver
 
 # As in the config of DeepSeek V3, without its quantization.
 V3 = {
@@ -77,6 +82,35 @@ def test_the_shapes_of_published_models(change):
     assert config.attention_scale == pytest.approx(192**-0.5 * 1.36889**2, rel=1e-5)
     assert config.max_position_embeddings == 163_840
     assert config.moe.groups == change.get("n_group", 8)
+
+
+@needs_kernels
+@pytest.mark.parametrize(("dtype", "near"), [("float32", 2e-4), pytest.param("bfloat16", 0.06, marks=pytest.mark.long)])
+def test_long_texts_with_rows_as_wide_as_deepseeks(own_cache, tmp_path, dtype, near):
+    """Contexts of several partitions, which items share, in chunks and token by token beside other texts."""
+    wide = {
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "head_dim": 64,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 16,
+    }
+    shape = {**FAMILIES["youtu"], **wide, "qk_nope_head_dim": 64, "v_head_dim": 64, "num_hidden_layers": 1}
+    _, flags = make_model(tmp_path / "model", shape)
+    text, other = tokens_of(1100, 2), tokens_of(60, 3)
+    exact = BackendDriver(prepare(flags), num_slots=100)
+    wanted = exact.run_all(exact.sequences.add()[0], text, [600])
+    prepared = prepare(dataclasses.replace(flags, dtype=dtype))
+    for block_size, checked in ((16, False), (32, True)):
+        backend = cpu_backend(prepared, block_size, threads=2, checked=checked)
+        driver = CpuDriver(prepared, block_size, num_slots=300, backend=backend)
+        one, two, three = driver.sequences.add(3)
+        found = driver.run_all(one, text, [1030, 1, 1, 40])
+        assert float((found - wanted).abs().mean() / wanted.std()) < near
+        # The same bits in other steps (I6).
+        driver.step((three, other), sample=[])
+        assert torch.equal(driver.run_all(two, text, [900, 129, 1, 1, 1]), found)
+        driver.check_among_others(driver.sequences.add()[0], text, [600, 400, 60, 1], found, [three])
 
 
 def test_what_is_not_there_yet_is_refused_by_name(own_cache, tmp_path):

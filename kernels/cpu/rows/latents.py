@@ -1,0 +1,102 @@
+"""Writes the latents and the rotated key of each row into the pool, and makes queries of what was found for each head.
+
+A row of KV is a key of ``rank`` latents and ``rotary`` rotated values, in the layout of K
+(:mod:`pillion.kernels.cpu.attention.kv_layout`); no V is beside it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pillion.kernels.cpu.attention.kv_layout import group_bytes
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Ptr
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.cpu.rows.rotate import scatter_key, turned
+
+
+@dataclass(frozen=True, slots=True)
+class WriteLatents(KernelSpec):
+    """Runs over the step's T rows.
+
+    absorbed   [T, heads, rank] float32: the queries' part that meets latents
+    projected  [T, heads, still + rotary] of the model's type: queries, of which the last values are to be rotated
+    latents    [T, rank + rotary] float32: normed latents, and the key's values that are to be rotated
+    queries    [T, heads, rank + rotary] of the model's type, without gaps
+
+    Keys go into the step's pool, at ``layer_offset`` bytes in a slot of ``slot_bytes``. Pairs (i, i + rotary / 2)
+    rotate by the angles whose cosines and sines are in ``cos`` and ``sin`` [positions, rotary / 2] float32.
+
+    rank, rotary and block_size are multiples of 16. A sequence's last row also zeroes keys after it, where this step
+    began the block: they are values, too, and 0 times a stale NaN would not be 0.
+    """
+
+    layout = RecordLayout(
+        "write_latents",
+        pointers=("absorbed", "projected", "latents", "queries", "cos", "sin"),
+        numbers=("absorbed_stride", "projected_stride", "latents_stride", "slot_bytes", "layer_offset"),
+    )
+
+    rank: int
+    rotary: int
+    still: int
+    heads: int
+    block_size: int
+    bf16: bool
+
+    def emit(self, call: KernelCall) -> None:
+        # Each head of a row is a work item, and its key is one more.
+        k, items = call.k, self.heads + 1
+        with call.even_share(call.step.number("num_tokens") * items) as item:
+            row, head = item // items, item % items
+            angles = k.load_int(call.step.pointer("rope_rows") + row * 4, 32) * (self.rotary * 2)
+            with k.when(head < self.heads):
+                self._query(call, row, head, angles)
+            with k.when(head >= self.heads):
+                self._key(call, row, angles)
+
+    @property
+    def _bytes(self) -> int:
+        return 2 if self.bf16 else 4
+
+    def _query(self, call: KernelCall, row: Int, head: Int, angles: Int) -> None:
+        k, args, size = call.k, call.args, self._bytes
+        target = args.pointer("queries") + (row * self.heads + head) * ((self.rank + self.rotary) * size)
+        absorbed = args.pointer("absorbed") + row * args.number("absorbed_stride") + head * (self.rank * 4)
+        with k.range(self.rank // LANES) as i:
+            k.store_float(target + i * (LANES * size), k.load(absorbed + i * VECTOR_BYTES), self.bf16)
+        projected = args.pointer("projected") + row * args.number("projected_stride")
+        source = projected + (head * (self.still + self.rotary) + self.still) * size
+        values = [k.load_float(source + i * (LANES * size), self.bf16) for i in range(self.rotary // LANES)]
+        for vector, value in enumerate(turned(k, values, args.pointer("cos") + angles, args.pointer("sin") + angles)):
+            k.store_float(target + (self.rank + vector * LANES) * size, value, self.bf16)
+
+    def _key(self, call: KernelCall, row: Int, angles: Int) -> None:
+        k, args, step = call.k, call.args, call.step
+        position, seq = (k.load_int(step.pointer(name) + row * 4, 32) for name in ("positions", "row_seqs"))
+        first, behind = (k.load_int(step.pointer("query_starts") + (seq + i) * 4, 32) for i in (0, 1))
+        offset = position % self.block_size
+        place = seq * step.number("table_stride") + position // self.block_size
+        slot = k.load_int(step.pointer("block_tables") + place * 4, 32)
+        piece = step.pointer("pool") + args.number("layer_offset") + slot * args.number("slot_bytes")
+        each = group_bytes(self.rank + self.rotary, "bfloat16" if self.bf16 else "float32")
+        target = piece + (offset // LANES * each + offset % LANES * 4)
+        source = args.pointer("latents") + row * args.number("latents_stride")
+        with k.range(self.rank // LANES) as i:
+            scatter_key(k, target, i, k.load(source + i * VECTOR_BYTES), self.bf16)
+        behind_latents = self.rank // LANES
+        values = [k.load(source + (behind_latents + i) * VECTOR_BYTES) for i in range(self.rotary // LANES)]
+        for vector, value in enumerate(turned(k, values, args.pointer("cos") + angles, args.pointer("sin") + angles)):
+            scatter_key(k, target, behind_latents + vector, value, self.bf16)
+        with k.when(behind.equals(row + 1) & (row - offset >= first)):
+            self._clear(call, piece, offset, each)
+
+    def _clear(self, call: KernelCall, piece: Ptr, offset: Int, each: int) -> None:
+        """Zeroes the keys of the tokens after ``offset`` in a block, whose groups have ``each`` bytes. Other threads
+        may be writing earlier tokens of the same lines."""
+        k, group = call.k, offset // LANES
+        with k.range(each, step=VECTOR_BYTES) as line, k.range(LANES, offset % LANES + 1) as lane:
+            k.store_int(piece + (group * each + line + lane * 4), 0, 32)
+        with k.range(self.block_size // LANES * each, (group + 1) * each, step=VECTOR_BYTES) as at:
+            k.store(piece + at, k.vector(0.0))
