@@ -41,8 +41,6 @@ class RankShard(ModelShard):
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> RankShard:
         """Computes the share of a rank. Raises ConfigError for a model that ``size`` ranks cannot share."""
-        if config.latents is not None:
-            raise ConfigError(f"{config.family}: --tensor-parallel-size {size} is not there yet for latents")
         kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         inner = [config.intermediate_size] if config.moe is None or not all(config.moe.layers) else []
         inner += [config.moe.intermediate_size] if config.moe is not None else []

@@ -76,8 +76,8 @@ def load_gpu_backend(
     device = step_device()
     inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
     layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
-    check_limits(device, layout)
     check_operations(config)
+    check_limits(device, layout)
     weights = load_gpu_weights(
         prepared.folder,
         config,

@@ -11,7 +11,6 @@ from pillion.config import PrefillFlags, PrepareFlags
 from pillion.engine.backends.loading import load_model, make_ready
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config
-from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.stages.stage_loading import Stages
 from pillion.errors import ConfigError
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
@@ -115,7 +114,7 @@ def test_long_texts_with_rows_as_wide_as_deepseeks(own_cache, tmp_path, dtype, n
 
 def test_what_is_not_there_yet_is_refused_by_name(own_cache, tmp_path):
     folder, plain = make_model(tmp_path / "model", FAMILIES["deepseek-v2"])
-    prepared, config = prepare(plain), load_config(folder)
+    prepared = prepare(plain)
     model = {"model": str(folder), "dtype": "float32"}
     with pytest.raises(ConfigError, match="deepseek_v2: --kv-cache-dtype fp8"):
         load_model(PrefillFlags(kv_cache_dtype="fp8", **model), 1)
@@ -127,8 +126,6 @@ def test_what_is_not_there_yet_is_refused_by_name(own_cache, tmp_path):
     with pytest.raises(ConfigError, match="deepseek_v2: --quantization"):
         prepare(PrepareFlags(quantization="int4", **model), lines.append)
     assert not any("quantizing" in line for line in lines), "it is refused before the hours that this takes"
-    with pytest.raises(ConfigError, match="deepseek_v2: --tensor-parallel-size 2"):
-        RankShard.of(config, 0, 2)
     with pytest.raises(ConfigError, match="deepseek_v2: --pipeline-parallel-size 2"):
         Stages.check(PrefillFlags(model=str(folder), pipeline_parallel_size=2), "cpu", prepared)
 

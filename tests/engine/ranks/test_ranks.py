@@ -19,7 +19,7 @@ from pillion.errors import Internal
 from pillion.kernels.cpu.few_bits.few_bit_packing import KINDS
 from testbed.conditions import result_of, wait_for
 from tests.support.cpu_model import cpu_backend, needs_kernels
-from tests.support.families import BY_ROWS, FAMILIES, OF_LATENTS, make_model, tokens_of
+from tests.support.families import BY_ROWS, FAMILIES, make_model, tokens_of
 from tests.support.mixed_adapters import mixed_steps, with_adapters
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
@@ -37,6 +37,8 @@ MODELS = FAMILIES | {
         "head_dim": 16,
         "intermediate_size": 160,
     },
+    # Ranks of latents have some of the heads each, and all latents.
+    "latents-six-heads": {**FAMILIES["youtu"], "num_attention_heads": 6, "num_key_value_heads": 6},
     # Four ranks share two KV heads, whose keys a norm over the whole projection counts once.
     "olmo2-wide": {"model_type": "olmo2", "num_key_value_heads": 2, "tie_word_embeddings": False},
 }
@@ -44,11 +46,7 @@ MODELS = FAMILIES | {
 # which a part rotates, and experts.
 BY_FOUR = ["llama-mqa-biases", "granite", "olmo2-wide", "phi3-partial-rope", "mixtral"]
 CASES = [
-    *(
-        pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ())
-        for name in MODELS
-        if name not in OF_LATENTS
-    ),
+    *(pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ()) for name in MODELS),
     *((name, 4) for name in BY_FOUR),
 ]
 TEXT = tokens_of(70, 2)
@@ -85,10 +83,16 @@ def test_logits_and_tokens_are_those_of_transformers(prepared_of, name, size):
     group.close()
 
 
-@pytest.mark.parametrize(("writes", "reads"), [(1, 2), (2, 1), (2, 4), (4, 1)])
-def test_kv_of_one_size_is_read_by_another(prepared_of, writes, reads):
+OF_SIZES = [
+    *(("llama-gqa-tied", *sizes) for sizes in ((1, 2), (2, 1), (2, 4), (4, 1))),
+    *(("latents-six-heads", *sizes) for sizes in ((1, 2), (2, 3), (3, 1))),
+]
+
+
+@pytest.mark.parametrize(("name", "writes", "reads"), OF_SIZES)
+def test_kv_of_one_size_is_read_by_another(prepared_of, name, writes, reads):
     """A prefill worker of one size and a decode worker of another one share blocks as they are."""
-    prepared = prepared_of("llama-gqa-tied")
+    prepared = prepared_of(name)
     wanted = run(cpu_backend(prepared), prepared)
     first, second = (RankGroup(prepared, size) if size > 1 else cpu_backend(prepared) for size in (writes, reads))
     driver = BackendDriver(prepared, backend=first)
@@ -115,6 +119,26 @@ def test_ranks_of_a_common_kv_head_write_the_same_bytes(prepared_of):
     halves = [np.frombuffer(pool, np.uint8).reshape(64, layout.num_layers, 2, 2, -1) for pool in (pools[0], pools[2])]
     assert (halves[0][:, :, :, 1] == 255).all(), "the KV head of other ranks stays untouched"
     assert (halves[1][:, :, :, 0] == 255).all()
+    group.close()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_write_the_same_latents(prepared_of, size):
+    """Each rank alone writes all blocks, with the bytes of a worker of one process."""
+    prepared = prepared_of("latents-six-heads")
+    whole = BackendDriver(prepared, backend=cpu_backend(prepared))
+    whole.step((whole.sequences.add()[0], TEXT))
+    driver = BackendDriver(prepared, backend=(group := RankGroup(prepared, size)))
+    pools = [bytearray(driver.memory) for _ in range(size)]
+    for backend, pool in zip(group.backends, pools, strict=True):
+        backend.bind_pool(memoryview(pool), 64)
+    driver.step((driver.sequences.add()[0], TEXT))
+    # Only the first layer's rows are not sums of several ranks.
+    first = slice(0, group.layout.block_bytes // group.layout.num_layers)
+    slots = np.stack([np.frombuffer(pool, np.uint8).reshape(64, -1) for pool in (*pools, whole.memory)])
+    assert (slots[:-1] == slots[0]).all()
+    assert (slots[:, :, first] == slots[0][:, first]).all()
+    assert not (slots[0] == 255).all()
     group.close()
 
 
