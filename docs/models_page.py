@@ -141,7 +141,7 @@ def options(family: ModelFamily) -> str:
     if layer.get("expert_biases"):
         said.append("biases of router and experts; clamped SwiGLU")
     if layer.get("sinks"):
-        said.append("attention sinks (not on GPUs)")
+        said.append("attention sinks")
     if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
     if not family.gated:

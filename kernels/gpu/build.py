@@ -57,6 +57,8 @@ RARE = (
     "attention_*_fp32",
     "attention_*_qwen_28_heads",
     "attention_*_rank_fp8",
+    "attention_*_sinks_all",
+    "attention_*_sinks_fp8",
     "attention_chunk_rank",
     "attention_chunk_wide_group",
     "attention_decode_rank",

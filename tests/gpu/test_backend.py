@@ -5,7 +5,6 @@ from __future__ import annotations
 from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend  # isort: skip  (before the kernels)
 
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -21,9 +20,6 @@ from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config
-from pillion.engine.models.families import FAMILIES as FAMILY_ROWS
-from pillion.engine.models.families import ModelFamily
-from pillion.engine.models.llama_layer import llama_layer
 from pillion.engine.sampling.sampler import sample
 from pillion.engine.sampling.sampling_rows import MASK_LATE, RowEdit, SamplingRows
 from pillion.engine.scheduling.scheduler import scored_rows
@@ -62,6 +58,7 @@ INTERPRETED = (
             "olmo",
             "glm4",
             "qwen2-moe",
+            "gpt-oss",
         )
     ),
 )
@@ -328,15 +325,10 @@ def test_ranks_keep_the_same_graphs(monkeypatch, answers, kept):
     assert list(graphs._graphs) == list(graphs.shapes())[:kept]
 
 
-def test_a_layer_without_a_kernel_is_refused(monkeypatch):
-    """A family with attention sinks."""
-    row = ModelFamily({}, layer=partial(llama_layer, sinks=True))
-    monkeypatch.setitem(FAMILY_ROWS, "with_sinks", row)
+def test_a_layer_without_a_kernel_is_refused():
     shape = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 1, "intermediate_size": 64}
     config = {**shape, "vocab_size": 258, "max_position_embeddings": 64}
     check_operations(parse_config({**config, "model_type": "llama"}))
-    with pytest.raises(ConfigError, match="with_sinks: the GPU kernels have no attention sinks; use --device cpu"):
-        check_operations(parse_config({**config, "model_type": "with_sinks"}))
     config["rotary_pct"] = 0.5
     for name, words in (("phi", "no bias of logits"), ("gpt_neox", "no gelu by erf")):
         own = {key: value for key, value in config.items() if name == "gpt_neox" or key != "rotary_pct"}

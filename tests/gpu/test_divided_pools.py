@@ -29,7 +29,7 @@ from tests.support.gpu import NATIVE
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
 # Heads' norms, of which each part has its own; and one KV head, which both shards have.
-INTERPRETED = ("qwen3-qk-norm", "llama-mqa-biases")
+INTERPRETED = ("qwen3-qk-norm", "llama-mqa-biases", pytest.param("gpt-oss", marks=pytest.mark.long))
 SLOTS = 8
 
 

@@ -41,10 +41,11 @@ def check(case: PagedCase, **more: object) -> None:
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
     window=st.sampled_from([0, 1, 33, 128]),
     softcap=st.sampled_from([0.0, 1.5]),
+    sinks=st.booleans(),
 )
 @settings(max_examples=examples(100 if NATIVE else 10), phases=UNSHRUNK)
-def test_ragged_batches_are_attended_like_plain_torch(parts, group, head_dim, block_size, dtype, window, softcap):
-    check(PagedCase.of(PagedShape(group, head_dim, block_size, dtype, softcap, window), parts))
+def test_ragged_batches_are_attended_like_plain_torch(parts, **shape):
+    check(PagedCase.of(PagedShape(**shape), parts))
 
 
 @given(
@@ -69,9 +70,11 @@ def test_drafts_are_decoded_like_single_tokens(dtype):
     check(case, decode_rows=5)
 
 
+@pytest.mark.parametrize("sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("parts", [[(600, 1)], [(300, 20)]], ids=["decode", "chunk"])
-def test_a_row_tile_that_many_programs_share_is_merged(parts):
-    case = PagedCase.of(PagedShape(4, 64, 16, torch.float16), parts)
+def test_a_row_tile_that_many_programs_share_is_merged(parts, sinks):
+    """A sink is counted once, however many programs share the tile."""
+    case = PagedCase.of(PagedShape(4, 64, 16, torch.float16, sinks=sinks), parts)
     attention = case.attention()
     plan, planner = attention.planner.plan(case.batch), attention.planner
     starts = plan.record[planner.starts_at(0, plan.with_chunks) :]
@@ -119,6 +122,10 @@ def test_misuse_is_refused():
     ]:
         with pytest.raises(Internal):
             attention.attend(layer, queries, target, record, window=window, with_chunks=True)
+    sinks = torch.zeros(4, device=DEVICE)
+    for expected, given_sinks in ((False, sinks), (True, None), (True, sinks[1:]), (True, sinks.half())):
+        with pytest.raises(Internal, match="sinks"):
+            case.attention(sinks=expected).attend(LAYER, case.queries, out, record, with_chunks=True, sinks=given_sinks)
     for bad in ({"scale": -1.0}, {"num_layers": 3}, {"head_dim": 72}, {"kv": "fp8_e4m3"}, {"dtype": torch.float16}):
         with pytest.raises(Internal):
             case.attention(**bad)

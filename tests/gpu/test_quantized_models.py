@@ -17,9 +17,9 @@ from pillion.engine.models.model_shard import whole_model
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from testbed.tiny_model import save_model
 from tests.gpu.test_backend import TOLERANCE
-from tests.support.families import tokens_of
+from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import DEVICE
-from tests.support.quantized import Producer, awq, fp8, gptq, nf4, own, quantize_folder
+from tests.support.quantized import Producer, awq, experts_in_mxfp4, fp8, gptq, nf4, own, quantize_folder
 
 # Coding and group of the tensors whose names end so; gate and up differ, so both are kept in int8, and q, k and v are
 # of one kind.
@@ -141,6 +141,21 @@ def test_formats_of_checkpoints(name, tmp_path, monkeypatch):
     assert (matrix.order is not None) == (name == "gptq in an order")
     (number,) = driver.sequences.add()
     found = driver.step((number, text), sample=range(20)).cpu()
+    torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.long
+def test_experts_in_mxfp4(tmp_path, monkeypatch):
+    monkeypatch.setenv("PILLION_CACHE", str(tmp_path / "cache"))
+    wide, _ = make_model(tmp_path / "wide", {**FAMILIES["gpt-oss"], "intermediate_size": 96, "num_hidden_layers": 1})
+    experts_in_mxfp4(wide, tmp_path / "few")
+    model = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval()
+    text = tokens_of(20, 2)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0].float()
+    driver = GpuDriver(prepare(ModelFlags(model=str(tmp_path / "few"), dtype="float32")))
+    assert driver.backend._model.weights.matrix("layers.0.experts.down").kind.coding == "fp4_e2m1"
+    found = driver.step((driver.sequences.add()[0], text), sample=range(20)).cpu()
     torch.testing.assert_close(found, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
 

@@ -36,6 +36,12 @@ class PagedShape:
     dtype: torch.dtype
     softcap: float = 0.0
     window: int = 0
+    sinks: bool = False
+
+    @property
+    def sink_scores(self) -> torch.Tensor | None:
+        """Scores below and above those of the tokens, one for each head."""
+        return torch.linspace(-3.0, 6.0, self.heads) if self.sinks else None
 
     @property
     def heads(self) -> int:
@@ -89,6 +95,7 @@ class PagedCase:
             "kv": "fp8_e4m3" if self.pool.dtype == torch.uint8 else "plain",
             "softcap": shape.softcap,
             "windows": (shape.window,),
+            "sinks": shape.sinks,
             "max_tokens": batch.num_tokens,
             "max_seqs": batch.num_seqs,
             "max_context_blocks": batch.block_tables.shape[1],
@@ -103,7 +110,10 @@ class PagedCase:
         record = torch.full((attention.planner.max_record_words,), 2**30, dtype=torch.int32, device=DEVICE)
         record[: len(plan.record)] = torch.from_numpy(plan.record).to(DEVICE)
         out = torch.full((len(self.queries), shape.heads * shape.head_dim), UNTOUCHED, dtype=shape.dtype, device=DEVICE)
-        attention.attend(LAYER, self.queries, out, record, window=shape.window, with_chunks=plan.with_chunks)
+        sinks = None if shape.sink_scores is None else shape.sink_scores.to(DEVICE)
+        attention.attend(
+            LAYER, self.queries, out, record, window=shape.window, with_chunks=plan.with_chunks, sinks=sinks
+        )
         return out.cpu()
 
     def reference(self) -> torch.Tensor:
@@ -118,6 +128,7 @@ class PagedCase:
             scale=shape.head_dim**-0.5,
             window=shape.window,
             softcap=shape.softcap,
+            sinks=shape.sink_scores,
         )
         return found.flatten(1)
 

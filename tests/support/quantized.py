@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pillion.engine.quantized.formats.pillion_format import stored_tensors
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
@@ -57,6 +58,29 @@ def quantize_folder(
     config = json.loads((plain / "config.json").read_text())
     (few / "config.json").write_text(json.dumps({**config, "quantization_config": dict(producer.config)}))
     return few, wide
+
+
+def experts_in_mxfp4(wide: pathlib.Path, few: pathlib.Path, tiny: str = "") -> None:
+    """Gives the experts of the gpt-oss model in ``wide`` random blocks and powers of two, in the folder ``few``, and in
+    ``wide`` the numbers that transformers makes of them. In the tensor ``tiny`` some groups are nearly 0."""
+    tensors, random, packed = load_file(wide / "model.safetensors"), torch.Generator().manual_seed(3), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, inputs, outputs = tensors[name].shape
+        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=random, dtype=torch.uint8)
+        scales = torch.randint(120, 124, blocks.shape[:-1], generator=random, dtype=torch.uint8)
+        if name == tiny:
+            scales[:, ::7] = 0
+        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+    shutil.copytree(wide, few)
+    save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
+    plain = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in packed}
+    save_file({**plain, **packed}, few / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((few / "config.json").read_text())
+    # openai/gpt-oss-20b says this.
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    how = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    (few / "config.json").write_text(json.dumps({**config, "quantization_config": how}))
 
 
 def is_projection(name: str, tensor: torch.Tensor) -> bool:

@@ -142,6 +142,7 @@ def _part_rows(model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVL
             max_seqs=limits.max_seqs,
             max_context_blocks=-(-limits.max_model_len // layout.block_size),
             first_kv_head=part.heads.start - part.shard_heads.start,
+            sinks=model.has_sinks,
             device=model.device,
         )
     return PartRows(config, model.kv_heads, part, pool, attention, limits.max_tokens, model.qkv)

@@ -30,8 +30,6 @@ from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import Attend
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
@@ -139,9 +137,6 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
 
 def check_operations(config: ModelConfig) -> None:
     """Raises ConfigError for an operation of a layer that has no kernel here."""
-    operations = (operation for layer in layers_of(config) for operation in layer)
-    if any(isinstance(operation, Attend) and operation.sinks is not None for operation in operations):
-        raise ConfigError(f"{config.family}: the GPU kernels have no attention sinks; use --device cpu")
     if config.head_bias:
         raise ConfigError(f"{config.family}: the GPU kernels have no bias of logits; use --device cpu")
     if config.activation == "gelu":

@@ -230,6 +230,12 @@ class GpuModel:
             return torch.mm(rows, weight.T, out=out)
         return torch.addmm(bias, rows, weight.T, out=out)
 
+    @property
+    def has_sinks(self) -> bool:
+        """Says whether the layers have attention sinks, which either all of them have or none."""
+        every = (operation for layer in self.layers for operation in layer.operations)
+        return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
+
     def compile_products(self) -> None:
         """Compiles the kernels of products by matrices in few bits for every number of rows."""
         compiled = set()
@@ -310,12 +316,13 @@ class GpuDecoder:
                 case GrowQueries():
                     assert head_norm is None  # It would run after this.
                     self._grow(step.rows)
-                case Attend(window):
+                case Attend(window, sinks):
                     self._write_kv(index, step.rows, head_norm, rotary, shape)
                     if last and not shape.samples:
                         step.ended = True
                         return
-                    step.rows = self._attend(index, step.rows, shape, window)
+                    scores = None if sinks is None else layer.matrices[sinks.name][0]
+                    step.rows = self._attend(index, step.rows, shape, window, scores)
                     if last:
                         wanted = self._record.sample_rows[: shape.samples]
                         step.rows = step.rows.index_select(0, wanted)
@@ -402,11 +409,14 @@ class GpuDecoder:
             normed = part.float() * torch.rsqrt(total / width + config.rms_norm_eps)[:, None]
             part.copy_((normed if model.weights.norm_is_wide else normed.to(part.dtype)) * weight)
 
-    def _attend(self, index: int, qkv: torch.Tensor, shape: StepShape, window: int) -> torch.Tensor:
+    def _attend(
+        self, index: int, qkv: torch.Tensor, shape: StepShape, window: int, sinks: GpuMatrix | None
+    ) -> torch.Tensor:
         """Computes attention from the rows of queries, keys and values [T, ...]; returns rows [T, heads * head_dim]."""
         out = self._model.attended[: shape.tokens]
+        assert sinks is None or isinstance(sinks, torch.Tensor)
         for rows, record in zip(self._parts, self._record.attention, strict=True):
-            rows.attend(index, qkv, out, record, window=window, chunks=shape.chunks)
+            rows.attend(index, qkv, out, record, window=window, chunks=shape.chunks, sinks=sinks)
         return out
 
     def _gated(self, index: int, layer: _Layer, operation: Mlp, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:

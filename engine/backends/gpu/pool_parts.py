@@ -101,6 +101,7 @@ class PartRows:
         self._columns = [slice(begin * size, (begin + many) * size) for begin, many in ranges]
         self._normed = torch.cat([torch.arange(begin, begin + many) for begin, many in ranges[:2]])
         self._norms: dict[int, torch.Tensor] = {}
+        self._sinks: dict[int, torch.Tensor] = {}
         rows = 0 if self._whole else max_tokens
         self._buffer = like.new_zeros(rows, (self.heads + 2 * count) * size)
         self._found = like.new_zeros(rows, self.heads * size)
@@ -138,21 +139,37 @@ class PartRows:
         )
 
     def attend(
-        self, index: int, qkv: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, window: int, chunks: bool
+        self,
+        index: int,
+        qkv: torch.Tensor,
+        out: torch.Tensor,
+        record: torch.Tensor,
+        *,
+        window: int,
+        chunks: bool,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Computes the attention of the queries that :meth:`write` rotated, into the part's columns of ``out`` [T,
-        heads * head_dim]."""
+        heads * head_dim]. ``sinks`` [heads] are those of the process's heads."""
         if self.attention is None:
             return
         tokens, width = len(qkv), self.heads * self._head_dim
         queries = self._mine(qkv)[:, :width].view(tokens, self.heads, self._head_dim)
         found = out if self._whole else self._found[:tokens]
-        self.attention.attend(index, queries, found, record, window=window, with_chunks=chunks)
+        mine = None if sinks is None else self._sinks_of(index, sinks)
+        self.attention.attend(index, queries, found, record, window=window, with_chunks=chunks, sinks=mine)
         if not self._whole:
             out[:, self._columns[0]].copy_(found)
 
     def _mine(self, qkv: torch.Tensor) -> torch.Tensor:
         return qkv if self._whole else self._buffer[: len(qkv)]
+
+    def _sinks_of(self, index: int, sinks: torch.Tensor) -> torch.Tensor:
+        """Returns the sinks of the part's heads in float32, selected once for each layer."""
+        if index not in self._sinks:
+            begin = self._columns[0].start // self._head_dim
+            self._sinks[index] = sinks[begin : begin + self.heads].to(torch.float32, copy=True)
+        return self._sinks[index]
 
     def _norm_of(self, index: int, weight: torch.Tensor) -> torch.Tensor:
         """Returns a norm's weights for the part's heads, selected once for each layer."""

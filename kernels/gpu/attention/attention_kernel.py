@@ -10,6 +10,9 @@ nor addresses depend on the batch, and a graph can capture all of it. The softma
 al. 2022) with base-2 exponentials. The query heads of a KV head and the rows of a sequence fill a tile together, so K
 and V are read once for all of them.
 
+A sink, one more term of a row's fold that has no value, is counted once for each row: where an item begins that is a
+whole unit, or else where the unit's partial results are merged.
+
 Loads of K and V are not masked: a key after the last one that the item may see is replaced by that one, whose score is
 then masked. Rows after a sequence's end, and slots that no table names, are never read.
 """
@@ -135,14 +138,27 @@ def _whole(row, rows, shift, begin, end, GROUP: tl.constexpr, BLOCK_N: tl.conste
     return whole_begin, tl.maximum(whole_end, whole_begin)
 
 
+@triton.jit
+def _beginning(sinks, heads, partial, BLOCK_M: tl.constexpr, SINKS: tl.constexpr):
+    """Returns the maximum and the total of rows that have seen no key yet, which in a whole unit have seen the sinks of
+    their ``heads``."""
+    top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    if SINKS:
+        whole = partial < 0
+        top = tl.where(whole, tl.maximum(tl.load(sinks + heads) * _LOG2_E, _LOWEST), _LOWEST)
+        total += tl.where(whole, 1.0, 0.0)
+    return top, total
+
+
 # fmt: off
 @triton.jit
 def _attend(
-    queries, pool, scales, record, starts_at, out, partials, partial_logs, query_stride, slot_stride, layer_offset,
-    scale_slot_stride, scale_layer_offset, score_scale, softcap,
+    queries, pool, scales, record, starts_at, out, partials, partial_logs, sinks, query_stride, slot_stride,
+    layer_offset, scale_slot_stride, scale_layer_offset, score_scale, softcap,
     KV_HEADS: tl.constexpr, POOL_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr,
+    SOFTCAP: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr, SINKS: tl.constexpr,
 ):
     # fmt: on
     """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks.
@@ -176,8 +192,7 @@ def _attend(
             query = tl.load(queries + cells, mask=columns[None, :] < HEAD_DIM, other=0.0)
 
         acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-        top = tl.full((BLOCK_M,), _LOWEST, tl.float32)
-        total = tl.zeros((BLOCK_M,), tl.float32)
+        top, total = _beginning(sinks, heads, partial, BLOCK_M, SINKS)
         piece_offset = layer_offset + head * piece
         scale_offset = scale_layer_offset + (head * piece + BLOCK_SIZE * HEAD_DIM) // 4
         last = end - 1
@@ -214,6 +229,7 @@ def _merge(
     partials,
     partial_logs,
     out,
+    sinks,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -221,6 +237,7 @@ def _merge(
     DECODE_M: tl.constexpr,
     CHUNK_M: tl.constexpr,
     PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """Joins partial results. A task is one row of a row tile that was cut; programs run tasks in turn."""
     decodes = tl.load(record + counts_at) * DECODE_M
@@ -238,8 +255,12 @@ def _merge(
             packed = tl.load(merge + _ROW) + place
             parts = tl.load(merge + _PARTS)
             first = tl.load(merge + _PARTIAL) + place
+            head = tl.load(merge + _HEAD) * GROUP + packed % GROUP
             top = _LOWEST
             total = 0.0
+            if SINKS:
+                top = tl.maximum(tl.load(sinks + head) * _LOG2_E, _LOWEST)
+                total = 1.0
             acc = tl.zeros((BLOCK_D,), tl.float32)
             for begin in range(0, parts, PARTS):
                 part = begin + tl.arange(0, PARTS)
@@ -254,6 +275,5 @@ def _merge(
                 total = total * shrink + tl.sum(weights, 0)
                 acc = acc * shrink + tl.sum(pieces * weights[:, None], 0)
                 top = new_top
-            head = tl.load(merge + _HEAD) * GROUP + packed % GROUP
             row = out + (packed // GROUP).to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + head * HEAD_DIM
             tl.store(row + columns, (acc / total).to(out.dtype.element_ty), mask=columns < HEAD_DIM)

@@ -85,6 +85,7 @@ class PagedAttention:
         windows: tuple[int, ...] = (0,),
         decode_rows: int = 1,
         first_kv_head: int = 0,
+        sinks: bool = False,
         device: torch.device | None = None,
     ) -> None:
         """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
@@ -100,6 +101,7 @@ class PagedAttention:
             max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
             decode_rows: most tokens of a decode (more than one if drafts are verified).
             first_kv_head: of the pool's heads, the first that is attended; there may be more than ``num_kv_heads``.
+            sinks: whether the layers have sinks.
             device: what computes; None: the device of the pool.
         """
         _check_heads(num_heads, num_kv_heads, head_dim, scale, dtype)
@@ -111,14 +113,11 @@ class PagedAttention:
         self._scales = pool.view(-1).view(torch.float32) if kv == "fp8_e4m3" else pool
         self._score_scale, self._softcap = scale if softcap else scale * math.log2(math.e), softcap
         group, arch, processors = num_heads // num_kv_heads, arch_of(self._device), processors_of(self._device)
-        heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim}
+        heads = {"KV_HEADS": num_kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "SINKS": sinks}
         shape = {**heads, "POOL_HEADS": pool.shape[3], "BLOCK_SIZE": block_size, "SOFTCAP": softcap != 0}
-
-        def constants_of(kernel: str) -> tuple[dict[str, int], Tiling]:
-            return _attend_constants(kernel, arch, shape, kv, dtype.itemsize, decode_rows, processors)
-
-        self._decode, decode = constants_of("attention_decode")
-        self._chunk, chunk = constants_of("attention_chunk")
+        options = (kv, dtype.itemsize, any(windows), decode_rows, processors)
+        self._decode, decode = _attend_constants("attention_decode", arch, shape, *options)
+        self._chunk, chunk = _attend_constants("attention_chunk", arch, shape, *options)
         self._merge = _merge_constants(arch, heads, decode.rows, chunk.rows)
         self._merge_programs = tuned("attention_merge", arch)["programs"] * processors
         self.planner = GpuAttentionPlanner(
@@ -145,6 +144,7 @@ class PagedAttention:
         *,
         window: int = 0,
         with_chunks: bool,
+        sinks: torch.Tensor | None = None,
     ) -> None:
         """Writes attention of ``queries`` into ``out``; rows beyond the batch stay as they are.
 
@@ -154,10 +154,17 @@ class PagedAttention:
             record: int32 on the device, beginning with the words of the plan's record.
             window: one of the ``windows``.
             with_chunks: the plan's field, or True, which is slower for a step without chunks.
+            sinks: float32 [heads], a score that each head's softmax counts beside those of the tokens, without a value;
+                given where the layers have sinks.
 
         Raises Internal for misshapen tensors.
         """
         self._check(layer, queries, out, record, window)
+        check((sinks is not None) == self._merge["SINKS"], "sinks are missing, or not expected")
+        # A kernel without sinks reads nothing there.
+        terms = self._partial_logs if sinks is None else sinks
+        if sinks is not None:
+            check_tensor("sinks", sinks, (self._heads,), torch.float32, self._device)
         planner = self.planner
         strides = self._pool.stride(0), layer * self._pool.stride(1) + self._first_head_at
         scale_strides = (stride // KV_SCALE_BYTES for stride in strides)
@@ -166,8 +173,8 @@ class PagedAttention:
         for chunk in (False, True) if with_chunks else (False,):
             tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
             starts_at = planner.starts_at(window, chunk)
-            _attend[(tiling.programs,)](*inputs, starts_at, out, *partials, *places, WINDOW=window, **constants)
-        _merge[(self._merge_programs,)](record, planner.counts_at(window), *partials, out, **self._merge)
+            _attend[(tiling.programs,)](*inputs, starts_at, out, *partials, terms, *places, WINDOW=window, **constants)
+        _merge[(self._merge_programs,)](record, planner.counts_at(window), *partials, out, terms, **self._merge)
 
     def _check(self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, window: int) -> None:
         shape, heads, width = tuple(queries.shape), self._heads, self._head_dim
@@ -211,12 +218,16 @@ def _attend_constants(
     shape: dict[str, int],
     kv: PlainOrFloat8,
     item_bytes: int,
+    windowed: bool,
     decode_rows: int = 1,
     processors: int = 1,
 ) -> tuple[dict[str, int], Tiling]:
-    """Returns the constants of the decode or the chunk kernel by name, without the window, and how its work is cut."""
+    """Returns the constants of the decode or the chunk kernel by name, without the window, and how its work is cut.
+    ``windowed`` says whether there are windows."""
     width, chunk, fp8 = padded_head_dim(shape["HEAD_DIM"]), kernel == "attention_chunk", kv == "fp8_e4m3"
-    use = tuned(kernel, arch, head_dim=width, kv=kv, bytes=item_bytes)
+    # Masks and sinks need registers.
+    more = windowed or bool(shape["SINKS"])
+    use = tuned(kernel, arch, head_dim=width, kv=kv, bytes=item_bytes, masks_or_sinks=more)
     rows = use["rows"] if chunk else decode_tile_rows(shape["GROUP"] * decode_rows, width)
     constants = {
         **shape,
@@ -248,6 +259,7 @@ def build_specs() -> list[BuildSpec]:
         "BLOCK_SIZE": 16,
         "WINDOW": 0,
         "SOFTCAP": False,
+        "SINKS": False,
     }
     cases: list[tuple[str, str, PlainOrFloat8, dict[str, Any]]] = [
         ("", "bf16", "plain", {}),
@@ -258,6 +270,9 @@ def build_specs() -> list[BuildSpec]:
         ("_qwen_28_heads", "bf16", "plain", {"GROUP": 7, "KV_HEADS": 4, "POOL_HEADS": 4, "BLOCK_SIZE": 64}),
         ("_64", "bf16", "plain", {"HEAD_DIM": 64}),
         ("_64_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64}),
+        ("_sinks", "bf16", "plain", {"HEAD_DIM": 64, "GROUP": 8, "WINDOW": 128, "SINKS": True}),
+        ("_sinks_all", "bf16", "plain", {"HEAD_DIM": 64, "GROUP": 8, "SINKS": True}),
+        ("_sinks_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 64, "GROUP": 8, "SINKS": True}),
         ("_96", "bf16", "plain", {"HEAD_DIM": 96, "GROUP": 1, "KV_HEADS": 32, "POOL_HEADS": 32}),
         ("_256", "bf16", "plain", {"HEAD_DIM": 256}),
         ("_256_fp8", "bf16", "fp8_e4m3", {"HEAD_DIM": 256}),
@@ -273,24 +288,25 @@ def build_specs() -> list[BuildSpec]:
         for kernel in ("attention_decode", "attention_chunk")
         for arch in ARCHITECTURES
     ]
-    for arch in ARCHITECTURES:
-        specs.append(
-            BuildSpec(
-                name="attention_merge",
-                kernel=_merge,
-                signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16",
-                constants=_merge_constants(arch, {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}, 16, 128),
-                max_registers=128,
-                architectures=(arch,),
-            )
+    heads = {"KV_HEADS": 8, "GROUP": 4, "HEAD_DIM": 128}
+    return specs + [
+        BuildSpec(
+            name="attention_merge" + "_sinks" * sinks,
+            kernel=_merge,
+            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
+            constants=_merge_constants(arch, {**heads, "SINKS": sinks}, 16, 128),
+            max_registers=128,
+            architectures=(arch,),
         )
-    return specs
+        for arch in ARCHITECTURES
+        for sinks in (False, True)
+    ]
 
 
 def _spec(kernel: str, name: str, arch: int, dtype: str, kv: PlainOrFloat8, shape: dict[str, Any]) -> BuildSpec:
-    constants, _ = _attend_constants(kernel, arch, shape, kv, 4 if dtype == "fp32" else 2)
+    constants, _ = _attend_constants(kernel, arch, shape, kv, 4 if dtype == "fp32" else 2, shape["WINDOW"] > 0)
     pool, scales = ("*u8", "*fp32") if kv == "fp8_e4m3" else (f"*{dtype}", f"*{dtype}")
-    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16"
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16, *fp32:16"
     wide = constants["EDGES"] and constants["BLOCK_D"] == WIDE_HEAD_DIM
     return BuildSpec(
         name=f"{kernel}{name}",

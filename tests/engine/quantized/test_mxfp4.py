@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
@@ -20,17 +19,13 @@ from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.quantized import experts_in_mxfp4
 from tests.support.rank_model import RankGroup
 from tests.support.torch_model import BackendDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 TEXT = tokens_of(PROMPT_TOKENS, 2)
-# openai/gpt-oss-20b says this.
-CONFIG = {
-    "quant_method": "mxfp4",
-    "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
-}
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 
@@ -40,22 +35,7 @@ def folders(own_cache, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
     them. In the first layer some groups are nearly 0: float16 does not hold their scales."""
     few, wide = (tmp_path_factory.mktemp(name) / "model" for name in ("few", "wide"))
     make_model(wide, {**FAMILIES["gpt-oss"], "intermediate_size": 96})
-    tensors, random = load_file(wide / "model.safetensors"), torch.Generator().manual_seed(3)
-    packed = {}
-    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
-        experts, inputs, outputs = tensors[name].shape
-        blocks = torch.randint(256, (experts, outputs, inputs // 32, 16), generator=random, dtype=torch.uint8)
-        scales = torch.randint(120, 124, blocks.shape[:-1], generator=random, dtype=torch.uint8)
-        if name == EXPERTS:
-            scales[:, ::7] = 0
-        packed |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        tensors[name] = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
-    shutil.copytree(wide, few)
-    save_file(tensors, wide / "model.safetensors", metadata={"format": "pt"})
-    plain = {name: tensor for name, tensor in tensors.items() if f"{name}_blocks" not in packed}
-    save_file({**plain, **packed}, few / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((few / "config.json").read_text())
-    (few / "config.json").write_text(json.dumps({**config, "quantization_config": CONFIG}))
+    experts_in_mxfp4(wide, few, tiny=EXPERTS)
     return few, wide
 
 
