@@ -47,8 +47,9 @@ LEFT_OUT = {
     "queries, keys and values in an order of their own in one matrix": "codegen",
     "a bias of attention's results that only the last of its layers has": "gpt_neox_japanese",
     "LayerNorm of each head of queries and keys": "persimmon",
-    "learned or fixed positions, or ALiBi": """
-        biogpt bloom cpmant ctrl gpt-sw3 gpt2 gpt_bigcode gpt_neo mpt openai-gpt opt xglm""",
+    "fixed positions, ALiBi, or a rule of its own for scores or windows beside learned positions": """
+        biogpt bloom cpmant ctrl gpt_neo mpt openai-gpt xglm""",
+    "nothing: its checkpoints are of `gpt2`": "gpt-sw3",
     "an encoder, or attention to another text": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra
         ernie marian mbart megatron-bert modernbert-decoder mvp pegasus plbart prophetnet rembert roberta
@@ -74,7 +75,7 @@ test` runs some of that, `make test-long` all. The first case of each family als
 int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
 a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
 (`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet;
-GPT-NeoX, Phi, Falcon and GPT-J, whose modules have names of their own, have no adapters.
+GPT-2, GPT-BigCode, OPT, GPT-NeoX, Phi, Falcon and GPT-J, whose modules have names of their own, have no adapters.
 
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""
@@ -147,6 +148,8 @@ def options(family: ModelFamily) -> str:
     if not family.gated:
         activation = family.defaults.get("hidden_act", family.defaults.get("activation"))
         said.append("an MLP without a gate" + (", by gelu with erf (not on GPUs)" if activation == "gelu" else ""))
+    if family.learned_positions:
+        said.append("learned positions (not on GPUs)")
     if family.head_bias:
         said.append("a bias of logits (not on GPUs)")
     return "; ".join(said) or "as Llama's"

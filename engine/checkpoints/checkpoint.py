@@ -71,16 +71,26 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
             wanted[f"layers.{layer}.{key}"] = tuple(
                 _of_model(spelling, f"model.layers.{layer}.") for spelling in spellings
             )
+    family = FAMILIES[config.family]
+    if family.turned:
+        layers = {key for key in wanted if key.startswith("layers.")}
+        wanted |= {key: tuple(_turned(spelling) for spelling in wanted[key]) for key in layers}
+    if config.learned_positions:
+        rows = config.max_position_embeddings + family.position_offset
+        wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
     if config.head_bias:
         wanted["lm_head.bias"] = _named("lm_head.bias", config.vocab_size)
     return {key: tuple(_in_files(spelling, config) for spelling in spellings) for key, spellings in wanted.items()}
 
 
+def _turned(spelling: Spelling) -> Spelling:
+    return tuple(replace(tensor, transposed=len(tensor.shape) > 1) for tensor in spelling)
+
+
 def _in_files(spelling: Spelling, config: ModelConfig) -> Spelling:
     """Gives the tensors the names that the family's checkpoints have for them."""
-    for usual, own in FAMILIES[config.family].names:
-        spelling = tuple(replace(tensor, name=tensor.name.replace(usual, own, 1)) for tensor in spelling)
-    return spelling
+    family = FAMILIES[config.family]
+    return tuple(replace(tensor, name=family.in_files(tensor.name)) for tensor in spelling)
 
 
 def _of_model(spelling: Spelling, prefix: str) -> Spelling:
@@ -286,6 +296,9 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
             for name in handle.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
                 if not name.startswith(_IGNORED_PREFIXES):
                     handles[_plain(name)] = (handle, name)
+        prefix = FAMILIES[config.family].bare_prefix
+        if prefix and not any(name.startswith(prefix) for name in handles):
+            handles = {prefix + name: found for name, found in handles.items()}
         yield Checkpoint(folder, config, handles)
 
 

@@ -14,7 +14,7 @@ import torch
 
 from pillion.engine.checkpoints.checkpoint import TensorSource, open_checkpoint
 from pillion.engine.models.decoder import LayerWeights, ModelWeights
-from pillion.engine.models.families import layers_of
+from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import Entries, LayerTensor, Role, tensors_of
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.llama_layer import norm
@@ -44,6 +44,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
             operations=layers_of(config),
             layers=tuple(load_layer(checkpoint, config, dtype, index, linear) for index in range(config.num_layers)),
             final_norm=load_final_norm(checkpoint, config, dtype),
+            positions=load_positions(checkpoint, config, dtype),
             lm_head=linear(load_head(checkpoint, config, dtype, embedding), load_head_bias(checkpoint, dtype)),
         )
 
@@ -67,6 +68,13 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     head = checkpoint.take_matrix("lm_head", dtype)
     same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
     return embedding if same else head
+
+
+def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:
+    """Loads the embeddings of positions [positions, hidden]; None for a model without any."""
+    if not config.learned_positions:
+        return None
+    return checkpoint.take("positions", dtype)[FAMILIES[config.family].position_offset :]
 
 
 def load_head_bias(checkpoint: TensorSource, dtype: torch.dtype) -> torch.Tensor | None:

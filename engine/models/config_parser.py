@@ -39,7 +39,7 @@ _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
 # These are activations by their names in configs, with the decoder's names for them.
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 # An MLP without a gate may have these, too.
-_NOT_GATED = {"relu2": "relu2", "gelu": "gelu"}
+_NOT_GATED = {"relu2": "relu2", "gelu": "gelu", "relu": "relu"}
 
 # Families call the same numbers by these keys, in this order: how many experts there are; how many of them a token
 # goes to; the factor of the experts' scores. Of the MLP beside the experts, a key holds the width, or how many times
@@ -108,7 +108,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     latents = _latents(raw, options, heads)
     kv_heads, head_dim = _kv_heads(str(name), raw, heads, latents)
     num_layers = size(raw, "num_hidden_layers")
-    has_rope = _has_rope(options, num_layers)
+    has_rope = _has_rope(options, family, num_layers)
     slides = _slides(options, family, num_layers, has_rope)
     _check_layer_types(str(name), raw, slides)
     window = int(number(options, "attention_chunk_size", number(options, "sliding_window", 0)))
@@ -136,6 +136,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         o_bias=family.o_bias or o_bias,
         mlp_bias=family.mlp_bias or mlp_bias,
         head_bias=family.head_bias,
+        learned_positions=family.learned_positions,
         activation=_activation(str(name), family, raw, options),
         gated=family.gated,
         norm=family.norm,
@@ -266,9 +267,11 @@ def _logit_divisor(family: ModelFamily, options: Mapping[str, Any], hidden_size:
     return factor / above_zero(options, "logit_scale", 1.0)
 
 
-def _has_rope(options: Mapping[str, Any], num_layers: int) -> tuple[bool, ...]:
+def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a
     0 in its list."""
+    if family.learned_positions:
+        return (False,) * num_layers
     flags = per_layer(options, "no_rope_layers", num_layers)
     if flags is not None:
         return tuple(bool(flag) for flag in flags)

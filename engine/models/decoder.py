@@ -83,7 +83,7 @@ class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Holds a model's weights, those of its ``layers`` included. ``embedding`` is [vocab, hidden]; a model with tied
-    weights has it as ``lm_head``, too.
+    weights has it as ``lm_head``, too. ``positions`` [positions, hidden] are learned ones, where a model has them.
 
     ``embedding_scale`` is rounded to the type of the weights, as transformers rounds it.
     """
@@ -94,6 +94,7 @@ class ModelWeights:
     layers: tuple[LayerWeights, ...]
     final_norm: RmsNorm | LayerNorm
     lm_head: Linear
+    positions: torch.Tensor | None = None
 
 
 class RowAdapters(Protocol):
@@ -295,6 +296,8 @@ def run_decoder(
         hidden = hidden * weights.embedding_scale
     if adapters is not None:
         adapters.embed(hidden)
+    if weights.positions is not None:
+        hidden = hidden + weights.positions[rope_rows]
     tables = [rope.tables(rope_rows, hidden.dtype) for rope in ropes]
     # A model whose queries grow has one row of the rotary tables for each position.
     grows = None if config.query_growth is None else growth_factors(config.query_growth, rope_rows)[:, None, None]

@@ -16,6 +16,7 @@ from typing import Any
 from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, falcon_layer, llama_layer
 from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError
 
 # These keys are about layers that only guess tokens (multi-token prediction).
 _GUESSING = ("num_nextn_predict_layers", "num_mtp_layers", "num_mtp_modules")
@@ -56,6 +57,10 @@ class ModelFamily:
         keys: the family's own keys, with those by which other families' configs call the same.
         derived: returns what follows from a config, by keys as other families' configs have them.
         names: what tensors' names in checkpoints have in place of what Llama's have, in the order of replacement.
+        bare_prefix: what names in checkpoints may lack, all of them: the name of the model within that for text.
+        turned: whether checkpoints have the inputs of layers' matrices as their rows.
+        learned_positions: whether embeddings of positions are added to those of tokens.
+        position_offset: how many of these come before that of the first position.
         fixed: keys that stand in configs of the family, with the one value that says what the family always does.
     """
 
@@ -89,12 +94,22 @@ class ModelFamily:
     keys: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
     names: tuple[tuple[str, str], ...] = ()
+    bare_prefix: str = ""
+    turned: bool = False
+    learned_positions: bool = False
+    position_offset: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def own(self) -> frozenset[str]:
         """Gives the keys that the family reads beside those of all families."""
         return frozenset({*self.defaults, *self.keys, self.eps})
+
+    def in_files(self, name: str) -> str:
+        """Returns the name that the family's checkpoints have for a tensor, by that of Llama's."""
+        for usual, own in self.names:
+            name = name.replace(usual, own, 1)
+        return name
 
     @property
     def guessing_layers(self) -> bool:
@@ -219,6 +234,22 @@ def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {"num_key_value_heads": raw["num_attention_heads"]}
 
 
+def _bigcode(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for GPT-BigCode, whose query heads may share one KV head."""
+    return {"num_key_value_heads": 1 if raw["multi_query"] else raw["num_attention_heads"]}
+
+
+def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for OPT. Raises ConfigError for the layers of its smallest models."""
+    if raw["word_embed_proj_dim"] not in (None, raw["hidden_size"]):
+        raise ConfigError(
+            f"opt: config.json has word_embed_proj_dim = {raw['word_embed_proj_dim']}, not supported here"
+        )
+    if raw.get("_remove_final_layer_norm"):
+        raise ConfigError("opt: config.json has _remove_final_layer_norm, which is not supported")
+    return _one_kv_head_each(raw)
+
+
 def _falcon(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows from Falcon's options: its new architecture overrules two of them."""
     is_new, parallel = raw["new_decoder_architecture"], bool(raw["parallel_attn"])
@@ -231,6 +262,43 @@ def _falcon(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         "shared_norm": not is_new or raw["num_ln_in_parallel_attn"] == 1,
     }
 
+
+_GPT_NAMES = (
+    ("model.layers.", "transformer.h."),
+    ("model.embed_tokens", "transformer.wte"),
+    ("model.embed_positions", "transformer.wpe"),
+    ("model.norm.", "transformer.ln_f."),
+    ("self_attn.qkv_proj", "attn.c_attn"),
+    ("self_attn.o_proj", "attn.c_proj"),
+    ("input_layernorm", "ln_1"),
+    ("post_attention_layernorm", "ln_2"),
+)
+_GPT2 = ModelFamily(
+    {
+        "max_position_embeddings": 1024,
+        "n_positions": None,
+        "layer_norm_epsilon": 1e-5,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+        "tie_word_embeddings": True,
+    },
+    layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj")),
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    norm="layer",
+    norm_bias=True,
+    eps="layer_norm_epsilon",
+    gated=False,
+    keys=_GPT_KEYS,
+    derived=_one_kv_head_each,
+    names=_GPT_NAMES,
+    bare_prefix="transformer.",
+    turned=True,
+    learned_positions=True,
+    ignored=("n_ctx", "reorder_and_upcast_attn", *_SUMMARIES),
+    fixed={"scale_attn_weights": True},
+)
 
 _COHERE = ModelFamily(
     {
@@ -965,6 +1033,53 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         # transformers rotates by its own base.
         ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
+    ),
+    "gpt2": _GPT2,
+    "gpt_bigcode": replace(
+        _GPT2,
+        defaults={**_GPT2.defaults, "activation_function": "gelu_pytorch_tanh", "multi_query": True},
+        layer=partial(llama_layer, mlp=("mlp.c_fc", "mlp.c_proj"), grouped_qkv="self_attn.qkv_proj"),
+        derived=_bigcode,
+        turned=False,
+        # These are about how softmax is rounded, and about buffers.
+        ignored=(
+            *_GPT2.ignored,
+            "attention_softmax_in_fp32",
+            "scale_attention_softmax_in_fp32",
+            "validate_runner_input",
+            "inference_runner",
+            "max_batch_size",
+            "pad_key_length",
+            "pre_allocate_kv_cache",
+        ),
+    ),
+    "opt": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "ffn_dim": 3072,
+            "activation_function": "relu",
+            "word_embed_proj_dim": None,
+            "enable_bias": True,
+            "layer_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+        },
+        layer=partial(llama_layer, norms=("self_attn_layer_norm", "", "final_layer_norm", ""), mlp=("fc1", "fc2")),
+        biases=("enable_bias", "enable_bias", "enable_bias"),
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_eps",
+        gated=False,
+        keys={"ffn_dim": "intermediate_size", "activation_function": "hidden_act"},
+        derived=_opt,
+        names=(
+            ("model.norm.", "model.final_layer_norm."),
+            ("self_attn.o_proj", "self_attn.out_proj"),
+            ("model.", "model.decoder."),
+        ),
+        learned_positions=True,
+        position_offset=2,
+        ignored=("dropout", "layerdrop", "init_std", "activation_dropout"),
+        fixed={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
     ),
     "llama4_text": ModelFamily(
         {

@@ -82,6 +82,7 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": silu,
     "gelu_tanh": lambda values: gelu(values, approximate="tanh"),
     "gelu": gelu,
+    "relu": relu,
     "relu2": lambda values: relu(values).square(),
 }
 

@@ -110,8 +110,9 @@ class ModelConfig:
         chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
         head_bias: whether logits have a bias.
+        learned_positions: whether embeddings of positions are added to those of tokens.
         gated: whether MLPs have a gate.
-        activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu2" and "gelu".
+        activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu", "relu2" and "gelu".
         norm: an RMS norm: "plain" rounds before the weight is applied, "wide" after it; "offset" is wide with a weight
             of 1 + w. A LayerNorm: "layer", "layer_offset" with a weight of 1 + w, "layer_bare" without weights.
         norm_bias: whether the norms of the residual stream have biases.
@@ -149,6 +150,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    learned_positions: bool = False
     gated: bool = True
     activation: str = "silu"
     norm: str = "plain"

@@ -238,7 +238,7 @@ def _linear_names(config: ModelConfig) -> dict[str, bool]:
         for key, spellings in decoder_tensors(config).items()
         for spelling in spellings
         for tensor in spelling
-        if len(tensor.shape) > 1 and key not in exact and key != "embedding" and not key.endswith(".bias")
+        if len(tensor.shape) > 1 and key not in exact | {"embedding", "positions"} and not key.endswith(".bias")
     }
 
 

@@ -53,7 +53,13 @@ from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
 
 # For each activation this is the epilogue of a product of gate and up, and of one without a gate.
 GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
-EPILOGUE = {"silu": "act_silu", "gelu_tanh": "act_gelu", "gelu": "act_erf_gelu", "relu2": "act_relu2"}
+EPILOGUE = {
+    "silu": "act_silu",
+    "gelu_tanh": "act_gelu",
+    "gelu": "act_erf_gelu",
+    "relu": "act_relu",
+    "relu2": "act_relu2",
+}
 # A KV head has room for this many rows of partial sums: a step cuts no more contexts than fit.
 MAX_PARTIAL_ROWS = 4096
 

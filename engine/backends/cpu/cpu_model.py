@@ -35,7 +35,7 @@ from pillion.engine.models.rope import CosSin, growth_table, rope_tables
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
-from pillion.kernels.cpu.rows.rows import Embed, SoftCapScale
+from pillion.kernels.cpu.rows.rows import AddPositions, Embed, SoftCapScale
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
 from pillion.rooms import require
 
@@ -129,6 +129,16 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
     yield Operation(Embed(builder.bf16, share=total is not None), values)
     if total is not None:
         yield total
+    if config.learned_positions:
+        table, hidden = builder.weights.tensors["positions"], builder.hidden
+        values = {
+            "table": table,
+            "hidden": hidden,
+            "width": config.hidden_size,
+            "hidden_stride": hidden.stride,
+            "table_stride": table.stride(0) * table.element_size(),
+        }
+        yield Operation(AddPositions(), values)
 
 
 def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttentionPlanner:

@@ -22,7 +22,14 @@ from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
 from pillion.engine.checkpoints.prepare import PreparedModel
-from pillion.engine.checkpoints.weights import DTYPES, load_final_norm, load_head, load_head_bias, load_layer
+from pillion.engine.checkpoints.weights import (
+    DTYPES,
+    load_final_norm,
+    load_head,
+    load_head_bias,
+    load_layer,
+    load_positions,
+)
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Experts, Layer, LayerTensor, Mlp, Role, tensors_of
@@ -206,6 +213,9 @@ class MatrixPacker:
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
             embedding = checkpoint.take("embedding", dtype)
             self.writer.tensor("embedding", embedding[rows])
+            positions = load_positions(checkpoint, config, dtype)
+            if positions is not None:
+                self.writer.tensor("positions", pad(positions.float(), (0, -config.hidden_size % LANES)))
             for index, operations in enumerate(layers_of(config)):
                 self.layer(f"layers.{index}.", operations, load_layer(checkpoint, config, dtype, index, Linear.plain))
             self.norm("final_norm", load_final_norm(checkpoint, config, dtype))

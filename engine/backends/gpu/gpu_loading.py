@@ -139,8 +139,10 @@ def check_operations(config: ModelConfig) -> None:
     """Raises ConfigError for an operation of a layer that has no kernel here."""
     if config.head_bias:
         raise ConfigError(f"{config.family}: the GPU kernels have no bias of logits; use --device cpu")
-    if config.activation == "gelu":
-        raise ConfigError(f"{config.family}: the GPU kernels have no gelu by erf; use --device cpu")
+    if config.learned_positions:
+        raise ConfigError(f"{config.family}: the GPU kernels have no learned positions; use --device cpu")
+    if config.activation in ("gelu", "relu"):
+        raise ConfigError(f"{config.family}: the GPU kernels have no {config.activation}; use --device cpu")
     if config.chunked and any(config.sliding_windows):
         raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
     if config.latents is not None:

@@ -56,7 +56,7 @@ LAYOUT = RecordLayout(
 )
 
 GATED = ("gated_silu", "gated_gelu", "gated_clamped")
-ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu2")
+ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu", "act_relu2")
 # Each thread draws this many ranges where there are panels enough. A range still takes many microseconds, and the last
 # ranges end at about the same time.
 RANGES_PER_THREAD = 16
@@ -339,9 +339,9 @@ def _activated(k: Kernel, epilogue: str, gate: Vec) -> Vec:
         return gate
     if epilogue.endswith("silu"):
         return gate * k.sigmoid(gate)
-    if epilogue == "act_relu2":
+    if epilogue in ("act_relu", "act_relu2"):
         positive: Vec = k.select(gate < 0.0, k.vector(0.0), gate)
-        return positive * positive
+        return positive if epilogue == "act_relu" else positive * positive
     if epilogue == "act_erf_gelu":
         return _erf_gelu(k, gate)
     return gate * k.sigmoid(gate * k.fma(gate * gate, k.vector(_GELU_B), k.vector(_GELU_A)))

@@ -71,6 +71,26 @@ class Embed(KernelSpec):
 
 
 @dataclass(frozen=True, slots=True)
+class AddPositions(KernelSpec):
+    """Adds the embedding of each row's position: hidden [T, width] float32 += table [positions, ...] float32, whose
+    rows are ``table_stride`` bytes apart, with zeros after their ends."""
+
+    layout = RecordLayout(
+        "add_positions", pointers=("table", "hidden"), numbers=("width", "hidden_stride", "table_stride")
+    )
+
+    def emit(self, call: KernelCall) -> None:
+        k, args, positions = call.k, call.args, call.step.pointer("positions")
+        table, hidden = args.pointer("table"), args.pointer("hidden")
+        width, stride, table_stride = (args.number(field) for field in self.layout.numbers)
+        with call.even_share(call.step.number("num_tokens")) as row:
+            source, target = table + k.load_int(positions + row * 4, 32) * table_stride, hidden + row * stride
+            with k.range(vectors_of(width)) as i:
+                at = i * VECTOR_BYTES
+                k.store(target + at, k.load(target + at) + k.load(source + at))
+
+
+@dataclass(frozen=True, slots=True)
 class NormRows(KernelSpec):
     """Norms rows: out = norm(x float32) * weight (+ bias). out is bfloat16 or float32; weight and bias are float32
     [width].

@@ -153,7 +153,14 @@ def test_attention_of_every_family_on_the_kernels(family, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "target"), [("phi", "dense"), ("gptj", "q_proj"), ("falcon", "dense"), ("gpt-neox", "query_key_value")]
+    ("family", "target"),
+    [
+        ("phi", "dense"),
+        ("gptj", "q_proj"),
+        ("falcon", "dense"),
+        ("gpt-neox", "query_key_value"),
+        ("opt", "q_proj"),
+    ],
 )
 def test_modules_with_names_of_their_own_are_refused(family, target, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])

@@ -226,6 +226,19 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
         assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), wanted)
 
 
+def test_the_names_of_gpt2s_own_checkpoints(tmp_path):
+    """They lack the name of the model, and have the mask of each layer."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES["gpt2"])
+    text, found = tokens_of(PROMPT_TOKENS, 2), []
+    for prefix in ("transformer.", ""):
+        driver = BackendDriver(prepare(flags))
+        found.append(driver.run_all(driver.sequences.add()[0], text, []))
+        tensors = {name.replace(prefix, "", 1): each for name, each in load_file(folder / "model.safetensors").items()}
+        masks = {f"h.{layer}.attn.bias": torch.ones(1, 1, 9, 9).tril() for layer in range(2)}
+        save_file({**tensors, **masks}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(*found)
+
+
 def test_layers_that_only_guess_tokens_are_not_read(tmp_path):
     """GLM-4-MoE's checkpoints have a layer more than the model (multi-token prediction)."""
     text, found = tokens_of(PROMPT_TOKENS, 2), []

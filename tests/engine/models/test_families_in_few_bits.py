@@ -16,6 +16,7 @@ from pillion.config import ModelFlags
 from pillion.engine.checkpoints.checkpoint import decoder_tensors, open_checkpoint
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import FAMILIES as ROWS
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Role, tensors_of
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
@@ -53,8 +54,9 @@ def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[Prepa
         groups = codes.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]
         groups = groups if offsets is None else groups + offsets[..., None]
         name, weight = module if module in names else f"{module}.weight", groups.flatten(-2)
-        # gpt-oss has the matrices of experts transposed.
-        turned = name in names and weight.shape != names[name].shape
+        # gpt-oss has the matrices of experts transposed, and GPT-2 all but the head, some of which are square.
+        square = name in names and ROWS[load_config(folder).family].turned
+        turned = square or (name in names and weight.shape != names[name].shape)
         values[name] = weight.mT.contiguous() if turned else weight
     wide, config = folder.parent / kind, json.loads((folder / "config.json").read_text())
     wide.mkdir()
@@ -90,7 +92,7 @@ def check_roles(folder):
     with open_checkpoint(folder, config) as checkpoint:
         for key in decoder_tensors(config):
             found = checkpoint.take_matrix(key, torch.float32)
-            plain = key in (*others, "embedding", "final_norm") or key.endswith(".bias")
+            plain = key in (*others, "embedding", "positions", "final_norm") or key.endswith(".bias")
             assert isinstance(found, torch.Tensor if plain else QuantizedMatrix), key
         head = checkpoint.take_matrix("lm_head", torch.float32)
         assert isinstance(head, QuantizedMatrix)

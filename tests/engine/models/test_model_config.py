@@ -163,7 +163,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     for key in ("vocab_size", "hidden_size", "max_position_embeddings"):
         assert getattr(ours, key) == getattr(theirs, key), key
     # Llama 4 has another key for the width of MLPs where there are experts elsewhere, GPT-J and Falcon have their own.
-    widths = [key for key in ("intermediate_size_mlp", "n_inner", "ffn_hidden_size") if hasattr(theirs, key)]
+    widths = [key for key in ("intermediate_size_mlp", "n_inner", "ffn_hidden_size", "ffn_dim") if hasattr(theirs, key)]
     wanted = getattr(theirs, *widths or ["intermediate_size"])
     assert ours.intermediate_size == (wanted or 4 * theirs.hidden_size)
     assert ours.rms_norm_eps == getattr(theirs, FAMILIES[name].eps, 1e-5)  # OLMo has no key for it.
@@ -179,6 +179,9 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "attention_chunk_size", None) or getattr(theirs, "sliding_window", None) or 0
     assert ours.sliding_windows == tuple(window if kind != "full_attention" else 0 for kind in kinds)
+    if ours.learned_positions:
+        assert ours.layer_ropes == (None,) * ours.num_layers
+        return
     assert ours.layer_ropes == tuple(
         None if not rope else int(len(ours.ropes) > 1 and kind == "sliding_attention")
         for kind, rope in zip(kinds, getattr(theirs, "no_rope_layers", None) or [1] * len(kinds), strict=True)
@@ -370,6 +373,23 @@ def test_a_choice_among_groups_of_experts_is_refused_where_a_family_has_none():
     assert parse_config({**config, "model_type": "qwen3_moe", "n_group": 1, "topk_group": 1}).moe.groups == 1
     with pytest.raises(ConfigError, match=r"qwen3_moe: config\.json has n_group = 2"):
         parse_config({**config, "model_type": "qwen3_moe", "n_group": 2})
+
+
+def test_models_with_learned_positions():
+    for change, words in (
+        ({"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32"),
+        ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
+        ({"do_layer_norm_before": False}, "do_layer_norm_before = False"),
+        ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
+        ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights = False"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            parse_config({**BASE, "model_type": "opt", **change})
+    own = {"n_embd": 48, "n_layer": 3, "n_head": 2, "n_positions": 99}
+    found = parse_config({"model_type": "gpt2", "vocab_size": 100, **own})
+    assert (found.hidden_size, found.num_layers, found.num_heads, found.max_position_embeddings) == (48, 3, 2, 99)
+    assert (found.intermediate_size, found.num_kv_heads) == (192, 2)
+    assert parse_config({**BASE, "model_type": "gpt_bigcode"}).num_kv_heads == 1
 
 
 def test_falcon():

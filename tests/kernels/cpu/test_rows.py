@@ -34,6 +34,7 @@ NORMS += [rows.NormRows(kind, True, "samples", True) for kind in ("rms", "layer"
 SPECS = [
     *NORMS,
     *(rows.Embed(bf16, share) for bf16 in (False, True) for share in (False, True)),
+    rows.AddPositions(),
     *(rows.NormAdd(rows_of) for rows_of in ("tokens", "samples")),
     rows.GatherRows(),
     *(rows.SoftCapScale(capped) for capped in (False, True)),
@@ -201,3 +202,18 @@ def test_infinite_rows_stay_their_own_business(runner):
     x[1, 5] = np.inf
     found = run_norm(runner, rows.NormRows("rms", False), x, torch.ones(32))
     assert torch.equal(found[[0, 2]], run_norm(runner, rows.NormRows("rms", False), x[[0, 2]], torch.ones(32)))
+
+
+@pytest.mark.parametrize("width", [16, 40])
+def test_positions_are_added(runner, width):
+    """Of two texts, one of which is in its midst."""
+    sequences = Sequences(8, 16, 0)
+    one, two = sequences.add(2)
+    sequences.step([(one, [0] * 9)])
+    batch = sequences.step([(one, [0] * 3), (two, [0] * 20)])
+    hidden, table = padded(normal(batch.num_tokens, width)), padded(normal(30, width, seed=1))
+    wanted = hidden + table[torch.from_numpy(batch.positions).long()]
+    values = {"table": table, "hidden": hidden, "width": width}
+    values |= {"hidden_stride": stride(hidden), "table_stride": stride(table)}
+    runner.run(rows.AddPositions(), values, batch_step(batch, torch.zeros(1)))
+    assert torch.equal(hidden, wanted)
