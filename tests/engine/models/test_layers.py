@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from transformers import GptOssConfig
@@ -95,3 +97,11 @@ def test_scores_sum_up_to_one_only_where_they_shall():
     torch.testing.assert_close(normalized.sum(-1), torch.ones(9))
     torch.testing.assert_close(plain / plain.sum(-1, keepdim=True), normalized)
     assert (plain.sum(-1) < 1).all()
+
+
+def test_products_of_the_router_are_not_rounded_where_they_shall_be_exact():
+    rows, router = torch.randn(50, 64).bfloat16(), torch.randn(5, 64).bfloat16()
+    scores, _ = route(rows, router, dataclasses.replace(mixed(2, False), exact=True))
+    assert torch.equal(scores, torch.softmax(rows.float() @ router.float().T, -1).topk(2, -1).values)
+    rounded, _ = route(rows, router, mixed(2, False))
+    assert not torch.equal(scores, rounded)
