@@ -75,7 +75,7 @@ test` runs some of that, `make test-long` all. The first case of each family als
 int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
 a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
 (`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet;
-GPT-2, GPT-BigCode, OPT, families whose modules have names of their own, such as GPT-2, GPT-NeoX, Phi and Falcon, have no adapters.
+GPT-2, GPT-BigCode, OPT, GPT-NeoX, Phi, Falcon and GPT-J, whose modules have names of their own, have no adapters.
 
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""
