@@ -2,6 +2,10 @@
 
 Runs of attention and of the read alternate, layer by layer over a pool larger than the caches. A figure is the least
 time of each layer, summed over layers, because whatever else runs on the machine only adds to it.
+
+"576 of 512 x 16" is DeepSeek V2 Lite's shape with latents: 576 values for all of 16 heads, the first 512 of which are
+the value, too. A second table has what attention's options cost in the shape of gpt-oss: sinks against none, and a
+window against a context of its length.
 """
 
 from __future__ import annotations
@@ -31,6 +35,9 @@ POOL_BYTES = 400 * 2**20
 PARTIAL_ROWS = 4096
 # Heads' sizes, query heads of a KV head, KV heads; types of queries and of K and V.
 SHAPES = {"64 x 3": (64, 3, 3), "128 x 4": (128, 4, 8), "128 x 8": (128, 8, 4)}
+LATENTS = {"576 of 512 x 16": (576, 16, 1, 512)}
+# The shape of gpt-oss, its streams, their context, and a window that does not begin where a partition does.
+OPTIONS, STREAMS, CONTEXT, WINDOW = (64, 8, 8), 16, 1200, 1000
 PAIRS, FLOATS = [(True, ""), (True, "int8"), (True, "fp8_e4m3")], [(False, ""), (True, ""), (False, "int8")]
 KINDS = {isa.name: PAIRS if isa.bf16_dot else FLOATS for isa in TABLE}
 # Streams and their tokens of context.
@@ -38,14 +45,20 @@ LOADS = ((16, 264), (16, 1024), (1, 8192))
 
 
 class AttentionBench:
-    """The kernels of one shape over a filled pool of many layers."""
+    """The kernels of one shape over a filled pool of many layers. ``window`` is that of all layers, 0 for none;
+    ``sinks`` says whether they have attention sinks."""
 
-    def __init__(self, isa: str, shape: AttentionShape, kv_heads: int) -> None:
+    def __init__(self, isa: str, shape: AttentionShape, kv_heads: int, *, window: int = 0, sinks: bool = False) -> None:
         self._isa, self._shape, self._heads = BY_NAME[isa], shape, kv_heads
-        self._specs = Attention(shape), AttentionMerge(shape), AttentionRead(shape)
+        self._window, self._sinks = window, torch.zeros(kv_heads * shape.group) if sinks else None
+        self._specs = (
+            Attention(shape, window=window > 0, sinks=sinks),
+            AttentionMerge(shape, window=window > 0, sinks=sinks),
+            AttentionRead(shape),
+        )
         self._kernels = compile_kernels(self._specs, self._isa)
         self._thread = ThreadPool(self._kernels, 1)
-        self._layer_bytes = 2 * kv_heads * shape.piece_bytes
+        self._layer_bytes = (1 if shape.latents else 2) * kv_heads * shape.piece_bytes
         self._slots = 1024
         self._layers = max(1, POOL_BYTES // (self._slots * self._layer_bytes))
         self._pool = aligned_bytes(self._slots * self._layers * self._layer_bytes, 4096)
@@ -81,7 +94,8 @@ class AttentionBench:
         lengths = np.full(streams, context, np.int32)
         batch = StepBatch(np.full(streams, 5, np.int32), lengths - 1, each, lengths, tables, each[:-1].copy())
         counts = row_counts(self._isa, self._shape.group)
-        plan = CpuAttentionPlanner(self._shape.group, counts, self._heads, 1, PARTIAL_ROWS).plan(batch)
+        planner = CpuAttentionPlanner(self._shape.group, counts, self._heads, 1, PARTIAL_ROWS, self._window)
+        plan = planner.plan(batch)
         step = CpuStepRecord()
         for name, array in (("items", plan.items), ("merges", plan.merges), ("block_tables", tables)):
             step.point(name, np.ascontiguousarray(array))
@@ -97,19 +111,19 @@ class AttentionBench:
         row_bytes = shape.group * shape.head_dim * shape.element_bytes
         values: dict[str, Any] = {
             "queries": torch.full((heads, streams, shape.group, shape.head_dim), 0.01, dtype=dtype),
-            "out": torch.zeros(streams, heads * shape.group * shape.head_dim, dtype=dtype),
+            "out": torch.zeros(streams, heads * shape.group * shape.value_dim, dtype=dtype),
             "partials": torch.zeros(heads, PARTIAL_ROWS, shape.sum_bytes // 4),
             "sink": aligned_bytes(64),
-            "sinks": None,
+            "sinks": self._sinks,
             "head_stride": streams * row_bytes,
-            "out_stride": heads * row_bytes,
+            "out_stride": heads * shape.group * shape.value_dim * shape.element_bytes,
             "partial_stride": PARTIAL_ROWS * shape.sum_bytes,
             "layer_offset": layer * self._layer_bytes,
             "slot_bytes": self._layers * self._layer_bytes,
             "piece_bytes": shape.piece_bytes,
             "value_offset": heads * shape.piece_bytes,
             "kv_heads": heads,
-            "window": 0,
+            "window": self._window,
             "scale": shape.head_dim**-0.5,
             "softcap": 0.0,
         }
@@ -118,6 +132,23 @@ class AttentionBench:
     def _call(self, operations: list[Operation], step: CpuStepRecord) -> Callable[[], None]:
         program = Program(operations, self._kernels, Workspace())
         return lambda: self._thread.run(program.entries, step.words)
+
+
+def cost_of_options(isa: str, rounds: int) -> dict[str, float]:
+    """Return how fast attention with each option is, as a share of the same without."""
+    head_dim, group, kv_heads = OPTIONS
+    shape = AttentionShape(head_dim, group, BLOCK_SIZE, bool(BY_NAME[isa].bf16_dot))
+
+    def seconds(context: int, **options: Any) -> float:
+        bench = AttentionBench(isa, shape, kv_heads, **options)
+        found = bench.seconds(STREAMS, context, rounds)[0]
+        bench.close()
+        return found
+
+    return {
+        "sinks": seconds(CONTEXT) / seconds(CONTEXT, sinks=True),
+        "window": seconds(WINDOW) / seconds(CONTEXT, window=WINDOW),
+    }
 
 
 def main() -> None:
@@ -129,9 +160,10 @@ def main() -> None:
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for isa in args.kernels:
-        for name, (head_dim, group, kv_heads) in SHAPES.items():
-            for bf16, codes in KINDS[isa]:
-                bench = AttentionBench(isa, AttentionShape(head_dim, group, BLOCK_SIZE, bf16, codes), kv_heads)
+        for name, (head_dim, group, kv_heads, *latents) in (SHAPES | LATENTS).items():
+            for bf16, codes in KINDS[isa][:1] if latents else KINDS[isa]:
+                shape = AttentionShape(head_dim, group, BLOCK_SIZE, bf16, codes, *latents)
+                bench = AttentionBench(isa, shape, kv_heads)
                 found = {f"{many} at {context}": bench.seconds(many, context, args.rounds) for many, context in LOADS}
                 bench.close()
                 shares = {load: read / attend for load, (attend, read) in found.items()}
@@ -145,7 +177,12 @@ def main() -> None:
         cells = [f"{share:.2f}" for share in row["share_of_read"].values()]
         table.add_row(row["kernels"], row["heads"], row["kv"], *cells)
     show_table(table)
-    save("cpu_attention", {"rounds": args.rounds, "rows": rows})
+    options = {isa: cost_of_options(isa, args.rounds) for isa in args.kernels}
+    costs = Table("kernels", "with sinks", "with a window", title="share of the rate without")
+    for isa, found_rates in options.items():
+        costs.add_row(isa, *(f"{share:.2f}" for share in found_rates.values()))
+    show_table(costs)
+    save("cpu_attention", {"rounds": args.rounds, "rows": rows, "options": options})
 
 
 if __name__ == "__main__":

@@ -106,7 +106,7 @@ class AttentionRead(KernelSpec):
                 end = k.least((partition + 1) * PARTITION_GROUPS, last)
                 wanted = GroupRange(partition * PARTITION_GROUPS, end, last)
                 groups = emit_groups(call, self.shape, item.sequence, head, wanted, 0)
-                with k.range(groups.count * 2, step=_SIDE) as place:
+                with k.range(groups.count * (1 if self.shape.latents else 2), step=_SIDE) as place:
                     self._read_groups(groups, place, sums)
         _store_sum(call, k, sums)
 

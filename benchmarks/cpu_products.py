@@ -48,6 +48,8 @@ CASES = (
     ("uint4_half", 32, True),
     ("int4", 32, True),
     ("nf4", 64, False),
+    ("fp4_e2m1", 16, False),
+    ("fp4_e2m1_half", 32, False),
 )
 
 
