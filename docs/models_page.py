@@ -30,14 +30,14 @@ LEFT_OUT = {
     "a norm of the sum of experts and the MLP beside them": "axk1",
     "sparse attention, which chooses the tokens that a query sees": """
         axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
-    "layers that share keys and values, and embeddings for each layer": """
-        gemma3n gemma3n_text gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant
-        gemma4_unified_text""",
+    "layers that share keys and values, and embeddings for each layer": "gemma3n gemma3n_text",
+    "the same, and heads of another size in layers without a window (`global_head_dim`), for which layers would need "
+    "places of their own sizes in a block": """
+        gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text""",
     "heads of values that differ from those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         afmoe diffllama jetmoe laguna""",
     "another activation (`xielu`), or norms between activation and down projection": "apertus bitnet",
-    "a norm of queries and keys without weights": "nanochat",
     "a router with other arithmetic (sparse mixer, experts that share a norm, several experts for each place)": """
         aria_text cohere2_moe dbrx phimoe""",
     "experts chosen by the router's product and a bias, not by its score": "kolibri1",
@@ -105,6 +105,8 @@ def options(family: ModelFamily) -> str:
     layer, said = _layer_of(family), []
     if family.norm.startswith("layer"):
         said.append("LayerNorm" + (" with biases" if family.norm_bias else ""))
+    if family.norm == "bare":
+        said.append("norms without weights, also of embeddings")
     if family.norm.endswith("offset"):
         said.append("norms by 1 + w")
     norms = layer.get("norms", PRE_NORMS)

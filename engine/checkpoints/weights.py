@@ -37,7 +37,7 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
         return Linear(plain(weight, dtype), bias, row_codes=row_codes_of([weight]))
 
     with open_checkpoint(folder, config) as checkpoint:
-        embedding = checkpoint.take("embedding", dtype)
+        embedding = load_embedding(checkpoint, config, dtype)
         return ModelWeights(
             embedding=embedding,
             embedding_scale=embedding_scale(config, dtype),
@@ -68,6 +68,15 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     head = checkpoint.take_matrix("lm_head", dtype)
     same = config.tie_word_embeddings and isinstance(head, torch.Tensor) and torch.equal(head, embedding)
     return embedding if same else head
+
+
+def load_embedding(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor:
+    """Loads the embeddings of tokens [vocab, hidden], normed where the family norms them."""
+    found = checkpoint.take("embedding", dtype)
+    if not FAMILIES[config.family].normed_embedding:
+        return found
+    weight = torch.ones_like(found[0], dtype=torch.float32)
+    return RmsNorm(weight, config.rms_norm_eps, wide=True)(found)
 
 
 def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> torch.Tensor | None:

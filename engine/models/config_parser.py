@@ -339,7 +339,8 @@ def _ropes(
     if family.local_rope:
         return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)
     rope = parse_rope(raw, head_dim, partial=family.partial_rope, query_growth=family.query_growth == "all")
-    rope = replace(rope, interleaved=bool(options.get("rope_interleave", family.interleaved_rope)))
+    interleaved = bool(options.get("rope_interleave", family.interleaved_rope))
+    rope = replace(rope, interleaved=interleaved, backwards=family.reversed_rope)
     bases = per_layer(raw, "layer_rope_theta", len(slides)) or [rope.theta * has for has in has_rope]
     # A layer whose base is 0 has no rotary embedding.
     thetas = sorted({above_zero({"layer_rope_theta": base}, "layer_rope_theta", 1.0) for base in bases if base})

@@ -40,6 +40,8 @@ class ModelFamily:
         multiplied_logits: whether ``logits_scaling`` multiplies logits, which it divides elsewhere.
         partial_rope: whether a part of each head may be rotated.
         interleaved_rope: whether neighbours are rotated with each other (``RopeConfig.interleaved``).
+        reversed_rope: whether values are rotated the other way round (``RopeConfig.backwards``).
+        normed_embedding: whether embeddings are normed, which loading does.
         local_rope: whether layers with a window have a rotary embedding of their own.
         nope_if_full: whether layers without a window have no rotary embedding, in a model with windows.
         window_pattern: where neither a config nor another default says which layers have the window: of so many layers
@@ -80,6 +82,8 @@ class ModelFamily:
     multiplied_logits: bool = False
     partial_rope: bool = False
     interleaved_rope: bool = False
+    reversed_rope: bool = False
+    normed_embedding: bool = False
     local_rope: bool = False
     nope_if_full: bool = False
     window_pattern: int = 0
@@ -232,6 +236,13 @@ _PHI = {"max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for families whose query heads have a KV head each, whatever a config says."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
+
+
+def _nanochat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ConfigError for a tied head, which would be the embedding without its norm."""
+    if raw.get("tie_word_embeddings"):
+        raise ConfigError("nanochat: config.json has tie_word_embeddings = True, which is not supported")
+    return {}
 
 
 def _bigcode(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -1033,6 +1044,22 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         # transformers rotates by its own base.
         ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
+    ),
+    "nanochat": ModelFamily(
+        {
+            "max_position_embeddings": 2048,
+            "attention_bias": False,
+            "hidden_act": "relu2",
+            "final_logit_softcapping": 15.0,
+        },
+        layer=partial(
+            llama_layer, mlp=("mlp.fc1", "mlp.fc2"), qk_norm="head", qk_norm_names=(), norm_after_rotation=True
+        ),
+        norm="bare",
+        gated=False,
+        reversed_rope=True,
+        normed_embedding=True,
+        derived=_nanochat,
     ),
     "gpt2": _GPT2,
     "gpt_bigcode": replace(

@@ -125,7 +125,7 @@ def llama_layer(
 
 def norm(config: ModelConfig, name: str, spelling: str) -> LayerTensor:
     """Describes the weight of a norm of the residual stream."""
-    spellings = () if config.norm == "layer_bare" else ((spelling,),)
+    spellings = () if config.norm.endswith("bare") else ((spelling,),)
     return LayerTensor(name=name, role=Role.NORM, rows=_hidden(config), spellings=spellings, bias=config.norm_bias)
 
 

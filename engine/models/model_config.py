@@ -114,7 +114,8 @@ class ModelConfig:
         gated: whether MLPs have a gate.
         activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu", "relu2" and "gelu".
         norm: an RMS norm: "plain" rounds before the weight is applied, "wide" after it; "offset" is wide with a weight
-            of 1 + w. A LayerNorm: "layer", "layer_offset" with a weight of 1 + w, "layer_bare" without weights.
+            of 1 + w; "bare" has none. A LayerNorm: "layer", "layer_offset" with a weight of 1 + w, "layer_bare" without
+            weights.
         norm_bias: whether the norms of the residual stream have biases.
         qk_norm: whether queries and keys are normed, where a family's layers can have that.
         post_norm: whether the outputs of attention and MLP are normed, where a family's layers can have that.

@@ -35,6 +35,7 @@ class RopeConfig:
         kind: one of ROPE_KINDS; :mod:`pillion.engine.models.rope` has their formulas.
         rotary_dim: how many values of a head are rotated, from its first on.
         interleaved: whether a checkpoint rotates neighbours with each other, not values half of ``rotary_dim`` apart.
+        backwards: whether values are rotated by the negative angles.
         original_max_position: longest text of the training before scaling, in tokens.
         short_factors, long_factors: longrope's divisors, one per frequency, up to the original length and above it.
     """
@@ -43,6 +44,7 @@ class RopeConfig:
     theta: float = 10_000.0
     rotary_dim: int
     interleaved: bool = False
+    backwards: bool = False
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -174,6 +176,7 @@ def _parse(
         theta=theta,
         rotary_dim=rotary_dim,
         interleaved=False,
+        backwards=False,
         factor=above_zero(rope, "factor", max_position / original),
         original_max_position=original,
         attention_factor=None if attention_factor is None else number(rope, "attention_factor", 1.0),

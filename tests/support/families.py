@@ -341,6 +341,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "parallel_attn": False,
     },
     "gptj": {"model_type": "gptj", "without": ("head_dim",), "tie_word_embeddings": False, "rotary_dim": 8},
+    "nanochat": {"model_type": "nanochat", "tie_word_embeddings": False},
     "gpt2": {"model_type": "gpt2", "without": ("head_dim",)},
     "gpt-bigcode": {"model_type": "gpt_bigcode", "without": ("head_dim",)},
     "gpt-bigcode-heads": {"model_type": "gpt_bigcode", "without": ("head_dim",), "multi_query": False, "n_inner": 144},

@@ -24,6 +24,7 @@ from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, pac
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import (
     DTYPES,
+    load_embedding,
     load_final_norm,
     load_head,
     load_head_bias,
@@ -211,7 +212,7 @@ class MatrixPacker:
         tokens = self.shard.vocabulary(config.vocab_size)
         rows = slice(tokens.start, tokens.stop)
         with open_checkpoint(folder, config) as checkpoint, torch.inference_mode():
-            embedding = checkpoint.take("embedding", dtype)
+            embedding = load_embedding(checkpoint, config, dtype)
             self.writer.tensor("embedding", embedding[rows])
             positions = load_positions(checkpoint, config, dtype)
             if positions is not None:

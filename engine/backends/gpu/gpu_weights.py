@@ -28,7 +28,14 @@ from pillion.engine.checkpoints.checkpoint import TensorSource, decoder_tensors,
 from pillion.engine.checkpoints.model_cache import PACKING_VERSION, ModelCache
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.packed_file import PackedFile, PackedWriter, packed_once
-from pillion.engine.checkpoints.weights import DTYPES, embedding_scale, load_final_norm, load_head, load_layer
+from pillion.engine.checkpoints.weights import (
+    DTYPES,
+    embedding_scale,
+    load_embedding,
+    load_final_norm,
+    load_head,
+    load_layer,
+)
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import Layer, Mlp, Role, tensors_of
@@ -251,7 +258,7 @@ def _named_tensors(
     """Yields names and weights layer by layer, so that only one layer is in memory at a time."""
     tokens = shard.vocabulary(config.vocab_size)
     mine = slice(tokens.start, tokens.stop)
-    embedding = checkpoint.take("embedding", dtype)
+    embedding = load_embedding(checkpoint, config, dtype)
     yield "embedding", embedding[mine]
     head = load_head(checkpoint, config, dtype, embedding)
     for index, operations in enumerate(layers_of(config)):

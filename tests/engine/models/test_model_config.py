@@ -375,13 +375,14 @@ def test_a_choice_among_groups_of_experts_is_refused_where_a_family_has_none():
         parse_config({**config, "model_type": "qwen3_moe", "n_group": 2})
 
 
-def test_models_with_learned_positions():
+def test_options_of_models_with_learned_positions_or_normed_embeddings():
     for change, words in (
         ({"word_embed_proj_dim": 32}, "word_embed_proj_dim = 32"),
         ({"_remove_final_layer_norm": True}, "_remove_final_layer_norm"),
         ({"do_layer_norm_before": False}, "do_layer_norm_before = False"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx = True"),
         ({"model_type": "gpt2", "scale_attn_weights": False}, "scale_attn_weights = False"),
+        ({"model_type": "nanochat", "tie_word_embeddings": True}, "nanochat: .*tie_word_embeddings = True"),
     ):
         with pytest.raises(ConfigError, match=words):
             parse_config({**BASE, "model_type": "opt", **change})
