@@ -34,6 +34,7 @@ BOOKKEEPING = _words(
     architectures auto_map dtype torch_dtype transformers_version name_or_path attn_implementation
     experts_implementation cache_implementation use_cache use_bfloat16 torchscript return_dict output_attentions
     output_hidden_states initializer_range pretraining_tp attention_dropout hidden_dropout attn_pdrop embd_pdrop
+    attention_probs_dropout_prob hidden_dropout_prob custom_pipelines output_past
     resid_pdrop router_aux_loss_coef router_jitter_noise output_router_logits is_decoder is_encoder_decoder
     chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params finetuning_task
     tokenizer_class prefix pad_token_id unk_token_id sep_token_id decoder_start_token_id tie_encoder_decoder

@@ -37,7 +37,10 @@ from pillion.rooms import Seam, require
 # Layers with a window, or with attention in chunks, have these types.
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
 # These are activations by their names in configs, with the decoder's names for them.
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_ACTIVATIONS = {
+    **dict.fromkeys(("silu", "swish"), "silu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+}
 # An MLP without a gate may have these, too.
 _NOT_GATED = {"relu2": "relu2", "gelu": "gelu", "relu": "relu"}
 
@@ -272,7 +275,8 @@ def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) 
     0 in its list."""
     if family.learned_positions:
         return (False,) * num_layers
-    flags = per_layer(options, "no_rope_layers", num_layers)
+    # Llama 4's configs may have an empty list in place of none.
+    flags = per_layer(options, "no_rope_layers", num_layers) if options.get("no_rope_layers") else None
     if flags is not None:
         return tuple(bool(flag) for flag in flags)
     interval = size(options, "no_rope_layer_interval", num_layers + 1)

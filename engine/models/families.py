@@ -226,7 +226,7 @@ _GPT_KEYS = {
 }
 _SUMMARIES = (
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
-    "gradient_checkpointing",
+    "gradient_checkpointing", "predict_special_tokens",
 )  # fmt: skip
 # The layers of GPT-NeoX, of Falcon and of Phi, whose matrices have these names.
 _NEOX_MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
@@ -1012,6 +1012,8 @@ FAMILIES: dict[str, ModelFamily] = {
             ("self_attn.o_proj", "self_attention.dense"),
             ("self_attn.", "self_attention."),
         ),
+        # transformers reads the width itself, which stands beside the factor.
+        ignored=("ff_factor",),
     ),
     "gptj": ModelFamily(
         {
@@ -1103,10 +1105,11 @@ FAMILIES: dict[str, ModelFamily] = {
             ("self_attn.o_proj", "self_attn.out_proj"),
             ("model.", "model.decoder."),
         ),
+        bare_prefix="model.",
         learned_positions=True,
         position_offset=2,
         ignored=("dropout", "layerdrop", "init_std", "activation_dropout"),
-        fixed={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True},
+        fixed={"do_layer_norm_before": True, "layer_norm_elementwise_affine": True, "learned_embeddings": True},
     ),
     "llama4_text": ModelFamily(
         {

@@ -39,16 +39,16 @@ _LAYOUTS = {
 _BITS = {"gptq": (2, 3, 4, 8), "gptq_v2": (2, 3, 4, 8), "awq": (4,), "nvfp4": (4,), "packed_mxfp4": (4,)}
 # The numbers of inputs in a group of floats.
 _FLOATS = {"nvfp4": 16, "packed_mxfp4": 32}
-_WHOLE = re.compile(r"(rtn_|opt_rtn_)?int(_a?sym)?")
+WHOLE_NUMBERS = re.compile(r"(rtn_|opt_rtn_)?int(_a?sym)?")
 _SIZES = "bits group_size sym data_type act_bits act_group_size act_sym act_data_type act_dynamic"
-# These keys say where AutoRound was and how it searched.
-_KEYS = """
-    quant_method packing_format extra_config autoround_version backend block_name_to_quantize to_quant_block_names
-    quant_block_list modules_to_not_convert provider amp batch_size dataset enable_adam enable_alg_ext
-    enable_deterministic_algorithms enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input
-    gradient_accumulate_steps iters low_cpu_mem_usage low_gpu_mem_usage lr lr_scheduler minmax_lr momentum n_samples
-    nblocks not_use_best_mse nsamples optimizer sampler scale_dtype seed seqlen static_attention_granularity
-    static_kv_dtype static_kv_granularity supported_types train_bs
+# These keys say where AutoRound was and how it searched, in exports in the formats of other producers, too.
+SEARCH_KEYS = """
+    autoround_version backend block_name_to_quantize to_quant_block_names quant_block_list modules_to_not_convert
+    provider amp batch_size dataset enable_adam enable_alg_ext enable_deterministic_algorithms enable_minmax_tuning
+    enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters low_cpu_mem_usage low_gpu_mem_usage
+    lr lr_scheduler minmax_lr model_free momentum n_samples nblocks not_use_best_mse nsamples optimizer sampler
+    scale_dtype seed seqlen static_attention_granularity static_kv_dtype static_kv_granularity supported_types
+    train_bs
     """
 # A key of extra_config that has only these characters is the name of a module, and any other one an expression.
 _NAME = re.compile(r"[\w.-]+")
@@ -56,7 +56,7 @@ _NAME = re.compile(r"[\w.-]+")
 
 def parse_auto_round(raw: Raw) -> Quantization:
     """Reads the config. Raises ConfigError for a format or an option that is not supported, by its name."""
-    refuse_others(raw, f"{_KEYS} {_SIZES}", "quantization_config")
+    refuse_others(raw, f"quant_method packing_format extra_config {SEARCH_KEYS} {_SIZES}", "quantization_config")
     chosen = raw.get("extra_config") or {}
     if not isinstance(chosen, Mapping) or not all(isinstance(changes, Mapping) for changes in chosen.values()):
         raise ConfigError("config.json: quantization_config: extra_config must give an object for each module")
@@ -81,7 +81,7 @@ def _scheme(raw: Raw) -> MatrixScheme:
     layout, bits, activations = _LAYOUTS.get(packing), raw.get("bits"), words_of(raw, "act_bits", "16")
     if layout == "nvfp4" and numbers.startswith("mx_fp"):
         layout = "packed_mxfp4"
-    fits = numbers.startswith(("nv_fp", "mx_fp")) if layout in _FLOATS else _WHOLE.fullmatch(numbers)
+    fits = numbers.startswith(("nv_fp", "mx_fp")) if layout in _FLOATS else WHOLE_NUMBERS.fullmatch(numbers)
     if layout is None or not fits:
         raise unsupported(f"{_METHOD} in the format {packing} with numbers of type {numbers}")
     if type(bits) is not int or bits not in _BITS[layout]:

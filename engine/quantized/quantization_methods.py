@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from pillion.engine.models.config_parser import QUANTIZATION_KEYS, quantization_method
-from pillion.engine.quantized.auto_round_config import parse_auto_round
+from pillion.engine.quantized.auto_round_config import SEARCH_KEYS, WHOLE_NUMBERS, parse_auto_round
 from pillion.engine.quantized.compressed_tensors_config import parse_compressed_tensors
 from pillion.engine.quantized.quantization import (
     ANY_MODULE,
@@ -47,16 +47,22 @@ def _group(raw: Raw, keys: str = "group_size") -> int:
     return 0 if key and raw[key] == -1 else whole(raw, keys, 128)
 
 
-_GPTQ_KEYS = """
+_GPTQ_KEYS = f"""
+    {SEARCH_KEYS} data_type
     quant_method bits group_size sym desc_act checkpoint_format format dynamic lm_head meta pack_dtype
-    act_group_aware backend batch_size block_name_to_quantize cache_block_outputs cache_examples_on_gpu
-    damp_auto_increment damp_percent dataset device disable_exllama exllama_config failsafe hyb_act
-    max_input_length method model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
-    modules_in_block_to_quantize modules_to_not_convert mse offload_to_disk offload_to_disk_path pack_impl pad_token_id
-    parallel_packing quantizer static_groups tokenizer true_sequential use_cuda_fp16 use_exllama
-    amp autoround_version enable_minmax_tuning enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps
-    iters low_gpu_mem_usage lr minmax_lr n_samples nsamples provider scale_dtype seqlen to_quant_block_names train_bs
+    act_group_aware cache_block_outputs cache_examples_on_gpu damp_auto_increment damp_percent device
+    disable_exllama exllama_config failsafe hyb_act max_input_length method model_file_base_name model_name_or_path
+    model_seqlen module_name_preceding_first_block modules_in_block_to_quantize mse offload_to_disk
+    offload_to_disk_path pack_impl pad_token_id parallel_packing quantizer static_groups tokenizer true_sequential
+    use_cuda_fp16 use_exllama
     """
+
+
+def _refuse_other_numbers(raw: Raw, method: str) -> None:
+    """Raises ConfigError where AutoRound, which uses other producers' names for its exports, says that codes are no
+    whole numbers."""
+    if not WHOLE_NUMBERS.fullmatch(numbers := words_of(raw, "data_type", "int")):
+        raise unsupported(f"{method}, numbers of type {numbers}")
 
 
 def _awq(raw: Raw) -> Quantization:
@@ -65,6 +71,7 @@ def _awq(raw: Raw) -> Quantization:
         _GPTQ_KEYS + "w_bit q_group_size zero_point version modules_to_fuse do_fuse fuse_max_seq_len",
         "quantization_config",
     )
+    _refuse_other_numbers(raw, "awq")
     version = words_of(raw, "version format checkpoint_format", "gemm")
     bits = raw.get("bits", raw.get("w_bit", 4))
     if version != "gemm" or bits != 4:
@@ -76,6 +83,7 @@ def _awq(raw: Raw) -> Quantization:
 
 def _gptq(raw: Raw) -> Quantization:
     refuse_others(raw, _GPTQ_KEYS, "quantization_config")
+    _refuse_other_numbers(raw, "gptq")
     version = words_of(raw, "checkpoint_format format", "gptq")
     if version not in ("gptq", "gptq_v2") or raw.get("pack_dtype") not in (None, "int32"):
         raise unsupported(f"gptq in the format {version} of {raw.get('pack_dtype', 'int32')}")

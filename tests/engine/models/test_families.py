@@ -226,11 +226,12 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
         assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), wanted)
 
 
-def test_the_names_of_gpt2s_own_checkpoints(tmp_path):
-    """They lack the name of the model, and have the mask of each layer."""
-    folder, flags = make_model(tmp_path / "model", FAMILIES["gpt2"])
+@pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])
+def test_the_names_of_gpt2s_and_opts_own_checkpoints(tmp_path, name, prefix):
+    """They lack the name of the model, and GPT-2's have the mask of each layer."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES[name])
     text, found = tokens_of(PROMPT_TOKENS, 2), []
-    for prefix in ("transformer.", ""):
+    for _ in range(2):
         driver = BackendDriver(prepare(flags))
         found.append(driver.run_all(driver.sequences.add()[0], text, []))
         tensors = {name.replace(prefix, "", 1): each for name, each in load_file(folder / "model.safetensors").items()}

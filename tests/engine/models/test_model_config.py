@@ -418,6 +418,24 @@ def test_llama_4():
     assert parse_config({**text, "interleave_moe_layer_step": 2}).moe.layers == (False, True) * 2
 
 
+def test_keys_of_published_configs_that_change_nothing():
+    """These keys stand in configs of GPT-NeoX 20B, Dolly, GPT-2 XL, Falcon 2, Galactica and Llama 4."""
+    dropout = {"attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "custom_pipelines": {"a": {"b": "c"}}}
+    for name, found in (
+        ("gpt_neox", dropout),
+        ("gpt2", {"output_past": True, "predict_special_tokens": True}),
+        ("falcon", {"ff_factor": 4}),
+        ("opt", {"learned_embeddings": True, "scale_embeddings": False}),
+        ("llama4_text", {"no_rope_layers": []}),
+    ):
+        base = {**BASE, "model_type": name, "num_key_value_heads": 4}
+        assert parse_config({**base, **found}) == parse_config(base), name
+    neox = {**BASE, "model_type": "gpt_neox"}
+    assert parse_config({**neox, "hidden_act": "gelu_fast"}) == parse_config({**neox, "hidden_act": "gelu_new"})
+    with pytest.raises(ConfigError, match=r"opt: config\.json has scale_embeddings = True"):
+        parse_config({**BASE, "model_type": "opt", "scale_embeddings": True})
+
+
 def test_the_longest_text_with_scaling():
     def longest(**rope):
         return parse_config({**BASE, "rope_parameters": rope}).max_position_embeddings

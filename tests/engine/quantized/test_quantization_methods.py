@@ -10,6 +10,7 @@ from pillion.errors import ConfigError
 GROUP = {"targets": ["Linear"], "weights": {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128}}
 PACKED = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"group_0": GROUP}}
 AUTO_ROUND = {"quant_method": "auto-round", "bits": 4, "group_size": 64, "sym": True, "static_kv_granularity": "tensor"}
+EXPORTED = {"data_type": "int", "iters": 200, "autoround_version": "0.13.0", "lr_scheduler": None, "seed": 42}
 FP8 = {"num_bits": 8, "type": "float"}
 FP4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 ROWS = {"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}
@@ -35,6 +36,10 @@ def with_group(weights, **changes):
         ),
         (PACKED, "compressed-tensors, 4 bits in groups of 128"),
         (AUTO_ROUND, "auto-round, 4 bits in groups of 64"),
+        # These are AutoRound's exports in the formats of other producers, whose names they bear.
+        ({**AUTO_ROUND, **EXPORTED, "quant_method": "gptq", "damp_percent": 0.01}, "gptq, 4 bits in groups of 64"),
+        ({**AUTO_ROUND, **EXPORTED, "quant_method": "awq", "zero_point": False}, "awq, 4 bits in groups of 64"),
+        ({**AUTO_ROUND, "model_free": True}, "auto-round, 4 bits in groups of 64"),
         (
             {**AUTO_ROUND, "extra_config": {"lm_head": {"bits": 8, "sym": True}, ".*o_proj": {"bits": 16}}},
             "auto-round, 8 bits in groups of 64 and 4 bits in groups of 64",
@@ -108,6 +113,8 @@ def test_rows_in_int8_are_rounded_where_a_row_needs_no_others(rows, row_codes, a
         ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor", "data_type": "int"}, "numbers of type int"),
         ({**AUTO_ROUND, "packing_format": "auto_round:llm_compressor", "data_type": "mx_fp", "bits": 8}, "8 bits"),
         ({"quant_method": "gptq", "bits": 4.0}, "gptq, 4.0 bits"),
+        ({"quant_method": "gptq", "bits": 4, "data_type": "mx_fp"}, "gptq, numbers of type mx_fp"),
+        ({"quant_method": "awq", "bits": 4, "data_type": "mx_fp"}, "awq, numbers of type mx_fp"),
         (with_group({"num_bits": 4.0, "group_size": 128}), "4.0 bits of type int"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "gptq in the format marlin"),
         ({"quant_method": "gptq", "bits": 4, "adapter": {"rank": 8}}, "adapter"),
