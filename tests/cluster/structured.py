@@ -474,8 +474,16 @@ class GatewayProcess:
     def __init__(self, running: ServedCluster, policy: str) -> None:
         first, port = running.component("gateway"), free_port()
         assert first is not None
-        own = (f"--split-policy={policy}", f"--grpc-port={port}", "--http-port=0", f"--component-id=gateway-{port}")
-        self._words, self._log = [*words_of(first), *own], running.log
+        own: dict[str, object] = {
+            "split-policy": policy,
+            "grpc-port": port,
+            "http-port": 0,
+            "component-id": f"gateway-{port}",
+        }
+        # The first gateway's health is asked at its own socket, which two processes cannot have.
+        own["probe-listen"] = f"unix:{running.folder}/gateway-{port}.sock"
+        self._words = [*words_of(first), *(f"--{name}={value}" for name, value in own.items())]
+        self._log = running.log
         # A forked component has its environment from its supervisor, and not from the system.
         redis_url = f"unix://{next(running.folder.rglob('redis.sock'))}"
         self._environ = {**os.environ, "PILLION_REDIS_URL": redis_url, PARENT_PID_VARIABLE: str(os.getpid())}
