@@ -330,6 +330,8 @@ class AdapterFiles:
         for name in self._tensors:
             if name != _VIRTUAL:
                 raise self._error(f"it has a tensor {name}: an adapter of virtual tokens has {_VIRTUAL} alone")
+        if model.kv_places or model.token_inputs is not None:
+            raise self._error(f"{model.family} has no virtual tokens here: its layers differ, or read more of a token")
         width = 2 * model.num_layers * model.num_kv_heads * model.head_dim if config.kv else model.hidden_size
         wanted, found = (config.tokens, width), self._tensors.get(_VIRTUAL)
         if found is None:

@@ -223,6 +223,10 @@ def compile_with_adapters(
 def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Sequence[Operation]) -> Iterator[Operation]:
     """Yields the operations of a step, and those that give rows of virtual tokens what their adapters have."""
     config = model.shard.local(model.config)
+    if config.kv_places or config.token_inputs is not None:
+        # Adapters of virtual tokens are refused for such models.
+        yield from operations
+        return
     both = {"virtual": table.virtual, "adapted": table.step.words}
     layer_bytes = 2 * config.num_kv_heads * config.head_dim * 4
     embedded, layer = None, model.shard.own_layers(model.config).start

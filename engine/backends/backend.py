@@ -8,6 +8,7 @@ A StepBatch is one step's work as arrays: the scheduler's input for a backend.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
@@ -17,6 +18,7 @@ import numpy.typing as npt
 
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope_config import served_variant
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
@@ -79,6 +81,21 @@ EIGHT_BIT_KV = {"fp8": FP8_E4M3, "int8": "int8"}
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPlace:
+    """Says where a block has a layer's keys and values: pieces of one size, those of all KV heads for each plane.
+
+    Attributes:
+        offset: bytes from the block's begin to the layer's first piece.
+        piece_bytes: bytes of a piece, which has the keys or the values of one KV head.
+    """
+
+    offset: int
+    kv_heads: int
+    head_dim: int
+    piece_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class KVLayout:
     """Describes how a backend lays out a slot of the pool. It is part of the block hash's namespace: two layouts share
     no blocks.
@@ -87,6 +104,9 @@ class KVLayout:
     has rows that are both, latents and a rotated key. ``version``
     names the backend's own layout of a (layer, head) piece. With the types "fp8_e4m3" and "int8" a piece has
     block_size * head_dim bytes and block_size float32 scales, one per token.
+
+    Where ``layers`` is not empty, a slot is [planes, kv_heads, block_size, head_dim] values of one layer after the
+    other, each with its own numbers. A layer that is None there has no place in the slot.
     """
 
     version: str
@@ -96,15 +116,53 @@ class KVLayout:
     block_size: int
     dtype: str
     planes: int = 2
+    layers: tuple[LayerHeads | None, ...] = ()
+
+    def heads(self, layer: int) -> LayerHeads | None:
+        """Returns the KV heads that have a place for a layer; None where the layer has no place."""
+        return self.layers[layer] if self.layers else LayerHeads(self.num_kv_heads, self.head_dim)
+
+    def place(self, layer: int) -> LayerPlace:
+        """Returns the place of a layer. Raises Internal for a layer that has none."""
+        heads = self.heads(layer)
+        if heads is None:
+            raise Internal(f"layer {layer} has no place in a block")
+        offset = sum(self._layer_bytes(before) for before in range(layer))
+        return LayerPlace(offset, heads.kv_heads, heads.head_dim, self._piece_bytes(heads.head_dim))
+
+    @property
+    def even(self) -> bool:
+        """Says whether all layers have places of one size, so that a slot is one array."""
+        return not self.layers
+
+    @property
+    def rows_and_pieces(self) -> tuple[int, int]:
+        """Gives how many rows a slot has, and how many pieces of one size a row, by which KV heads can be shared out;
+        zeros where layers differ."""
+        return (self.num_layers * self.planes, self.num_kv_heads) if self.even else (0, 0)
 
     @property
     def block_bytes(self) -> int:
-        """Gives the number of bytes of one slot."""
-        if self.dtype in EIGHT_BIT_KV.values():
-            row = self.head_dim + KV_SCALE_BYTES
-        else:
-            row = self.head_dim * {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
-        return self.num_layers * self.planes * self.num_kv_heads * self.block_size * row
+        """Gives the number of bytes of one slot. Where layers differ and values are no codes, it is rounded up to whole
+        pieces of each size, so that the pieces of one size in all slots are rows of a table."""
+        total = sum(self._layer_bytes(layer) for layer in range(self.num_layers))
+        if self.even or self._has_codes:
+            return total
+        unit = math.lcm(*(self._piece_bytes(heads.head_dim) for heads in self.layers if heads is not None))
+        return -(-total // unit) * unit
+
+    @property
+    def _has_codes(self) -> bool:
+        return self.dtype in EIGHT_BIT_KV.values()
+
+    def _piece_bytes(self, head_dim: int) -> int:
+        if self._has_codes:
+            return self.block_size * (head_dim + KV_SCALE_BYTES)
+        return self.block_size * head_dim * {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
+
+    def _layer_bytes(self, layer: int) -> int:
+        heads = self.heads(layer)
+        return 0 if heads is None else self.planes * heads.kv_heads * self._piece_bytes(heads.head_dim)
 
 
 def kv_layout(
@@ -129,6 +187,7 @@ def kv_layout(
         block_size=block_size,
         dtype=EIGHT_BIT_KV.get(kv_cache_dtype, prepared.dtype),
         planes=config.kv_planes,
+        layers=config.kv_places,
     )
 
 

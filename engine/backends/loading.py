@@ -22,7 +22,7 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
-from pillion.kernels.cpu.language.isa import LANES, Isa, choose_isa, host_features
+from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
 from pillion.kvstore.hashing import namespace_base
 from pillion.kvstore.memory.domain import CPU
@@ -338,6 +338,8 @@ def check_adapters(config: ModelConfig) -> None:
     """Raises ConfigError for a model that cannot have adapters yet."""
     if config.latents is not None:
         raise ConfigError(f"{config.family}: --enable-lora is not there yet where blocks hold latents")
+    if config.values_are_keys:
+        raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are keys (attention_k_eq_v)")
 
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
@@ -347,8 +349,13 @@ def unsupported(config: ModelConfig, block_size: int) -> str:
         return f"products by head need a multiple of {PANEL_COLUMNS} latents and values"
     if latents is not None and latents.rotary % LANES:
         return f"attention over latents rotates a multiple of {LANES} values, not {latents.rotary}"
-    if config.head_dim % LANES:
-        return f"attention needs heads of a multiple of {LANES} values, not {config.head_dim}"
+    if config.token_inputs is not None and config.token_inputs.width % LANES:
+        return f"embeddings for each layer need a multiple of {LANES} values, not {config.token_inputs.width}"
+    odd = [heads.head_dim for heads in config.all_heads if heads.head_dim % LANES]
+    if odd:
+        return f"attention needs heads of a multiple of {LANES} values, not {odd[0]}"
+    if len(config.kv_head_counts) > ATTENTION_PLANS:
+        return f"layers have {len(config.kv_head_counts)} different numbers of KV heads"
     if block_size % LANES:
         return f"attention needs blocks of a multiple of {LANES} tokens, not {block_size}"
     return ""

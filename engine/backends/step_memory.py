@@ -30,11 +30,15 @@ def step_bytes(config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ra
     backend: rows of ``dtype``, and those in float32 that some operators need. Each of ``ranks`` processes has the
     residual stream, and two partial sums of it."""
     item = 4 if dtype == "float32" else 2
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    projected = heads + 2 * config.num_kv_heads * config.head_dim
+    hidden = config.hidden_size
+    # Rows of layers that differ have memory of their own.
+    heads = sum(config.num_heads * kind.head_dim for kind in config.all_heads)
+    projected = heads + sum(2 * kind.kv_heads * kind.head_dim for kind in config.all_heads)
     inner = max(config.widest_mlp, hidden)
     row = ranks * (item * 4 * hidden + 12 * hidden) + (8 * ranks * hidden if ranks > 1 else 0)
     row += item * (2 * projected + 2 * heads + 4 * inner) + 4 * projected
+    if config.token_inputs is not None:
+        row += ranks * 3 * 4 * config.num_layers * config.token_inputs.width
     if config.moe is not None:
         # A token's row is copied for each of its experts, and an expert may get all tokens.
         moe, each = config.moe, config.moe.experts_per_token

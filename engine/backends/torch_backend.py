@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,9 +17,10 @@ from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.decoder import RowAdapters, run_decoder
+from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope import make_ropes
 from pillion.engine.sampling.sampling_rows import States
-from pillion.kernels.torch.torch_attention import StepAttention
+from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 from pillion.rooms import Seam, require
 
 
@@ -58,18 +61,9 @@ class TorchBackend(HostBackend):
         return require(TORCH_ADAPTERS, "adapters", "--enable-lora")(self, max_adapters, max_rank)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
-        config, layout = self.config, self.layout
-        shape = (len(pool), layout.num_layers, layout.planes, layout.num_kv_heads, layout.block_size, layout.head_dim)
+        config = self.config
         with torch.inference_mode():
-            attention = StepAttention(
-                pool.view(self._dtype).view(shape),
-                batch,
-                num_heads=config.num_heads,
-                scale=config.attention_scale,
-                windows=config.sliding_windows,
-                chunked=config.chunked,
-                softcap=config.attention_softcap,
-            )
+            attention = self._attention(pool.view(self._dtype), batch)
             rows, places = distinct_rows(batch)
             logits = run_decoder(
                 config,
@@ -83,6 +77,39 @@ class TorchBackend(HostBackend):
                 states=self._states,
             )
             return logits if places is None else logits[_indices(places)]
+
+    def _attention(self, pool: torch.Tensor, batch: StepBatch) -> StepAttention | MixedAttention:
+        """Plans the attention of a step over a pool [slots, values]."""
+        config, layout = self.config, self.layout
+        make = partial(
+            StepAttention,
+            num_heads=config.num_heads,
+            scale=config.attention_scale,
+            chunked=config.chunked,
+            softcap=config.attention_softcap,
+        )
+        if layout.even:
+            inside = layout.num_layers, layout.planes, layout.num_kv_heads, layout.block_size, layout.head_dim
+            return make(pool.view(len(pool), *inside), batch, windows=config.sliding_windows)
+        by_layer: dict[int, StepAttention] = {}
+        for kind, (firsts, windows) in self._kinds.items():
+            inside = 1, layout.planes, kind.kv_heads, layout.block_size, kind.head_dim
+            strides = [math.prod(inside[dimension + 1 :]) for dimension in range(len(inside))]
+            of_kind = pool.as_strided((len(pool), *inside), (pool.stride(0), *strides))
+            by_layer |= dict.fromkeys(firsts, make(of_kind, batch, windows=windows, firsts=firsts))
+        return MixedAttention(by_layer)
+
+    @cached_property
+    def _kinds(self) -> dict[LayerHeads, tuple[dict[int, int], tuple[int, ...]]]:
+        """Gives for each kind of KV heads the layers that have such a place in a block, with its first value, and the
+        windows of all layers that see them."""
+        config, layout, found = self.config, self.layout, {}
+        for kind in config.all_heads:
+            own = [layer for layer in range(config.num_layers) if layout.heads(layer) == kind]
+            firsts = {layer: layout.place(layer).offset // self._dtype.itemsize for layer in own}
+            sees = (window for layer, window in enumerate(config.sliding_windows) if config.kv_source(layer) in firsts)
+            found[kind] = firsts, tuple(sees)
+        return found
 
 
 # The room's function makes the slots for so many adapters up to a rank.

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from pillion.engine.checkpoints.checkpoint import TensorSource, open_checkpoint
-from pillion.engine.models.decoder import LayerWeights, ModelWeights
+from pillion.engine.models.decoder import LayerWeights, ModelWeights, TokenInputWeights
 from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import Entries, LayerTensor, Role, tensors_of
 from pillion.engine.models.layers import LayerNorm, RmsNorm
@@ -46,13 +46,19 @@ def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype) -> Model
             final_norm=load_final_norm(checkpoint, config, dtype),
             positions=load_positions(checkpoint, config, dtype),
             lm_head=linear(load_head(checkpoint, config, dtype, embedding), load_head_bias(checkpoint, dtype)),
+            token_inputs=load_token_inputs(checkpoint, config, dtype),
         )
 
 
 def embedding_scale(config: ModelConfig, dtype: torch.dtype) -> float:
     """Returns the factor by which the config scales embeddings, rounded to the type of the weights as transformers
     rounds it."""
-    return float(torch.tensor(config.embedding_scale, dtype=dtype))
+    return rounded(config.embedding_scale, dtype)
+
+
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """Returns a factor of embeddings, rounded to the type of the weights."""
+    return float(torch.tensor(factor, dtype=dtype))
 
 
 def load_final_norm(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> RmsNorm | LayerNorm:
@@ -84,6 +90,15 @@ def load_positions(checkpoint: TensorSource, config: ModelConfig, dtype: torch.d
     if not config.learned_positions:
         return None
     return checkpoint.take("positions", dtype)[FAMILIES[config.family].position_offset :]
+
+
+def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype) -> TokenInputWeights | None:
+    """Loads what makes the rows that layers read of a token beside the residual stream; None for a model without."""
+    if config.token_inputs is None:
+        return None
+    embedding, projection = (checkpoint.take(f"token_inputs.{part}", dtype) for part in ("embedding", "projection"))
+    weight = checkpoint.take("token_inputs.norm", torch.float32)
+    return TokenInputWeights(embedding, projection, RmsNorm(weight, config.rms_norm_eps, wide=True))
 
 
 def load_head_bias(checkpoint: TensorSource, dtype: torch.dtype) -> torch.Tensor | None:
@@ -127,6 +142,8 @@ def _norm(
     weight = in_order(checkpoint.take(key, kind) if tensor.spellings else torch.ones(shape, dtype=kind), tensor)
     if config.norm.endswith("offset"):
         weight = weight + 1.0
+    if tensor.factor != 1.0:
+        weight = weight * tensor.factor
     if not config.norm.startswith("layer"):
         return RmsNorm(weight, tensor.eps or config.rms_norm_eps, config.norm != "plain")
     bias = checkpoint.take(f"{key}.bias", dtype).float() if tensor.bias else None

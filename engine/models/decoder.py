@@ -10,6 +10,7 @@ Scales of 1 and caps of 0 are skipped.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ from torch.nn.functional import linear
 
 from pillion.engine.models.layer_operations import (
     AddToResidual,
+    AddUp,
     Again,
+    ApplyTokenInputs,
     Attend,
     AttendLatents,
     Experts,
@@ -32,7 +35,9 @@ from pillion.engine.models.layer_operations import (
     Norm,
     NormHeads,
     NormProjections,
+    NormValues,
     Rotate,
+    ScaleResidual,
 )
 from pillion.engine.models.layers import (
     ACTIVATIONS,
@@ -42,11 +47,12 @@ from pillion.engine.models.layers import (
     RouterBiases,
     expert_activation,
     mix_experts,
+    rms_norm_wide,
     soft_cap,
 )
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, Rope, growth_factors, rotate
-from pillion.kernels.torch.torch_attention import StepAttention
+from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 from pillion.kernels.torch.torch_linear import Linear
 
 
@@ -81,6 +87,24 @@ class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] 
 
 
 @dataclass(frozen=True, slots=True)
+class TokenInputWeights:
+    """Holds what makes the rows that layers read of a token beside the residual stream: ``embedding`` [tokens, layers *
+    width], ``projection`` [layers * width, hidden], and the norm of a layer's rows."""
+
+    embedding: torch.Tensor
+    projection: torch.Tensor
+    norm: RmsNorm
+
+    def rows(self, token_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """Returns the rows [T, layers, width] of tokens [T], by their embeddings [T, hidden]."""
+        width = self.norm.weight.shape[0]
+        scale = float(torch.tensor(math.sqrt(width), dtype=self.embedding.dtype))
+        own = (self.embedding[token_ids] * scale).view(len(token_ids), -1, width)
+        found = linear(hidden, self.projection) * hidden.shape[1] ** -0.5
+        return (self.norm(found.view(own.shape)) + own) * math.sqrt(0.5)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelWeights:
     """Holds a model's weights, those of its ``layers`` included. ``embedding`` is [vocab, hidden]; a model with tied
     weights has it as ``lm_head``, too. ``positions`` [positions, hidden] are learned ones, where a model has them.
@@ -95,6 +119,7 @@ class ModelWeights:
     final_norm: RmsNorm | LayerNorm
     lm_head: Linear
     positions: torch.Tensor | None = None
+    token_inputs: TokenInputWeights | None = None
 
 
 class RowAdapters(Protocol):
@@ -116,25 +141,31 @@ class LayerRun:
         tables: cosines and sines of the step's rows, by the number of the rotary embedding.
         hidden: the residual stream [T, hidden].
         growth: the factors [T, 1, 1] of queries that grow with their position; None in a model without them.
+        token_inputs: the rows [T, width] that the layer reads beside the residual stream; None where it reads none.
         sample_rows: in the last layer, the rows that go on after its attention; None elsewhere.
         rows: the last operation's result [T, ...].
         kept: the rows that an operation keeps for a later one.
+        added_up: the sum of the operations that add up rows.
         rotated: queries and keys [T, heads, head_dim], where rows were normed or rotated since they are projections.
+        values: values [T, KV heads, head_dim], where these were normed.
         ended: whether nothing has to be computed any more, because no row is sampled.
     """
 
     config: ModelConfig
     index: int
     weights: LayerWeights
-    attention: StepAttention
+    attention: StepAttention | MixedAttention
     tables: Sequence[CosSin]
     hidden: torch.Tensor
     adapters: RowAdapters | None = None
     growth: torch.Tensor | None = None
+    token_inputs: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
     kept: torch.Tensor | None = None
+    added_up: torch.Tensor | None = None
     rotated: torch.Tensor | None = None
+    values: torch.Tensor | None = None
     ended: bool = False
 
     def run(self, operations: Layer) -> torch.Tensor:
@@ -161,6 +192,9 @@ class LayerRun:
     def head_norm(self, operation: NormHeads) -> None:
         self.rotated = self.weights.norm(operation.weight)(self._queries_and_keys())
 
+    def value_norm(self, _: NormValues) -> None:
+        self.values = rms_norm_wide(self._values(), torch.ones(()), self.config.rms_norm_eps)
+
     def projection_norm(self, operation: NormProjections) -> None:
         both, heads = self._queries_and_keys(), self.config.num_heads
         queries, keys = both[:, :heads].flatten(1), both[:, heads:].flatten(1)
@@ -176,19 +210,21 @@ class LayerRun:
         self.rotated = torch.cat(((both[:, :heads] * self.growth).to(both.dtype), both[:, heads:]), 1)
 
     def attend(self, operation: Attend) -> None:
-        heads = self.config.num_heads
+        heads, source = self.config.num_heads, self.config.kv_source(self.index)
         both, wanted = self._queries_and_keys(), self.sample_rows
-        keys, values = both[:, heads:], self._projections()[:, -self.config.num_kv_heads :]
-        if self.adapters is not None:
-            self.adapters.write(self.index, keys, values)
-        self.attention.write(self.index, keys, values)
+        if source == self.index:
+            keys, values = both[:, heads:], self._values() if self.values is None else self.values
+            if self.adapters is not None:
+                self.adapters.write(self.index, keys, values)
+            self.attention.write(self.index, keys, values)
         if wanted is not None and not len(wanted):
             self.ended = True
             return
         sinks = None if operation.sinks is None else self.weights.tensor(operation.sinks)
-        self.rows = self.attention.attend(self.index, both[:, :heads], operation.window, sinks)
+        self.rows = self.attention.attend(source, both[:, :heads], operation.window, sinks)
         if wanted is not None:
             self.rows, self.hidden = self.rows[wanted], self.hidden[wanted]
+            self.token_inputs = None if self.token_inputs is None else self.token_inputs[wanted]
             self.adapters = None if self.adapters is None else self.adapters.of_rows(wanted)
 
     def attend_latents(self, operation: AttendLatents) -> None:
@@ -238,28 +274,51 @@ class LayerRun:
             return downs[number](act(ups[number](rows)))
 
         router = self.weights.tensor(operation.router)
-        added, choice = (
-            None if bias is None else self.weights.tensor(bias)
-            for bias in (operation.router_bias, operation.choice_bias)
+        added, choice, scales = (
+            None if vector is None else self.weights.tensor(vector)
+            for vector in (operation.router_bias, operation.choice_bias, operation.expert_scales)
         )
-        self.rows = mix_experts(self.rows, router, run, operation, RouterBiases(added, choice))
+        norm = operation.router_norm
+        read = None if norm is None else self.weights.norm(norm)(self.hidden)
+        self.rows = mix_experts(self.rows, router, run, operation, RouterBiases(added, choice, scales), read)
+
+    def add_up(self, operation: AddUp) -> None:
+        found = self.weights.norm(operation.norm)(self.rows)
+        self.rows = self.added_up = found if self.added_up is None else self.added_up + found
+
+    def apply_token_inputs(self, operation: ApplyTokenInputs) -> None:
+        assert self.token_inputs is not None
+        gate = ACTIVATIONS[operation.activation](self.linear(operation.gate, self.rows))
+        self.rows = self.linear(operation.projection, gate * self.token_inputs)
+
+    def scale(self, operation: ScaleResidual) -> None:
+        self.hidden = self.hidden * self.weights.tensor(operation.factor)
 
     def add(self, operation: AddToResidual) -> None:
         found = self.rows if operation.norm is None else self.weights.norm(operation.norm)(self.rows)
         self.hidden = torch.add(self.hidden, found, alpha=operation.scale)
 
     def _projections(self) -> torch.Tensor:
-        """Returns queries, keys and values [T, heads, head_dim]."""
-        return self.rows.view(len(self.rows), -1, self.config.head_dim)
+        """Returns queries, keys and values [T, heads, head_dim]; queries alone in a layer that sees those of another
+        one."""
+        return self.rows.view(len(self.rows), -1, self.config.heads_of(self.index).head_dim)
+
+    def _values(self) -> torch.Tensor:
+        return self._projections()[:, -self.config.heads_of(self.index).kv_heads :]
 
     def _queries_and_keys(self) -> torch.Tensor:
-        return self._projections()[:, : -self.config.num_kv_heads] if self.rotated is None else self.rotated
+        if self.rotated is not None:
+            return self.rotated
+        every = self._projections()
+        own = self.config.kv_source(self.index) == self.index
+        return every[:, : -self.config.heads_of(self.index).kv_heads] if own else every
 
 
 _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     Norm: LayerRun.norm,
     Multiply: LayerRun.product,
     NormHeads: LayerRun.head_norm,
+    NormValues: LayerRun.value_norm,
     NormProjections: LayerRun.projection_norm,
     Rotate: LayerRun.rotate,
     GrowQueries: LayerRun.grow,
@@ -269,6 +328,9 @@ _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     Keep: LayerRun.keep,
     Again: LayerRun.again,
     Experts: LayerRun.mix_experts,
+    AddUp: LayerRun.add_up,
+    ApplyTokenInputs: LayerRun.apply_token_inputs,
+    ScaleResidual: LayerRun.scale,
     AddToResidual: LayerRun.add,
 }
 
@@ -277,7 +339,7 @@ def run_decoder(
     config: ModelConfig,
     weights: ModelWeights,
     ropes: Sequence[Rope],
-    attention: StepAttention,
+    attention: StepAttention | MixedAttention,
     token_ids: torch.Tensor,
     rope_rows: torch.Tensor,
     sample_rows: torch.Tensor,
@@ -298,15 +360,19 @@ def run_decoder(
         adapters.embed(hidden)
     if weights.positions is not None:
         hidden = hidden + weights.positions[rope_rows]
+    beside = None if weights.token_inputs is None else weights.token_inputs.rows(token_ids, hidden)
     tables = [rope.tables(rope_rows, hidden.dtype) for rope in ropes]
     # A model whose queries grow has one row of the rotary tables for each position.
     grows = None if config.query_growth is None else growth_factors(config.query_growth, rope_rows)[:, None, None]
     last = len(weights.layers) - 1
+    # Without a sampled row, nothing after the last keys and values is needed but states that are kept.
+    kept = last if states else config.last_kept_layer
     for index, (operations, layer) in enumerate(zip(weights.operations, weights.layers, strict=True)):
         if states is not None and index in states:
             states[index] = hidden
-        wanted = sample_rows if index == last else None
-        run = LayerRun(config, index, layer, attention, tables, hidden, adapters, grows, wanted)
+        wanted = sample_rows if index == last or (index == kept and not len(sample_rows)) else None
+        inputs = None if beside is None else beside[:, index]
+        run = LayerRun(config, index, layer, attention, tables, hidden, adapters, grows, inputs, wanted)
         hidden = run.run(operations)
         if run.ended:
             return torch.empty((0, config.vocab_size), dtype=torch.float32)

@@ -78,6 +78,8 @@ class LayerTensor:
             other...
         eps: a norm's smallest variance where it is not the model's; 0 elsewhere.
         grouped: whether checkpoints have the queries of each KV head, its key and its value in turn.
+        suffix: how a norm's names in checkpoints end.
+        factor: the factor of a norm's weight.
     """
 
     name: str
@@ -92,6 +94,8 @@ class LayerTensor:
     alternating: bool = False
     eps: float = 0.0
     grouped: bool = False
+    suffix: str = ".weight"
+    factor: float = 1.0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,6 +126,11 @@ class NormHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class NormValues:
+    """Norms each head of values, by an RMS norm without weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class NormProjections:
     """Norms all queries of a row together, and all its keys."""
 
@@ -144,7 +153,8 @@ class GrowQueries:
 
 @dataclass(frozen=True, slots=True)
 class Attend:
-    """Writes keys and values into the pool, and attends the queries.
+    """Writes keys and values into the pool, and attends the queries. A layer whose queries see the keys and values of
+    an earlier one (``ModelConfig.kv_sources``) makes queries alone, and writes nothing.
 
     Attributes:
         window: how many tokens a query sees, itself included; 0 means all tokens up to it.
@@ -228,6 +238,9 @@ class Experts:
         router_bias: what is added to the router's products.
         clamped: the activation, where it is not the one that is named.
         scaled_inputs: whether scores multiply the rows that experts read, not their results.
+        router_norm: the norm of the residual stream whose rows the router reads, where it does not read what experts
+            read.
+        expert_scales: a factor of the scores for each expert.
     """
 
     router: LayerTensor
@@ -246,6 +259,33 @@ class Experts:
     router_bias: LayerTensor | None = None
     clamped: ClampedSwiglu | None = None
     scaled_inputs: bool = False
+    router_norm: LayerTensor | None = None
+    expert_scales: LayerTensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AddUp:
+    """Adds the rows, normed, to those that the layer's operations of this kind before it have added up, and goes on
+    from the sum."""
+
+    norm: LayerTensor
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyTokenInputs:
+    """Computes projection(activation(gate(rows)) * the rows of this layer that the token has beside its embedding
+    (:class:`pillion.engine.models.model_config.TokenInputs`)). Each process computes all of it."""
+
+    gate: LayerTensor
+    projection: LayerTensor
+    activation: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleResidual:
+    """Multiplies the residual stream by a number."""
+
+    factor: LayerTensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +311,7 @@ LayerOperation = (
     Norm
     | Multiply
     | NormHeads
+    | NormValues
     | NormProjections
     | Rotate
     | GrowQueries
@@ -278,6 +319,9 @@ LayerOperation = (
     | AttendLatents
     | Mlp
     | Experts
+    | AddUp
+    | ApplyTokenInputs
+    | ScaleResidual
     | AddToResidual
     | Keep
     | Again

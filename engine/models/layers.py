@@ -107,17 +107,24 @@ def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class RouterBiases:
-    """Holds what a mixture's router adds, both [num_experts] float32 or None: ``products`` to its products, ``choice``
-    to the scores where experts are chosen."""
+    """Holds what a mixture's router adds, each [num_experts] float32 or None: ``products`` to its products, ``choice``
+    to the scores where experts are chosen; ``scales`` multiply the scores at last."""
 
     products: torch.Tensor | None = None
     choice: torch.Tensor | None = None
+    scales: torch.Tensor | None = None
 
 
 def mix_experts(
-    rows: torch.Tensor, router: torch.Tensor, run: RunExpert, how: Experts, biases: RouterBiases | None = None
+    rows: torch.Tensor,
+    router: torch.Tensor,
+    run: RunExpert,
+    how: Experts,
+    biases: RouterBiases | None = None,
+    read: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden].
+    """Computes a mixture of experts over rows [T, hidden] -> [T, hidden]; the router is [num_experts, hidden], and
+    reads the rows, or ``read`` [T, hidden].
 
     Tokens are sorted by expert, so that each expert that has tokens runs once per batch, over all its tokens. A token's
     result depends on the other tokens of the batch only through the rounding of the products. A token's row is copied
@@ -127,9 +134,9 @@ def mix_experts(
         out = torch.empty_like(rows)
         for begin in range(0, len(rows), MAX_MIXED_ROWS):
             part = slice(begin, begin + MAX_MIXED_ROWS)
-            out[part] = mix_experts(rows[part], router, run, how, biases)
+            out[part] = mix_experts(rows[part], router, run, how, biases, None if read is None else read[part])
         return out
-    scores, chosen = route(rows, router, how, biases)
+    scores, chosen = route(rows if read is None else read, router, how, biases)
     # Rows are sorted by expert, and by token within one: place i of the sorted rows is pair order[i] of (token,
     # choice).
     order = chosen.view(-1).argsort(stable=True)
@@ -158,6 +165,8 @@ def route(
     scores = every.gather(-1, chosen)
     if how.normalize:
         scores = scores / scores.sum(-1, keepdim=True)
+    if biases is not None and biases.scales is not None:
+        scores = scores * biases.scales[chosen]
     return (scores if how.scale == 1.0 else scores * how.scale), chosen
 
 

@@ -191,28 +191,27 @@ def attention_sinks(config: ModelConfig) -> LayerTensor:
     return LayerTensor(name="sinks", role=Role.VECTOR, rows=rows, spellings=(names,))
 
 
-def output(config: ModelConfig) -> LayerTensor:
-    """Returns the projection of attention's results."""
+def output(config: ModelConfig, index: int = 0) -> LayerTensor:
+    """Returns the projection of attention's results in layer ``index``."""
     return LayerTensor(
         name="o",
         role=Role.MATRIX,
         rows=_hidden(config),
-        inputs=(attended_values(config),),
+        inputs=(attended_values(config, index),),
         spellings=(("self_attn.o_proj",),),
         bias=config.o_bias,
     )
 
 
-def attended_values(config: ModelConfig) -> Entries:
-    """Describes the values of attention's results: those of the query heads."""
-    if config.latents is None:
-        return _heads(config)[0]
-    return Entries(config.num_heads * config.latents.values, Share.HEADS, config.latents.values)
+def attended_values(config: ModelConfig, index: int = 0) -> Entries:
+    """Describes the values of attention's results in layer ``index``: those of the query heads."""
+    size = config.heads_of(index).head_dim if config.latents is None else config.latents.values
+    return Entries(config.num_heads * size, Share.HEADS, size)
 
 
-def gated(config: ModelConfig) -> Mlp:
-    """Describes the operation that computes gate and up of a layer's MLP, with its activation."""
-    inner, hidden = Entries(config.intermediate_size, Share.INNER), _hidden(config)
+def gated(config: ModelConfig, index: int = 0) -> Mlp:
+    """Describes the operation that computes gate and up of the MLP of layer ``index``, with its activation."""
+    inner, hidden = Entries(config.inner_width(index), Share.INNER), _hidden(config)
     gate_up = LayerTensor(
         name="gate_up",
         role=Role.MATRIX,

@@ -39,6 +39,7 @@ class MoeConfig:
         normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs: those of
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
+        beside: whether layers with experts have their dense MLP, too.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
     """
 
@@ -56,6 +57,7 @@ class MoeConfig:
     clamped: ClampedSwiglu | None = None
     scaled_inputs: bool = False
     shared: int = 0
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +100,29 @@ class LatentConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenInputs:
+    """Describes what each layer reads of a token beside the residual stream (per-layer embeddings): ``width`` values, a
+    norm of a product with the token's embedding, plus an embedding of their own, from a table of ``vocab_size`` tokens
+    that has the rows of all layers side by side."""
+
+    width: int
+    vocab_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerHeads:
+    """Describes a layer's KV heads, in models whose layers differ in them.
+
+    Attributes:
+        kv_heads: how many there are.
+        head_dim: the number of values of a head, of its queries, too.
+    """
+
+    kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Describes the shape and options of a decoder. All fields are part of a model's fingerprint.
 
@@ -107,6 +132,12 @@ class ModelConfig:
         layer_ropes: for each layer, the index of its rotary embedding in ``ropes``; None for a layer without positions
             (NoPE).
         sliding_windows: for each layer, how many tokens a query sees, itself included; 0 means all tokens up to it.
+        layer_heads: for each layer, its KV heads, or None for one without keys and values; () where all layers have
+            ``num_kv_heads`` of ``head_dim`` values.
+        kv_sources: for each layer, the layer whose keys and values its queries see; () where each layer has its own.
+        values_are_keys: whether layers without a window have no values but their keys before norm and rotation.
+        layer_widths: for each layer, the inner width of its MLP; () where all have ``intermediate_size``.
+        token_inputs: what layers read of a token beside the residual stream; None for nothing.
         chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
         head_bias: whether logits have a bias.
@@ -145,6 +176,11 @@ class ModelConfig:
     ropes: tuple[RopeConfig, ...]
     layer_ropes: tuple[int | None, ...]
     sliding_windows: tuple[int, ...]
+    layer_heads: tuple[LayerHeads | None, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    values_are_keys: bool = False
+    layer_widths: tuple[int, ...] = ()
+    token_inputs: TokenInputs | None = None
     chunked: bool = False
     tie_word_embeddings: bool = False
     qkv_bias: bool = False
@@ -188,7 +224,49 @@ class ModelConfig:
         """Gives how many rows a KV head has for a token in a layer: its key and its value, or one row that is both."""
         return 2 if self.latents is None else 1
 
+    def heads_of(self, layer: int) -> LayerHeads:
+        """Returns the KV heads that the queries of a layer with attention see."""
+        found = self.layer_heads[layer] if self.layer_heads else LayerHeads(self.num_kv_heads, self.head_dim)
+        assert found is not None
+        return found
+
+    def kv_source(self, layer: int) -> int:
+        """Returns the layer whose keys and values the queries of a layer see: itself, or an earlier one."""
+        return self.kv_sources[layer] if self.kv_sources else layer
+
+    @property
+    def kv_places(self) -> tuple[LayerHeads | None, ...]:
+        """Gives for each layer the KV heads that have a place in a block; None where it has none, because it has no
+        attention, or sees the keys and values of another layer. () means that all layers have places of one size."""
+        if not self.layer_heads and not self.kv_sources:
+            return ()
+        layers = range(self.num_layers)
+        every = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),) * len(layers)
+        return tuple(every[layer] if self.kv_source(layer) == layer else None for layer in layers)
+
+    @property
+    def last_kept_layer(self) -> int:
+        """Gives the last layer that leaves something for later steps. In a step that chooses no token, nothing after
+        its keys and values has to be computed."""
+        kept = (layer for layer, source in enumerate(self.kv_sources) if layer == source)
+        return max(kept, default=self.num_layers - 1)
+
+    @property
+    def all_heads(self) -> tuple[LayerHeads, ...]:
+        """Gives the different kinds of KV heads that layers have, in the order of their first layers."""
+        every = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),)
+        return tuple(dict.fromkeys(heads for heads in every if heads is not None))
+
+    @property
+    def kv_head_counts(self) -> tuple[int, ...]:
+        """Gives the different numbers of KV heads that layers have, in the order of their first layers."""
+        return tuple(dict.fromkeys(heads.kv_heads for heads in self.all_heads))
+
     @property
     def widest_mlp(self) -> int:
         """Gives the inner width of the widest MLP that all tokens pass."""
-        return max(self.intermediate_size, 0 if self.moe is None else self.moe.shared)
+        return max(self.intermediate_size, *self.layer_widths, 0 if self.moe is None else self.moe.shared)
+
+    def inner_width(self, layer: int) -> int:
+        """Returns the inner width of a layer's dense MLP."""
+        return self.layer_widths[layer] if self.layer_widths else self.intermediate_size

@@ -46,6 +46,10 @@ class ModelShard:
         whole model."""
         return "" if self.whole else f"{self.rank}of{self.size}"
 
+    def kv_heads_of(self, count: int) -> range:
+        """Returns the KV heads that the process has in a layer with ``count`` of them."""
+        return range(count)
+
     def own_layers(self, config: ModelConfig) -> range:
         """Returns the layers that the process computes. The first layer comes with the embedding, and the last one with
         the logits."""

@@ -34,30 +34,44 @@ class RankShard(ModelShard):
 
     Attributes:
         heads: the model's query heads that the rank has.
+        model_heads: how many query heads the model has.
     """
 
     heads: range = range(0)
+    model_heads: int = 0
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> RankShard:
         """Computes the share of a rank. Raises ConfigError for a model that ``size`` ranks cannot share."""
         kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-        inner = [config.intermediate_size] if config.moe is None or not all(config.moe.layers) else []
+        dense = config.moe is None or config.moe.beside or not all(config.moe.layers)
+        inner = [config.intermediate_size] if dense else []
         inner += [config.moe.intermediate_size] if config.moe is not None else []
         least = min(*inner, config.vocab_size)
         if least <= (size - 1) * UNIT:
             raise ConfigError(f"--tensor-parallel-size {size} is too much to share {least} values in units of {UNIT}")
-        if size <= kv_heads:
-            mine = shares_of(kv_heads, size)[rank]
-            return cls(mine, rank, size, heads=range(mine.start * group, mine.stop * group))
-        sharers = size // kv_heads
-        if size % kv_heads or group % sharers:
+        sharers = max(1, size // kv_heads)
+        if size > kv_heads and (size % kv_heads or group % sharers):
             raise ConfigError(
                 f"--tensor-parallel-size {size} does not fit {config.num_heads} heads over {kv_heads} KV heads: at most"
                 f" {kv_heads} ranks, or a multiple of {kv_heads} that divides {config.num_heads}"
             )
-        mine, own = shares_of(kv_heads, size)[rank], group // sharers
-        return cls(mine, rank, size, heads=range(rank * own, (rank + 1) * own))
+        shares = shares_of(kv_heads, size)
+        if size > kv_heads:
+            heads = [range(each * group // sharers, (each + 1) * group // sharers) for each in range(size)]
+        else:
+            heads = [range(mine.start * group, mine.stop * group) for mine in shares]
+        for count in config.kv_head_counts:
+            if not all(_fits(each, config.num_heads // count) for each in heads):
+                raise ConfigError(
+                    f"--tensor-parallel-size {size} does not fit {config.num_heads} heads over {count} KV heads, as"
+                    f" some layers of {config.family} have them"
+                )
+        return cls(shares[rank], rank, size, heads=heads[rank], model_heads=config.num_heads)
+
+    def kv_heads_of(self, count: int) -> range:
+        group = self.model_heads // count
+        return range(self.heads.start // group, -(-self.heads.stop // group))
 
     def lower(self, config: ModelConfig) -> Iterator[ModelShard]:
         return (self.of(config, rank, self.size) for rank in range(self.rank))
@@ -79,7 +93,7 @@ class RankShard(ModelShard):
             case Share.HEADS:
                 heads = self.heads
             case Share.KV_HEADS:
-                heads = self.kv_heads
+                heads = self.kv_heads_of(piece.size // piece.head)
         return range(heads.start * piece.head, heads.stop * piece.head)
 
     def vocabulary(self, tokens: int) -> range:
@@ -90,13 +104,24 @@ class RankShard(ModelShard):
         if moe is not None:
             inner, shared = len(self.inner(moe.intermediate_size)), len(self.inner(moe.shared))
             moe = replace(moe, intermediate_size=inner, shared=shared)
+        mine = {count: len(self.kv_heads_of(count)) for count in config.kv_head_counts}
         return replace(
             config,
             num_heads=len(self.heads),
             num_kv_heads=len(self.kv_heads),
+            layer_heads=tuple(
+                None if heads is None else replace(heads, kv_heads=mine[heads.kv_heads]) for heads in config.layer_heads
+            ),
             intermediate_size=len(self.inner(config.intermediate_size)),
+            layer_widths=tuple(len(self.inner(width)) for width in config.layer_widths),
             moe=moe,
         )
+
+
+def _fits(heads: range, group: int) -> bool:
+    """Returns whether query heads are those of whole KV heads, which have ``group`` each, or some of one."""
+    whole = heads.start % group == 0 == heads.stop % group
+    return whole or heads.start // group == (heads.stop - 1) // group
 
 
 def _share(total: int, unit: int, rank: int, size: int) -> range:

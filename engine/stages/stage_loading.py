@@ -53,6 +53,11 @@ class Stages:
         config = load_config(prepared.folder)
         if config.latents is not None:
             raise ConfigError(f"{config.family}: --pipeline-parallel-size {size} is not there yet for latents")
+        if config.kv_sources or config.token_inputs is not None:
+            raise ConfigError(
+                f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share keys and"
+                " values, or have embeddings of their own"
+            )
         StagePlace.of(0, size, flags.tensor_parallel_size).shard(config)
         if sys.platform != "linux":
             raise ConfigError(f"{needs} Linux")

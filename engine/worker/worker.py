@@ -456,14 +456,15 @@ class Worker:
 def _attach(socket_path: str, component_id: str, role: str, model: LoadedModel) -> Attachment:
     """Attaches a worker that runs ``model``. Raises what :func:`attach` raises."""
     layout = model.backend.layout
+    rows, pieces = layout.rows_and_pieces
     return attach(
         socket_path,
         component_id=component_id,
         role=role,
         block_bytes=layout.block_bytes,
         namespace=model.namespace().hex(),
-        kv_rows=layout.planes * layout.num_layers,
-        kv_heads=layout.num_kv_heads,
+        kv_rows=rows,
+        kv_heads=pieces,
         block_tokens=layout.block_size,
         processes=1 + len(model.ranks.pids()) if model.ranks is not None else 1,
         timeout_s=ATTACH_TIMEOUT_S,

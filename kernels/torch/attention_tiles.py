@@ -76,7 +76,8 @@ def choose_tile_tokens(token_bytes: int, capped: bool) -> int:
 
 class TilePlanner:
     """Plans one step. ``shape`` and ``dtype`` are the pool's; ``lengths`` are rows per sequence. ``chunked``: a query
-    with a window sees not its last tokens, but those since the last multiple of it."""
+    with a window sees not its last tokens, but those since the last multiple of it. A slot has ``pieces_per_slot``,
+    where that does not follow from the shape."""
 
     def __init__(
         self,
@@ -86,9 +87,10 @@ class TilePlanner:
         lengths: Int32,
         tile_tokens: int,
         chunked: bool = False,
+        pieces_per_slot: int = 0,
     ) -> None:
         _, layers, planes, self._kv_heads, self._block_size, head_dim = shape
-        self._pieces_per_slot = layers * planes * self._kv_heads
+        self._pieces_per_slot = pieces_per_slot or layers * planes * self._kv_heads
         self._block_bytes = planes * self._kv_heads * self._block_size * head_dim * dtype.itemsize
         self._dtype = dtype
         self._batch = batch

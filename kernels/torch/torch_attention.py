@@ -8,7 +8,7 @@ merged by the log-sum-exp of their scores ("Self-attention Does Not Need O(n^2) 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -39,46 +39,56 @@ class StepAttention:
         chunked: bool = False,
         softcap: float = 0.0,
         tile_tokens: int = 0,
+        firsts: Mapping[int, int] | None = None,
     ) -> None:
         """Plans the step. ``pool`` is contiguous [slots, layers, planes, kv_heads, block_size, head_dim], where planes
         are K and V, or one of rows that are both; ``windows`` are those of the layers, chunks with ``chunked``.
 
         ``softcap`` is that of :func:`pillion.kernels.torch.reference.paged_attention`. One call gathers at most
-        ``tile_tokens`` of a sequence; 0 leaves the choice.
+        ``tile_tokens`` of a sequence; 0 leaves the choice. ``firsts``: where other layers have KV of other sizes,
+        ``pool`` is [slots, 1, planes, ...], whose slots are a whole number of pieces apart, and these are the first
+        values, counted from a slot's begin, of the layers that this object is for.
         """
         _, _, self._planes, self._kv_heads, self._block_size, self._head_dim = pool.shape
         self._num_heads = num_heads
         self._scale = scale
         self._softcap = softcap
         self._pieces_per_layer = self._planes * self._kv_heads
-        self._rows = pool.view(-1, self._head_dim)
-        self._pieces = pool.view(-1, self._block_size * self._head_dim)
+        piece, slot_values = self._block_size * self._head_dim, pool.stride(0)
+        self._pieces_per_slot, self._firsts = slot_values // piece, firsts
+        self._values = pool.as_strided((len(pool) * slot_values,), (1,))
         lengths = np.diff(batch.query_starts)
-        _clear_begun(pool, batch, lengths)
-        self._write_rows = self._rows_to_write(pool, batch, lengths)
+        _clear_begun(self._values.view(len(pool), -1), self._block_size, batch, lengths)
+        self._write_rows = self._rows_to_write(batch, lengths)
         most = tile_tokens or choose_tile_tokens(
             self._pieces_per_layer * self._head_dim * pool.dtype.itemsize, capped=softcap > 0
         )
-        planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most, chunked)
+        planner = TilePlanner(pool.shape, pool.dtype, batch, lengths, most, chunked, self._pieces_per_slot)
         longest = int(batch.context_lens.max())
         # A window that reaches after every context hides nothing, so layers with it share the plan of those without.
         effective = {window: window if window < longest else 0 for window in windows}
         plans = {window: planner.plan(window) for window in set(effective.values())}
         self._plans = {window: plans[used] for window, used in effective.items()}
 
-    def _rows_to_write(self, pool: torch.Tensor, batch: RaggedBatch, lengths: Int32) -> torch.Tensor:
-        """Returns each token's rows of layer 0: K and V of every KV head."""
+    def _table(self, layer: int, width: int) -> torch.Tensor:
+        """Returns the pool from a layer's first value on, as a table with rows of so many values."""
+        each = self._pieces_per_layer * self._block_size * self._head_dim
+        first = layer * each if self._firsts is None else self._firsts[layer]
+        rows = (len(self._values) - first) // width
+        return self._values[first : first + rows * width].view(rows, width)
+
+    def _rows_to_write(self, batch: RaggedBatch, lengths: Int32) -> torch.Tensor:
+        """Returns each token's rows of a layer's table: K and V of every KV head."""
         owners = np.repeat(np.arange(len(lengths)), lengths)
         blocks, offsets = np.divmod(batch.positions, self._block_size)
         slots = batch.block_tables[owners, blocks].astype(np.int64)
-        pieces = slots[:, None] * (pool.shape[1] * self._pieces_per_layer) + np.arange(self._pieces_per_layer)
+        pieces = slots[:, None] * self._pieces_per_slot + np.arange(self._pieces_per_layer)
         return torch.from_numpy((pieces * self._block_size + offsets[:, None]).reshape(-1))
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
         """Writes keys and values [T, kv_heads, head_dim], or rows that are both, into the pool's ``layer``."""
         both = (keys if values is None else torch.cat((keys, values), 1)).reshape(-1, self._head_dim)
-        first = layer * self._pieces_per_layer * self._block_size
-        self._rows[first:].index_copy_(0, self._write_rows, both)
+        self._table(layer, self._head_dim).index_copy_(0, self._write_rows, both)
 
     def attend(
         self, layer: int, queries: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
@@ -129,7 +139,7 @@ class StepAttention:
         """Computes the attention of queries [a, b, c, head_dim] to one tile -> the same shape, and log-sum-exps of
         scores [a, b, c]."""
         seqs = 1 if together else len(queries)
-        pieces = self._pieces[layer * self._pieces_per_layer :].index_select(0, tile.pieces)
+        pieces = self._table(layer, self._block_size * self._head_dim).index_select(0, tile.pieces)
         pieces = pieces.view(self._planes, seqs, self._kv_heads, -1, self._head_dim)[:, :, :, tile.first : tile.behind]
         keys, values = pieces[0], pieces[-1]
         if self._softcap:
@@ -166,11 +176,29 @@ class StepAttention:
         return (chances @ values.float()).view(queries.shape), weight
 
 
-def _clear_begun(pool: torch.Tensor, batch: RaggedBatch, lengths: Int32) -> None:
-    """Zeroes the blocks that the batch begins and does not fill."""
-    block_size = pool.shape[4]
+class MixedAttention:
+    """Computes the attention of one step over layers that differ in their KV heads: each by the object for layers of
+    its kind."""
+
+    def __init__(self, by_layer: Mapping[int, StepAttention]) -> None:
+        """Takes the object of each layer that has keys and values of its own."""
+        self._by_layer = by_layer
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor | None = None) -> None:
+        """Does what :meth:`StepAttention.write` does."""
+        self._by_layer[layer].write(layer, keys, values)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, window: int = 0, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Does what :meth:`StepAttention.attend` does."""
+        return self._by_layer[layer].attend(layer, queries, window, sinks)
+
+
+def _clear_begun(slots: torch.Tensor, block_size: int, batch: RaggedBatch, lengths: Int32) -> None:
+    """Zeroes the ``slots`` [slots, values] that the batch begins and does not fill."""
     ends = batch.context_lens
     last = ends - ends % block_size
     begun = np.flatnonzero((ends > last) & (ends - lengths <= last))
     for slot in batch.block_tables[begun, last[begun] // block_size].tolist():
-        pool[slot].zero_()
+        slots[slot].zero_()

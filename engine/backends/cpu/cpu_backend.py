@@ -31,7 +31,7 @@ from pillion.engine.backends.backend import (
     distinct_rows,
     kv_layout,
 )
-from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planner, plan_model
+from pillion.engine.backends.cpu.cpu_model import ModelPlan, attention_planners, plan_model
 from pillion.engine.backends.cpu.cpu_weights import PackedMatrices, load_cpu_weights
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.checkpoints.model_cache import ModelCache
@@ -41,6 +41,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.sampling.sampling_rows import States
+from pillion.kernels.cpu.attention.cpu_attention import step_field
 from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES
@@ -163,7 +164,7 @@ class CpuBackend(HostBackend):
         self._new_thread_pool = partial(ThreadPool, threads=threads, affinity=affinity, share=share)
         self._thread_pool = self._new_thread_pool(model.kernels)
         local = model.shard.local(model.config)
-        self._planner = attention_planner(local, model.isa, self._thread_pool.threads)
+        self._planners = attention_planners(local, model.isa, self._thread_pool.threads)
         self._step = CpuStepRecord()
         # This says whether buffers were replaced since the program was bound to them.
         self._unbound = False
@@ -280,7 +281,6 @@ class CpuBackend(HostBackend):
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
         """Fills the step's record; buffers grow where this step is larger than all steps before it."""
-        plan = self._planner.plan(batch)
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows))):
             self._unbound |= self.workspace.reserve(unit, count)
         if self._unbound:
@@ -297,15 +297,16 @@ class CpuBackend(HostBackend):
         step.point("rope_rows", batch.table_rows)
         step.point("row_seqs", row_seqs)
         step.point("sample_rows", rows)
-        step.point("items", plan.items)
-        step.point("merges", plan.merges)
+        for number, planner in enumerate(self._planners):
+            plan = planner.plan(batch)
+            for name, records in (("items", plan.items), ("merges", plan.merges)):
+                step.point(step_field(name, number), records)
+                step.count(step_field(f"num_{name}", number), len(records))
         step.point_pool(pool.data_ptr(), pool.nbytes)
         step.count("num_tokens", batch.num_tokens)
         step.count("num_seqs", batch.num_seqs)
         step.count("num_samples", len(rows))
         step.count("table_stride", batch.block_tables.shape[1])
-        step.count("num_items", len(plan.items))
-        step.count("num_merges", len(plan.merges))
 
 
 # The room's function makes slots for so many adapters up to a rank; the other one compiles what steps with adapters

@@ -19,6 +19,7 @@ and a sum into the residual stream runs in the product before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -26,7 +27,9 @@ from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.models.layer_operations import (
     AddToResidual,
+    AddUp,
     Again,
+    ApplyTokenInputs,
     Attend,
     AttendLatents,
     Experts,
@@ -40,15 +43,25 @@ from pillion.engine.models.layer_operations import (
     Norm,
     NormHeads,
     NormProjections,
+    NormValues,
     Rotate,
+    ScaleResidual,
 )
 from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
-from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge
-from pillion.kernels.cpu.products.moe_kernels import Combine, GatherGroups, GroupByExpert, RouteToExperts, WeighRows
+from pillion.kernels.cpu.attention.cpu_attention import Attention, AttentionMerge, step_field
+from pillion.kernels.cpu.products.moe_kernels import (
+    Combine,
+    GatherGroups,
+    GroupByExpert,
+    RouteToExperts,
+    ScaleChosen,
+    WeighRows,
+)
 from pillion.kernels.cpu.rows.latents import WriteLatents
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import GatherRows
+from pillion.kernels.cpu.rows.token_inputs import ScaleRows, WeighByTokenInputs
 from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
 
 # For each activation this is the epilogue of a product of gate and up, and of one without a gate.
@@ -66,7 +79,7 @@ MAX_PARTIAL_ROWS = 4096
 
 def projections(builder: OperationBuilder, index: int) -> Buffer:
     """Returns the buffer for the queries, keys and values of a layer."""
-    return builder.buffer("qkv", builder.weights.linear(f"layers.{index}.qkv").pairs * 32, "float32")
+    return builder.wide("qkv", builder.weights.linear(f"layers.{index}.qkv").pairs * 32, "float32")
 
 
 class LayerEmitter:
@@ -81,6 +94,7 @@ class LayerEmitter:
         self._rows, self._norm_name, self._qk_norm = builder.hidden, "", ""
         self._rope: int | None = None
         self._norm_last, self._grows, self._kept = False, False, builder.hidden
+        self._norm_values, self._adds_up = False, False
         # These are the rows of the layer's router, which are not rounded to the model's type.
         self._unrounded: Buffer | None = None
 
@@ -107,6 +121,10 @@ class LayerEmitter:
         self._qk_norm, self._norm_last = "head", self._rope is not None
         yield from ()
 
+    def norm_values(self, _: NormValues, __: LayerOperation | None) -> Iterator[Operation]:
+        self._norm_values = True
+        yield from ()
+
     def norm_projections(self, _: NormProjections, __: LayerOperation | None) -> Iterator[Operation]:
         self._qk_norm = "projection"
         yield from ()
@@ -123,21 +141,23 @@ class LayerEmitter:
         """Yields the kernels of attention, from the buffer qkv to attended, which also write the layer's KV into the
         pool."""
         builder, layout = self._builder, self._builder.layout
-        shape = attention_shape(builder.config, layout, builder.dtype)
+        shape = attention_shape(builder.config, layout, builder.dtype, self._index)
+        place = layout.place(builder.config.kv_source(self._index))
         # The pool has the KV of all heads; the process reads and writes that of its own.
-        layer_offset = (
-            self._index * layout.planes * layout.num_kv_heads + builder.shard.kv_heads.start
-        ) * shape.piece_bytes
+        first = builder.shard.kv_heads_of(place.kv_heads).start
         places = {
             "head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes),
-            "layer_offset": layer_offset,
+            "layer_offset": place.offset + first * place.piece_bytes,
             "slot_bytes": layout.block_bytes,
-            "value_offset": layout.num_kv_heads * shape.piece_bytes,
+            "value_offset": place.kv_heads * place.piece_bytes,
         }
-        queries = builder.buffer("queries", builder.config.num_heads * shape.head_dim, builder.row_dtype)
+        queries = builder.wide("queries", builder.config.num_heads * shape.head_dim, builder.row_dtype)
         yield from self._rotate_and_write(shape, queries, places)
+        if self._index == builder.last_kept_layer:
+            # Without a sampled row, no later step needs what follows.
+            self._builder = builder = replace(builder, wanted=True)
         yield from self._attention(operation, shape, queries, places)
-        self._rows = builder.attended
+        self._rows = self._attended(builder)
         if self._last:
             yield self._gather_samples()
 
@@ -145,7 +165,8 @@ class LayerEmitter:
         """Yields the kernels of attention over latents, from normed rows to the results of all heads."""
         builder, latents, prefix, x = self._builder, self._builder.config.latents, self._prefix, self._rows
         assert latents is not None
-        shape, heads = attention_shape(builder.config, builder.layout, builder.dtype), builder.config.num_heads
+        shape = attention_shape(builder.config, builder.layout, builder.dtype, self._index)
+        heads = builder.config.num_heads
         if operation.query_down is not None and operation.query_norm is not None:
             few, width = builder.buffer("few", latents.query_rank, "float32"), latents.query_rank
             yield from builder.gemm(prefix + operation.query_down.name, x, few, "store")
@@ -163,7 +184,7 @@ class LayerEmitter:
         cos, sin = builder.ropes[operation.rope]
         places: dict[str, Any] = {
             "slot_bytes": builder.layout.block_bytes,
-            "layer_offset": self._index * shape.piece_bytes,
+            "layer_offset": builder.layout.place(self._index).offset,
         }
         values = {
             "absorbed": absorbed,
@@ -181,7 +202,7 @@ class LayerEmitter:
         yield Operation(spec, values)
         places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
         yield from self._attention(Attend(0), shape, queries, places)
-        self._rows = builder.attended
+        self._rows = self._attended(builder)
         if self._last:
             yield self._gather_samples()
         steps = latents.rank * shape.element_bytes, latents.values * shape.element_bytes
@@ -196,11 +217,50 @@ class LayerEmitter:
         activated = builder.buffer(f"activated{inner}", inner, builder.row_dtype)
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
         yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue)
-        assert isinstance(following, AddToResidual)
+        assert isinstance(following, AddToResidual | AddUp)
         if operation.row_gate is None:
             yield from self._add_product(down, activated, following)
         else:
+            assert isinstance(following, AddToResidual)
             yield from self._add_weighed(down, activated, operation.row_gate, following)
+
+    def apply_token_inputs(self, operation: ApplyTokenInputs, following: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernels from the residual stream to its sum with what the token has for this layer. Every process
+        computes all of that, so nothing is added up over them."""
+        builder, inputs = self._builder, self._builder.config.token_inputs
+        assert inputs is not None
+        gate, every = builder.buffer("input_gate", inputs.width, builder.row_dtype), builder.token_inputs
+        yield from builder.gemm(self._prefix + operation.gate.name, self._rows, gate, EPILOGUE[operation.activation])
+        values = {
+            "gate": gate,
+            "inputs": every,
+            "width": inputs.width,
+            "gate_stride": gate.stride,
+            "inputs_stride": every.stride,
+            "layer_bytes": self._index * inputs.width * 4,
+        }
+        yield Operation(WeighByTokenInputs(builder.bf16, builder.rows_of), values, builder.when)
+        yield from builder.gemm(self._prefix + operation.projection.name, gate, builder.found, "store")
+        assert isinstance(following, AddToResidual)
+        assert following.norm is not None
+        yield builder.norm_add(self._prefix + following.norm.name, following.scale)
+
+    def scale_residual(self, operation: ScaleResidual, _: LayerOperation | None) -> Iterator[Operation]:
+        builder = self._builder
+        values = {
+            "hidden": builder.hidden,
+            "width": builder.config.hidden_size,
+            "hidden_stride": builder.hidden.stride,
+            "factor": float(builder.weights.tensors[self._prefix + operation.factor.name][0]),
+        }
+        yield Operation(ScaleRows(builder.rows_of), values, builder.when)
+
+    def add_up(self, _: AddUp, following: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernel that adds the sum to the residual stream; the operation before has added its rows to it."""
+        builder, self._adds_up = self._builder, True
+        if isinstance(following, AddToResidual):
+            assert following.norm is not None
+            yield builder.norm_add(self._prefix + following.norm.name, following.scale, found=builder.added_up)
 
     def keep(self, _: Keep, __: LayerOperation | None) -> Iterator[Operation]:
         self._kept = self._rows
@@ -223,9 +283,10 @@ class LayerEmitter:
         activated = builder.buffer("activated_groups", inner, builder.row_dtype, chosen)
         found = builder.buffer("found_groups", hidden, "float32", chosen)
 
-        yield builder.norm(self._norm_name, unrounded)
+        router_norm = operation.router_norm
+        yield builder.norm(self._norm_name if router_norm is None else prefix + router_norm.name, unrounded)
         yield from builder.gemm(prefix + operation.router.name, unrounded, routing, "store")
-        bias = operation.choice_bias
+        bias, scales = operation.choice_bias, operation.expert_scales
         route = {
             "logits": routing,
             "scores": scores,
@@ -244,6 +305,9 @@ class LayerEmitter:
             *(operation.groups, operation.kept_groups, operation.group_best),
         )
         yield Operation(spec, route, builder.when)
+        if scales is not None:
+            factors = {"scores": scores, "experts": experts, "scales": builder.weights.tensors[prefix + scales.name]}
+            yield Operation(ScaleChosen(chosen, builder.rows_of), factors, builder.when)
         group = {"experts": experts, "group_starts": starts, "places": places, "sources": sources}
         yield Operation(GroupByExpert(count, chosen, builder.rows_of), group, builder.when)
         gather = {"rows": self._rows, "sources": sources, "grouped": grouped, "stride": grouped.stride}
@@ -254,7 +318,7 @@ class LayerEmitter:
         epilogue = GATED_EPILOGUE[operation.activation] if clamped is None else "gated_clamped"
         yield from builder.gemm(gate_up, grouped, activated, epilogue, group_starts=starts, clamped=clamped)
         yield from builder.gemm(prefix + operation.down.name, activated, found, "store", group_starts=starts)
-        assert isinstance(following, AddToResidual)
+        assert isinstance(following, AddToResidual | AddUp)
         out, adds, after = self._to_residual(following)
         combine = {
             "found": found,
@@ -264,7 +328,7 @@ class LayerEmitter:
             "width": hidden,
             "found_stride": found.stride,
             "out_stride": out.stride,
-            "factor": following.scale if adds else 1.0,
+            "factor": following.scale if adds and isinstance(following, AddToResidual) else 1.0,
         }
         yield Operation(Combine(chosen, adds, builder.rows_of, not scaled), combine, builder.when)
         yield from after
@@ -274,11 +338,12 @@ class LayerEmitter:
         self._rows = self._builder.hidden
         yield from ()
 
-    def _add_product(self, name: str, x: Buffer, operation: AddToResidual) -> Iterator[Operation]:
-        """Yields the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream."""
+    def _add_product(self, name: str, x: Buffer, operation: AddToResidual | AddUp) -> Iterator[Operation]:
+        """Yields the kernels that multiply ``x`` by the matrix ``name`` and add the result to the residual stream, or
+        to the sum of the layer."""
         out, adds, after = self._to_residual(operation)
-        epilogue = "add" if adds else "store"
-        yield from self._builder.gemm(self._prefix + name, x, out, epilogue, factor=operation.scale)
+        epilogue, factor = "add" if adds else "store", operation.scale if isinstance(operation, AddToResidual) else 1.0
+        yield from self._builder.gemm(self._prefix + name, x, out, epilogue, factor=factor)
         yield from after
 
     def _add_weighed(self, name: str, x: Buffer, gate: LayerTensor, operation: AddToResidual) -> Iterator[Operation]:
@@ -303,24 +368,29 @@ class LayerEmitter:
         yield Operation(WeighRows(adds, builder.rows_of), values, builder.when)
         yield from after
 
-    def _to_residual(self, operation: AddToResidual) -> tuple[Buffer, bool, list[Operation]]:
-        """Returns the buffer for rows that are to be added to the residual stream, whether the product adds them there
-        itself, and the operations after it: the sum over parts of the model, and a norm."""
+    def _to_residual(self, operation: AddToResidual | AddUp) -> tuple[Buffer, bool, list[Operation]]:
+        """Returns the buffer for rows that are to be added to the residual stream, or to the sum of the layer; whether
+        the product adds them there itself; and the operations after it: the sum over parts of the model, and a norm."""
         builder, normed = self._builder, operation.norm is not None
         out, after = builder.found if normed else builder.hidden, []
         adds = not normed
         if builder.meeting is not None:
-            out, total = builder.meeting.sum(builder, out, add=adds, factor=operation.scale if adds else 1.0)
+            factor = operation.scale if adds and isinstance(operation, AddToResidual) else 1.0
+            out, total = builder.meeting.sum(builder, out, add=adds, factor=factor)
             after.append(total)
             adds = False
-        if operation.norm is not None:
+        if isinstance(operation, AddUp):
+            name, total_rows = self._prefix + operation.norm.name, builder.added_up
+            more = builder.norm_add(name, 1.0, hidden=total_rows) if self._adds_up else None
+            after.append(more or builder.norm(name, total_rows, builder.found))
+        elif operation.norm is not None:
             after.append(builder.norm_add(self._prefix + operation.norm.name, operation.scale))
         return out, adds, after
 
     def _rotate_and_write(self, shape: AttentionShape, queries: Buffer, places: dict[str, Any]) -> Iterator[Operation]:
         """Yields the kernels from the buffer qkv to queries, and to KV in the pool."""
         builder, qkv, kind, rope = self._builder, self._rows, self._qk_norm, self._rope
-        config, layout = builder.config, builder.layout
+        config, layout, heads = builder.config, builder.layout, builder.config.heads_of(self._index)
         squares = None
         if kind == "projection" and builder.meeting is not None:
             squares = builder.buffer("squares", 2, "float32")
@@ -328,7 +398,7 @@ class LayerEmitter:
         spec = RotateWrite(
             shape.head_dim,
             config.num_heads,
-            config.num_kv_heads,
+            heads.kv_heads,
             layout.block_size,
             builder.bf16,
             rope is not None,
@@ -337,6 +407,8 @@ class LayerEmitter:
             squares is not None,
             self._norm_last,
             self._grows,
+            self._norm_values,
+            config.kv_source(self._index) != self._index,
         )
         cos, sin = (None, None) if rope is None else builder.ropes[rope]
         norms = (builder.weights.tensors[self._prefix + name] if kind else None for name in ("q_norm", "k_norm"))
@@ -355,21 +427,23 @@ class LayerEmitter:
             "key_width": layout.num_kv_heads * shape.head_dim,
             "eps": config.rms_norm_eps,
         }
-        yield Operation(spec, values)
+        yield Operation(spec, values, builder.when)
 
     def _attention(
         self, operation: Attend, shape: AttentionShape, queries: Buffer, places: dict[str, Any]
     ) -> Iterator[Operation]:
         """Yields the kernels from queries to attended rows."""
         builder, config, window = self._builder, self._builder.config, operation.window
+        out, kv_heads = self._attended(builder), config.heads_of(self._index).kv_heads
         # Partial sums are [kv_heads][MAX_PARTIAL_ROWS], of one size for all steps.
-        partials = Buffer("partials", shape.sum_bytes // 4, "float32", "steps", config.num_kv_heads * MAX_PARTIAL_ROWS)
+        name = f"partials{builder.kind_of(self._index)}"
+        partials = Buffer(name, shape.sum_bytes // 4, "float32", "steps", kv_heads * MAX_PARTIAL_ROWS)
         shared = {
-            "out": builder.attended,
+            "out": out,
             "partials": partials,
-            "out_stride": builder.attended.stride,
+            "out_stride": out.stride,
             "partial_stride": MAX_PARTIAL_ROWS * shape.sum_bytes,
-            "kv_heads": config.num_kv_heads,
+            "kv_heads": kv_heads,
             "window": window,
             "sinks": None if operation.sinks is None else builder.weights.tensors[self._prefix + operation.sinks.name],
         }
@@ -381,30 +455,39 @@ class LayerEmitter:
             "scale": config.attention_scale,
             "softcap": config.attention_softcap,
         }
-        when = "num_samples" if self._last else ""
-        kind = window > 0, operation.sinks is not None, window > 0 and operation.chunked
+        when = "num_samples" if self._last else builder.when
+        plan = config.kv_head_counts.index(kv_heads)
+        kind = window > 0, operation.sinks is not None, window > 0 and operation.chunked, plan
         yield Operation(Attention(shape, config.attention_softcap > 0, *kind), values, when)
-        yield Operation(AttentionMerge(shape, *kind), shared, "num_merges")
+        yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
     def _gather_samples(self) -> Operation:
         """Gathers the sampled rows of hidden and attended, from which the layer goes on."""
         builder, sampled = self._builder, self._sampled
+        attended, sampled_attended = self._attended(builder), self._attended(sampled)
         values = {
             "hidden": builder.hidden,
-            "attended": builder.attended,
+            "attended": attended,
             "sampled_hidden": sampled.hidden,
-            "sampled_attended": sampled.attended,
+            "sampled_attended": sampled_attended,
             "hidden_stride": builder.hidden.stride,
-            "attended_stride": builder.attended.stride,
+            "attended_stride": attended.stride,
         }
-        self._builder, self._rows = sampled, sampled.attended
+        self._builder, self._rows = sampled, sampled_attended
         return Operation(GatherRows(), values, "num_samples")
+
+    def _attended(self, builder: OperationBuilder) -> Buffer:
+        """Returns the buffer for the results of the layer's attention."""
+        config = builder.config
+        width = config.heads_of(self._index).head_dim if config.latents is None else config.value_dim
+        return builder.wide("attended", config.num_heads * width, builder.row_dtype)
 
 
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation]]] = {
     Norm: LayerEmitter.norm,
     Multiply: LayerEmitter.multiply,
     NormHeads: LayerEmitter.norm_heads,
+    NormValues: LayerEmitter.norm_values,
     NormProjections: LayerEmitter.norm_projections,
     Rotate: LayerEmitter.rotate,
     GrowQueries: LayerEmitter.grow,
@@ -414,13 +497,17 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     Keep: LayerEmitter.keep,
     Again: LayerEmitter.again,
     Experts: LayerEmitter.experts,
+    AddUp: LayerEmitter.add_up,
+    ApplyTokenInputs: LayerEmitter.apply_token_inputs,
+    ScaleResidual: LayerEmitter.scale_residual,
     AddToResidual: LayerEmitter.add,
 }
 
 
-def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str) -> AttentionShape:
-    """Returns the parameters of the attention kernels of a model of type ``dtype``."""
-    group = config.num_heads // config.num_kv_heads
+def attention_shape(config: ModelConfig, layout: KVLayout, dtype: str, layer: int) -> AttentionShape:
+    """Returns the parameters of the attention kernels of a layer of a model of type ``dtype``."""
+    heads = config.heads_of(layer)
     latents = 0 if config.latents is None else config.latents.rank
     codes = layout.dtype if layout.dtype in EIGHT_BIT_KV.values() else ""
-    return AttentionShape(config.head_dim, group, layout.block_size, dtype == "bfloat16", codes, latents)
+    group = config.num_heads // heads.kv_heads
+    return AttentionShape(heads.head_dim, group, layout.block_size, dtype == "bfloat16", codes, latents)

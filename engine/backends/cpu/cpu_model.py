@@ -27,15 +27,16 @@ from pillion.engine.backends.cpu.cpu_layer import MAX_PARTIAL_ROWS, LayerEmitter
 from pillion.engine.backends.cpu.cpu_operations import MEETING, AdaptedProducts, OperationBuilder
 from pillion.engine.backends.cpu.cpu_weights import PackedMatrices
 from pillion.engine.checkpoints.weights import DTYPES as MODEL_DTYPES
-from pillion.engine.checkpoints.weights import embedding_scale
+from pillion.engine.checkpoints.weights import embedding_scale, rounded
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_config import ModelConfig, TokenInputs
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.rope import CosSin, growth_table, rope_tables
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
 from pillion.kernels.cpu.rows.rows import AddPositions, Embed, SoftCapScale
+from pillion.kernels.cpu.rows.token_inputs import MixTokenInputs
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
 from pillion.rooms import require
 
@@ -75,15 +76,15 @@ def plan_model(
 def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     config, weights, shard = builder.config, builder.weights, builder.shard
     meeting = None if shard.whole else require(MEETING, "ranks", "a part of a model")(shard)
-    builder = replace(builder, meeting=meeting)
+    builder = replace(builder, meeting=meeting, keeps_states=bool(state_layers))
     sampled = replace(builder, rows_of="samples")
     mine, layers = shard.own_layers(config), layers_of(config)
     operations = [*_embed(builder)] if mine.start == 0 else []
     for index in mine:
         if index in state_layers:
             operations.append(builder.norm("", builder.state(index)))
-        last = index == config.num_layers - 1
-        operations += LayerEmitter(builder, sampled, index, last=last).emit(layers[index])
+        last, own = index == config.num_layers - 1, replace(builder, wanted=index > builder.last_kept_layer)
+        operations += LayerEmitter(own, sampled, index, last=last).emit(layers[index])
     head = weights.linear("lm_head")
     # The sampler edits logits in place where rows follow one another without padding.
     logits = replace(sampled.buffer("logits", head.pairs * 32, "float32"), dense=True)
@@ -129,6 +130,8 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
     yield Operation(Embed(builder.bf16, share=total is not None), values)
     if total is not None:
         yield total
+    if config.token_inputs is not None:
+        yield from _token_inputs(builder, config.token_inputs)
     if config.learned_positions:
         table, hidden = builder.weights.tensors["positions"], builder.hidden
         values = {
@@ -141,15 +144,43 @@ def _embed(builder: OperationBuilder) -> Iterator[Operation]:
         yield Operation(AddPositions(), values)
 
 
-def attention_planner(config: ModelConfig, isa: Isa, threads: int) -> CpuAttentionPlanner:
-    """Returns the planner that cuts a step's attention into items."""
-    group = config.num_heads // config.num_kv_heads
-    windows = config.sliding_windows
-    return CpuAttentionPlanner(
-        group,
-        row_counts(isa, group),
-        config.num_kv_heads,
-        threads,
-        MAX_PARTIAL_ROWS,
-        max(windows) if all(windows) else 0,
-    )
+def _token_inputs(builder: OperationBuilder, inputs: TokenInputs) -> Iterator[Operation]:
+    """Yields the kernels from the embeddings of a step's tokens to what all layers read of them beside these."""
+    config, rows, tensors = builder.config, builder.token_inputs, builder.weights.tensors
+    own = {
+        "table": tensors["token_inputs.embedding"],
+        "hidden": rows,
+        "width": rows.width,
+        "hidden_stride": rows.stride,
+        "first": 0,
+        "tokens": inputs.vocab_size,
+        "scale": rounded(inputs.width**0.5, MODEL_DTYPES[builder.dtype]),
+    }
+    yield Operation(Embed(builder.bf16), own)
+    products = builder.buffer("token_input_products", rows.width, "float32")
+    yield builder.norm("")
+    yield from builder.gemm("token_inputs.projection", builder.normed, products, "store")
+    values = {
+        "rows": rows,
+        "products": products,
+        "weight": tensors["token_inputs.norm"],
+        "width": inputs.width,
+        "layers": config.num_layers,
+        "rows_stride": rows.stride,
+        "products_stride": products.stride,
+        # The norm takes products as they are, where the model divides them by the root of the hidden size.
+        "eps": config.rms_norm_eps * config.hidden_size,
+    }
+    yield Operation(MixTokenInputs(), values)
+
+
+def attention_planners(config: ModelConfig, isa: Isa, threads: int) -> tuple[CpuAttentionPlanner, ...]:
+    """Returns the planners that cut a step's attention into items, one for each number of KV heads that layers have."""
+    found = []
+    for count in config.kv_head_counts:
+        every = config.layer_heads or (config.heads_of(0),) * config.num_layers
+        layers = (layer for layer, heads in enumerate(every) if heads is not None and heads.kv_heads == count)
+        windows = [config.sliding_windows[layer] for layer in layers]
+        group, window = config.num_heads // count, max(windows) if all(windows) else 0
+        found.append(CpuAttentionPlanner(group, row_counts(isa, group), count, threads, MAX_PARTIAL_ROWS, window))
+    return tuple(found)

@@ -77,7 +77,8 @@ class OperationBuilder:
     is the model's type, which the KV of ``layout`` has too, unless it is in 8 bits. ``adapters`` are the slots, in a
     program for steps with adapters. ``config`` is the shape of the process's own layers; ``layout`` is that of all KV,
     and ``model_heads`` are all query heads. ``meeting`` is None for a program of the whole model. ``growth`` has the
-    factors of queries that grow with their position."""
+    factors of queries that grow with their position. ``wanted`` says that these operations run only in a step with
+    sampled rows; ``keeps_states`` that a step needs the rows of all layers, sampled or not."""
 
     config: ModelConfig
     weights: PackedMatrices
@@ -90,6 +91,8 @@ class OperationBuilder:
     adapters: AdaptedProducts | None = None
     meeting: CpuMeeting | None = None
     growth: torch.Tensor | None = None
+    wanted: bool = False
+    keeps_states: bool = False
 
     @property
     def bf16(self) -> bool:
@@ -105,11 +108,24 @@ class OperationBuilder:
     def when(self) -> str:
         """Gives the condition under which these operations run: without sampled rows nothing runs after the last
         layer's KV."""
-        return "num_samples" if self.rows_of == "samples" else ""
+        return "num_samples" if self.rows_of == "samples" or self.wanted else ""
+
+    @property
+    def last_kept_layer(self) -> int:
+        """Gives the last layer of which a step without sampled rows needs something."""
+        return self.config.num_layers - 1 if self.keeps_states else self.config.last_kept_layer
 
     def buffer(self, name: str, width: int, dtype: str, each: int = 1) -> Buffer:
         """Returns the buffer ``name``, with ``each`` rows for each row of ``rows_of``."""
         return Buffer(f"{self.rows_of}.{name}", -(-width // 32) * 32, dtype, self.rows_of, each)
+
+    def wide(self, name: str, width: int, dtype: str) -> Buffer:
+        """Returns the buffer ``name`` of rows whose width depends on the layer, where layers differ."""
+        return self.buffer(name if self.layout.even else f"{name}{width}", width, dtype)
+
+    def kind_of(self, layer: int) -> int:
+        """Returns the number of a layer's kind of KV heads among those of the model."""
+        return self.config.all_heads.index(self.config.heads_of(layer))
 
     @property
     def hidden(self) -> Buffer:
@@ -125,8 +141,16 @@ class OperationBuilder:
         return self.buffer("found", self.config.hidden_size, "float32")
 
     @property
-    def attended(self) -> Buffer:
-        return self.buffer("attended", self.config.num_heads * self.config.value_dim, self.row_dtype)
+    def added_up(self) -> Buffer:
+        """Gives the buffer for the sum of rows that are normed again before they are added to ``hidden``."""
+        return self.buffer("added_up", self.config.hidden_size, "float32")
+
+    @property
+    def token_inputs(self) -> Buffer:
+        """Gives the buffer for what all layers read of each token beside the residual stream."""
+        inputs = self.config.token_inputs
+        assert inputs is not None
+        return Buffer("tokens.token_inputs", self.config.num_layers * inputs.width, "float32")
 
     def norm(
         self, name: str, out: Buffer | None = None, x: Buffer | None = None, width: int = 0, eps: float = 0.0
@@ -218,15 +242,19 @@ class OperationBuilder:
         }
         yield Operation(spec, values, self.when)
 
-    def norm_add(self, name: str, factor: float) -> Operation:
-        """Computes hidden += ``factor`` times the norm ``name`` of the buffer found."""
+    def norm_add(
+        self, name: str, factor: float, *, found: Buffer | None = None, hidden: Buffer | None = None
+    ) -> Operation:
+        """Computes hidden += ``factor`` times the norm ``name`` of the buffer found; other buffers may be in their
+        places."""
+        found, hidden = found or self.found, hidden or self.hidden
         values = {
-            "found": self.found,
+            "found": found,
             "weight": self.weights.tensors[name],
-            "hidden": self.hidden,
+            "hidden": hidden,
             "width": self.config.hidden_size,
-            "found_stride": self.found.stride,
-            "hidden_stride": self.hidden.stride,
+            "found_stride": found.stride,
+            "hidden_stride": hidden.stride,
             "eps": self.config.rms_norm_eps,
             "factor": factor,
         }

@@ -30,6 +30,7 @@ from pillion.engine.checkpoints.weights import (
     load_head_bias,
     load_layer,
     load_positions,
+    load_token_inputs,
 )
 from pillion.engine.models.decoder import LayerWeights
 from pillion.engine.models.families import layers_of
@@ -217,6 +218,11 @@ class MatrixPacker:
             positions = load_positions(checkpoint, config, dtype)
             if positions is not None:
                 self.writer.tensor("positions", pad(positions.float(), (0, -config.hidden_size % LANES)))
+            token_inputs = load_token_inputs(checkpoint, config, dtype)
+            if token_inputs is not None:
+                self.writer.tensor("token_inputs.embedding", token_inputs.embedding)
+                self.linear("token_inputs.projection", Linear.plain(token_inputs.projection, None))
+                self.norm("token_inputs.norm", token_inputs.norm)
             for index, operations in enumerate(layers_of(config)):
                 self.layer(f"layers.{index}.", operations, load_layer(checkpoint, config, dtype, index, Linear.plain))
             self.norm("final_norm", load_final_norm(checkpoint, config, dtype))

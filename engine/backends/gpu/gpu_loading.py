@@ -147,6 +147,12 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
     if config.latents is not None:
         raise ConfigError(f"{config.family}: the GPU kernels do not attend over latents; use --device cpu")
+    if config.token_inputs is not None:
+        raise ConfigError(f"{config.family}: the GPU kernels have no embeddings for each layer; use --device cpu")
+    if config.kv_places:
+        raise ConfigError(
+            f"{config.family}: the GPU kernels have no layers that differ in their KV heads; use --device cpu"
+        )
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:

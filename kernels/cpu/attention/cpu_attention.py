@@ -38,10 +38,13 @@ from pillion.kernels.cpu.attention.attention_rows import (
 )
 from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr
-from pillion.kernels.cpu.language.isa import LANES, Isa
+from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
+# The fields of these plans in the step's record end like this.
+_PLANS = ("", "_2")
+assert len(_PLANS) == ATTENTION_PLANS
 # Where lines of the pool are widened to float32, at most this many vectors of sums stay in registers.
 CODE_SUMS = 16
 
@@ -120,13 +123,18 @@ class AttentionItem:
         return k.most(self.first, lowest // PARTITION_TOKENS)
 
 
+def step_field(name: str, plan: int) -> str:
+    """Returns the name of a field of the step's record in the plan of this number."""
+    return name + _PLANS[plan]
+
+
 @contextmanager
-def each_attention_item(call: KernelCall, kind: str) -> Iterator[tuple[Int, AttentionItem]]:
+def each_attention_item(call: KernelCall, kind: str, plan: int) -> Iterator[tuple[Int, AttentionItem]]:
     """Yields the pairs (KV head, item) that a thread draws of the step's ``kind``, "items" or "merges".
 
     All items of a KV head come before those of the next head, so that chunks of a prompt find its keys in the cache.
     """
-    count, records = call.step.number(f"num_{kind}"), call.step.pointer(kind)
+    count, records = call.step.number(step_field(f"num_{kind}", plan)), call.step.pointer(step_field(kind, plan))
     with call.shared_range(count * call.args.number("kv_heads"), 1) as (index, _):
         yield index // count, AttentionItem.read(call.k, records + (index % count) * (4 * ITEM_WORDS))
 
@@ -135,7 +143,8 @@ def each_attention_item(call: KernelCall, kind: str) -> Iterator[tuple[Int, Atte
 class Attention(KernelSpec):
     """Computes the attention of all items of the step. ``softcap`` and ``window`` say whether the layer has one; where
     it has none, the field of the record is unused. ``sinks`` says whether it has a score for each head, float32
-    [heads], that a row's softmax counts and that has no value; ``chunked`` is that of :class:`Window`.
+    [heads], that a row's softmax counts and that has no value; ``chunked`` is that of :class:`Window`. ``plan`` is the
+    number of the step's plan that is for layers with so many KV heads.
 
     The scale must be positive, and the items those of
     :class:`pillion.kernels.cpu.attention.cpu_attention_plan.CpuAttentionPlanner`.
@@ -159,11 +168,12 @@ class Attention(KernelSpec):
     window: bool = False
     sinks: bool = False
     chunked: bool = False
+    plan: int = 0
 
     def emit(self, call: KernelCall) -> None:
         k = call.k
         narrow, wide = row_counts(k.isa, self.shape.group)
-        with each_attention_item(call, "items") as (head, item):
+        with each_attention_item(call, "items", self.plan) as (head, item):
             with k.when(item.rows <= narrow):
                 _ItemPass(self, call, item, head, row_tile(k.isa, self.shape, narrow)).emit()
             if narrow != wide:
@@ -265,11 +275,12 @@ class AttentionMerge(KernelSpec):
     window: bool = False
     sinks: bool = False
     chunked: bool = False
+    plan: int = 0
 
     def emit(self, call: KernelCall) -> None:
         k, shape = call.k, self.shape
         window = Window.of(self, call)
-        with each_attention_item(call, "merges") as (head, item):
+        with each_attention_item(call, "merges", self.plan) as (head, item):
             partials = call.args.pointer("partials") + head * call.args.number("partial_stride")
             begin = item.begin(k, shape.group, window)
             with k.range(item.rows) as row:

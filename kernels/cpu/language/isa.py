@@ -14,6 +14,8 @@ from pillion.errors import ConfigError
 
 # A vector has this many lanes in the kernels' language, on every processor; a group in the KV pool has as many tokens.
 LANES = 16
+# A step has a plan of its attention for each number of KV heads that layers have: at most so many.
+ATTENTION_PLANS = 2
 # The flag ``--cpu-kernels`` takes these values besides the names of the table's rows.
 AUTO, TORCH = "auto", "torch"
 

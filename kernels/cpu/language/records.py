@@ -97,6 +97,9 @@ STEP = RecordLayout(
         # (pillion.kernels.cpu.attention.cpu_attention_plan).
         "items",
         "merges",  # merges are int32 [num_merges, ITEM_WORDS]: their context was attended in several items
+        # These are the same for layers with another number of KV heads, in models that have such layers.
+        "items_2",
+        "merges_2",
         "pool",  # pool is the paged cache
     ),
     numbers=(
@@ -106,5 +109,7 @@ STEP = RecordLayout(
         "table_stride",
         "num_items",
         "num_merges",
+        "num_items_2",
+        "num_merges_2",
     ),
 )

@@ -1,7 +1,7 @@
 """Defines the kernels around a mixture of experts' grouped products: they choose experts, sort rows by expert, and add
 up; and the one that weighs the results of the MLP beside the experts.
 
-    RouteToExperts -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
+    RouteToExperts -> [ScaleChosen] -> GroupByExpert -> GatherGroups -> (products, group by group) -> Combine
     (products) -> WeighRows
 
 A row and one of its experts are a pair; pair i of row t is number t * chosen + i. ``rows_of`` and strides are those of
@@ -162,6 +162,23 @@ class RouteToExperts(KernelSpec):
         largest = k.maximum(best.value)
         behind = k.select(best.value < largest, k.vector(-math.inf), places.value * -1.0)
         return largest, k.first_as_int(k.maximum(behind) * -1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleChosen(KernelSpec):
+    """Multiplies ``scores`` [rows, chosen] float32, in place, by the numbers in ``scales`` [experts] float32 of the
+    chosen ``experts`` [rows, chosen] int32."""
+
+    layout = RecordLayout("scale_chosen", pointers=("scores", "experts", "scales"))
+
+    chosen: int
+    rows_of: str = "tokens"
+
+    def emit(self, call: KernelCall) -> None:
+        k, (scores, experts, scales) = call.k, (call.args.pointer(name) for name in self.layout.pointers)
+        with call.even_share(call.step.number(f"num_{self.rows_of}") * self.chosen) as pair:
+            expert = k.load_int(experts + pair * 4, 32)
+            k.store_first(scores + pair * 4, k.broadcast(scores + pair * 4) * k.broadcast(scales + expert * 4))
 
 
 @dataclass(frozen=True, slots=True)

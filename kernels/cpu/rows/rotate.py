@@ -8,6 +8,7 @@ bits are rounded once, from float32, with a scale for each row (:mod:`pillion.ke
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +40,9 @@ class RotateWrite(KernelSpec):
     [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be None.
 
     ``norm_last``: the norm over each head comes after the rotation.
+
+    ``norm_values``: values are normed over each head, without weights. ``queries_only``: a row of ``qkv`` has queries
+    alone, and nothing is written into the pool.
 
     ``grows``: queries are multiplied at last by their position's number in ``growth`` [positions] float32.
 
@@ -78,6 +82,8 @@ class RotateWrite(KernelSpec):
     summed: bool = False
     norm_last: bool = False
     grows: bool = False
+    norm_values: bool = False
+    queries_only: bool = False
 
     def emit(self, call: KernelCall) -> None:
         # Each KV head of a row is a work item, so that the few rows of a decode step occupy all threads; a norm over a
@@ -88,8 +94,9 @@ class RotateWrite(KernelSpec):
             row, first = writer.row(item // items), item % items
             with k.range(first + self.kv_heads // items, first) as head:
                 writer.write_queries(row, head)
-                writer.write_keys(row, head)
-                writer.write_values(row, head)
+                if not self.queries_only:
+                    writer.write_keys(row, head)
+                    writer.write_values(row, head)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,8 +232,7 @@ class RowWriter:
             return
         tokens = 2 if bf16 else 1
         target = piece + row.offset // tokens * (tokens * self._head) + row.offset % tokens * self._size
-        for vector in range(self._vectors):
-            value = k.load(source + vector * VECTOR_BYTES)
+        for vector, value in enumerate(self._stored_values(source)):
             if bf16:
                 k.scatter(target + vector * VECTOR_BYTES, k.to_bf16(value), range(0, VECTOR_BYTES, 4))
             else:
@@ -240,13 +246,28 @@ class RowWriter:
         k, group = self._k, piece + row.offset // LANES * self._group_bytes
         token = row.offset % LANES
         target = group + (token // 4 * (self._vectors * VECTOR_BYTES) + token % 4 // 2 * 8 + token % 2)
-        values = [k.load(source + vector * VECTOR_BYTES) for vector in range(self._vectors)]
-        for vector, codes in enumerate(self._codes(row, group, values)):
+        for vector, codes in enumerate(self._codes(row, group, list(self._stored_values(source)))):
             places = [column // 4 * LANES + column % 4 * 2 for column in range(LANES)]
             k.scatter(target + vector * VECTOR_BYTES, codes, places)
         with k.when(row.clears), k.range(k.int(self._spec.block_size), row.offset + 1) as behind:
             at = behind // LANES * self._group_bytes + (self._lines_bytes + behind % LANES * 4)
             k.store_int(piece + at, 0, 32)
+
+    def _stored_values(self, source: Ptr) -> Iterator[Vec]:
+        """Yields the vectors of a head's values, normed where the model norms them."""
+        loaded = (self._k.load(source + vector * VECTOR_BYTES) for vector in range(self._vectors))
+        if not self._spec.norm_values:
+            return loaded
+        values = list(loaded)
+        factor = self._head_factor(values)
+        return (value * factor for value in values)
+
+    def _head_factor(self, values: list[Vec]) -> Vec:
+        """Returns the factor of an RMS norm over a head's vectors."""
+        k, squares = self._k, self._k.vector(0.0)
+        for value in values:
+            squares = k.fma(value, value, squares)
+        return norm_factor(k, squares, k.int(self._spec.head_dim), self._eps)
 
     def _clear(self, piece: Ptr, offset: Int) -> None:
         """Zeroes V of the tokens after ``offset`` in a block."""
@@ -273,10 +294,7 @@ class RowWriter:
         if not kind:
             return values
         if factor is None:
-            squares = k.vector(0.0)
-            for value in values:
-                squares = k.fma(value, value, squares)
-            factor = norm_factor(k, squares, k.int(self._spec.head_dim), self._eps)
+            factor = self._head_factor(values)
         weights = weight + head * self._wide_head if kind == "projection" else weight
         return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
 

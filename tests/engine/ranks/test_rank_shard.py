@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.model_config import ModelConfig, MoeConfig
+from pillion.engine.models.model_config import LayerHeads, ModelConfig, MoeConfig
 from pillion.engine.models.model_shard import whole_model
 from pillion.engine.ranks.rank_shard import UNIT, RankShard
 from pillion.errors import ConfigError
@@ -61,6 +61,21 @@ def test_three_kv_heads_are_shared_unequally_by_two(config: ModelConfig) -> None
 
 def test_more_ranks_than_kv_heads_share_each(config: ModelConfig) -> None:
     assert [shard.kv_heads.start for shard in shards(shaped(config, 8, 2), 4)] == [0, 0, 1, 1]
+
+
+def test_layers_with_other_numbers_of_kv_heads(config: ModelConfig) -> None:
+    """Sixteen query heads have eight KV heads in one layer, and two in the other."""
+    mixed = replace(shaped(config, 16, 8), layer_heads=(LayerHeads(8, 16), LayerHeads(2, 32)))
+    for size in (2, 4, 8, 16):
+        found = shards(mixed, size)
+        for count in (8, 2):
+            group = 16 // count
+            assert all({head // group for head in one.heads} == set(one.kv_heads_of(count)) for one in found)
+            assert [one.local(mixed).layer_heads[count == 2] for one in found] == [
+                LayerHeads(max(1, count // size), 32 if count == 2 else 16)
+            ] * size
+    with pytest.raises(ConfigError, match="size 3 does not fit 16 heads over 2 KV heads, as some layers of"):
+        RankShard.of(mixed, 0, 3)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(9, 3, 4), (9, 3, 6), (4, 1, 3), (4, 2, 8)])

@@ -1,0 +1,106 @@
+"""Where a block has the keys and values of each layer, in models whose layers differ."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from pillion.engine.backends.backend import KVLayout
+from pillion.engine.backends.loading import check_adapters, unsupported
+from pillion.engine.models.config_parser import parse_config
+from pillion.engine.models.model_config import LayerHeads, TokenInputs
+from pillion.errors import ConfigError, Internal
+from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
+from tests.support.batches import Sequences
+
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 9,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+EVEN = KVLayout("rows-1", 3, 2, 16, 4, "float32")
+LOCAL, WIDE = LayerHeads(2, 16), LayerHeads(1, 48)
+MIXED = dataclasses.replace(EVEN, num_layers=4, layers=(LOCAL, WIDE, None, LOCAL))
+
+
+def test_layers_of_one_size_are_one_array():
+    assert EVEN.even
+    assert EVEN.block_bytes == 3 * 2 * 2 * 4 * 16 * 4
+    assert [EVEN.place(layer).offset for layer in range(3)] == [0, EVEN.block_bytes // 3, EVEN.block_bytes // 3 * 2]
+    assert EVEN.rows_and_pieces == (6, 2)
+
+
+@pytest.mark.parametrize(("dtype", "row"), [("float32", 4), ("bfloat16", 2), ("int8", 1)])
+def test_each_layer_has_a_place_of_its_own_size(dtype, row):
+    layout, extra = dataclasses.replace(MIXED, dtype=dtype), 4 if dtype == "int8" else 0
+    local, wide = (4 * (size * row + extra) for size in (16, 48))
+    assert [layout.place(layer).offset for layer in (0, 1, 3)] == [0, 4 * local, 4 * local + 2 * wide]
+    assert [layout.place(layer).piece_bytes for layer in (0, 1, 3)] == [local, wide, local]
+    assert layout.block_bytes >= 8 * local + 2 * wide
+    # Where values are no codes, a slot is a whole number of pieces of each size.
+    assert dtype == "int8" or layout.block_bytes % wide == 0 == layout.block_bytes % local
+    assert layout.rows_and_pieces == (0, 0)
+    with pytest.raises(Internal, match="layer 2 has no place"):
+        layout.place(2)
+
+
+def test_attention_over_places_of_several_sizes():
+    """Each layer's attention is that over a pool that has only this layer."""
+    texts, generator = Sequences(40, 4), torch.Generator().manual_seed(1)
+    slots = torch.full((40, MIXED.block_bytes // 4), torch.nan)
+    pools = {layer: torch.full((40, 1, 2, *shape), torch.nan) for layer, shape in ((0, (2, 4, 16)), (1, (1, 4, 48)))}
+    one, other = texts.add(2)
+    for parts in (((one, range(9)), (other, range(3))), ((one, [1]), (other, range(6))), ((other, [2]), (one, [5]))):
+        batch = texts.step([(number, list(tokens)) for number, tokens in parts])
+        tokens = len(batch.positions)
+        mixed = {}
+        for layer, heads in ((0, LOCAL), (1, WIDE)):
+            place = MIXED.place(layer)
+            inside = (1, 2, heads.kv_heads, 4, heads.head_dim)
+            strides = [inside[2] * 8 * heads.head_dim, *(n * heads.head_dim for n in (inside[2] * 4, 4, 1)), 1]
+            view = slots.as_strided((40, *inside), (slots.stride(0), *strides))
+            mixed[layer] = StepAttention(view, batch, num_heads=4, scale=0.3, firsts={layer: place.offset // 4})
+        for layer, heads in ((0, LOCAL), (1, WIDE)):
+            alone = StepAttention(pools[layer], batch, num_heads=4, scale=0.3)
+            queries = torch.randn(tokens, 4, heads.head_dim, generator=generator)
+            both = torch.randn(2, tokens, heads.kv_heads, heads.head_dim, generator=generator)
+            MixedAttention(mixed).write(layer, *both)
+            alone.write(0, *both)
+            found = MixedAttention(mixed).attend(layer, queries)
+            assert found.isfinite().all()
+            assert torch.equal(found, alone.attend(0, queries))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"layer_heads": (LOCAL, WIDE, LOCAL)}, "the GPU kernels have no layers that differ in their KV heads"),
+        ({"token_inputs": TokenInputs(width=16, vocab_size=9)}, "the GPU kernels have no embeddings for each layer"),
+    ],
+)
+def test_what_the_gpu_kernels_lack_is_refused(change, words):
+    gpu_loading = pytest.importorskip("pillion.engine.backends.gpu.gpu_loading")
+    config = dataclasses.replace(parse_config(SHAPE), **change)
+    with pytest.raises(ConfigError, match=words):
+        gpu_loading.check_operations(config)
+
+
+def test_adapters_where_values_are_keys_are_refused():
+    with pytest.raises(ConfigError, match="--enable-lora is not there yet where values are keys"):
+        check_adapters(dataclasses.replace(parse_config(SHAPE), values_are_keys=True))
+
+
+def test_what_the_cpu_kernels_lack_is_told():
+    config = parse_config(SHAPE)
+    three = tuple(LayerHeads(count, 16) for count in (1, 2, 4))
+    assert "3 different numbers of KV heads" in unsupported(dataclasses.replace(config, layer_heads=three), 16)
+    assert "heads of a multiple of 16 values, not 24" in unsupported(
+        dataclasses.replace(config, layer_heads=(LayerHeads(2, 16), LayerHeads(2, 24))), 16
+    )
+    inputs = TokenInputs(width=24, vocab_size=9)
+    assert "multiple of 16 values, not 24" in unsupported(dataclasses.replace(config, token_inputs=inputs), 16)
