@@ -30,10 +30,9 @@ LEFT_OUT = {
     "a norm of the sum of experts and the MLP beside them": "axk1",
     "sparse attention, which chooses the tokens that a query sees": """
         axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
-    "layers that share keys and values, and embeddings for each layer": "gemma3n gemma3n_text",
-    "the same, and heads of another size in layers without a window (`global_head_dim`), for which layers would need "
-    "places of their own sizes in a block": """
-        gemma4 gemma4_assistant gemma4_text gemma4_unified gemma4_unified_assistant gemma4_unified_text""",
+    "several residual streams that layers predict and correct (AltUp), low-rank residuals (LAuReL), activations of "
+    "which a share is cut off": "gemma3n gemma3n_text",
+    "keys and values of another model, to guess its tokens": "gemma4_assistant gemma4_unified_assistant",
     "heads of values that differ from those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         afmoe diffllama jetmoe laguna""",
@@ -74,7 +73,8 @@ points, in mixed steps and greedily, on torch and on the CPU kernels, and on two
 test` runs some of that, `make test-long` all. The first case of each family also runs with `--quantization` int8 and
 int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
 a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
-(`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet;
+(`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet, and models whose
+values are keys (Gemma 4 with `attention_k_eq_v`) no adapters;
 GPT-2, GPT-BigCode, OPT, GPT-NeoX, Phi, Falcon and GPT-J, whose modules have names of their own, have no adapters.
 
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
@@ -154,6 +154,15 @@ def options(family: ModelFamily) -> str:
         said.append("learned positions (not on GPUs)")
     if family.head_bias:
         said.append("a bias of logits (not on GPUs)")
+    if "global_head_dim" in family.defaults:
+        said.append("norms before and after attention and MLP")
+        said.append("queries, keys and values normed by head")
+        said.append(
+            "heads of another size and number in layers without a window, values that are keys there, and layers"
+        )
+        said[-1] += " that see the keys and values of an earlier one, by keys (not on GPUs)"
+    if "hidden_size_per_layer_input" in family.defaults:
+        said.append("embeddings for each layer, and experts beside the MLP, by keys")
     return "; ".join(said) or "as Llama's"
 
 

@@ -27,12 +27,15 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
-# Tensors with these endings and beginnings are not read: leftovers in old checkpoints, and the vision part of models of
-# text and images.
+# Tensors with these endings and beginnings are not read: leftovers in old checkpoints, and the parts of models of text,
+# images and sounds that are not about text.
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias")
 # These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
-_OF_PICTURES = ("vision_tower.", "vision_model.", "multi_modal_projector.")
+_OF_PICTURES = (
+    *("vision_tower.", "vision_model.", "multi_modal_projector.", "vision_embedder.", "embed_vision."),
+    *("audio_tower.", "embed_audio."),
+)
 _IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
 # The language model's tensors begin like this in models of text and images, in transformers 4 and 5.
 _TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
@@ -80,6 +83,12 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
         wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
     if config.head_bias:
         wanted["lm_head.bias"] = _named("lm_head.bias", config.vocab_size)
+    if config.token_inputs is not None:
+        width, tokens = config.token_inputs.width, config.token_inputs.vocab_size
+        every, name = config.num_layers * width, "model.per_layer_model_projection.weight"
+        wanted["token_inputs.embedding"] = _named("model.embed_tokens_per_layer.weight", tokens, every)
+        wanted["token_inputs.projection"] = _named(name, every, config.hidden_size)
+        wanted["token_inputs.norm"] = _named("model.per_layer_projection_norm.weight", width)
     return {key: tuple(_in_files(spelling, config) for spelling in spellings) for key, spellings in wanted.items()}
 
 
@@ -109,7 +118,7 @@ def layer_spellings(operations: Layer) -> dict[str, tuple[Spelling, ...]]:
             wanted |= {f"{tensor.name}.{part}": _spelled(tensor, f".{part}") for part in parts}
         elif tensor.spellings:
             is_vector = tensor.role in (Role.VECTOR, Role.EXACT_VECTOR)
-            wanted[tensor.name] = _spelled(tensor, "" if is_vector else ".weight")
+            wanted[tensor.name] = _spelled(tensor, "" if is_vector else tensor.suffix)
             if tensor.bias:
                 wanted[f"{tensor.name}.bias"] = _spelled(tensor, ".bias")
     return wanted
@@ -169,6 +178,9 @@ class Checkpoint:
         behind = [rf"model\.layers\.{config.num_layers + more}\." for more in range(_MOST_GUESSING_LAYERS)]
         guessing = FAMILIES[config.family].guessing_layers
         self._guesses = re.compile("|".join((r"(model\.)?mtp", *behind)) if guessing else r"(?!)")
+        # Layers that see the keys and values of another one may have tensors for their own, from the training.
+        idle = "|".join(str(layer) for layer, source in enumerate(config.kv_sources) if layer != source)
+        self._idle = re.compile(rf"model\.layers\.({idle})\.self_attn\.[kv]_(proj|norm)\." if idle else r"(?!)")
         self._handles = handles
         self._format: WeightFormat | None = choose_format(config)
         self._headers = {plain_name: _header(handle, name) for plain_name, (handle, name) in handles.items()}
@@ -257,7 +269,8 @@ class Checkpoint:
         wanted = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
         known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
         left = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _OF_CACHES))
-        unknown = sorted(name for name in left if not self._is_idle_bias(name) and not self._guesses.match(name))
+        left = (name for name in left if not self._guesses.match(name) and not self._idle.match(name))
+        unknown = sorted(name for name in left if not self._is_idle_bias(name))
         if unknown:
             raise ConfigError(
                 f"{self._folder} holds {names_in_words(unknown)}, which a {self._family} model does not have"

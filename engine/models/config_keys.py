@@ -67,11 +67,12 @@ _OF_WINDOWS = ("sliding_window", "max_window_layers")
 # The key for the number of experts is "num_experts" in the configs of one family, and "num_local_experts" in those of
 # transformers 5.
 _NUM_EXPERTS = ("num_experts", "num_local_experts")
-# These keys of a config for text and images stand around the text model's, and are about images.
+# These keys of a config for text and images stand around the text model's, and are about images and sounds.
 _AROUND_TEXT = _words(
     """
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
     boi_token_id eoi_token_id projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
+    audio_config video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index vision_soft_tokens_per_image
     """
 )
 

@@ -14,6 +14,7 @@ from typing import Any
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
 from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
+from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
     FEW_BITS_ROOM,
@@ -98,29 +99,27 @@ def quantization_method(config: Mapping[str, Any]) -> str:
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
     config = _text_config(config)
-    name = config.get("model_type")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None:
-        raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
+    name, family = _family_of(config)
     raw = {**family.defaults, **config}
-    refuse_unknown_keys(str(name), family.own, family.ignored, family.fixed, raw)
+    refuse_unknown_keys(name, family.own, family.ignored, family.fixed, raw)
     derived = _derived(raw, family)
     raw |= derived
     options = {**{key: raw[key] for key in family.defaults}, **derived}
     heads = size(raw, "num_attention_heads")
     latents = _latents(raw, options, heads)
-    kv_heads, head_dim = _kv_heads(str(name), raw, heads, latents)
+    kv_heads, head_dim = _kv_heads(name, raw, heads, latents)
     num_layers = size(raw, "num_hidden_layers")
     has_rope = _has_rope(options, family, num_layers)
     slides = _slides(options, family, num_layers, has_rope)
-    _check_layer_types(str(name), raw, slides)
+    _check_layer_types(name, raw, slides)
     window = int(number(options, "attention_chunk_size", number(options, "sliding_window", 0)))
     if family.nope_if_full and any(slides):
         has_rope = slides
-    ropes, layer_ropes = _ropes(raw, options, family, head_dim, has_rope, slides)
+    layers = read_layers(name, raw, options, heads, slides)
+    ropes, layer_ropes = _ropes(raw, options, family, (head_dim, layers.wide), has_rope, slides)
     qkv_bias, o_bias, mlp_bias = (bool(options.get(key)) for key in family.biases)
     return ModelConfig(
-        family=str(name),
+        family=name,
         vocab_size=size(raw, "vocab_size"),
         hidden_size=size(raw, "hidden_size"),
         intermediate_size=size(options, "intermediate_size_mlp", size(raw, "intermediate_size")),
@@ -133,6 +132,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         ropes=ropes,
         layer_ropes=layer_ropes,
         sliding_windows=tuple(window if slide else 0 for slide in slides),
+        **layers.fields,
         chunked="attention_chunk_size" in options,
         tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
         qkv_bias=family.qkv_bias or qkv_bias,
@@ -140,7 +140,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         mlp_bias=family.mlp_bias or mlp_bias,
         head_bias=family.head_bias,
         learned_positions=family.learned_positions,
-        activation=_activation(str(name), family, raw, options),
+        activation=_activation(name, family, raw, options),
         gated=family.gated,
         norm=family.norm,
         norm_bias=family.norm_bias,
@@ -161,8 +161,17 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         latents=latents,
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
-        quantization=_quantization(str(name), raw, latents),
+        quantization=_quantization(name, raw, latents),
     )
+
+
+def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
+    """Returns the name of a config's family, and its row. Raises ConfigError where there is none."""
+    name = config.get("model_type")
+    family = FAMILIES.get(name) if isinstance(name, str) else None
+    if family is None:
+        raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
+    return str(name), family
 
 
 def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
@@ -336,12 +345,13 @@ def _ropes(
     raw: Mapping[str, Any],
     options: Mapping[str, Any],
     family: ModelFamily,
-    head_dim: int,
+    head_dims: tuple[int, int],
     has_rope: tuple[bool, ...],
     slides: tuple[bool, ...],
 ) -> tuple[tuple[RopeConfig, ...], tuple[int | None, ...]]:
+    head_dim = head_dims[0]
     if family.local_rope:
-        return parse_global_and_local(raw, head_dim), tuple(int(slide) for slide in slides)
+        return parse_global_and_local(raw, *head_dims), tuple(int(slide) for slide in slides)
     rope = parse_rope(raw, head_dim, partial=family.partial_rope, query_growth=family.query_growth == "all")
     interleaved = bool(options.get("rope_interleave", family.interleaved_rope))
     rope = replace(rope, interleaved=interleaved, backwards=family.reversed_rope)
@@ -413,6 +423,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         group_best=1 if "topk_method" in options else 2,
         scaled_inputs=family.scaled_experts,
         shared=inner if family.shared_expert else _shared(options, inner),
+        beside="enable_moe_block" in options,
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from pillion.engine.models.config_json import per_layer, size
+from pillion.engine.models.gemma4_layer import gemma4_layer
 from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, falcon_layer, llama_layer
 from pillion.engine.models.model_config import ModelConfig
@@ -162,6 +164,34 @@ _GEMMA = {
     "eos_token_id": 1,
 }
 
+_GEMMA4 = {
+    "vocab_size": 262_144,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "num_global_key_value_heads": None,
+    "per_layer_config": None,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "rope_parameters": None,
+    "attention_bias": False,
+    "attention_k_eq_v": False,
+    "layer_types": None,
+    "final_logit_softcapping": None,
+    "num_kv_shared_layers": 0,
+    "use_double_wide_mlp": False,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+}
+_GEMMA4_ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
+}
+
 _MISTRAL = {
     "max_position_embeddings": 131_072,
     "num_key_value_heads": 8,
@@ -261,6 +291,26 @@ def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return _one_kv_head_each(raw)
 
 
+def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for Gemma 4: a sixth of its layers has no window, and the last one never has. Raises
+    ConfigError for attention to later tokens, which texts have in no published model."""
+    if raw["use_bidirectional_attention"] not in (None, "vision"):
+        raise ConfigError(
+            f"gemma4: config.json has use_bidirectional_attention = {raw['use_bidirectional_attention']!r}, which"
+            " is not supported"
+        )
+    layers = size(raw, "num_hidden_layers")
+    kinds = per_layer(raw, "layer_types", layers)
+    if kinds is None:
+        kinds = ["sliding_attention" if (layer + 1) % 6 else "full_attention" for layer in range(layers)]
+    found: dict[str, Any] = {"layer_types": [*kinds[:-1], "full_attention"], "attention_multiplier": 1.0}
+    if raw.get("enable_moe_block"):
+        found["num_experts_per_tok"] = raw["top_k_experts"]
+    if raw["rope_parameters"] is None:
+        found["rope_parameters"] = _GEMMA4_ROPES
+    return found
+
+
 def _falcon(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows from Falcon's options: its new architecture overrules two of them."""
     is_new, parallel = raw["new_decoder_architecture"], bool(raw["parallel_attn"])
@@ -324,6 +374,26 @@ _COHERE = ModelFamily(
     eps="layer_norm_eps",
     parallel=True,
     interleaved_rope=True,
+)
+
+_GEMMA4_TEXT = ModelFamily(
+    {
+        **_GEMMA4,
+        "max_position_embeddings": 131_072,
+        "sliding_window": 512,
+        "use_bidirectional_attention": None,
+        "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
+        "enable_moe_block": False,
+        "num_experts": None,
+        "top_k_experts": None,
+        "moe_intermediate_size": None,
+    },
+    layer=gemma4_layer,
+    norm="wide",
+    scaled_embedding=True,
+    local_rope=True,
+    derived=_gemma4,
 )
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -1063,6 +1133,16 @@ FAMILIES: dict[str, ModelFamily] = {
         normed_embedding=True,
         derived=_nanochat,
     ),
+    "gemma4_text": _GEMMA4_TEXT,
+    "gemma4_unified_text": replace(
+        _GEMMA4_TEXT,
+        defaults={
+            **_GEMMA4,
+            "max_position_embeddings": 262_144,
+            "sliding_window": 1024,
+            "use_bidirectional_attention": "vision",
+        },
+    ),
     "gpt2": _GPT2,
     "gpt_bigcode": replace(
         _GPT2,
@@ -1244,7 +1324,13 @@ FAMILIES: dict[str, ModelFamily] = {
 
 # These models of text and images have a text model that can be served: their model_type, and the families that their
 # text_config may have, the first of which it has where it says nothing.
-TEXT_OF = {"gemma3": ("gemma3_text",), "llama4": ("llama4_text",), "mistral3": ("mistral", "ministral3")}
+TEXT_OF = {
+    "gemma3": ("gemma3_text",),
+    "gemma4": ("gemma4_text",),
+    "gemma4_unified": ("gemma4_unified_text",),
+    "llama4": ("llama4_text",),
+    "mistral3": ("mistral", "ministral3"),
+}
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pillion.engine.models.model_config import ModelConfig, QueryGrowth
-from pillion.engine.models.rope_config import RopeConfig, original_tokens, yarn_mscale
+from pillion.engine.models.rope_config import PROPORTIONAL, RopeConfig, original_tokens, yarn_mscale
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
@@ -72,11 +72,11 @@ def partial_order(head_dim: int, rotary_dim: int, interleaved: bool = False) -> 
 
 def make_ropes(config: ModelConfig, max_model_len: int) -> tuple[Rope, ...]:
     """Makes the model's embeddings in the order of ``config.ropes``, for texts of at most ``max_model_len`` tokens."""
-    ropes = tuple(make_rope(rope, config.rotary_width, max_model_len) for rope in config.ropes)
+    ropes = tuple(make_rope(rope, rope.head_dim or config.rotary_width, max_model_len) for rope in config.ropes)
     original = original_tokens(config.ropes)
     if not 0 < original < max_model_len:
         return ropes
-    short = (make_rope(rope, config.rotary_width, original).frequencies for rope in config.ropes)
+    short = (make_rope(rope, rope.head_dim or config.rotary_width, original).frequencies for rope in config.ropes)
     return tuple(
         replace(rope, short_frequencies=own, short_rows=max_model_len) for rope, own in zip(ropes, short, strict=True)
     )
@@ -119,6 +119,9 @@ def _frequencies(config: RopeConfig, max_model_len: int) -> tuple[torch.Tensor, 
     if config.kind == "dynamic":
         theta *= _ntk_stretch(config, max_model_len)
     powers = theta ** (torch.arange(0, config.rotary_dim, 2, dtype=torch.float32) / config.rotary_dim)
+    if config.kind == PROPORTIONAL:
+        turning = torch.arange(len(powers)) < config.turning
+        return torch.where(turning, 1.0 / powers / config.factor, 0.0), 1.0
     if config.kind == "linear":
         return 1.0 / powers / config.factor, 1.0
     if config.kind == "llama3":

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, size
@@ -20,6 +20,8 @@ from pillion.engine.models.config_keys import refuse_unknown_rope_keys
 from pillion.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+# Families whose layers have heads of two sizes may have this kind, too.
+PROPORTIONAL = "proportional"
 
 # These numbers of scaled embeddings must be above 0; transformers assumes these values where a config lacks them.
 _ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -32,10 +34,12 @@ class RopeConfig:
     ``rotary_dim``.
 
     Attributes:
-        kind: one of ROPE_KINDS; :mod:`pillion.engine.models.rope` has their formulas.
+        kind: one of ROPE_KINDS, or "proportional"; :mod:`pillion.engine.models.rope` has their formulas.
         rotary_dim: how many values of a head are rotated, from its first on.
         interleaved: whether a checkpoint rotates neighbours with each other, not values half of ``rotary_dim`` apart.
         backwards: whether values are rotated by the negative angles.
+        head_dim: the number of values of a head, where layers differ in that; 0 elsewhere.
+        turning: how many pairs of a head turn in the kind "proportional"; the others have frequency 0.
         original_max_position: longest text of the training before scaling, in tokens.
         short_factors, long_factors: longrope's divisors, one per frequency, up to the original length and above it.
     """
@@ -45,6 +49,8 @@ class RopeConfig:
     rotary_dim: int
     interleaved: bool = False
     backwards: bool = False
+    head_dim: int = 0
+    turning: int = 0
     factor: float = 1.0
     original_max_position: int = 0
     low_freq_factor: float = 1.0
@@ -115,17 +121,21 @@ def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
     return number(parameters, "llama_4_scaling_beta", 0.0), length
 
 
-def parse_global_and_local(raw: Mapping[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+def parse_global_and_local(raw: Mapping[str, Any], head_dim: int, global_head_dim: int = 0) -> tuple[RopeConfig, ...]:
     """Reads two embeddings: that of layers with full attention, and that of layers with a window, which scaling leaves
-    alone."""
+    alone. ``global_head_dim`` are the values of a head in layers of the first kind, in families where these differ."""
     parameters = _rope_parameters(raw)
     nested = any(key in parameters for key in _LAYER_TYPES)
     full, local = (parameters.get(key) or {} if nested else {} for key in _LAYER_TYPES)
     theta = number(raw, "rope_theta", 10_000.0)
-    return (
-        _parse(raw, full if nested else parameters, theta, head_dim, partial=False),
+    wide = global_head_dim or head_dim
+    ropes = (
+        _parse(raw, full if nested else parameters, theta, wide, partial=False, proportional=global_head_dim > 0),
         _parse(raw, local, number(raw, "rope_local_base_freq", theta), head_dim, partial=False),
     )
+    if not global_head_dim:
+        return ropes
+    return replace(ropes[0], head_dim=wide), replace(ropes[1], head_dim=head_dim)
 
 
 def _rope_parameters(raw: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,12 +158,25 @@ def _unscaled(rope: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parse(
-    raw: Mapping[str, Any], rope: Mapping[str, Any], theta: float, head_dim: int, *, partial: bool
+    raw: Mapping[str, Any],
+    rope: Mapping[str, Any],
+    theta: float,
+    head_dim: int,
+    *,
+    partial: bool,
+    proportional: bool = False,
 ) -> RopeConfig:
     refuse_unknown_rope_keys(str(raw.get("model_type")), rope)
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
         kind = "longrope"  # Early Phi-3 checkpoints have this name.
+    if proportional and kind == PROPORTIONAL:
+        share = number(rope, "partial_rotary_factor", 1.0)
+        turning = int(share * head_dim // 2)
+        if not 0 < turning <= head_dim // 2:
+            raise ConfigError(f"a rotary embedding of {share} of {head_dim} values is not possible")
+        theta, factor = above_zero(rope, "rope_theta", theta), above_zero(rope, "factor", 1.0)
+        return RopeConfig(kind=PROPORTIONAL, theta=theta, rotary_dim=head_dim, factor=factor, turning=turning)
     if kind not in ROPE_KINDS:
         raise ConfigError(f"rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
     rotary_dim = int(head_dim * above_zero(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)))
@@ -177,6 +200,8 @@ def _parse(
         rotary_dim=rotary_dim,
         interleaved=False,
         backwards=False,
+        head_dim=0,
+        turning=0,
         factor=above_zero(rope, "factor", max_position / original),
         original_max_position=original,
         attention_factor=None if attention_factor is None else number(rope, "attention_factor", 1.0),

@@ -224,6 +224,10 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
 
 
+# These matrices of the model, by the decoder's names, are tables, or make what all layers read of a token.
+_MODEL_TABLES = {"embedding", "positions", "token_inputs.embedding", "token_inputs.projection"}
+
+
 def _linear_names(config: ModelConfig) -> dict[str, bool]:
     """Returns all names that checkpoints have for the matrices of linear layers, and whether these are transposed.
     Those of two dimensions that choose or weigh rows, such as routers, are none."""
@@ -238,7 +242,7 @@ def _linear_names(config: ModelConfig) -> dict[str, bool]:
         for key, spellings in decoder_tensors(config).items()
         for spelling in spellings
         for tensor in spelling
-        if len(tensor.shape) > 1 and key not in exact | {"embedding", "positions"} and not key.endswith(".bias")
+        if len(tensor.shape) > 1 and key not in exact | _MODEL_TABLES and not key.endswith(".bias")
     }
 
 

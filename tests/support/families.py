@@ -41,6 +41,20 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "rope_theta": 100_000.0, "factor": 8.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
 }
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    "num_hidden_layers": 3,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "sliding_window": 24,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 8.0,
+    "rope_parameters": {
+        "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 100_000.0},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+    },
+}
+GEMMA4_KEYS = {"attention_k_eq_v": True, "num_global_key_value_heads": 1}
 QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
 MINISTRAL = {"sliding_window": 24, "layer_types": ["full_attention", "sliding_attention"]}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 5, "num_experts_per_tok": 2}
@@ -342,6 +356,39 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "gptj": {"model_type": "gptj", "without": ("head_dim",), "tie_word_embeddings": False, "rotary_dim": 8},
     "nanochat": {"model_type": "nanochat", "tie_word_embeddings": False},
+    # The last two layers see keys and values of earlier ones, and have MLPs of twice the width.
+    "gemma4": {
+        **GEMMA4,
+        "num_hidden_layers": 5,
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "sliding_attention",
+            "sliding_attention",
+            "full_attention",
+        ],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 16,
+        "vocab_size_per_layer_input": 300,
+    },
+    "gemma4-keys": {**GEMMA4, **GEMMA4_KEYS, "attention_bias": True},
+    "gemma4-moe": {
+        **GEMMA4,
+        **GEMMA4_KEYS,
+        "enable_moe_block": True,
+        "num_experts": 5,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 48,
+        "stacked_experts": True,
+    },
+    "gemma4-unified": {
+        **{key: value for key, value in GEMMA4.items() if key != "hidden_size_per_layer_input"},
+        "model_type": "gemma4_unified_text",
+        "num_hidden_layers": 4,
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "num_kv_shared_layers": 2,
+    },
     "gpt2": {"model_type": "gpt2", "without": ("head_dim",)},
     "gpt-bigcode": {"model_type": "gpt_bigcode", "without": ("head_dim",)},
     "gpt-bigcode-heads": {"model_type": "gpt_bigcode", "without": ("head_dim",), "multi_query": False, "n_inner": 144},

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.rows.rotate import RotateWrite
+from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import BY_ROWS, FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
@@ -35,6 +37,7 @@ KV_IN_8_BITS = [
     ("olmo2", "fp8", 0.08),  # norms of whole projections
     ("phi3-partial-rope", "int8", 0.03),
     ("qwen3-moe", "fp8", 0.08),
+    ("gemma4", "int8", 0.06),  # places of several sizes, and layers without one
 ]
 IN_BFLOAT16 = [
     *("qwen3-qk-norm", "gemma2", "gemma3", "olmo2", "granite", "phi3-partial-rope", "qwen3-moe"),
@@ -44,6 +47,7 @@ IN_BFLOAT16 = [
     pytest.param("qwen2-moe-window", marks=pytest.mark.long),
     pytest.param("gpt-oss", marks=pytest.mark.long),
     pytest.param("llama4", marks=pytest.mark.long),
+    pytest.param("gemma4", marks=pytest.mark.long),
 ]
 # In ``make test`` every family runs in chunks, in mixed steps and greedily. What differs less from one family to the
 # next is tried with those that have windows, several rotary tables, layers without one, soft caps or experts.
@@ -224,6 +228,51 @@ def test_the_text_part_of_a_model_of_text_and_images(tmp_path):
         assert prepared.eos_token_ids == (1, 5)
         driver = BackendDriver(prepared)
         assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), wanted)
+
+
+def test_the_text_part_of_gemma_4(tmp_path):
+    """Checkpoints have tensors for keys and values in layers that see those of others, and parts for images and
+    sounds."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES["gemma4"])
+    text, found = tokens_of(PROMPT_TOKENS, 2), []
+    config = json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "gemma4", "text_config": config, "vision_config": {}, "audio_config": {}, "boa_token_id": 9}
+    tensors = load_file(folder / "model.safetensors")
+    tensors |= {f"model.layers.4.self_attn.{part}.weight": torch.ones(3) for part in ("k_proj", "v_proj", "k_norm")}
+    tensors = {name.replace("model.", "model.language_model.", 1): each for name, each in tensors.items()}
+    parts = ("vision_tower.x", "embed_vision.x", "audio_tower.x", "embed_audio.x", "vision_embedder.x")
+    tensors |= {f"model.{part}": torch.ones(3) for part in parts}
+    for _ in range(2):
+        driver = BackendDriver(prepare(flags))
+        found.append(driver.run_all(driver.sequences.add()[0], text, []))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(outer))
+    assert torch.equal(*found)
+    other = {"model.language_model.layers.4.self_attn.k_sum.weight": torch.ones(3)}
+    save_file({**tensors, **other}, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match="k_sum"):
+        BackendDriver(prepare(flags))
+
+
+@needs_kernels
+@pytest.mark.parametrize("on_torch", ["gemma4"], indirect=True)
+def test_layers_that_see_others_keys_run_for_sampled_rows_alone(on_torch, monkeypatch):
+    """In a step that chooses no token, the last two of five layers have nothing to leave."""
+    attended, attend = [], StepAttention.attend
+    monkeypatch.setattr(
+        StepAttention, "attend", lambda self, layer, *rest: attended.append(layer) or attend(self, layer, *rest)
+    )
+    text, driver = tokens_of(PROMPT_TOKENS, 2), on_torch.driver()
+    (number,) = driver.sequences.add()
+    driver.step((number, text[:40]), sample=())
+    assert attended == [0, 1]  # The third layer only writes.
+    driver.step((number, text[40:]))
+    assert attended[2:] == [0, 1, 2, 2, 1]
+    operations = dataclasses.replace(on_torch, kernels="cpu").driver().backend.model.plan.operations
+    always = [operation for operation in operations if not operation.when]
+    assert isinstance(always[-1].spec, RotateWrite)
+    assert sum(isinstance(operation.spec, RotateWrite) for operation in always) == 3
+    assert sum(isinstance(operation.spec, RotateWrite) for operation in operations) == 5
 
 
 @pytest.mark.parametrize(("name", "prefix"), [("gpt2", "transformer."), ("opt", "model.")])

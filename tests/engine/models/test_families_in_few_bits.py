@@ -93,6 +93,7 @@ def check_roles(folder):
         for key in decoder_tensors(config):
             found = checkpoint.take_matrix(key, torch.float32)
             plain = key in (*others, "embedding", "positions", "final_norm") or key.endswith(".bias")
+            plain = plain or key.startswith("token_inputs.")
             assert isinstance(found, torch.Tensor if plain else QuantizedMatrix), key
         head = checkpoint.take_matrix("lm_head", torch.float32)
         assert isinstance(head, QuantizedMatrix)

@@ -15,7 +15,7 @@ from pillion.engine.backends.backend import kv_layout
 from pillion.engine.models.config_keys import BOOKKEEPING
 from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
 from pillion.engine.models.families import FAMILIES, TEXT_OF
-from pillion.engine.models.model_config import QueryGrowth
+from pillion.engine.models.model_config import LayerHeads, QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant
 from pillion.errors import ConfigError
@@ -37,6 +37,13 @@ REQUIRED = {
     "gpt_neox": {"rotary_pct": 0.5},
     "gptj": {"rotary_dim": 4},
 }
+GEMMA4 = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "num_kv_shared_layers": 2,
+    "use_double_wide_mlp": True,
+}
+GEMMA4_TEXT = {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 48}
 SETS = {"short_factor": [1.0, 2.0] * 4, "long_factor": [1.0, 3.0] * 4, "original_max_position_embeddings": 64}
 WINDOW = {"use_sliding_window": True, "sliding_window": 8}
 
@@ -160,6 +167,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
             "num_attention_heads"
         ]  # transformers assumes the number of query heads of its own default.
     theirs, ours = AutoConfig.for_model(**given), parse_config(given)
+    theirs.allow_global_per_layer_attribute_access = True  # Gemma 4's layers differ.
     for key in ("vocab_size", "hidden_size", "max_position_embeddings"):
         assert getattr(ours, key) == getattr(theirs, key), key
     # Llama 4 has another key for the width of MLPs where there are experts elsewhere, GPT-J and Falcon have their own.
@@ -258,6 +266,8 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
         base["max_position_embeddings"] = 2**20  # Its embedding is scaled to 2**17 tokens by itself.
     if name == "deepseek_v2":
         base["topk_method"] = "group_limited_greedy"  # The other one knows no groups.
+    if name.startswith("gemma4"):
+        base |= GEMMA4 | (GEMMA4_TEXT if name == "gemma4_text" else {})
     plain = parse_config(base)
     # The length before scaling means something only beside scaling, and the first embedding has no other key.
     of_text = {"bos_token_id", "eos_token_id"}
@@ -416,6 +426,55 @@ def test_llama_4():
     assert parse_config({**text, "layer_types": kinds}).sliding_windows == (0, 8192) * 2
     assert parse_config({**text, "moe_layers": [0, 3]}).moe.layers == (True, False, False, True)
     assert parse_config({**text, "interleave_moe_layer_step": 2}).moe.layers == (False, True) * 2
+
+
+def heads(*each):
+    return tuple(LayerHeads(*one) for one in each)
+
+
+def test_gemma_4():
+    base = {**BASE, "num_key_value_heads": 2, "head_dim": 16, "global_head_dim": 32, "num_hidden_layers": 6}
+    plain = parse_config({**base, "model_type": "gemma4_text"})
+    assert plain.layer_heads == heads(*[(2, 16)] * 5, (2, 32))
+    assert plain.sliding_windows == (512,) * 5 + (0,)
+    assert [(rope.kind, rope.head_dim, rope.turning) for rope in plain.ropes] == [
+        ("proportional", 32, 4),
+        ("default", 16, 0),
+    ]
+    assert (plain.attention_scale, plain.kv_sources, plain.token_inputs.width) == (1.0, (), 256)
+    keys = parse_config(
+        {**base, "model_type": "gemma4_text", "num_global_key_value_heads": 1, "attention_k_eq_v": True}
+    )
+    assert keys.layer_heads[5] == LayerHeads(1, 32)
+    assert keys.values_are_keys
+    shared = parse_config({**base, **GEMMA4, "model_type": "gemma4_unified_text"})
+    assert shared.kv_sources == (0, 1, 1, 0)
+    assert shared.kv_places == (LayerHeads(2, 32), LayerHeads(2, 16), None, None)
+    assert (shared.layer_widths, shared.last_kept_layer) == ((128, 128, 256, 256), 1)
+    saved = AutoConfig.for_model(
+        **base | {"model_type": "gemma4_text"}, num_global_key_value_heads=1, attention_k_eq_v=True
+    ).to_dict()
+    assert saved["per_layer_config"] == {"5": {"head_dim": 32, "num_key_value_heads": 1}}
+    assert parse_config(saved).layer_heads == keys.layer_heads
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'"),
+        ({"num_kv_shared_layers": 2, "num_hidden_layers": 3}, "num_kv_shared_layers = 2"),
+        ({"vocab_size_per_layer_input": 99}, "vocab_size_per_layer_input = 99, fewer than the 100 tokens"),
+        ({"per_layer_config": {"1": {"intermediate_size": 8}}}, "per_layer_config = .* for layer 1"),
+        ({"per_layer_config": {"0": {"head_dim": 32}, "1": {}}, "num_hidden_layers": 3}, "layers of one kind"),
+        ({"per_layer_config": [1]}, "per_layer_config must be an object"),
+        ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "do not fit together"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0}}}, "0.0 of"),
+    ],
+)
+def test_what_gemma_4_refuses(change, words):
+    base = {**BASE, "model_type": "gemma4_text", "num_key_value_heads": 2, "head_dim": 16}
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**base, **change})
 
 
 def test_keys_of_published_configs_that_change_nothing():

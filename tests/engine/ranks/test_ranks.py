@@ -48,6 +48,8 @@ BY_FOUR = ["llama-mqa-biases", "granite", "olmo2-wide", "phi3-partial-rope", "mi
 CASES = [
     *(pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ()) for name in MODELS),
     *((name, 4) for name in BY_FOUR),
+    # Some layers have two KV heads, and others one.
+    pytest.param("gemma4-keys", 4, marks=pytest.mark.long),
 ]
 TEXT = tokens_of(70, 2)
 
@@ -86,6 +88,7 @@ def test_logits_and_tokens_are_those_of_transformers(prepared_of, name, size):
 OF_SIZES = [
     *(("llama-gqa-tied", *sizes) for sizes in ((1, 2), (2, 1), (2, 4), (4, 1))),
     *(("latents-six-heads", *sizes) for sizes in ((1, 2), (2, 3), (3, 1))),
+    *(pytest.param("gemma4-moe", *sizes, marks=pytest.mark.long) for sizes in ((1, 2), (2, 1))),
 ]
 
 

@@ -1,0 +1,138 @@
+"""Describes the layers of Gemma 4. Imports no torch.
+
+    hidden += norm(attention(norm(hidden)))
+    hidden += norm(mlp(norm(hidden)))                        or, with experts, norm(norm(mlp) + norm(experts))
+    hidden += norm(projection(gelu(gate(hidden)) * what the token has for this layer))        in models that have that
+    hidden *= a number of the layer
+
+The last layers may see the keys and values of earlier ones, and make queries alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    AddUp,
+    ApplyTokenInputs,
+    Attend,
+    Entries,
+    Experts,
+    Layer,
+    LayerTensor,
+    Multiply,
+    Norm,
+    NormHeads,
+    NormValues,
+    Role,
+    ScaleResidual,
+    Share,
+)
+from pillion.engine.models.llama_layer import experts, gated, norm, output, rotation
+from pillion.engine.models.model_config import ModelConfig
+
+
+def gemma4_layer(config: ModelConfig, index: int) -> Layer:
+    """Returns the operations of layer ``index``."""
+    writes = config.kv_source(index) == index
+    factor = LayerTensor(name="layer_scalar", role=Role.VECTOR, rows=(Entries(1),), spellings=(("layer_scalar",),))
+    return (
+        Norm(norm(config, "attention_norm", "input_layernorm")),
+        Multiply(_projections(config, index, writes=writes)),
+        NormHeads(_head_norms(config, index, writes=writes)),
+        *([NormValues()] if writes else []),
+        *rotation(config, index),
+        Attend(config.sliding_windows[index]),
+        Multiply(output(config, index)),
+        AddToResidual(norm(config, "attention_post_norm", "post_attention_layernorm"), 1.0),
+        Norm(norm(config, "mlp_norm", "pre_feedforward_layernorm")),
+        gated(config, index),
+        *(_beside(config) if config.moe is not None else ()),
+        AddToResidual(norm(config, "mlp_post_norm", "post_feedforward_layernorm"), 1.0),
+        *(_token_inputs(config, config.token_inputs.width) if config.token_inputs is not None else ()),
+        ScaleResidual(factor),
+    )
+
+
+def _projections(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:
+    """Describes the matrix that makes queries and, in a layer that ``writes`` its own, keys and values. Where values
+    are keys before their norm, it has the rows of keys twice."""
+    heads = config.heads_of(index)
+    size, keys = heads.head_dim, Entries(heads.kv_heads * heads.head_dim, Share.KV_HEADS, heads.head_dim)
+    values = "self_attn.k_proj" if config.values_are_keys and not config.sliding_windows[index] else "self_attn.v_proj"
+    names = "self_attn.q_proj", "self_attn.k_proj", values
+    rows = Entries(config.num_heads * size, Share.HEADS, size), keys, keys
+    parts = 3 if writes else 1
+    return LayerTensor(
+        name="qkv",
+        role=Role.MATRIX,
+        rows=rows[:parts],
+        inputs=(Entries(config.hidden_size),),
+        spellings=(names[:parts],),
+        bias=config.qkv_bias,
+    )
+
+
+def _head_norms(config: ModelConfig, index: int, *, writes: bool) -> LayerTensor:
+    """Describes the norms of the heads of queries and, in a layer that ``writes`` its own, of keys."""
+    heads, parts = config.heads_of(index), 2 if writes else 1
+    rows = Entries(config.num_heads, Share.HEADS), Entries(heads.kv_heads, Share.KV_HEADS)
+    names = "self_attn.q_norm", "self_attn.k_norm"
+    entries = (Entries(heads.head_dim, head=heads.head_dim),)
+    return LayerTensor(
+        name="qk_norm", role=Role.HEAD_NORM, rows=rows[:parts], inputs=entries, spellings=(names[:parts],)
+    )
+
+
+def _beside(config: ModelConfig) -> Layer:
+    """Returns the operations from the dense MLP's rows to their sum with those of the experts beside it."""
+    return (
+        AddUp(norm(config, "mlp_branch_norm", "post_feedforward_layernorm_1")),
+        Norm(norm(config, "experts_norm", "pre_feedforward_layernorm_2")),
+        _experts(config),
+        AddUp(norm(config, "experts_branch_norm", "post_feedforward_layernorm_2")),
+    )
+
+
+def _experts(config: ModelConfig) -> Experts:
+    """Describes the experts, whose router reads the residual stream by a norm of its own."""
+    mixed, hidden = experts(config), Entries(config.hidden_size)
+    scale = LayerTensor(
+        name="router_norm",
+        role=Role.NORM,
+        rows=(hidden,),
+        spellings=(("router.scale",),),
+        suffix="",
+        factor=config.hidden_size**-0.5,
+    )
+    return replace(
+        mixed,
+        router=replace(mixed.router, spellings=(("router.proj",),)),
+        gate_up=replace(mixed.gate_up, spellings=(), stacked=("experts.gate_up_proj",)),
+        down=replace(mixed.down, spellings=(), stacked=("experts.down_proj",)),
+        router_norm=scale,
+        expert_scales=LayerTensor(
+            name="expert_scales",
+            role=Role.EXACT_VECTOR,
+            rows=mixed.router.rows,
+            spellings=(("router.per_expert_scale",),),
+        ),
+    )
+
+
+def _token_inputs(config: ModelConfig, width: int) -> Layer:
+    """Returns the operations that apply what the token has for this layer."""
+    hidden, inner = (Entries(config.hidden_size),), (Entries(width),)
+    gate, projection = (
+        LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=((spelling,),))
+        for name, rows, inputs, spelling in (
+            ("input_gate", inner, hidden, "per_layer_input_gate"),
+            ("input_projection", hidden, inner, "per_layer_projection"),
+        )
+    )
+    return (
+        Norm(None),
+        ApplyTokenInputs(gate, projection, config.activation),
+        AddToResidual(norm(config, "input_post_norm", "post_per_layer_input_norm"), 1.0),
+    )

@@ -1,0 +1,106 @@
+"""Reads what a ``config.json`` says of single layers, in families whose layers differ in their KV heads. Imports no
+torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pillion.engine.models.config_json import size
+from pillion.engine.models.model_config import LayerHeads, TokenInputs
+from pillion.errors import ConfigError
+
+# transformers writes what single layers have otherwise than the rest of the config says under this key.
+_BY_LAYER = "per_layer_config"
+_HEAD_KEYS = {"head_dim", "num_key_value_heads"}
+
+
+class Layers(NamedTuple):
+    """Holds what a config says of single layers: the fields of ``ModelConfig``, and the values of a head in layers
+    without a window, 0 where layers do not differ."""
+
+    fields: Mapping[str, Any]
+    wide: int
+
+
+def read_layers(
+    name: str, raw: Mapping[str, Any], options: Mapping[str, Any], heads: int, slides: Sequence[bool]
+) -> Layers:
+    """Reads what is said of single layers, in families that have such ``options``. ``slides`` says which layers have a
+    window. Raises ConfigError for what does not fit together."""
+    if "global_head_dim" not in options:
+        return Layers({}, 0)
+    layer_heads, sources = _layer_heads(name, raw, heads, slides), _kv_sources(name, raw, slides)
+    fields = {
+        "layer_heads": layer_heads,
+        "kv_sources": sources,
+        "values_are_keys": bool(raw["attention_k_eq_v"]),
+        "layer_widths": _layer_widths(raw, sources),
+        "token_inputs": _token_inputs(name, raw),
+    }
+    return Layers(fields, layer_heads[slides.index(False)].head_dim)
+
+
+def _layer_heads(name: str, raw: Mapping[str, Any], heads: int, slides: Sequence[bool]) -> tuple[LayerHeads, ...]:
+    """Returns each layer's KV heads. Raises ConfigError where layers of one kind have several sizes."""
+    local = LayerHeads(size(raw, "num_key_value_heads", heads), size(raw, "head_dim"))
+    if raw[_BY_LAYER] is None:
+        count = size(raw, "num_global_key_value_heads", local.kv_heads) if raw["attention_k_eq_v"] else local.kv_heads
+        wide = LayerHeads(count, size(raw, "global_head_dim", 512))
+        found = [local if slide else wide for slide in slides]
+    else:
+        found = [_said(name, raw[_BY_LAYER], layer, local) for layer in range(len(slides))]
+    for slide in (True, False):
+        kinds = {one for one, own in zip(found, slides, strict=True) if own is slide}
+        if len(kinds) > 1:
+            raise ConfigError(f"{name}: config.json has {_BY_LAYER} with several sizes of heads for layers of one kind")
+        if any(heads % kind.kv_heads or kind.head_dim % 2 for kind in kinds):
+            raise ConfigError(f"{name}: {heads} heads and {kinds} do not fit together")
+    return tuple(found)
+
+
+def _said(name: str, by_layer: Any, layer: int, local: LayerHeads) -> LayerHeads:
+    """Returns the KV heads of a layer by transformers' list of what layers have otherwise than the others."""
+    if not isinstance(by_layer, Mapping) or not all(str(key).isdigit() for key in by_layer):
+        raise ConfigError(f"{name}: config.json: {_BY_LAYER} must be an object with numbers of layers")
+    said: Any = next((said for key, said in by_layer.items() if int(key) == layer), {})
+    if not isinstance(said, Mapping) or not said.keys() <= _HEAD_KEYS:
+        raise ConfigError(f"{name}: config.json has {_BY_LAYER} = {said!r} for layer {layer}, which is not supported")
+    return LayerHeads(size(said, "num_key_value_heads", local.kv_heads), size(said, "head_dim", local.head_dim))
+
+
+def _kv_sources(name: str, raw: Mapping[str, Any], slides: Sequence[bool]) -> tuple[int, ...]:
+    """Returns the layer whose keys and values each layer sees; () where each has its own. Layers without their own see
+    those of the last layer of their kind that has them. Raises ConfigError where there is no such layer."""
+    if not raw["num_kv_shared_layers"]:
+        return ()
+    shared = size(raw, "num_kv_shared_layers")
+    first = max(len(slides) - shared, 0)
+    last = {slides[layer]: layer for layer in range(first)}
+    if not set(slides) <= last.keys():
+        raise ConfigError(
+            f"{name}: config.json has num_kv_shared_layers = {shared}, which leaves no layer with keys and values of"
+            " its own for each kind of layers"
+        )
+    return tuple(layer if layer < first else last[slides[layer]] for layer in range(len(slides)))
+
+
+def _layer_widths(raw: Mapping[str, Any], sources: Sequence[int]) -> tuple[int, ...]:
+    """Returns the inner width of each layer's MLP; () where all have one. Layers without keys and values of their own
+    may have twice that width."""
+    if not raw["use_double_wide_mlp"]:
+        return ()
+    width = size(raw, "intermediate_size")
+    return tuple(width if layer == source else 2 * width for layer, source in enumerate(sources))
+
+
+def _token_inputs(name: str, raw: Mapping[str, Any]) -> TokenInputs | None:
+    """Returns what layers read of a token beside the residual stream. Raises ConfigError where tokens lack that."""
+    if not raw.get("hidden_size_per_layer_input"):
+        return None
+    tokens, vocab_size = size(raw, "vocab_size_per_layer_input"), size(raw, "vocab_size")
+    if tokens < vocab_size:
+        raise ConfigError(
+            f"{name}: config.json has vocab_size_per_layer_input = {tokens}, fewer than the {vocab_size} tokens"
+        )
+    return TokenInputs(width=size(raw, "hidden_size_per_layer_input"), vocab_size=tokens)
