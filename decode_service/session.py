@@ -283,7 +283,7 @@ class DecodeSession:
         """Adopts the gateway's ticket and awaits its chain, or opens one of the worker's own. Raises as
         :class:`Tickets` does, but MemoryShort where another worker would wait in vain, too."""
         tickets = stream.tickets = epoch.tickets
-        total_blocks = len(submit.token_ids) // self._worker.block_size + 1
+        total_blocks = self._worker.blocks_of(len(submit.token_ids))
         if submit.ticket_id:
             held = await tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
             if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:

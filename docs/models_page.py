@@ -17,15 +17,16 @@ from pillion.engine.models.config_keys import known_keys
 from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
 from pillion.engine.models.llama_layer import PRE_NORMS
 from tests.support.families import FAMILIES as CASES
+from tests.support.hybrids import HYBRIDS
 
 PAGE = pathlib.Path(__file__).resolve().parent / "models.md"
 
 # Models of transformers' mapping that have no row, by what they would need.
 LEFT_OUT = {
-    "a state beside keys and values, or layers with convolutions (state space models, linear attention, hybrids)": """
-        bailing_hybrid bamba falcon_h1 falcon_mamba granitemoehybrid inkling2_text inkling_text jamba kimi_linear lfm2
-        lfm2_moe lfm3 mamba mamba2 minimax nemotron_h olmo_hybrid qwen3_5 qwen3_5_moe qwen3_5_moe_text qwen3_5_text
-        qwen3_next qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
+    "states of other kinds (Mamba-1, linear attention with other decays, xLSTM, RWKV), or attention without "
+    "positions over latents": """
+        bailing_hybrid bamba falcon_mamba inkling2_text inkling_text jamba kimi_linear lfm3 mamba mamba2 minimax
+        qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
     "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
     "a norm of the sum of experts and the MLP beside them": "axk1",
     "sparse attention, which chooses the tokens that a query sees": """
@@ -59,6 +60,16 @@ LEFT_OUT = {
         phi4_multimodal""",
 }
 
+# What layers with a state have, by the function that reads their shapes.
+STATES = {
+    "lfm2_layers": "layers of short convolutions",
+    "delta_layers": "layers of gated delta nets",
+    "olmo_hybrid_layers": "layers of gated delta nets",
+    "mamba_layers": "layers of state spaces (Mamba-2)",
+    "falcon_h1_layers": "state spaces (Mamba-2) beside attention",
+    "nemotron_h_layers": "layers that are a state space (Mamba-2), attention, an MLP or experts",
+}
+
 INTRO = """# Models
 
 <!-- written by docs/models_page.py; run `make dashboards` -->
@@ -76,6 +87,11 @@ a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA ada
 (`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet, and models whose
 values are keys (Gemma 4 with `attention_k_eq_v`) no adapters;
 GPT-2, GPT-BigCode, OPT, GPT-NeoX, Phi, Falcon and GPT-J, whose modules have names of their own, have no adapters.
+
+Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on torch's
+operators in decode workers (`tests/engine/states`). Prefill workers, the CPU kernels, GPUs, ranks, drafts, adapters, KV
+in 8 bits and quantized checkpoints are not there for them yet, and are refused by name. Their prompts have no prefix
+hits: each turn computes its whole text.
 
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""
@@ -145,6 +161,10 @@ def options(family: ModelFamily) -> str:
         said.append("biases of router and experts; clamped SwiGLU")
     if layer.get("sinks"):
         said.append("attention sinks")
+    if family.linear is not None:
+        said.append(f"{STATES[family.linear.__name__]} (torch alone)")
+    if layer.get("gated_queries"):
+        said.append("attention whose results pass a gate")
     if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
     if not family.gated:
@@ -180,7 +200,7 @@ def render() -> str:
     """Return the whole page."""
     lines = [INTRO.format(families=len(FAMILIES))]
     cases: dict[str, list[str]] = {}
-    for case, config in CASES.items():
+    for case, config in (CASES | HYBRIDS).items():
         cases.setdefault(config.get("model_type", "llama"), []).append(case)
     for name, family in sorted(FAMILIES.items()):
         common = known_keys(set(), ())

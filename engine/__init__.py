@@ -11,6 +11,7 @@
     grammars/      which tokens an answer may go on with
     drafts/        speculative decoding: guesses of next tokens, which steps judge
     partial_blocks/ last blocks of answers that are not full, kept for the next turns
+    states/        what hybrid models carry from token to token: the states of running sequences
     ranks/         workers of several processes, each with a share of the model;  gpu_ranks/: those on GPUs
     stages/        prefill workers of several processes, each with some of the layers
     backends/      a step on a device: torch, cpu, gpu

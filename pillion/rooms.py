@@ -114,6 +114,14 @@ ROOMS: tuple[Room, ...] = (
         paths=("engine/partial_blocks", "tests/engine/partial_blocks"),
         entries={"engine.worker.features": "pillion.engine.partial_blocks.partial_blocks:load_partial_blocks"},
     ),
+    Room(
+        "states",
+        paths=("engine/states", "tests/engine/states", "tests/cluster/test_states.py"),
+        entries={
+            "engine.worker.features": "pillion.engine.states.states:load_states",
+            "engine.backends.states": "pillion.engine.states.states_check:check_states",
+        },
+    ),
     # Forced tokens are proposed before guesses, and a backend keeps the states for a head before it has adapters.
     Room(
         "grammars",

@@ -18,6 +18,8 @@ import numpy.typing as npt
 
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_states import state_bytes, states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope_config import served_variant
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
@@ -26,6 +28,19 @@ from pillion.kernels.kv_codes import KV_SCALE_BYTES
 
 Int32 = npt.NDArray[np.int32]
 Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class StateSlots:
+    """Says where the states of a step's sequences are, for models whose layers carry one.
+
+    Attributes:
+        reads: [S, pages] the slots that hold each sequence's state before the step's tokens; -1 where there are none.
+        writes: [S, pages] the slots into which the step writes the state after them.
+    """
+
+    reads: Int32
+    writes: Int32
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +59,7 @@ class StepBatch:
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
         adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
             sequence has one.
+        states: where the sequences' states are; None in a model without them.
     """
 
     token_ids: Int32
@@ -54,6 +70,7 @@ class StepBatch:
     sample_rows: Int32
     rope_rows: Int32 | None = None
     adapters: Int32 | None = None
+    states: StateSlots | None = None
 
     @property
     def table_rows(self) -> Int32:
@@ -107,6 +124,8 @@ class KVLayout:
 
     Where ``layers`` is not empty, a slot is [planes, kv_heads, block_size, head_dim] values of one layer after the
     other, each with its own numbers. A layer that is None there has no place in the slot.
+
+    What layers carry from token to token has ``state_bytes``, and lies in ``state_pages`` slots of its own.
     """
 
     version: str
@@ -117,6 +136,7 @@ class KVLayout:
     dtype: str
     planes: int = 2
     layers: tuple[LayerHeads | None, ...] = ()
+    state_bytes: int = 0
 
     def heads(self, layer: int) -> LayerHeads | None:
         """Returns the KV heads that have a place for a layer; None where the layer has no place."""
@@ -140,6 +160,17 @@ class KVLayout:
         """Gives how many rows a slot has, and how many pieces of one size a row, by which KV heads can be shared out;
         zeros where layers differ."""
         return (self.num_layers * self.planes, self.num_kv_heads) if self.even else (0, 0)
+
+    @property
+    def state_pages(self) -> int:
+        """Gives the number of slots that a sequence's state takes; 0 in a model without one."""
+        return -(-self.state_bytes // self.block_bytes)
+
+    @property
+    def working_pages(self) -> int:
+        """Gives the number of slots that a running sequence needs beside those of its tokens' blocks: a step reads one
+        state and writes another."""
+        return 2 * self.state_pages
 
     @property
     def block_bytes(self) -> int:
@@ -179,6 +210,8 @@ def kv_layout(
         raise ConfigError(f"a block of {block_size} tokens holds nothing; --block-size must be above 0")
     config = load_config(prepared.folder)
     rope = served_variant(config.ropes, prepared.max_model_len)
+    if not config.kv_layers:
+        raise ConfigError(f"{config.family}: models without any layer with keys and values are not supported yet")
     return KVLayout(
         version=f"{inside}/rope-{rope}" if rope else inside,
         num_layers=config.num_layers,
@@ -188,6 +221,7 @@ def kv_layout(
         dtype=EIGHT_BIT_KV.get(kv_cache_dtype, prepared.dtype),
         planes=config.kv_planes,
         layers=config.kv_places,
+        state_bytes=0 if config.linear is None else state_bytes(states_of(layers_of(config))),
     )
 
 

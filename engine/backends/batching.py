@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pillion.engine.backends.backend import Int32, StepBatch
+from pillion.engine.backends.backend import Int32, StateSlots, StepBatch
 from pillion.engine.sampling.sampling_rows import NO_IDS, Int64, RowEdit, RowMasks, SamplingRows, ScoredRows
 from pillion.engine.scheduling.block_chain import BlockChain
 from pillion.engine.scheduling.sequence import Sequence
@@ -33,6 +33,7 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
         block_size,
         sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)],
         adapters=plan.adapters,
+        states=plan.states,
     )
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
@@ -48,6 +49,7 @@ def build_rows(
     *,
     sample_rows: Seq[int] = (),
     adapters: Int32 | None = None,
+    states: StateSlots | None = None,
 ) -> StepBatch:
     """Builds the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain."""
     starts = np.array(firsts, dtype=np.int32)
@@ -71,6 +73,7 @@ def build_rows(
         sample_rows=np.array(sample_rows, dtype=np.int32),
         rope_rows=positions + np.repeat(np.array(rope_shifts, dtype=np.int32), counts) if any(rope_shifts) else None,
         adapters=adapters,
+        states=states,
     )
 
 

@@ -129,6 +129,8 @@ class RankLoader(ProcessLoader, Protocol):
 
 
 RANKS = Seam[RankLoader]("engine.backends.ranks")
+# The room "states" raises ConfigError for what a worker's flags ask of a model with states, and it cannot do.
+STATES = Seam[Callable[[WorkerFlags, str, ModelConfig], None]]("engine.backends.states")
 # The room "stages" loads workers whose processes have some of the layers each.
 STAGES = Seam[ProcessLoader]("engine.backends.stages")
 
@@ -161,17 +163,19 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     they can run the model, else torch."""
     flags = with_budgets(flags)
     device, prepared, loader = resolve_device(flags), prepare(flags, log.info), process_loader(flags)
+    config = load_config(prepared.folder)
+    if config.linear is not None:
+        require(STATES, "states", f"{config.family}, a model whose layers have states,")(flags, device, config)
     if loader is not None:
         loader.check(flags, device, prepared)
     if flags.enable_lora:
-        check_adapters(load_config(prepared.folder))
+        check_adapters(config)
     if device == CPU:
         check_host_steps(flags, prepared)
     for note in precision_notes(prepared, device):
         log.warning("%s", note)
-    quantization = load_config(prepared.folder).quantization
-    if quantization is not None:
-        log.info("weights: %s", quantization.words)
+    if config.quantization is not None:
+        log.info("weights: %s", config.quantization.words)
     if loader is not None:
         return loader.load(flags, device, prepared, threads)
     if device != CPU:
@@ -344,6 +348,8 @@ def check_adapters(config: ModelConfig) -> None:
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
     """Returns why the CPU kernels cannot run a model of this shape, or ""."""
+    if config.linear is not None:
+        return "layers with states have no kernels yet"
     latents = config.latents
     if latents is not None and (latents.rank % PANEL_COLUMNS or latents.values % PANEL_COLUMNS):
         return f"products by head need a multiple of {PANEL_COLUMNS} latents and values"

@@ -14,6 +14,8 @@ from pathlib import Path
 from pillion.config import OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_states import state_bytes, states_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError
@@ -64,6 +66,9 @@ def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: Prepar
     if isinstance(flags, StepFlags):
         rows, count = logit_rows_of(flags, prepared.vocab_size), serve.decode_workers if serve else 1
         total += count * step_bytes(config, prepared.dtype, flags.max_num_batched_tokens, rows, ranks)
+        if config.linear is not None:
+            # A step has a copy of the state of each of its sequences.
+            total += count * flags.max_num_seqs * state_bytes(states_of(layers_of(config)))
     if isinstance(flags, PrefillFlags):
         count = serve.prefill_workers if serve else 1
         ranks = (serve and serve.prefill_tensor_parallel_size) or ranks

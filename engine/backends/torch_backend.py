@@ -17,9 +17,11 @@ from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.checkpoints.weights import DTYPES, load_weights
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.decoder import RowAdapters, run_decoder
+from pillion.engine.models.layer_states import states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope import make_ropes
 from pillion.engine.sampling.sampling_rows import States
+from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 from pillion.rooms import Seam, require
 
@@ -46,6 +48,8 @@ class TorchBackend(HostBackend):
         self._dtype = DTYPES[prepared.dtype]
         self._ropes = make_ropes(self.config, prepared.max_model_len)
         self._weights = load_weights(prepared.folder, self.config, self._dtype)
+        shapes = states_of(self._weights.operations)
+        self._state_shapes = shapes if any(shapes) else ()
         # These are the inputs of layers in the last step, where they are kept for an EAGLE head.
         self._states: dict[int, torch.Tensor] = {}
 
@@ -64,6 +68,7 @@ class TorchBackend(HostBackend):
         config = self.config
         with torch.inference_mode():
             attention = self._attention(pool.view(self._dtype), batch)
+            carried = self._carried(pool, batch)
             rows, places = distinct_rows(batch)
             logits = run_decoder(
                 config,
@@ -75,7 +80,10 @@ class TorchBackend(HostBackend):
                 _indices(rows),
                 adapters=None if batch.adapters is None else bound_adapters(self.adapters).of_step(batch),
                 states=self._states,
+                carried=carried,
             )
+            if carried is not None and batch.states is not None:
+                carried.write(pool, batch.states.writes)
             return logits if places is None else logits[_indices(places)]
 
     def _attention(self, pool: torch.Tensor, batch: StepBatch) -> StepAttention | MixedAttention:
@@ -110,6 +118,15 @@ class TorchBackend(HostBackend):
             sees = (window for layer, window in enumerate(config.sliding_windows) if config.kv_source(layer) in firsts)
             found[kind] = firsts, tuple(sees)
         return found
+
+    def _carried(self, pool: torch.Tensor, batch: StepBatch) -> StepStates | None:
+        """Returns the states before a step's tokens; those of no tokens where the batch names none."""
+        if not self._state_shapes:
+            return None
+        carried = StepStates(self._state_shapes, batch.query_starts)
+        if batch.states is not None:
+            carried.read(pool, batch.states.reads)
+        return carried
 
 
 # The room's function makes the slots for so many adapters up to a rank.

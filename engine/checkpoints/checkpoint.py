@@ -33,7 +33,7 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attenti
 # These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
 _OF_PICTURES = (
-    *("vision_tower.", "vision_model.", "multi_modal_projector.", "vision_embedder.", "embed_vision."),
+    *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "vision_embedder.", "embed_vision."),
     *("audio_tower.", "embed_audio."),
 )
 _IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
@@ -126,6 +126,9 @@ def layer_spellings(operations: Layer) -> dict[str, tuple[Spelling, ...]]:
 
 def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spelling, ...]:
     rows, *columns = tensor.shape
+    if tensor.role is Role.TAPS:
+        # A convolution of each channel on its own reads one channel.
+        columns = [1, *columns]
     if tensor.role is Role.HEAD_NORM:
         # A norm of whole projections has one row for all heads of queries, and one for those of keys.
         shapes, whole = [tensor.shape[1:]] * len(tensor.rows), tensor.shape[1:]

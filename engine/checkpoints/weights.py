@@ -21,6 +21,7 @@ from pillion.engine.models.llama_layer import norm
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import partial_order
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, plain, row_codes_of, select_rows
+from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
 # Arithmetic and KV have these types, by their names in flags and layouts.
@@ -128,6 +129,9 @@ def load_layer(
                 weights[tensor.name] = checkpoint.take(key, dtype)
             case Role.EXACT_VECTOR:
                 weights[tensor.name] = checkpoint.take(key, torch.float32)
+            case Role.TAPS:
+                bias = checkpoint.take(f"{key}.bias", torch.float32) if tensor.bias else None
+                weights[tensor.name] = Taps(checkpoint.take(key, torch.float32)[:, 0], bias)
     return weights
 
 
@@ -157,7 +161,11 @@ def _linear(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: Laye
 
 def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> Matrix:
     weight, order = checkpoint.take_matrix(key, dtype), row_order(tensor)
-    return weight if order is None else select_rows(weight, order)
+    weight = weight if order is None else select_rows(weight, order)
+    if not tensor.scales:
+        return weight
+    factors = torch.cat([torch.full((row.size, 1), by) for row, by in zip(tensor.rows, tensor.scales, strict=True)])
+    return (plain(weight, torch.float32) * factors).to(dtype)
 
 
 def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> torch.Tensor | None:
@@ -174,17 +182,32 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
     """
     if tensor.alternating:
         return torch.arange(tensor.shape[0]).view(-1, 2).t().reshape(-1)
+    if tensor.gated:
+        return _gates_first(tensor)
+    if tensor.groups:
+        return _ungrouped(tensor.rows, tensor.groups)
     if not tensor.grouped and not any(piece.rotated for piece in tensor.rows):
         return None
     order = torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
-    return _ungrouped(tensor)[order] if tensor.grouped else order
+    if not tensor.grouped:
+        return order
+    keys = tensor.rows[1]
+    return _ungrouped(tensor.rows, keys.size // keys.head)[order]
 
 
-def _ungrouped(tensor: LayerTensor) -> torch.Tensor:
-    """Returns the checkpoint's rows of all queries, then of all keys, then of all values."""
-    queries, keys, values = tensor.rows
-    groups = torch.arange(tensor.shape[0]).view(keys.size // keys.head, -1)
-    widths = [piece.size // len(groups) for piece in (queries, keys, values)]
+def _gates_first(tensor: LayerTensor) -> torch.Tensor:
+    """Returns the checkpoint's rows of all gates, then of the queries that they stand behind, then all others."""
+    both, keys, values = tensor.rows
+    queries, gates = torch.arange(both.size).view(-1, 2, both.head).unbind(1)
+    ordered = queries.reshape(-1)[_head_order(replace(both, size=both.size // 2))]
+    behind = [_head_order(piece) + first + both.size for piece, first in _placed((keys, values))]
+    return torch.cat((gates.reshape(-1), ordered, *behind))
+
+
+def _ungrouped(pieces: Sequence[Entries], count: int) -> torch.Tensor:
+    """Returns the checkpoint's rows of each piece, of which each of ``count`` groups has a part."""
+    groups = torch.arange(sum(piece.size for piece in pieces)).view(count, -1)
+    widths = [piece.size // count for piece in pieces]
     return torch.cat([part.reshape(-1) for part in torch.split(groups, widths, 1)])
 
 

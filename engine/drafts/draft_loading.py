@@ -57,6 +57,8 @@ def load_draft(
         # Only the sizes of this layout are used: the backend gives it its version.
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
         most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
+        if layout.state_pages:
+            raise ConfigError("models whose layers have states cannot guess yet")
         blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
         flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
         loaded = load(flags, threads)

@@ -3,9 +3,11 @@
     families.py          the table of model families: where a new family goes
     layer_operations.py  the words in which a family describes a layer;  llama_layer.py: the layer of most families
     latent_layer.py      attention over latents (MLA);  gemma4_layer.py: the layers of Gemma 4
+    linear_layer.py      layers with a state (hybrid models);  layer_states.py: what such a state is
     model_config.py      what a config says of a model
     config_parser.py     ``config.json`` -> ModelConfig;  rope_config.py: its rotary embeddings
     layer_config.py      what a config says of single layers, in families whose layers differ
+    linear_config.py     which layers have states, and their shapes
     model_shard.py       what one process computes of a model: all of it, unless it is a rank of several
     config_json.py       checked values of a ``config.json``;  config_keys.py: refuses keys that nobody here obeys
     decoder.py           the forward pass of every family on torch, and the weights that it reads

@@ -20,6 +20,7 @@ from pillion.engine.models.model_config import (
     FEW_BITS_ROOM,
     FewBitWeights,
     LatentConfig,
+    LinearConfig,
     ModelConfig,
     MoeConfig,
     QueryGrowth,
@@ -111,7 +112,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     num_layers = size(raw, "num_hidden_layers")
     has_rope = _has_rope(options, family, num_layers)
     slides = _slides(options, family, num_layers, has_rope)
-    _check_layer_types(name, raw, slides)
+    linear = _linear(name, raw, family, slides)
     window = int(number(options, "attention_chunk_size", number(options, "sliding_window", 0)))
     if family.nope_if_full and any(slides):
         has_rope = slides
@@ -159,9 +160,10 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         logit_divisor=_logit_divisor(family, options, size(raw, "hidden_size")),
         moe=_moe(raw, options, family, num_layers),
         latents=latents,
+        linear=linear,
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
-        quantization=_quantization(name, raw, latents),
+        quantization=_quantization(name, raw, latents, linear),
     )
 
 
@@ -186,12 +188,16 @@ def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     return {**found, **family.derived(every)}
 
 
-def _quantization(name: str, raw: Mapping[str, Any], latents: LatentConfig | None) -> FewBitWeights | None:
+def _quantization(
+    name: str, raw: Mapping[str, Any], latents: LatentConfig | None, linear: LinearConfig | None
+) -> FewBitWeights | None:
     """Returns how the files hold matrices in few bits; None where all of them are plain."""
     if not quantization_method(raw):
         return None
     if latents is not None:
         raise ConfigError(f"{name}: quantized weights are not supported yet where blocks hold latents")
+    if linear is not None:
+        raise ConfigError(f"{name}: quantized weights are not supported yet where layers have states")
     return require(QUANTIZATION, FEW_BITS_ROOM, f"{name}: a checkpoint with quantized weights")(name, raw)
 
 
@@ -282,7 +288,10 @@ def _logit_divisor(family: ModelFamily, options: Mapping[str, Any], hidden_size:
 def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) -> tuple[bool, ...]:
     """Returns whether each layer has a rotary embedding. SmolLM3 has layers without one: every fourth, or those with a
     0 in its list."""
-    if family.learned_positions:
+    kind = options.get("position_embedding_type", "rope")
+    if kind not in ("rope", "nope", None):
+        raise ConfigError(f"config.json: position_embedding_type = {kind!r} is not supported")
+    if family.learned_positions or kind != "rope":
         return (False,) * num_layers
     # Llama 4's configs may have an empty list in place of none.
     flags = per_layer(options, "no_rope_layers", num_layers) if options.get("no_rope_layers") else None
@@ -290,6 +299,14 @@ def _has_rope(options: Mapping[str, Any], family: ModelFamily, num_layers: int) 
         return tuple(bool(flag) for flag in flags)
     interval = size(options, "no_rope_layer_interval", num_layers + 1)
     return tuple((layer + 1) % interval != 0 for layer in range(num_layers))
+
+
+def _linear(name: str, raw: Mapping[str, Any], family: ModelFamily, slides: tuple[bool, ...]) -> LinearConfig | None:
+    """Returns which layers have states, in families that have such layers."""
+    if family.linear is not None:
+        return family.linear(raw)
+    _check_layer_types(name, raw, slides)
+    return None
 
 
 def _check_layer_types(name: str, raw: Mapping[str, Any], slides: tuple[bool, ...]) -> None:
@@ -399,6 +416,9 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
     # transformers 5 writes num_local_experts for most families.
     own = next(key for key in _NUM_EXPERTS if key in options)
     own = next((key for key in _NUM_EXPERTS if raw.get(key) is not None), own)
+    if raw[own] == 0 and "shared_intermediate_size" in options:
+        # Some of Granite's models have the MLP beside the experts alone.
+        return None
     num_experts = size(raw, own)
     per_token = size(options, chosen)
     if per_token > num_experts:

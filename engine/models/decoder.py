@@ -11,12 +11,12 @@ Scales of 1 and caps of 0 are skipped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, silu, softplus
 
 from pillion.engine.models.layer_operations import (
     AddToResidual,
@@ -25,9 +25,12 @@ from pillion.engine.models.layer_operations import (
     ApplyTokenInputs,
     Attend,
     AttendLatents,
+    DeltaRule,
     Experts,
+    Gate,
     GrowQueries,
     Keep,
+    KeepGate,
     Layer,
     LayerTensor,
     Mlp,
@@ -38,6 +41,8 @@ from pillion.engine.models.layer_operations import (
     NormValues,
     Rotate,
     ScaleResidual,
+    ShortConvolution,
+    StateSpace,
 )
 from pillion.engine.models.layers import (
     ACTIVATIONS,
@@ -52,11 +57,22 @@ from pillion.engine.models.layers import (
 )
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, Rope, growth_factors, rotate
+from pillion.kernels.torch.recurrences import (
+    DeltaRows,
+    SpaceRows,
+    Taps,
+    convolve,
+    delta_rule,
+    normed_and_gated,
+    state_space,
+    steps_of_time,
+)
+from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 from pillion.kernels.torch.torch_linear import Linear
 
 
-class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] | torch.Tensor"]):
+class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] | torch.Tensor | Taps"]):
     """Holds one layer's weights by the names of its tensors: norms, linear layers, those of all experts, other
     tensors."""
 
@@ -83,6 +99,11 @@ class LayerWeights(dict[str, "RmsNorm | LayerNorm | Linear | tuple[Linear, ...] 
     def tensor(self, tensor: LayerTensor) -> torch.Tensor:
         found = self[tensor.name]
         assert isinstance(found, torch.Tensor)
+        return found
+
+    def taps(self, tensor: LayerTensor) -> Taps:
+        found = self[tensor.name]
+        assert isinstance(found, Taps)
         return found
 
 
@@ -148,6 +169,9 @@ class LayerRun:
         added_up: the sum of the operations that add up rows.
         rotated: queries and keys [T, heads, head_dim], where rows were normed or rotated since they are projections.
         values: values [T, KV heads, head_dim], where these were normed.
+        gate: the gate [T, ...] that an operation keeps for a later one.
+        states: the states of the step's sequences; None in a model without them.
+        mixers: how many operations that write keys and values, or states, are left.
         ended: whether nothing has to be computed any more, because no row is sampled.
     """
 
@@ -166,10 +190,19 @@ class LayerRun:
     added_up: torch.Tensor | None = None
     rotated: torch.Tensor | None = None
     values: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    states: StepStates | None = None
+    mixers: int = 1
     ended: bool = False
 
     def run(self, operations: Layer) -> torch.Tensor:
         """Runs the operations of the layer; returns the residual stream."""
+        self.mixers = sum(isinstance(operation, _MIXERS) for operation in operations)
+        if not self.mixers and self.sample_rows is not None:
+            # Nothing is left to be written, so only sampled rows are computed.
+            self.hidden = self.hidden[self.sample_rows]
+            operations = operations if len(self.hidden) else ()
+            self.ended = not operations
         for operation in operations:
             _RUN[type(operation)](self, operation)
             if self.ended:
@@ -217,15 +250,96 @@ class LayerRun:
             if self.adapters is not None:
                 self.adapters.write(self.index, keys, values)
             self.attention.write(self.index, keys, values)
-        if wanted is not None and not len(wanted):
+        if self.mixers == 1 and wanted is not None and not len(wanted):
             self.ended = True
             return
         sinks = None if operation.sinks is None else self.weights.tensor(operation.sinks)
         self.rows = self.attention.attend(source, both[:, :heads], operation.window, sinks)
-        if wanted is not None:
-            self.rows, self.hidden = self.rows[wanted], self.hidden[wanted]
-            self.token_inputs = None if self.token_inputs is None else self.token_inputs[wanted]
-            self.adapters = None if self.adapters is None else self.adapters.of_rows(wanted)
+        self._go_on_with_sampled()
+
+    def _go_on_with_sampled(self) -> None:
+        """Leaves, in the last layer, the rows that are sampled; ends where there are none. Where the layer has another
+        state or keys and values to write, all rows go on."""
+        self.mixers -= 1
+        wanted = self.sample_rows
+        if wanted is None or self.mixers:
+            return
+        self.ended = not len(wanted)
+        self.rows, self.hidden = self.rows[wanted], self.hidden[wanted]
+        self.gate = None if self.gate is None else self.gate[wanted]
+        self.token_inputs = None if self.token_inputs is None else self.token_inputs[wanted]
+        self.adapters = None if self.adapters is None else self.adapters.of_rows(wanted)
+
+    def keep_gate(self, operation: KeepGate) -> None:
+        self.gate, self.rows = self.rows.tensor_split([operation.values.size], -1)
+
+    def apply_gate(self, _: Gate) -> None:
+        assert self.gate is not None
+        self.rows, self.gate = self.rows * self.gate.sigmoid(), None
+
+    def short_convolution(self, operation: ShortConvolution) -> None:
+        before, after, values = self.rows.chunk(3, -1)
+        found = self._convolved((before * values).float(), operation.taps)
+        self.rows = after * found.to(after.dtype)
+        self._go_on_with_sampled()
+
+    def delta(self, operation: DeltaRule) -> None:
+        keys, values = operation.key_heads * operation.key_dim, operation.heads * operation.head_dim
+        made, count = self.linear(operation.inputs, self.rows).float(), len(self.rows)
+        learns, forgets = self.linear(operation.rates, self.rows).float().chunk(2, -1)
+        mixed = silu(self._convolved(made[:, : 2 * keys + values].contiguous(), operation.taps))
+        decay, shift = (self.weights.tensor(one) for one in (operation.decay, operation.shift))
+        rows = DeltaRows(
+            mixed[:, :keys].view(count, -1, operation.key_dim),
+            mixed[:, keys : 2 * keys].view(count, -1, operation.key_dim),
+            mixed[:, 2 * keys :].view(count, -1, operation.head_dim),
+            -decay.exp() * softplus(forgets + shift),
+            learns.sigmoid() * (2.0 if operation.doubled else 1.0),
+        )
+        found = torch.empty_like(rows.values)
+        for mine, _, memory in self._states():
+            found[mine] = delta_rule(rows.of(mine), memory)
+        gates = made[:, 2 * keys + values :].view(found.shape)
+        norm = self.weights.tensor(operation.norm)
+        self.rows = normed_and_gated(found, gates, norm, operation.eps).to(self.rows.dtype).flatten(1)
+        self._go_on_with_sampled()
+
+    def state_space(self, operation: StateSpace) -> None:
+        values, sides = operation.heads * operation.head_dim, operation.groups * operation.state_dim
+        made, count = self.linear(operation.inputs, self.rows).float(), len(self.rows)
+        gates, inputs, steps = made.tensor_split([values, 2 * values + 2 * sides], -1)
+        mixed = silu(self._convolved(inputs.contiguous(), operation.taps))
+        decay, shift, skip = (self.weights.tensor(one) for one in (operation.decay, operation.shift, operation.skip))
+        rows = SpaceRows(
+            mixed[:, :values].view(count, operation.heads, -1),
+            mixed[:, values : values + sides].view(count, operation.groups, -1),
+            mixed[:, values + sides :].view(count, operation.groups, -1),
+            steps_of_time(steps, shift),
+        )
+        found = torch.empty_like(rows.values)
+        for mine, _, memory in self._states():
+            found[mine] = state_space(rows.of(mine), -decay.exp(), skip, memory)
+        if operation.norm is None:
+            normed = found.flatten(1) * silu(gates)
+        else:
+            grouped, weight = (count, operation.groups, -1), self.weights.tensor(operation.norm)
+            weight, first = weight.view(operation.groups, -1), operation.gate_first
+            gates = gates.reshape(grouped)
+            normed = normed_and_gated(found.view(grouped), gates, weight, operation.eps, gate_first=first).flatten(1)
+        self.rows = normed.to(self.rows.dtype)
+        self._go_on_with_sampled()
+
+    def _states(self) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+        """Yields each sequence's rows with its state in this layer."""
+        assert self.states is not None
+        return self.states.of_layer(self.index)
+
+    def _convolved(self, rows: torch.Tensor, taps: LayerTensor) -> torch.Tensor:
+        """Returns float32 rows [T, channels], each convolved with those before it in its sequence."""
+        found, factors = torch.empty_like(rows), self.weights.taps(taps)
+        for mine, inputs, _ in self._states():
+            found[mine] = convolve(rows[mine], inputs, factors)
+        return found
 
     def attend_latents(self, operation: AttendLatents) -> None:
         latents, wanted, count = self.config.latents, self.sample_rows, len(self.rows)
@@ -314,6 +428,7 @@ class LayerRun:
         return every[:, : -self.config.heads_of(self.index).kv_heads] if own else every
 
 
+_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace)
 _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     Norm: LayerRun.norm,
     Multiply: LayerRun.product,
@@ -324,6 +439,11 @@ _RUN: dict[type, Callable[[LayerRun, Any], None]] = {
     GrowQueries: LayerRun.grow,
     Attend: LayerRun.attend,
     AttendLatents: LayerRun.attend_latents,
+    KeepGate: LayerRun.keep_gate,
+    Gate: LayerRun.apply_gate,
+    ShortConvolution: LayerRun.short_convolution,
+    DeltaRule: LayerRun.delta,
+    StateSpace: LayerRun.state_space,
     Mlp: LayerRun.mlp,
     Keep: LayerRun.keep,
     Again: LayerRun.again,
@@ -345,9 +465,10 @@ def run_decoder(
     sample_rows: torch.Tensor,
     adapters: RowAdapters | None = None,
     states: dict[int, torch.Tensor] | None = None,
+    carried: StepStates | None = None,
 ) -> torch.Tensor:
     """Runs T tokens, with their adapters where any has one, and writes their KV. ``states`` gets the inputs [T, hidden]
-    of the layers that are its keys.
+    of the layers that are its keys; ``carried`` are the states of the step's sequences, which go on with their tokens.
 
     Takes token_ids and rope_rows [T], which are rows of the rotary tables, and sample_rows [R] (all int64); returns
     float32 logits [R, vocab]. The last layer computes only what is needed: sampled rows, or nothing but its KV where no
@@ -373,6 +494,7 @@ def run_decoder(
         wanted = sample_rows if index == last or (index == kept and not len(sample_rows)) else None
         inputs = None if beside is None else beside[:, index]
         run = LayerRun(config, index, layer, attention, tables, hidden, adapters, grows, inputs, wanted)
+        run.states = carried
         hidden = run.run(operations)
         if run.ended:
             return torch.empty((0, config.vocab_size), dtype=torch.float32)

@@ -16,8 +16,25 @@ from typing import Any
 from pillion.engine.models.config_json import per_layer, size
 from pillion.engine.models.gemma4_layer import gemma4_layer
 from pillion.engine.models.layer_operations import Layer
-from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, falcon_layer, llama_layer
-from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.linear_config import (
+    delta_layers,
+    falcon_h1_layers,
+    lfm2_layers,
+    mamba_layers,
+    nemotron_h_kinds,
+    nemotron_h_layers,
+    olmo_hybrid_layers,
+)
+from pillion.engine.models.linear_layer import (
+    delta_net,
+    falcon_h1_layer,
+    hybrid_layer,
+    nemotron_h_layer,
+    short_convolution,
+    state_space,
+)
+from pillion.engine.models.llama_layer import ALL_NORMS, POST_NORMS, PRE_NORMS, falcon_layer, llama_layer
+from pillion.engine.models.model_config import LinearConfig, ModelConfig
 from pillion.errors import ConfigError
 
 # These keys are about layers that only guess tokens (multi-token prediction).
@@ -33,6 +50,7 @@ class ModelFamily:
             ``attention_bias`` or ``logits_scaling`` is read only for families that have it among their defaults, and
             refused for others (:mod:`pillion.engine.models.config_keys`).
         layer: lists the operations of a layer, by its number.
+        linear: reads which layers have a state in place of keys and values; None for a family whose layers have none.
         qkv_bias, o_bias, mlp_bias, head_bias, norm, norm_bias, gated: those of ``ModelConfig``, where no key says so.
         eps: the key of the norms' smallest variance.
         parallel: whether attention and MLP are parallel, where no key says so.
@@ -70,6 +88,7 @@ class ModelFamily:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     layer: Callable[[ModelConfig, int], Layer] = llama_layer
+    linear: Callable[[Mapping[str, Any]], LinearConfig] | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -324,6 +343,52 @@ def _falcon(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     }
 
 
+def _lfm2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the width of LFM2's MLPs, two thirds of which its configs may mean, rounded up."""
+    width = raw["block_ff_dim"] or raw["intermediate_size"]
+    if raw["block_auto_adjust_ff_dim"]:
+        width = int(2 * width / 3)
+        if raw["block_ffn_dim_multiplier"] is not None:
+            step = raw["block_multiple_of"]
+            width = -(-int(raw["block_ffn_dim_multiplier"] * width) // step) * step
+    return {"intermediate_size": width}
+
+
+def _without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the rotary embedding without what says how pictures are placed: a text's positions are the same in all
+    directions."""
+    rope = raw.get("rope_parameters")
+    if not isinstance(rope, Mapping):
+        return {}
+    return {"rope_parameters": {key: value for key, value in rope.items() if not key.startswith("mrope_")}}
+
+
+def _qwen35_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for Qwen3.5's mixtures, all of whose layers have experts."""
+    return {"intermediate_size": raw["intermediate_size"] or raw["moe_intermediate_size"], **_without_pictures(raw)}
+
+
+def _olmo_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns that OLMo-Hybrid has no positions, where a config says of its rotary embedding that it has no base."""
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    base = rope.get("rope_theta", raw.get("rope_theta", 0.0)) if isinstance(rope, Mapping) else 0.0
+    return {} if base is not None else {"position_embedding_type": "nope"}
+
+
+def _nemotron_h(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns how many layers Nemotron-H has, and which of them are experts."""
+    kinds = nemotron_h_kinds(raw)
+    return {
+        "num_hidden_layers": len(kinds),
+        "moe_layers": [layer for layer, kind in enumerate(kinds) if kind == "moe"],
+    }
+
+
+def _granite_hybrid(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for Granite's hybrids without experts, whose MLP is the one beside experts elsewhere."""
+    return {} if raw["num_local_experts"] else {"intermediate_size": raw["shared_intermediate_size"]}
+
+
 _GPT_NAMES = (
     ("model.layers.", "transformer.h."),
     ("model.embed_tokens", "transformer.wte"),
@@ -394,6 +459,81 @@ _GEMMA4_TEXT = ModelFamily(
     scaled_embedding=True,
     local_rope=True,
     derived=_gemma4,
+)
+
+_LFM2_LAYER = partial(
+    hybrid_layer,
+    mixer=short_convolution,
+    norms=("operator_norm", "", "ffn_norm", ""),
+    qk_norm="head",
+    qk_norm_names=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+)
+_LFM2 = ModelFamily(
+    {
+        "max_position_embeddings": 128_000,
+        "num_key_value_heads": 8,
+        "norm_eps": 1e-5,
+        "rope_theta": 1_000_000.0,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "layer_types": None,
+        "full_attn_idxs": None,
+        "block_ff_dim": None,
+        "block_auto_adjust_ff_dim": True,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_multiple_of": 256,
+        "tie_word_embeddings": True,
+    },
+    layer=_LFM2_LAYER,
+    eps="norm_eps",
+    linear=lfm2_layers,
+    keys={"tie_embedding": "tie_word_embeddings"},
+    derived=_lfm2,
+    names=(
+        ("model.norm.", "model.embedding_norm."),
+        ("self_attn.o_proj", "self_attn.out_proj"),
+        (".mlp.", ".feed_forward."),
+        (".gate_proj.", ".w1."),
+        (".up_proj.", ".w3."),
+        (".down_proj.", ".w2."),
+    ),
+    # transformers reads none of these.
+    ignored=(
+        "block_dim", "block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_swiglu",
+        "block_use_xavier_init", "conv_dim", "conv_dim_out", "conv_use_xavier_init", "num_heads", "use_pos_enc",
+        "theta",
+    ),
+)  # fmt: skip
+_DELTA_NET = {
+    "max_position_embeddings": 32_768,
+    "head_dim": 256,
+    "attention_bias": False,
+    "partial_rotary_factor": 0.25,
+    "layer_types": None,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+}
+_QWEN_HYBRID = partial(
+    hybrid_layer,
+    qk_norm="head",
+    gated_queries=True,
+    shared_mlp=(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"),
+    shared_gate="mlp.shared_expert_gate",
+)
+_QWEN35 = ModelFamily(
+    {**_DELTA_NET, "num_key_value_heads": 4},
+    layer=partial(_QWEN_HYBRID, mixer=delta_net),
+    biases=("attention_bias", "attention_bias", ""),
+    norm="offset",
+    partial_rope=True,
+    linear=delta_layers,
+    derived=_without_pictures,
+    ignored=(*_GUESSING, "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    fixed={"attn_output_gate": True, "mamba_ssm_dtype": "float32"},
 )
 
 FAMILIES: dict[str, ModelFamily] = {
@@ -1320,6 +1460,221 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         ignored=_LATENT_IGNORED,
     ),
+    "lfm2": _LFM2,
+    "lfm2_moe": replace(
+        _LFM2,
+        defaults={
+            **{key: value for key, value in _LFM2.defaults.items() if not key.startswith(("block_", "full_"))},
+            "num_key_value_heads": 8,
+            "num_dense_layers": 2,
+            "num_experts": 32,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1792,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+        },
+        layer=partial(_LFM2_LAYER, choice_bias="feed_forward.expert_bias"),
+        sigmoid_router=True,
+        keys={"num_dense_layers": "first_k_dense_replace", "tie_embedding": "tie_word_embeddings"},
+        derived=lambda _: {},
+        fixed={"use_expert_bias": True},
+    ),
+    "qwen3_next": ModelFamily(
+        {
+            **_DELTA_NET,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        layer=partial(_QWEN_HYBRID, mixer=partial(delta_net, spellings="fused")),
+        biases=("attention_bias", "attention_bias", ""),
+        norm="offset",
+        partial_rope=True,
+        linear=delta_layers,
+        ignored=_GUESSING,
+    ),
+    "qwen3_5_text": _QWEN35,
+    "qwen3_5_moe_text": replace(
+        _QWEN35,
+        defaults={
+            **_QWEN35.defaults,
+            "num_key_value_heads": 2,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "intermediate_size": None,
+        },
+        derived=_qwen35_moe,
+    ),
+    "falcon_h1": ModelFamily(
+        {
+            "max_position_embeddings": 8192,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_ssm": 1024,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_rms_norm": False,
+            "mamba_norm_before_gate": True,
+            "time_step_limit": None,
+            "lm_head_multiplier": 1.0,
+            "embedding_multiplier": 1.0,
+            "mlp_multipliers": None,
+            "key_multiplier": 1.0,
+            "attention_in_multiplier": 1.0,
+            "attention_out_multiplier": 1.0,
+            "ssm_multipliers": None,
+            "ssm_in_multiplier": 1.0,
+            "ssm_out_multiplier": 1.0,
+        },
+        layer=falcon_h1_layer,
+        linear=falcon_h1_layers,
+        keys={"lm_head_multiplier": "logit_scale"},
+        names=(("model.norm.", "model.final_layernorm."), (".mlp.", ".feed_forward.")),
+        ignored=("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"),
+        fixed={
+            "attention_bias": False,
+            "mlp_bias": False,
+            "mamba_proj_bias": False,
+            "projectors_bias": False,
+            "mamba_use_mlp": True,
+        },
+    ),
+    "granitemoehybrid": ModelFamily(
+        {
+            **_GRANITE_MOE,
+            "max_position_embeddings": 2048,
+            "shared_intermediate_size": 1024,
+            "position_embedding_type": None,
+            "layer_types": None,
+            "mamba_n_heads": 128,
+            "mamba_n_groups": 1,
+            "mamba_d_state": 256,
+            "mamba_d_head": "auto",
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            "time_step_limit": None,
+        },
+        layer=partial(
+            hybrid_layer, mixer=state_space, shared_mlp=(("shared_mlp.input_linear",), "shared_mlp.output_linear")
+        ),
+        derived=_granite_hybrid,
+        names=(("mlp.gate_up_proj", "shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear")),
+        linear=mamba_layers,
+        # Chunks round otherwise than tokens, and mean the same.
+        ignored=("mamba_chunk_size", "normalization_function", "init_method"),
+    ),
+    "nemotron_h": ModelFamily(
+        {
+            "max_position_embeddings": 4096,
+            "num_key_value_heads": 8,
+            "head_dim": 128,
+            "layer_norm_epsilon": 1e-5,
+            "mlp_bias": False,
+            "mlp_hidden_act": "relu2",
+            "intermediate_size": 21_504,
+            "num_hidden_layers": None,
+            "position_embedding_type": None,
+            "layers_block_type": None,
+            "hybrid_override_pattern": None,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "use_bias": False,
+            "time_step_limit": None,
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+            "norm_topk_prob": True,
+            "routed_scaling_factor": 1.0,
+            **_GROUPS,
+        },
+        layer=nemotron_h_layer,
+        norm="wide",
+        eps="layer_norm_epsilon",
+        gated=False,
+        sigmoid_router=True,
+        linear=nemotron_h_layers,
+        keys={
+            "mlp_hidden_act": "hidden_act",
+            "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+        },
+        derived=_nemotron_h,
+        names=(
+            ("model.norm.", "backbone.norm_f."),
+            ("model.layers.", "backbone.layers."),
+            ("model.embed_tokens", "backbone.embeddings"),
+            (".input_layernorm.", ".norm."),
+            (".self_attn.", ".mixer."),
+            (".mamba.", ".mixer."),
+            (".mlp.", ".mixer."),
+        ),
+        # These are about training, kernels and caches; attention has no biases, and what is shared its own width.
+        ignored=(
+            "attention_bias",
+            *_GUESSING,
+            "mtp_layers_block_type",
+            "mtp_hybrid_override_pattern",
+            "use_mamba_kernels",
+            "expand",
+            "time_step_min",
+            "time_step_max",
+            "time_step_floor",
+            "time_step_rank",
+            "chunk_size",
+            "n_shared_experts",
+            "moe_shared_expert_overlap",
+            "mamba_ssm_cache_dtype",
+            "num_logits_to_keep",
+            "rescale_prenorm_residual",
+        ),
+        fixed={"mamba_hidden_act": "silu", "mamba_proj_bias": False},
+    ),
+    "olmo_hybrid": ModelFamily(
+        {
+            "max_position_embeddings": 65_536,
+            "attention_bias": False,
+            "layer_types": None,
+            "linear_num_key_heads": None,
+            "linear_num_value_heads": None,
+            "linear_key_head_dim": None,
+            "linear_value_head_dim": None,
+            "linear_conv_kernel_dim": 4,
+            "linear_allow_neg_eigval": True,
+        },
+        layer=partial(
+            hybrid_layer,
+            mixer=partial(delta_net, spellings="each"),
+            linear_norms=PRE_NORMS,
+            norms=POST_NORMS,
+            qk_norm="projection",
+            also_called={
+                "input_layernorm": "attention_layer_norm",
+                "post_attention_layernorm": "feedforward_layer_norm",
+            },
+        ),
+        norm="wide",
+        linear=olmo_hybrid_layers,
+        derived=_olmo_hybrid,
+        ignored=("linear_a_log_min", "linear_a_log_max", "linear_dt_min", "linear_dt_max", "linear_dt_init_floor"),
+    ),
 }
 
 # These models of text and images have a text model that can be served: their model_type, and the families that their
@@ -1330,6 +1685,8 @@ TEXT_OF = {
     "gemma4_unified": ("gemma4_unified_text",),
     "llama4": ("llama4_text",),
     "mistral3": ("mistral", "ministral3"),
+    "qwen3_5": ("qwen3_5_text",),
+    "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
 
 

@@ -53,6 +53,7 @@ class Role(Enum):
     MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
     EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
     HEAD_MATRICES = "a matrix for each head, never in few bits, of which a part is multiplied from the other side"
+    TAPS = "the factors of a convolution of each channel on its own, and perhaps its bias"
     VECTOR = "numbers that are used as they are"
     EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
 
@@ -80,6 +81,10 @@ class LayerTensor:
         grouped: whether checkpoints have the queries of each KV head, its key and its value in turn.
         suffix: how a norm's names in checkpoints end.
         factor: the factor of a norm's weight.
+        groups: where checkpoints have so many groups, each with its part of every piece of ``rows``; 0 elsewhere.
+        scales: factors of the pieces of ``rows``, with which loading multiplies them; () for none.
+        gated: whether checkpoints have, for each head of the first piece, its query and then its gate; the decoder has
+            all gates first.
     """
 
     name: str
@@ -96,6 +101,9 @@ class LayerTensor:
     grouped: bool = False
     suffix: str = ".weight"
     factor: float = 1.0
+    groups: int = 0
+    scales: tuple[float, ...] = ()
+    gated: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -197,6 +205,94 @@ class AttendLatents:
 
 
 @dataclass(frozen=True, slots=True)
+class KeepGate:
+    """Takes the first ``values`` values of each row away, and keeps them as the gate of :class:`Gate`."""
+
+    values: Entries
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """Multiplies rows by the sigmoid of the gate that :class:`KeepGate` keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolution:
+    """Computes a causal convolution of each channel on its own, over the last tokens of its sequence (LFM2): of three
+    parts of a row, the first times the third is convolved, and the second multiplies the result.
+
+    The last inputs of ``taps`` are the layer's state (:mod:`pillion.engine.models.layer_states`).
+    """
+
+    taps: LayerTensor
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRule:
+    """Computes the gated delta rule (arXiv 2412.06464), token by token: each head has a matrix, which decays, forgets
+    what it holds for the token's key, learns the token's value for it, and is read by the token's query.
+
+    Reads normed rows, and makes rows of all heads' results, normed and gated. Queries, keys and values pass a
+    convolution first. The matrices and the convolution's last inputs are the layer's state.
+
+    Attributes:
+        inputs: makes queries, keys, values and the gate of each value.
+        rates: makes for each head of values how much it learns, and how much it forgets.
+        taps: the convolution.
+        decay, shift: logarithms of how fast each head forgets, and what is added to its rate.
+        norm: the weight of the norm of each head's results, which ``eps`` belongs to.
+        key_heads, heads: how many heads there are of queries and keys, and of values; neighbours share a key.
+        key_dim, head_dim: how many values a query and a key have, and a value.
+        doubled: whether what is learnt counts twice.
+    """
+
+    inputs: LayerTensor
+    rates: LayerTensor
+    taps: LayerTensor
+    decay: LayerTensor
+    shift: LayerTensor
+    norm: LayerTensor
+    eps: float
+    key_heads: int
+    heads: int
+    key_dim: int
+    head_dim: int
+    doubled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StateSpace:
+    """Computes a state space with a decay for each token (Mamba-2, arXiv 2405.21060), token by token: each head has a
+    matrix, which decays, gets its token's values times what makes them, and is read.
+
+    Reads normed rows, and makes rows of all heads' results, gated and normed.
+
+    Attributes:
+        inputs: makes gates, values, what writes and what reads, both for each group of heads, and the steps of time.
+        taps: the convolution of values and of what writes and reads.
+        decay, shift, skip: for each head the logarithm of how fast it forgets, what is added to its step of time, and
+            how much of its values is added to its results.
+        norm: the weight of the norm of each group's results, which ``eps`` belongs to; None where they are not normed.
+        heads, head_dim: how many heads there are, and how many values each has.
+        groups, state_dim: how many groups there are, and how many columns a head's matrix has.
+        gate_first: whether gated results are normed, not normed results gated.
+    """
+
+    inputs: LayerTensor
+    taps: LayerTensor
+    decay: LayerTensor
+    shift: LayerTensor
+    skip: LayerTensor
+    norm: LayerTensor | None
+    eps: float
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    gate_first: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Mlp:
     """Computes down(activation(gate) * up), where ``gate_up`` makes gate and up; without a gate, down(activation(up)),
     where it makes up alone.
@@ -241,6 +337,7 @@ class Experts:
         router_norm: the norm of the residual stream whose rows the router reads, where it does not read what experts
             read.
         expert_scales: a factor of the scores for each expert.
+        gated: whether experts have gates; where they do not, ``gate_up`` makes what the activation alone is applied to.
     """
 
     router: LayerTensor
@@ -261,6 +358,7 @@ class Experts:
     scaled_inputs: bool = False
     router_norm: LayerTensor | None = None
     expert_scales: LayerTensor | None = None
+    gated: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +415,11 @@ LayerOperation = (
     | GrowQueries
     | Attend
     | AttendLatents
+    | KeepGate
+    | Gate
+    | ShortConvolution
+    | DeltaRule
+    | StateSpace
     | Mlp
     | Experts
     | AddUp

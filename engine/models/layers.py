@@ -100,8 +100,10 @@ RunExpert = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 def expert_activation(how: Experts) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns the activation of a mixture's experts, from gate and up [T, 2 * inner] to [T, inner]."""
+    """Returns the activation of a mixture's experts, from gate and up [T, 2 * inner], or up alone, to [T, inner]."""
     clamped = how.clamped
+    if not how.gated:
+        return ACTIVATIONS[how.activation]
     return GATED[how.activation] if clamped is None else lambda gate_up: clamped_swiglu(gate_up, clamped)
 
 

@@ -1,6 +1,6 @@
 """Describes the layer of Llama, with the options by which most families differ from it. Imports no torch.
 
-    attention    norm, qkv, [norm of queries and keys], [rotate], [grow queries], attend, o, add
+    attention    norm, qkv, [gate], [norm of queries and keys], [rotate], [grow queries], attend, [gate], o, add
     MLP          norm, down(activation(gate) * up), or down(activation(up)), or experts, add
 
 A family that needs another list of operations builds its own, from the parts in this module where it can.
@@ -19,8 +19,10 @@ from pillion.engine.models.layer_operations import (
     Attend,
     Entries,
     Experts,
+    Gate,
     GrowQueries,
     Keep,
+    KeepGate,
     Layer,
     LayerOperation,
     LayerTensor,
@@ -70,6 +72,8 @@ def llama_layer(
     shared_gate: str = "",
     expert_biases: bool = False,
     grouped_qkv: str = "",
+    gated_queries: bool = False,
+    mixer: Layer = (),
 ) -> Layer:
     """Returns the operations of layer ``index``.
 
@@ -87,6 +91,8 @@ def llama_layer(
         expert_biases: whether router and experts have biases, and experts are stored as gpt-oss stores them.
         grouped_qkv: the name in checkpoints of one matrix that has the queries of each KV head, its key and its value
             in turn; "" where none has it.
+        gated_queries: whether a gate for attention's results stands behind each head's query in the matrix of queries.
+        mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
     """
     if not config.post_norm:
         norms = (norms[0], "", norms[2], "")
@@ -98,19 +104,15 @@ def llama_layer(
     )
     if not config.qk_norm or (norm_if_rotated and config.layer_ropes[index] is None):
         qk_norm = ""
-    attention: Layer
     between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
-    if config.latents is not None:
-        attention = (latent_attention(config, config.latents),)
-    else:
-        attention = (
-            Multiply(qkv(config, grouped_qkv)),
-            *(between if not norm_after_rotation else reversed(between)),
-            *growth(config, index),
-            Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked),
-        )
+    if norm_after_rotation:
+        between.reverse()
+    projected = qkv(config, grouped_qkv, gated=gated_queries)
+    attention = mixer or _attention(config, index, projected, between, sinks)
     attended = Norm(before_attention), *attention
-    added = Multiply(output(config)), AddToResidual(after_attention, config.residual_scale)
+    added: Layer = (AddToResidual(after_attention, config.residual_scale),)
+    if not mixer:
+        added = Multiply(output(config)), *added
     scale = config.residual_scale
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
     if config.moe is not None and config.moe.layers[index]:
@@ -121,6 +123,19 @@ def llama_layer(
             of_mlp = *of_mlp, shared(config, shared_mlp, shared_gate)
     of_mlp = *of_mlp, AddToResidual(after_mlp, scale)
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
+
+
+def _attention(
+    config: ModelConfig, index: int, projected: LayerTensor, between: list[LayerOperation], sinks: bool
+) -> Layer:
+    """Lists the operations from normed rows to attention's results. ``between`` stand after the product with
+    ``projected``."""
+    if config.latents is not None:
+        return (latent_attention(config, config.latents),)
+    attend = Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked)
+    gate = (KeepGate(_heads(config)[0]),) if projected.gated else ()
+    made = Multiply(projected), *gate, *between, *growth(config, index), attend
+    return (*made, Gate()) if gate else made
 
 
 def norm(config: ModelConfig, name: str, spelling: str) -> LayerTensor:
@@ -137,9 +152,12 @@ def falcon_layer(config: ModelConfig, index: int) -> Layer:
     return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, grouped_qkv=grouped)
 
 
-def qkv(config: ModelConfig, grouped: str = "") -> LayerTensor:
-    """Describes the matrix that makes queries, keys and values in one product."""
+def qkv(config: ModelConfig, grouped: str = "", *, gated: bool = False) -> LayerTensor:
+    """Describes the matrix that makes queries, keys and values in one product, and gates before them where it is
+    ``gated``."""
     queries, keys = _heads(config, rotated=True)
+    if gated:
+        queries = replace(queries, size=2 * queries.size)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
     return LayerTensor(
@@ -150,6 +168,7 @@ def qkv(config: ModelConfig, grouped: str = "") -> LayerTensor:
         spellings=((grouped,),) if grouped else (parts, ("self_attn.qkv_proj",)),
         bias=config.qkv_bias,
         grouped=bool(grouped),
+        gated=gated,
     )
 
 

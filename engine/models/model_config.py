@@ -123,6 +123,57 @@ class LayerHeads:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixerScales:
+    """Holds the factors of Falcon-H1's layers, with which loading multiplies matrices.
+
+    Attributes:
+        inputs: for what a state space reads, its gates, values, writes, reads and steps of time.
+        outputs: for its results.
+        attention: for what attention reads, its keys, and its results.
+        mlp: for the gates and for the results of MLPs.
+    """
+
+    inputs: tuple[float, float, float, float, float]
+    outputs: float
+    attention: tuple[float, float, float]
+    mlp: tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearConfig:
+    """Describes layers that carry a state from token to token in place of keys and values.
+
+    Attributes:
+        layers: for each layer, whether it is one.
+        taps: how many tokens a convolution sees, with the token itself.
+        taps_bias: whether convolutions have biases.
+        bias: whether the linear layers before and after them have biases.
+        heads, head_dim: how many heads there are, and how many values each has; 0 where there are convolutions alone.
+        key_heads, key_dim: how many heads there are of what writes to the heads' matrices and reads them, and how many
+            values each has.
+        doubled: whether what a delta rule learns counts twice.
+        normed: whether a state space's results are normed.
+        gate_first: whether they are gated before that.
+        attends: for each layer, whether it has keys and values; () where those have them that have no state.
+        scales: factors of such layers' matrices, where a family has them.
+    """
+
+    layers: tuple[bool, ...]
+    taps: int
+    taps_bias: bool = False
+    bias: bool = False
+    heads: int = 0
+    head_dim: int = 0
+    key_heads: int = 0
+    key_dim: int = 0
+    doubled: bool = False
+    normed: bool = True
+    gate_first: bool = True
+    attends: tuple[bool, ...] = ()
+    scales: MixerScales | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Describes the shape and options of a decoder. All fields are part of a model's fingerprint.
 
@@ -159,6 +210,7 @@ class ModelConfig:
         logit_divisor: divisor of the logits.
         latents: how keys and values are made of latents, where they are; there is one KV head then, and ``head_dim`` is
             the number of values of a row of KV.
+        linear: the layers that have a state in place of keys and values, where some have.
         eos_token_ids: tokens that end a text.
         quantization: how the files hold matrices in few bits; None where all of them are plain.
     """
@@ -205,9 +257,18 @@ class ModelConfig:
     logit_divisor: float = 1.0
     moe: MoeConfig | None = None
     latents: LatentConfig | None = None
+    linear: LinearConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: FewBitWeights | None = None
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Gives the layers that have keys and values, in the order in which a block holds them."""
+        if self.linear is None:
+            return tuple(range(self.num_layers))
+        attends = self.linear.attends or [not has_state for has_state in self.linear.layers]
+        return tuple(layer for layer, has_rows in enumerate(attends) if has_rows)
 
     @property
     def rotary_width(self) -> int:
@@ -238,16 +299,19 @@ class ModelConfig:
     def kv_places(self) -> tuple[LayerHeads | None, ...]:
         """Gives for each layer the KV heads that have a place in a block; None where it has none, because it has no
         attention, or sees the keys and values of another layer. () means that all layers have places of one size."""
+        layers, kept = range(self.num_layers), self.kv_layers
         if not self.layer_heads and not self.kv_sources:
-            return ()
-        layers = range(self.num_layers)
+            one = LayerHeads(self.num_kv_heads, self.head_dim)
+            return () if len(kept) == len(layers) else tuple(one if layer in kept else None for layer in layers)
         every = self.layer_heads or (LayerHeads(self.num_kv_heads, self.head_dim),) * len(layers)
         return tuple(every[layer] if self.kv_source(layer) == layer else None for layer in layers)
 
     @property
     def last_kept_layer(self) -> int:
         """Gives the last layer that leaves something for later steps. In a step that chooses no token, nothing after
-        its keys and values has to be computed."""
+        its keys and values, or its state, has to be computed."""
+        if self.linear is not None:
+            return max(*self.kv_layers, *(layer for layer, has_state in enumerate(self.linear.layers) if has_state))
         kept = (layer for layer, source in enumerate(self.kv_sources) if layer == source)
         return max(kept, default=self.num_layers - 1)
 

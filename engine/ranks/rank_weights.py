@@ -19,6 +19,7 @@ from pillion.engine.models.layer_operations import Experts, Layer, LayerTensor, 
 from pillion.engine.models.layers import LayerNorm, RmsNorm
 from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.torch.quantized_matrix import Matrix, QuantizedMatrix, select_columns, select_inputs, select_rows
+from pillion.kernels.torch.recurrences import Taps
 from pillion.kernels.torch.torch_linear import Linear
 
 
@@ -44,7 +45,7 @@ def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> Layer
         elif all(piece.share is Share.WHOLE for piece in tensor.rows):
             share[tensor.name] = found
         else:
-            assert not isinstance(found, LayerNorm)
+            assert not isinstance(found, LayerNorm | Taps)
             mine = shard.indices(tensor.rows)
             share[tensor.name] = (
                 replace(found, weight=found.weight[mine]) if isinstance(found, RmsNorm) else found[mine]

@@ -144,6 +144,8 @@ class BlockManager:
         self._leased = 0
         # At least this many slots of the stock stay reserved for running decodes.
         self.needed_blocks = 0
+        # A sequence has so many slots beside those of its tokens' blocks, which a feature takes over when it joins.
+        self.beside_blocks = 0
 
     def leased(self, slots: int) -> None:
         self._leased += slots
@@ -172,7 +174,7 @@ class BlockManager:
             ResumeOrder(
                 seq_id=sequence.seq_id,
                 block_hashes=sequence.block_hashes(0, whole),
-                total_blocks=sequence.num_tokens // self._block_size + 1,
+                total_blocks=sequence.num_tokens // self._block_size + 1 + self.beside_blocks,
                 priority=sequence.spec.priority,
             )
         )

@@ -308,6 +308,12 @@ class Sequence(BlockChain):
             for chunk in self._chunks_with(start, end):
                 chunk.computed_s = now
 
+    def compute_from(self, start: int) -> None:
+        """Notes that the KV of the tokens from ``start`` on, which is before those that are computed, is to be computed
+        again; no launched step may have the sequence."""
+        self.num_computed = start
+        self.decoding = self.left_to_compute == 1
+
     def share_prompt(self) -> None:
         """Notes that a sibling's copy of the prompt's partial block is scheduled: its prompt counts as computed."""
         self.num_computed = self.spec.prompt_tokens

@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
 
-from pillion.engine.backends.backend import Int32, PackedAdapter
+from pillion.engine.backends.backend import Int32, PackedAdapter, StateSlots
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceProgress
 from pillion.types import FinishReason, TokenLogprob
@@ -62,6 +62,7 @@ class StepPlan:
             Sampled.
         placements: (slot, packed adapter) pairs that the backend gets before anything runs.
         adapters: int32, the slot of the adapter of each piece's sequence, or -1; None where no piece has one.
+        states: where the states of the pieces' sequences are; None in a model without them.
     """
 
     pieces: tuple[SequencePiece, ...] = ()
@@ -70,6 +71,7 @@ class StepPlan:
     unknown: tuple[tuple[int, int], ...] = ()
     placements: tuple[tuple[int, PackedAdapter], ...] = ()
     adapters: Int32 | None = None
+    states: StateSlots | None = None
 
     @property
     def awaits_tokens(self) -> bool:

@@ -257,7 +257,13 @@ class Worker:
         """Gives how many tokens a sequence may have: as many as the model allows, but not more than the pool can
         hold."""
         allowed = self.flags.max_model_len or self.model.prepared.max_model_len
-        return min(allowed, self.attachment.num_slots * self.block_size)
+        beside = self.model.backend.layout.working_pages
+        return min(allowed, (self.attachment.num_slots - beside) * self.block_size)
+
+    def blocks_of(self, tokens: int) -> int:
+        """Returns how many slots a sequence needs: those of its tokens' blocks, one for the next token's, and those of
+        its states."""
+        return tokens // self.block_size + 1 + self.model.backend.layout.working_pages
 
     def check_open(self) -> None:
         """Raises Unavailable when no new work is taken."""

@@ -186,9 +186,10 @@ async def start_cluster(
     model = await asyncio.to_thread(prepare, flags, log.info)
     check(model.folder)
     if flags.kv_pool_bytes:
-        block_bytes = kv_layout(model, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype).block_bytes
+        layout = kv_layout(model, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
         step_bytes = steps_bytes(flags, model) if flags.device == CPU else 0
-        longest = fit_pool(flags, block_bytes, model.max_model_len, 1, step_bytes).max_model_len_tokens
+        fit = fit_pool(flags, layout.block_bytes, model.max_model_len, 1, step_bytes, layout.working_pages)
+        longest = fit.max_model_len_tokens
         if longest < model.max_model_len:
             log.warning("requests may have %d tokens, for the pool of --kv-pool-bytes holds no more", longest)
             model, worker_flags = replace(model, max_model_len=longest), replace(worker_flags, max_model_len=longest)

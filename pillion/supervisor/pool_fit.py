@@ -53,9 +53,11 @@ def fit_pool(
     max_model_len_tokens: int,
     decode_workers: int,
     step_bytes: int = 0,
+    beside_blocks: int = 0,
 ) -> PoolFit:
     """Computes the size of the pool that ``flags`` describe, whose bytes are settled. ``step_bytes`` of the machine's
-    memory are for the largest steps of its workers, so the pool may not have them.
+    memory are for the largest steps of its workers, so the pool may not have them. A request needs ``beside_blocks``
+    beside those of its tokens.
 
     Raises ConfigError where the pool cannot hold one request of full length, or the machine cannot hold the pool.
     """
@@ -63,7 +65,7 @@ def fit_pool(
     total = kv_pool_bytes // block_bytes
     stock = DECODE_STOCK_BLOCKS * decode_workers
     kept = total * reserve_percent // 100 + stock
-    held = (total - kept - 1) * flags.block_size
+    held = (total - kept - 1 - beside_blocks) * flags.block_size
     if not flags.max_model_len and held >= MIN_FITTED_LEN_TOKENS:
         max_model_len_tokens = min(max_model_len_tokens, held)
     fit = PoolFit(
@@ -71,7 +73,7 @@ def fit_pool(
         max_model_len_tokens=max_model_len_tokens,
         block_size_tokens=flags.block_size,
         block_bytes=block_bytes,
-        request_blocks=max_model_len_tokens // flags.block_size + 1,
+        request_blocks=max_model_len_tokens // flags.block_size + 1 + beside_blocks,
         decode_blocks=kept,
         step_bytes=step_bytes,
     )

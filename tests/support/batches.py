@@ -40,6 +40,10 @@ class Sequences:
         self._adapters.append(self._adapters[number])
         return len(self._tables) - 1, sources, targets
 
+    def take_slots(self, count: int) -> tuple[int, ...]:
+        """Returns free slots that hold no blocks of texts."""
+        return tuple(int(self._free.pop()) for _ in range(count))
+
     def step(
         self, parts: Sequence[tuple[int, Sequence[int]]], sample: Sequence[int] | None = None, extra_blocks: int = 0
     ) -> StepBatch:

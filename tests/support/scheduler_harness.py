@@ -179,7 +179,7 @@ class SchedulerHarness:
         last = 0 if scored else (len(prompt) if chunks else len(prompt) - 1) // BLOCK
         root = bytes([ROOT[0] + adapter]) * 32
         hashes = split_hashes(chain_hashes(root, prompt, BLOCK)[: last * 32])
-        total = len(prompt) // BLOCK + 1
+        total = len(prompt) // BLOCK + 1 + self.scheduler.blocks.beside_blocks
         ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total)
         if ticket is None:
             return None

@@ -1,0 +1,163 @@
+"""Reads from a ``config.json`` which layers carry a state in place of attention, and the shapes of such layers. Imports
+no torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pillion.engine.models.config_json import number, per_layer, size
+from pillion.engine.models.model_config import LinearConfig, MixerScales
+from pillion.errors import ConfigError
+
+_ATTENTION = ("full_attention", "attention")
+# The limits of a step of time that change nothing, as configs and as transformers 5 write them.
+_NO_LIMIT = ((0.0, math.inf), (0.0, {"__float__": "Infinity"}))
+
+
+def lfm2_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads LFM2's convolutions: layers that no list says to have attention have one."""
+    count, listed = size(raw, "num_hidden_layers"), raw.get("full_attn_idxs")
+    layers = _linear_layers(raw, "layer_types", count, ("conv",))
+    if layers is None and not isinstance(listed, list | None):
+        raise ConfigError(f"config.json: full_attn_idxs must be a list, not {listed!r}")
+    if layers is None:
+        layers = tuple(listed is not None and layer not in listed for layer in range(count))
+    bias = bool(raw.get("conv_bias"))
+    return LinearConfig(layers=layers, taps=size(raw, "conv_L_cache"), taps_bias=bias, bias=bias)
+
+
+def delta_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads the gated delta nets of Qwen3-Next and of its kin, every fourth layer of which has attention where no list
+    says it."""
+    count = size(raw, "num_hidden_layers")
+    layers = _linear_layers(raw, "layer_types", count, ("linear_attention",))
+    interval = size(raw, "full_attention_interval", 4)
+    key_heads = size(raw, "linear_num_key_heads", size(raw, "num_attention_heads"))
+    heads = size(raw, "linear_num_value_heads", size(raw, "num_attention_heads"))
+    if heads % key_heads:
+        raise ConfigError(
+            f"config.json: linear_num_value_heads = {heads} and linear_num_key_heads = {key_heads} do not fit together"
+        )
+    key_dim = size(raw, "linear_key_head_dim", max(1, int(0.75 * size(raw, "hidden_size") / key_heads)))
+    return LinearConfig(
+        layers=tuple((layer + 1) % interval != 0 for layer in range(count)) if layers is None else layers,
+        taps=size(raw, "linear_conv_kernel_dim"),
+        heads=heads,
+        head_dim=size(raw, "linear_value_head_dim", 2 * key_dim),
+        key_heads=key_heads,
+        key_dim=key_dim,
+        doubled=bool(raw.get("linear_allow_neg_eigval")),
+    )
+
+
+def olmo_hybrid_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads OLMo-Hybrid's gated delta nets; the last layer at least has attention, where no list says otherwise."""
+    count = size(raw, "num_hidden_layers")
+    if raw.get("layer_types") is None and count < 4:
+        raw = {**raw, "layer_types": ["linear_attention"] * (count - 1) + ["full_attention"]}
+    return delta_layers(raw)
+
+
+def mamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads GraniteMoeHybrid's state spaces, which all layers have where no list says otherwise."""
+    count = size(raw, "num_hidden_layers")
+    layers = _linear_layers(raw, "layer_types", count, ("linear_attention", "mamba"))
+    return _state_spaces(raw, (True,) * count if layers is None else layers)
+
+
+def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads Falcon-H1's state spaces, which each layer has beside attention, and the factors of its layers."""
+    spaces = _state_spaces(raw, (True,) * size(raw, "num_hidden_layers"))
+    into = number(raw, "ssm_in_multiplier", 1.0)
+    gates, values, writes, reads, steps = (into * one for one in _numbers(raw, "ssm_multipliers", 5))
+    gate, result = _numbers(raw, "mlp_multipliers", 2)
+    attention = (number(raw, f"{key}_multiplier", 1.0) for key in ("attention_in", "key", "attention_out"))
+    inputs, keys, outputs = attention
+    scales = MixerScales(
+        inputs=(gates, values, writes, reads, steps),
+        outputs=number(raw, "ssm_out_multiplier", 1.0),
+        attention=(inputs, keys, outputs),
+        mlp=(gate, result),
+    )
+    normed, gate_first = bool(raw.get("mamba_rms_norm")), not raw.get("mamba_norm_before_gate")
+    return replace(spaces, attends=spaces.layers, normed=normed, gate_first=gate_first, scales=scales)
+
+
+def nemotron_h_kinds(raw: Mapping[str, Any]) -> list[str]:
+    """Returns what each of Nemotron-H's layers is: "linear_attention", "full_attention", "mlp" or "moe"."""
+    pattern = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
+    usual = {"mamba": "linear_attention", "attention": "full_attention"}
+    listed = raw.get("layers_block_type") or raw.get("layer_types") or raw.get("hybrid_override_pattern")
+    kinds = [{**pattern, **usual}.get(kind, kind) for kind in listed] if isinstance(listed, list | str) else []
+    kinds = kinds or [pattern[kind] for kind in "ME*-"]
+    unknown = next((kind for kind in kinds if kind not in pattern.values()), None)
+    if unknown is not None or not isinstance(listed, list | str | None):
+        raise ConfigError(f"config.json: layers_block_type has {unknown or listed!r}, which is not supported")
+    return kinds
+
+
+def nemotron_h_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads Nemotron-H's state spaces, and which of its other layers have attention."""
+    kinds = nemotron_h_kinds(raw)
+    as_usual = {
+        "mamba_n_heads": raw["mamba_num_heads"],
+        "mamba_d_head": raw["mamba_head_dim"],
+        "mamba_d_ssm": size(raw, "mamba_num_heads") * size(raw, "mamba_head_dim"),
+        "mamba_n_groups": raw["n_groups"],
+        "mamba_d_state": raw["ssm_state_size"],
+        "mamba_d_conv": raw["conv_kernel"],
+        "mamba_conv_bias": raw["use_conv_bias"],
+        "mamba_proj_bias": raw["use_bias"],
+        "mamba_expand": 1,
+    }
+    spaces = _state_spaces({**raw, **as_usual}, tuple(kind == "linear_attention" for kind in kinds))
+    return replace(spaces, attends=tuple(kind == "full_attention" for kind in kinds))
+
+
+def _state_spaces(raw: Mapping[str, Any], layers: tuple[bool, ...]) -> LinearConfig:
+    heads, given_inner = size(raw, "mamba_n_heads"), raw.get("mamba_d_ssm")
+    inner = size(raw, "mamba_expand") * size(raw, "hidden_size") if given_inner is None else size(raw, "mamba_d_ssm")
+    given = raw.get("mamba_d_head")
+    head_dim = max(1, inner // heads) if given in ("auto", None) else size(raw, "mamba_d_head")
+    groups = size(raw, "mamba_n_groups")
+    if head_dim * heads != inner or heads % groups:
+        raise ConfigError(
+            f"config.json: mamba_n_heads = {heads}, mamba_d_head = {given!r}, mamba_n_groups = {groups} and"
+            f" mamba_expand = {raw['mamba_expand']}, mamba_d_ssm = {given_inner} do not fit together"
+        )
+    limit = raw.get("time_step_limit")
+    if limit is not None and (not isinstance(limit, list | tuple) or tuple(limit) not in _NO_LIMIT):
+        raise ConfigError(f"config.json: time_step_limit = {limit!r} is not supported")
+    return LinearConfig(
+        layers=layers,
+        taps=size(raw, "mamba_d_conv"),
+        taps_bias=bool(raw.get("mamba_conv_bias")),
+        bias=bool(raw.get("mamba_proj_bias")),
+        heads=heads,
+        head_dim=head_dim,
+        key_heads=groups,
+        key_dim=size(raw, "mamba_d_state"),
+    )
+
+
+def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
+    """Returns so many numbers of a list; ones where there is none."""
+    listed = raw.get(key)
+    if listed is None:
+        return (1.0,) * count
+    if not isinstance(listed, list | tuple) or len(listed) != count:
+        raise ConfigError(f"config.json: {key} must be {count} numbers, not {listed!r}")
+    return tuple(number({key: one}, key, 1.0) for one in listed)
+
+
+def _linear_layers(raw: Mapping[str, Any], key: str, count: int, names: Collection[str]) -> tuple[bool, ...] | None:
+    """Returns whether each layer has a state, by the config's list; None where it has none. Raises ConfigError for
+    another kind of layer."""
+    kinds = per_layer(raw, key, count)
+    for layer, kind in enumerate(kinds or ()):
+        if kind not in (*names, *_ATTENTION):
+            raise ConfigError(f"config.json has {key} with {kind!r} for layer {layer}, not supported here")
+    return None if kinds is None else tuple(kind in names for kind in kinds)

@@ -1,0 +1,220 @@
+"""Describes what layers with a state have in place of attention: convolutions (LFM2), gated delta nets (Qwen3-Next),
+state spaces (Mamba-2). Imports no torch.
+
+    hybrid_layer      Llama's layer, or the same with another mixer, as the config says of each layer
+    falcon_h1_layer   both beside each other
+    nemotron_h_layer  one of both, an MLP or experts alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from pillion.engine.models.layer_operations import (
+    AddToResidual,
+    Again,
+    Attend,
+    DeltaRule,
+    Entries,
+    Keep,
+    Layer,
+    LayerOperation,
+    LayerTensor,
+    Mlp,
+    Multiply,
+    Norm,
+    Role,
+    ShortConvolution,
+    StateSpace,
+)
+from pillion.engine.models.llama_layer import Norms, experts, llama_layer, norm, not_gated, output, qkv
+from pillion.engine.models.model_config import LinearConfig, ModelConfig
+
+# Such a function lists the operations from normed rows to what is added to the residual stream.
+Mixer = Callable[[ModelConfig, LinearConfig], Layer]
+
+
+def hybrid_layer(
+    config: ModelConfig,
+    index: int,
+    *,
+    mixer: Mixer,
+    linear_norms: Norms | None = None,
+    also_called: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Layer:
+    """Returns the operations of layer ``index``: those of :func:`llama_layer` with its ``options``, or, where the layer
+    has a state, the same with ``mixer`` in place of attention, and with ``linear_norms``, some of which are
+    ``also_called`` otherwise in checkpoints."""
+    linear = config.linear
+    if linear is None or not linear.layers[index]:
+        return llama_layer(config, index, **options)
+    if linear_norms is not None:
+        options = {**options, "norms": linear_norms}
+    layer = llama_layer(config, index, **options, mixer=mixer(config, linear))
+    return tuple(_renamed(operation, also_called or {}) for operation in layer)
+
+
+def _renamed(operation: LayerOperation, names: Mapping[str, str]) -> LayerOperation:
+    if not isinstance(operation, Norm) or operation.weight is None:
+        return operation
+    weight = operation.weight
+    more = tuple((names[name],) for (name,) in weight.spellings if name in names)
+    return Norm(replace(weight, spellings=(*weight.spellings, *more))) if more else operation
+
+
+def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
+    """Lists LFM2's convolution."""
+    part, hidden = Entries(config.hidden_size), (Entries(config.hidden_size),)
+    return (
+        Multiply(_matrix("conv.in", (part, part, part), hidden, ("conv.in_proj",), bias=linear.bias)),
+        ShortConvolution(_taps((part,), linear, ("conv.conv",))),
+        Multiply(_matrix("conv.out", hidden, hidden, ("conv.out_proj",), bias=linear.bias)),
+    )
+
+
+def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "apart") -> Layer:
+    """Lists a gated delta net. ``spellings`` says which tensors checkpoints have: "fused" ones by groups of keys
+    (Qwen3-Next), "apart" (Qwen3.5), or one for each part ("each", OLMo-Hybrid)."""
+    hidden, one = (Entries(config.hidden_size),), (Entries(linear.heads),)
+    keys, values = Entries(linear.key_heads * linear.key_dim), Entries(linear.heads * linear.head_dim)
+    mixed, gates, rates = {
+        "fused": ((), (), ()),
+        "apart": (("in_proj_qkv",), ("in_proj_z",), ("in_proj_b", "in_proj_a")),
+        "each": (("q_proj", "k_proj", "v_proj"), ("g_proj",), ("b_proj", "a_proj")),
+    }[spellings]
+    parts: tuple[Entries, ...] = (keys, keys, values, values)
+    if spellings == "apart":
+        parts = Entries(2 * keys.size + values.size), values
+    inputs = _matrix("linear.in", parts, hidden, _own(*mixed, *gates))
+    rated = _matrix("linear.rates", (*one, *one), hidden, _own(*rates))
+    if spellings == "fused":
+        inputs = replace(inputs, spellings=(_own("in_proj_qkvz"),), groups=linear.key_heads)
+        rated = replace(rated, spellings=(_own("in_proj_ba"),), groups=linear.key_heads)
+    of_heads, out, eps = "norm", "out_proj", config.rms_norm_eps
+    if spellings == "each":
+        of_heads, out, eps = "o_norm", "o_proj", 1e-5
+    return (
+        DeltaRule(
+            inputs=inputs,
+            rates=rated,
+            taps=replace(
+                _taps((keys, keys, values), linear, _own("conv1d")),
+                spellings=(_own("conv1d"), _own("q_conv1d", "k_conv1d", "v_conv1d")),
+            ),
+            decay=_vector("linear.decay", one, _own("A_log")),
+            shift=_vector("linear.shift", one, _own("dt_bias")),
+            norm=_vector("linear.norm", (Entries(linear.head_dim),), _own(f"{of_heads}.weight")),
+            eps=eps,
+            key_heads=linear.key_heads,
+            heads=linear.heads,
+            key_dim=linear.key_dim,
+            head_dim=linear.head_dim,
+            doubled=linear.doubled,
+        ),
+        Multiply(_matrix("linear.out", hidden, (values,), _own(out))),
+    )
+
+
+def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
+    """Lists a state space of Mamba-2, by Granite's names."""
+    hidden, one = (Entries(config.hidden_size),), (Entries(linear.heads),)
+    values, sides = Entries(linear.heads * linear.head_dim), Entries(linear.key_heads * linear.key_dim)
+    parts = values, values, sides, sides, *one
+    return (
+        StateSpace(
+            inputs=_matrix("linear.in", parts, hidden, ("mamba.in_proj",), bias=linear.bias),
+            taps=_taps(parts[1:4], linear, ("mamba.conv1d",)),
+            decay=_vector("linear.decay", one, ("mamba.A_log",)),
+            shift=_vector("linear.shift", one, ("mamba.dt_bias",)),
+            skip=_vector("linear.skip", one, ("mamba.D",)),
+            norm=_vector("linear.norm", (values,), ("mamba.norm.weight",)) if linear.normed else None,
+            eps=config.rms_norm_eps,
+            heads=linear.heads,
+            head_dim=linear.head_dim,
+            groups=linear.key_heads,
+            state_dim=linear.key_dim,
+            gate_first=linear.gate_first,
+        ),
+        Multiply(_matrix("linear.out", hidden, (values,), ("mamba.out_proj",), bias=linear.bias)),
+    )
+
+
+def falcon_h1_layer(config: ModelConfig, index: int) -> Layer:
+    """Returns the operations of a layer of Falcon-H1: a state space and attention read the same normed rows, and both
+    are added to the residual stream."""
+    linear = config.linear
+    assert linear is not None
+    scales = linear.scales
+    assert scales is not None
+    space, out = state_space(config, linear)
+    assert isinstance(space, StateSpace)
+    assert isinstance(out, Multiply)
+    normed, *rest = llama_layer(config, index, norms=("input_layernorm", "", "pre_ff_layernorm", ""))
+    of_attention, of_keys, of_results = scales.attention
+    factors = {"qkv": (of_attention, of_attention * of_keys, of_attention), "o": (of_results,)}
+    layer: list[LayerOperation] = []
+    for operation in rest:
+        match operation:
+            case Multiply(matrix=matrix):
+                operation = Multiply(replace(matrix, scales=factors[matrix.name]))
+            case Mlp(gate_up=gate_up, down=down):
+                gate, result = scales.mlp
+                gate_up, down = replace(gate_up, scales=(gate, 1.0)), replace(down, scales=(result,))
+                operation = replace(operation, gate_up=gate_up, down=down)
+        layer.append(operation)
+    space = replace(space, inputs=replace(space.inputs, scales=scales.inputs))
+    out = Multiply(replace(out.matrix, scales=(scales.outputs,)))
+    return (normed, Keep(), space, out, AddToResidual(None, config.residual_scale), Again(), *layer)
+
+
+def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
+    """Returns the operations of a layer of Nemotron-H, which is a state space, attention, an MLP or experts alone."""
+    linear = config.linear
+    assert linear is not None
+    before, add = Norm(norm(config, "norm", "input_layernorm")), AddToResidual(None, config.residual_scale)
+    if linear.layers[index]:
+        return (before, *state_space(config, linear), add)
+    if linear.attends[index]:
+        return before, Multiply(qkv(config)), Attend(0), Multiply(output(config)), add
+    if config.moe is None or not config.moe.layers[index]:
+        return before, not_gated(config, ("mlp.up_proj", "mlp.down_proj")), add
+    names, wide = ("mlp.shared_experts.up_proj", "mlp.shared_experts.down_proj"), config.moe.shared
+    beside = not_gated(replace(config, intermediate_size=wide), names)
+    beside = replace(beside, gate_up=replace(beside.gate_up, name="shared.up"))
+    beside = replace(beside, down=replace(beside.down, name="shared.down"))
+    mixed = experts(config, "mlp.gate.e_score_correction_bias")
+    up = replace(
+        mixed.gate_up,
+        rows=mixed.gate_up.rows[:1],
+        spellings=(("mlp.experts.{}.up_proj",),),
+        stacked=("mlp.experts.up_proj",),
+    )
+    return before, Keep(), replace(mixed, gate_up=up, gated=False), add, Again(), beside, add
+
+
+def _own(*names: str) -> tuple[str, ...]:
+    return tuple(f"linear_attn.{name}" for name in names)
+
+
+def _matrix(
+    name: str, rows: tuple[Entries, ...], inputs: tuple[Entries, ...], spelling: tuple[str, ...], *, bias: bool = False
+) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.MATRIX, rows=rows, inputs=inputs, spellings=(spelling,), bias=bias)
+
+
+def _vector(name: str, rows: tuple[Entries, ...], spelling: tuple[str, ...]) -> LayerTensor:
+    return LayerTensor(name=name, role=Role.EXACT_VECTOR, rows=rows, spellings=(spelling,))
+
+
+def _taps(rows: tuple[Entries, ...], linear: LinearConfig, spelling: tuple[str, ...]) -> LayerTensor:
+    return LayerTensor(
+        name="linear.taps",
+        role=Role.TAPS,
+        rows=rows,
+        inputs=(Entries(linear.taps),),
+        spellings=(spelling,),
+        bias=linear.taps_bias,
+    )

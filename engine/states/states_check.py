@@ -1,0 +1,34 @@
+"""Says what models with states cannot be served with yet, by name and before their weights are read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pillion.config import PrefillFlags, StepFlags, WorkerFlags
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError
+from pillion.kvstore.memory.domain import CPU
+
+
+def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
+    """Raises ConfigError where a worker's flags ask for something that models with states cannot do yet."""
+    found = next(_refused(flags, device), None)
+    if found is not None:
+        raise ConfigError(f"{config.family}: {found} is not there yet for models whose layers have states")
+
+
+def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
+    if device != CPU:
+        yield f"--device {device}"
+    if flags.kv_cache_dtype != "auto":
+        yield f"--kv-cache-dtype {flags.kv_cache_dtype}"
+    if flags.enable_lora:
+        yield "--enable-lora"
+    if flags.tensor_parallel_size > 1:
+        yield f"--tensor-parallel-size {flags.tensor_parallel_size}"
+    if flags.pipeline_parallel_size > 1:
+        yield f"--pipeline-parallel-size {flags.pipeline_parallel_size}"
+    if isinstance(flags, PrefillFlags):
+        yield "a prefill worker (--prefill-workers 0 starts none)"
+    if isinstance(flags, StepFlags) and flags.speculative_config.method:
+        yield "--speculative-config"

@@ -1,0 +1,122 @@
+"""Computes what layers with a state do with the rows of one sequence, token by token, in float32.
+
+A token's bits depend on the rows before it alone, however a text was cut into steps: each sum has the shape of one
+token, and an order of its own. So a state that was kept is the state that would be computed again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import silu, softplus
+
+# The delta rule's queries and keys are normed with this number.
+_L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Taps:
+    """Holds the float32 factors [channels, taps] of a causal convolution of each channel on its own, the last one for
+    the token itself, and its bias [channels]."""
+
+    factors: torch.Tensor
+    bias: torch.Tensor | None = None
+
+
+def convolve(rows: torch.Tensor, inputs: torch.Tensor, taps: Taps) -> torch.Tensor:
+    """Convolves a sequence's rows [n, channels] -> [n, channels]. ``inputs`` [taps - 1, channels] are those of the
+    tokens before, and become those of the last tokens."""
+    text = torch.cat((inputs, rows))
+    factors = taps.factors.t()
+    found = text[: len(rows)] * factors[0]
+    for tap in range(1, len(factors)):
+        found += text[tap : tap + len(rows)] * factors[tap]
+    if taps.bias is not None:
+        found += taps.bias
+    inputs.copy_(text[len(rows) :])
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaRows:
+    """Holds what the gated delta rule reads for n rows, in float32: ``queries`` and ``keys`` [n, key heads, key_dim],
+    ``values`` [n, heads, head_dim], ``decays`` [n, heads], logarithms of 0 to 1, and ``rates`` [n, heads]."""
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    decays: torch.Tensor
+    rates: torch.Tensor
+
+    def of(self, rows: slice) -> DeltaRows:
+        """Returns some of the rows."""
+        return DeltaRows(self.queries[rows], self.keys[rows], self.values[rows], self.decays[rows], self.rates[rows])
+
+
+def delta_rule(rows: DeltaRows, memory: torch.Tensor) -> torch.Tensor:
+    """Runs the gated delta rule over a sequence's rows -> [n, heads, head_dim]; ``memory`` [heads, key_dim, head_dim]
+    is that of the tokens before, and becomes that of the last token."""
+    found = torch.empty_like(rows.values)
+    shared, scale = len(memory) // rows.keys.shape[1], rows.keys.shape[-1] ** 0.5
+    forgets = rows.decays.exp()
+    for token in range(len(found)):
+        key = _unit(rows.keys[token]).repeat_interleave(shared, 0)[:, :, None]
+        query = (_unit(rows.queries[token]) / scale).repeat_interleave(shared, 0)[:, :, None]
+        memory *= forgets[token, :, None, None]
+        learnt = (rows.values[token] - (memory * key).sum(1)) * rows.rates[token, :, None]
+        memory += key * learnt[:, None]
+        found[token] = (memory * query).sum(1)
+    return found
+
+
+def _unit(heads: torch.Tensor) -> torch.Tensor:
+    return heads * torch.rsqrt((heads * heads).sum(-1, keepdim=True) + _L2_EPS)
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceRows:
+    """Holds what a state space reads for n rows, in float32: ``values`` [n, heads, head_dim], what writes and what
+    reads, both [n, groups, columns], and the steps of time [n, heads]."""
+
+    values: torch.Tensor
+    writes: torch.Tensor
+    reads: torch.Tensor
+    steps: torch.Tensor
+
+    def of(self, rows: slice) -> SpaceRows:
+        """Returns some of the rows."""
+        return SpaceRows(self.values[rows], self.writes[rows], self.reads[rows], self.steps[rows])
+
+
+def state_space(rows: SpaceRows, rates: torch.Tensor, skip: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Runs a state space over a sequence's rows -> [n, heads, head_dim]; ``memory`` [heads, head_dim, columns] is that
+    of the tokens before, and becomes that of the last token. ``rates`` [heads] are below 0, and ``skip`` [heads] is
+    how much of a head's values is added to its results."""
+    found = torch.empty_like(rows.values)
+    shared = len(memory) // rows.writes.shape[1]
+    keeps = (rows.steps * rates).exp()
+    for token in range(len(found)):
+        write = rows.writes[token].repeat_interleave(shared, 0)[:, None]
+        read = rows.reads[token].repeat_interleave(shared, 0)[:, None]
+        memory *= keeps[token, :, None, None]
+        memory += (rows.values[token] * rows.steps[token, :, None])[:, :, None] * write
+        found[token] = (memory * read).sum(-1)
+    return found + skip[:, None] * rows.values
+
+
+def steps_of_time(steps: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """Returns the steps of time that rows [n, heads] and a head's shift mean, in float32."""
+    return softplus(steps.float() + shift)
+
+
+def normed_and_gated(
+    rows: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float, *, gate_first: bool = False
+) -> torch.Tensor:
+    """Computes the RMS norm over the last dimension of float32 rows [..., values], times silu of their gates; with
+    ``gate_first`` the gated rows are normed."""
+    gate = silu(gates.float())
+    if gate_first:
+        rows = rows * gate
+    normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * weight
+    return normed if gate_first else normed * gate

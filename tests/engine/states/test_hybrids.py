@@ -1,0 +1,177 @@
+"""Random small hybrid models against transformers, token by token and in chunks: cuts, mixed steps, whole answers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.models.config_parser import parse_config
+from pillion.errors import ConfigError
+from tests.support.families import PROMPT_TOKENS, make_model, tokens_of
+from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR, StateDriver
+from tests.support.oracle import Oracle, first_difference
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+# Logits are of the order of 10; transformers' chunks of the delta rule round otherwise than its tokens.
+TOLERANCE = 1e-3
+SOME = ("lfm2", "qwen3-next", "granite-hybrid")
+
+
+@dataclasses.dataclass(frozen=True)
+class HybridCase:
+    prepared: PreparedModel
+    model: Any
+
+    def driver(self, block_size: int = 16, num_slots: int = 64) -> StateDriver:
+        return StateDriver(self.prepared, block_size, num_slots)
+
+    @torch.inference_mode()
+    def logits(self, text: list[int]) -> torch.Tensor:
+        """Returns the logits of each token of a text, token by token."""
+        found, cache = [], None
+        for token in text:
+            out = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            found.append(out.logits[0, -1].float())
+        return torch.stack(found)
+
+
+def made(folder: Any, name: str) -> HybridCase:
+    flags = make_model(folder, HYBRIDS[name])[1]
+    model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
+    return HybridCase(prepare(flags), model)
+
+
+@pytest.fixture(params=HYBRIDS, scope="module")
+def case(request, own_cache, tmp_path_factory):
+    return made(tmp_path_factory.mktemp("model"), request.param)
+
+
+@pytest.fixture(params=SOME, scope="module")
+def some_case(request, own_cache, tmp_path_factory):
+    return made(tmp_path_factory.mktemp("model"), request.param)
+
+
+def close(got, wanted):
+    torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+def test_logits_of_a_text_in_chunks_and_token_by_token(case):
+    text = tokens_of(PROMPT_TOKENS, 2)
+    wanted = case.logits(text)
+    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    driver = case.driver(4, num_slots=600)
+    for chunks in ([33, 1, 2], [1] * (PROMPT_TOKENS - 1), []):
+        (number,) = driver.sequences.add()
+        close(driver.run_all(number, text, chunks), wanted)
+    with torch.inference_mode():
+        close(case.model(torch.tensor([text])).logits[0].float(), wanted)
+
+
+def test_mixed_batches(some_case):
+    texts = [tokens_of(count, seed) for seed, count in enumerate((70, 20, 33, 50))]
+    wanted = [some_case.logits(text) for text in texts]
+    driver = some_case.driver(num_slots=200)
+    a, b, c, d = driver.sequences.add(4)
+    one, two, three, four = texts
+    driver.step((a, one[:40]), (b, two[:18]), sample=[])
+    got = driver.step((b, two[18:19]), (a, one[40:69]), (c, three[:32]), (d, four[:1]))
+    close(got, torch.stack([wanted[1][18], wanted[0][68], wanted[2][31], wanted[3][0]]))
+    got = driver.step((a, one[69:]), (d, four[1:50]), (c, three[32:]), (b, two[19:]))
+    close(got, torch.stack([wanted[0][69], wanted[3][49], wanted[2][32], wanted[1][19]]))
+
+
+def test_greedy_continuation(some_case):
+    prompt = tokens_of(40, 5)
+    got = some_case.driver(num_slots=60).greedy(prompt, 12)
+    assert not first_difference(Oracle(some_case.model).greedy(prompt, 12), got, 1e-3)
+
+
+def test_the_text_part_of_qwens_model_of_text_and_pictures(tmp_path):
+    folder, flags = make_model(tmp_path / "text", HYBRIDS["qwen3-5"])
+    text, found = tokens_of(PROMPT_TOKENS, 2), []
+    driver = StateDriver(prepare(flags))
+    found.append(driver.run_all(driver.sequences.add()[0], text, [7]))
+    tensors, config = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    outer = {"model_type": "qwen3_5", "text_config": config, "vision_config": {}, "image_token_id": 3}
+    (folder / "config.json").write_text(json.dumps({**outer, "vision_start_token_id": 4}))
+    plain = {name.replace("model.language_model.", "model.", 1): tensor for name, tensor in tensors.items()}
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in plain.items()}
+    beside = {"model.visual.x": torch.ones(3), "mtp.fc.weight": torch.ones(3)}
+    save_file({**renamed, **beside}, folder / "model.safetensors", metadata={"format": "pt"})
+    driver = StateDriver(prepare(flags))
+    found.append(driver.run_all(driver.sequences.add()[0], text, [7]))
+    assert torch.equal(*found)
+
+
+def test_olmo_hybrids_own_names(tmp_path):
+    """Its checkpoints have a convolution each for queries, keys and values, and other norms in linear layers."""
+    folder, flags = make_model(tmp_path / "model", HYBRIDS["olmo-hybrid"])
+    text, found = tokens_of(PROMPT_TOKENS, 2), []
+    keys, values = 2 * 24, 4 * 40
+    for _ in range(2):
+        driver = StateDriver(prepare(flags))
+        found.append(driver.run_all(driver.sequences.add()[0], text, [7]))
+        tensors = load_file(folder / "model.safetensors")
+        for layer in range(2):
+            start = f"model.layers.{layer}"
+            taps = tensors.pop(f"{start}.linear_attn.conv1d.weight", None)
+            for part, rows in zip("qkv", () if taps is None else taps.split([keys, keys, values]), strict=False):
+                tensors[f"{start}.linear_attn.{part}_conv1d.weight"] = rows.clone()
+            for ours, theirs in (
+                ("input_layernorm", "attention_layer_norm"),
+                ("post_attention_layernorm", "feedforward_layer_norm"),
+            ):
+                tensors[f"{start}.{theirs}.weight"] = tensors.pop(f"{start}.{ours}.weight", torch.ones(64))
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert torch.equal(*found)
+
+
+SHAPE = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "lfm2", "layer_types": ["conv", "mamba"]}, "'mamba' for layer 1"),
+        ({"model_type": "lfm2", "full_attn_idxs": "all"}, "full_attn_idxs"),
+        ({"model_type": "qwen3_next", "linear_num_key_heads": 3}, "linear_num_key_heads = 3"),
+        ({"model_type": "qwen3_next", "layer_types": [LINEAR]}, "all 2 layers"),
+        ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
+        ({"model_type": "granitemoehybrid", "mamba_n_heads": 7}, "mamba_n_heads = 7"),
+        ({"model_type": "granitemoehybrid", "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
+        ({"model_type": "granitemoehybrid", "position_embedding_type": "alibi"}, "'alibi'"),
+        (
+            {"model_type": "lfm2", "quantization_config": {"quant_method": "fp8"}},
+            "quantized weights .* layers have states",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(change, words):
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**SHAPE, **change})
+
+
+def test_which_layers_have_keys_and_values():
+    config = parse_config({**SHAPE, "model_type": "lfm2", "num_hidden_layers": 5, "full_attn_idxs": [1, 4]})
+    assert config.kv_layers == (1, 4)
+    config = parse_config({**SHAPE, "model_type": "qwen3_next", "num_hidden_layers": 9})
+    assert config.kv_layers == (3, 7)
+    kinds = ["mamba", "attention"]
+    assert parse_config({**SHAPE, "model_type": "granitemoehybrid", "layer_types": kinds}).kv_layers == (1,)
+    assert parse_config({**SHAPE, "model_type": "lfm2", "layer_types": ["conv", ATTENTION]}).linear.taps == 3

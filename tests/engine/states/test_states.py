@@ -1,0 +1,111 @@
+"""Working states of any history of sequences: each step reads the state of exactly the tokens before it, and all slots
+come back."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.engine.drafts.drafter import Drafter
+from pillion.engine.drafts.lookup_drafters import SuffixDrafter
+from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.step_plan import StepPlan
+from pillion.engine.states.states import States
+from tests.engine.drafts.test_drafts import OracleDrafter
+from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, PUNCTUAL, SHAPES, STEP, play
+from tests.support.drafts import guessing
+from tests.support.examples import examples
+from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
+
+
+class StateHarness(SchedulerHarness):
+    """A harness whose model has a state: how many tokens it is of, and a number that depends on each of them."""
+
+    def __init__(self, pages: int, **options: object) -> None:
+        super().__init__(features=[partial(States, pages)], **options)  # type: ignore[arg-type]
+
+    def run_plan(self, plan: StepPlan) -> Sampled:
+        if plan.pieces:
+            assert plan.states is not None
+            written: list[int] = plan.states.writes.reshape(-1).tolist()
+            assert len(set(written)) == len(written), "two states in one slot"
+            assert not set(written) & set(plan.states.reads.reshape(-1).tolist()), "a state is read and written"
+            for piece, reads, writes in zip(plan.pieces, plan.states.reads, plan.states.writes, strict=True):
+                tokens = piece.sequence.tokens(0, piece.start + piece.count).tolist()
+                assert (reads < 0).all() == (piece.start == 0)
+                if piece.start:
+                    assert self.pool[reads].tolist() == self.state(tokens[: piece.start], len(reads))
+                self.pool[writes] = self.state(tokens, len(writes))
+        return super().run_plan(plan)
+
+    @staticmethod
+    def state(tokens: list[int], pages: int) -> list[list[int]]:
+        """Returns what the pages hold after these tokens."""
+        number = 0
+        for token in tokens:
+            number = (number * 31 + token + 1) % 1_000_003
+        return [[len(tokens), number, page, 0] for page in range(pages)]
+
+
+@settings(max_examples=examples(120))
+@given(
+    SHAPES,
+    st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
+    st.none() | st.integers(0, 3).map(OracleDrafter) | st.builds(SuffixDrafter, st.just(guessing(4, "suffix"))),
+    st.booleans(),
+    PUNCTUAL,
+    st.integers(1, 3),
+)
+def test_any_history(
+    shape: tuple[int, int, int],
+    events: list[tuple[object, ...]],
+    drafter: Drafter | None,
+    whole_prompts: bool,
+    punctual: float,
+    pages: int,
+) -> None:
+    slots, budget, max_num_seqs = shape
+    harness = StateHarness(
+        pages,
+        slots=max(slots, 17 + 2 * pages),
+        budget=64 + budget if whole_prompts else max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        drafter=drafter,
+        max_whole_tokens=64 if whole_prompts else 0,
+        punctual=punctual,
+    )
+    play(harness, events)
+    harness.finish()
+    harness.check_answers()
+
+
+def test_a_wrong_guess_is_computed_again_from_the_state_before_it() -> None:
+    """The tokens that count are computed twice, and each answer is that of the model alone."""
+    harness = StateHarness(2, drafter=OracleDrafter(2))
+    harness.submit(prompt(1, 9), 20)
+    starts: list[int] = []
+    while harness.scheduler.sequences:
+        starts += [piece.start for piece in harness.answered_step().pieces]
+    harness.settle()
+    harness.check_answers()
+    assert len(set(starts)) < len(starts)
+
+
+def test_a_preempted_sequence_begins_again_with_the_state_of_no_tokens() -> None:
+    harness = StateHarness(2, slots=20, max_num_seqs=2)
+    for seed in (1, 2):
+        harness.submit(prompt(seed, 9), 24)
+    harness.run_all()
+    assert harness.preemptions > 0
+
+
+def test_nothing_is_committed_and_all_slots_come_back() -> None:
+    harness = StateHarness(1, slots=40)
+    harness.submit(prompt(1, 17), 5, sibling_seeds=(3, 4))
+    harness.run_all()
+    assert harness.ledger.committed_ever == 0
+    assert np.array_equal(np.sort(harness.ledger.free), np.arange(40))
+    assert harness.ledger.num_slots * BLOCK == harness.pool.size

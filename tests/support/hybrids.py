@@ -1,0 +1,197 @@
+"""Random small models whose layers carry a state, and what drives a backend with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from pillion.engine.backends.backend import StateSlots
+from tests.support.torch_model import BackendDriver
+
+ATTENTION, LINEAR = "full_attention", "linear_attention"
+# Heads of values share keys, no two sizes are equal, and a state takes several slots.
+DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 24,
+    "linear_value_head_dim": 40,
+}
+QWEN_EXPERTS = {
+    "num_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "shared_expert_intermediate_size": 80,
+}
+MROPE = {
+    "rope_type": "default",
+    "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
+MAMBA = {
+    "model_type": "granitemoehybrid",
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 2,
+    "mamba_d_state": 24,
+    "shared_intermediate_size": 80,
+    "embedding_multiplier": 3.0,
+    "attention_multiplier": 0.15,
+    "residual_multiplier": 0.6,
+    "logits_scaling": 0.7,
+}
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "without": ("num_hidden_layers",),
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 24,
+    "n_routed_experts": 5,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 48,
+    "moe_shared_expert_intermediate_size": 80,
+    "tie_word_embeddings": False,
+}
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", ATTENTION, "conv"]},
+    "lfm2-biases": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": [ATTENTION, "conv", ATTENTION],
+        "conv_bias": True,
+        "conv_L_cache": 5,
+        "block_auto_adjust_ff_dim": False,
+        "tie_word_embeddings": False,
+    },
+    "lfm2-moe": {
+        "model_type": "lfm2_moe",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", ATTENTION, "conv"],
+        "num_dense_layers": 1,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48,
+        "routed_scaling_factor": 1.5,
+    },
+    "qwen3-next": {
+        "model_type": "qwen3_next",
+        **DELTA,
+        **QWEN_EXPERTS,
+        "num_hidden_layers": 4,
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": False,
+    },
+    "qwen3-next-ends-linear": {
+        "model_type": "qwen3_next",
+        **DELTA,
+        **QWEN_EXPERTS,
+        "layer_types": [ATTENTION, LINEAR],
+        "attention_bias": True,
+        "partial_rotary_factor": 0.5,
+    },
+    "qwen3-5": {"model_type": "qwen3_5_text", **DELTA, "num_hidden_layers": 4, "rope_parameters": MROPE},
+    "qwen3-5-moe": {
+        "model_type": "qwen3_5_moe_text",
+        **DELTA,
+        **QWEN_EXPERTS,
+        "layer_types": [LINEAR, ATTENTION],
+        "rope_parameters": MROPE,
+    },
+    "granite-hybrid": {
+        **MAMBA,
+        "num_hidden_layers": 3,
+        "layer_types": [LINEAR, ATTENTION, LINEAR],
+        "num_local_experts": 5,
+        "position_embedding_type": "rope",
+    },
+    "granite-hybrid-dense": {
+        **MAMBA,
+        "layer_types": [LINEAR, ATTENTION],
+        "num_local_experts": 0,
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+    },
+    "falcon-h1": {
+        **{key: value for key, value in MAMBA.items() if key.startswith("mamba_")},
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": None,
+        "num_hidden_layers": 2,
+        "embedding_multiplier": 3.0,
+        "lm_head_multiplier": 0.7,
+        "key_multiplier": 0.8,
+        "attention_in_multiplier": 1.3,
+        "attention_out_multiplier": 0.6,
+        "ssm_in_multiplier": 1.2,
+        "ssm_out_multiplier": 0.5,
+        "ssm_multipliers": [0.5, 0.6, 0.7, 0.8, 0.9],
+        "mlp_multipliers": [0.7, 0.4],
+    },
+    "falcon-h1-normed": {
+        **{key: value for key, value in MAMBA.items() if key.startswith("mamba_")},
+        "model_type": "falcon_h1",
+        "mamba_d_ssm": 128,
+        "mamba_rms_norm": True,
+        "tie_word_embeddings": False,
+    },
+    "nemotron-h": {
+        **NEMOTRON,
+        "layers_block_type": [LINEAR, "moe", ATTENTION, "mlp"],
+        "routed_scaling_factor": 1.5,
+    },
+    "nemotron-h-ends-linear": {
+        **NEMOTRON,
+        "layers_block_type": ["mlp", ATTENTION, "moe", LINEAR],
+        "mlp_bias": True,
+        "use_bias": True,
+        "norm_topk_prob": False,
+    },
+    "olmo-hybrid-nope": {
+        "model_type": "olmo_hybrid",
+        **DELTA,
+        "layer_types": [ATTENTION, LINEAR],
+        "without": ("head_dim",),
+        "pad_token_id": 2,
+        "stacked_experts": True,
+        "linear_allow_neg_eigval": False,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
+    "olmo-hybrid": {
+        "model_type": "olmo_hybrid",
+        **DELTA,
+        "num_hidden_layers": 3,
+        "layer_types": [LINEAR, LINEAR, ATTENTION],
+        "without": ("head_dim",),
+        "pad_token_id": 2,
+        "stacked_experts": True,
+    },
+}
+
+
+class StateDriver(BackendDriver):
+    """A driver that gives each text two states in the pool, of which a step reads one and writes the other."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._places: dict[int, list[tuple[int, ...]]] = {}
+
+    def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
+        batch, pages = self.sequences.step(parts, sample), self.backend.layout.state_pages
+        assert pages > 0
+        for number, _ in parts:
+            if number not in self._places:
+                self._places[number] = [self.sequences.take_slots(pages) for _ in range(2)]
+        begun = (batch.context_lens - np.diff(batch.query_starts)) > 0
+        reads = np.array([self._places[number][0] for number, _ in parts], np.int32)
+        writes = np.array([self._places[number][1] for number, _ in parts], np.int32)
+        reads[~begun] = -1
+        for number, _ in parts:
+            self._places[number].reverse()
+        logits: torch.Tensor = self.backend.forward(replace(batch, states=StateSlots(reads, writes))).clone()
+        return logits
