@@ -59,6 +59,7 @@ LONGEST = (
     "tests/cluster/test_long_context.py",
     "tests/gpu/test_build.py",
     "tests/cluster/test_fencing.py",
+    "tests/cluster/test_families.py",
     "tests/kernels/torch/test_torch_attention.py",
     "tests/cluster/test_two_nodes.py",
     "tests/engine/models/test_families.py",
