@@ -9,11 +9,11 @@ claimed of a result stands in docs/performance.md; a benchmark whose figure has 
   gateways in the simulation), `registry` (a large cluster at a gateway), `tracing` (the cost of traces), `lora_service`
   (the cost of adapters), `edge` and `edge_processes` (the gateway alone), `long_context` (one prompt of 128K tokens).
 - Engine: `decode_loop` (the phases of a decode step), `cpu_steps`, `cpu_profile`, `cpu_products` and `cpu_attention`
-  (the CPU kernels), `cpu_limits` (what a processor can do at most), `lora` (adapters in the CPU kernels), `ranks`
-  and `stages` (tensor and pipeline parallelism on one host), `structured` and `wide_vocabulary` (answers of a given
-  shape), `quantization` (the accuracy of int8 and int4, on `shuffled_model`), `drafts` and `eagle_head` (guessed
-  tokens, and a head that is trained for it), `cpu_service`, `peers`, `llama_stream` and `closed_loop` (other servers
-  beside Pillion), `gpu` (everything that needs a GPU).
+  (the CPU kernels), `gpt_oss` (a step of its shape beside a streaming read), `cpu_limits` (what a processor can do at
+  most), `lora` (adapters in the CPU kernels), `ranks` and `stages` (tensor and pipeline parallelism on one host),
+  `structured` and `wide_vocabulary` (answers of a given shape), `quantization` (the accuracy of int8 and int4, on
+  `shuffled_model`), `drafts` and `eagle_head` (guessed tokens, and a head that is trained for it), `cpu_service`,
+  `peers`, `llama_stream` and `closed_loop` (other servers beside Pillion), `gpu` (everything that needs a GPU).
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane` and `kv_fetch` (a prefix from one node to
   another); `tiers` (times to the first token by where a prompt's KV is); `partial_blocks` (what chats compute again);
   `read_ahead` (second turns whose histories are on disk).
