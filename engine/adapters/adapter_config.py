@@ -49,7 +49,7 @@ _BOOKKEEPING = _words(
 _READ = _words(
     """
     r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform layers_pattern
-    init_lora_weights bias lora_bias use_dora
+    init_lora_weights bias lora_bias use_dora fan_in_fan_out
     """
 )
 # Where virtual tokens come from no longer matters when their adapter is saved: PEFT has run their encoder by then.
@@ -71,7 +71,6 @@ _REASONS = {
     "modules_to_save": f"an adapter with whole layers of its own is not served; {MERGE}",
     "target_parameters": f"experts and other parameters that are no linear layers have no adapters here; {MERGE}",
     "trainable_token_indices": f"embeddings have no adapters here; {MERGE}",
-    "fan_in_fan_out": "it says that weights lie as [inputs, outputs], as no model's here do; PEFT reads it as false",
 }
 
 
@@ -91,6 +90,7 @@ class AdapterConfig:
         lora_bias: whether the second matrix of each pair has a bias.
         dora: whether each row of the changed weights has a trained norm (DoRA).
         biases: whether biases of the model may be trained.
+        turned: whether the changed weights lie as [inputs, outputs], which changes nothing in the adapter.
     """
 
     rank: int
@@ -105,6 +105,7 @@ class AdapterConfig:
     lora_bias: bool = False
     dora: bool = False
     biases: bool = False
+    turned: bool = False
 
     def is_target(self, module: str) -> bool:
         """Says whether the adapter changes a linear layer inside of the decoder's layers, by its name in the model."""
@@ -152,7 +153,7 @@ class VirtualConfig:
         return json.dumps({"virtual": asdict(self)}, sort_keys=True).encode()
 
 
-_LATER = ("lora_bias", "dora", "biases")
+_LATER = ("lora_bias", "dora", "biases", "turned")
 # PEFT uses the expressions of layers_pattern, and those of rank_pattern and alpha_pattern, in this way.
 _LAYER = r"(?:^|.*?\.){}\.(\d+)\."
 _END = r"(.*\.)?({})$"
@@ -216,6 +217,7 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig | VirtualConfi
         lora_bias=_flag(raw, "lora_bias"),
         dora=_flag(raw, "use_dora"),
         biases=raw.get("bias") in ("all", "lora_only"),
+        turned=_flag(raw, "fan_in_fan_out"),
     )
 
 

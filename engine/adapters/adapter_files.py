@@ -27,7 +27,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from pillion.adapter_folders import MAX_HEADER_BYTES
-from pillion.engine.adapters.adapter_config import AdapterConfig, VirtualConfig, load_adapter_config
+from pillion.engine.adapters.adapter_config import CONFIG_NAME, AdapterConfig, VirtualConfig, load_adapter_config
 from pillion.engine.adapters.adapter_forms import Bits, Bytes, VirtualBits
 from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import Layer, Role, tensors_of
@@ -64,7 +64,11 @@ _IN_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 # PEFT may give these modules adapters, which Pillion does not serve.
 _REFUSED = (
     ("lm_head", "the head has no adapters here"),
-    ("embed_tokens", "embeddings have no adapters here"),
+    ("embed_out", "the head has no adapters here"),
+    *(
+        (name, "embeddings have no adapters here")
+        for name in ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings")
+    ),
     ("experts", "experts have no adapters here"),
     ("gate", "routers of experts have no adapters here"),
 )
@@ -141,11 +145,12 @@ _FUSED = {
 
 
 def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
-    """Returns all linear layers that may have adapters, by their names in a model with the decoder ``prefix``."""
-    fused = FAMILIES[model.family].fused
-    hidden = {one for name, parts in _FUSED.items() for one in (parts if name in fused else (name,))}
+    """Returns all linear layers that may have adapters, by their names in a model with the decoder ``prefix``, or by
+    those that the family has for them."""
+    family = FAMILIES[model.family]
+    hidden = {one for name, parts in _FUSED.items() for one in (parts if name in family.fused else (name,))}
     return {
-        f"{prefix}layers.{index}.{name}": projection
+        family.in_files(f"{prefix}layers.{index}.{name}"): projection
         for index, layer in enumerate(layers_of(model))
         for name, projection in projections(layer, index).items()
         if name not in hidden
@@ -214,6 +219,11 @@ class AdapterFiles:
         if isinstance(config, VirtualConfig):
             self._check_virtual(config, model)
             return ()
+        if config.turned and not FAMILIES[model.family].turned:
+            raise self._error(
+                f"{CONFIG_NAME}: fan_in_fan_out = True is not supported: it says that weights lie as [inputs, outputs],"
+                f" as those of a {model.family} model do not; PEFT reads it as false"
+            )
         halves = self._halves()
         prefix = self._prefix(halves)
         known = modules(model, prefix)

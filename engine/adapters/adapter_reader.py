@@ -18,6 +18,7 @@ from pillion.engine.adapters.adapter_forms import AdapterBits, AdapterForm, Byte
 from pillion.engine.adapters.adapter_store import AdapterJobs
 from pillion.engine.adapters.base_weights import BaseWeights
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.families import FAMILIES
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 
@@ -84,7 +85,7 @@ def read_adapter(
     numbers = files.checked_numbers(digest, pairs)
     order = None if qkv_order is None else np.array(qkv_order)
     layers: dict[str, list[PairBits]] = defaultdict(list)
-    base = BaseWeights(model_folder)
+    base = BaseWeights(model_folder, turned=FAMILIES[model.family].turned)
     for pair in pairs:
         first, projection = pair.projection.first_output, pair.projection
         affine = _affine(files, base, pair, numbers)

@@ -5,6 +5,7 @@ Imports no torch.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -16,15 +17,19 @@ from pillion.engine.adapters.adapter_files import TYPES, widened
 from pillion.engine.checkpoints.model_files import weight_files
 from pillion.errors import ConfigError
 
+# Names of checkpoints and of adapters begin in different ways, and from the layer on they are equal.
+_FROM_LAYER = re.compile(r"(?:^|\.)((?:layers|h)\.\d+\..+)")
 # Matrices are read in pieces of about so many numbers.
 PIECE_NUMBERS = 2**22
 
 
 class BaseWeights:
-    """Finds tensors of the checkpoint in a folder; headers are read when the first one is asked for."""
+    """Finds tensors of the checkpoint in a folder; headers are read when the first one is asked for. ``turned`` says
+    that its matrices lie as [inputs, outputs]."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, turned: bool = False) -> None:
         self._folder = folder
+        self._turned = turned
 
     def bias(self, module: str) -> npt.NDArray[np.float32]:
         """Returns a module's bias [outputs]. Raises ConfigError where the checkpoint has none in plain numbers."""
@@ -33,6 +38,11 @@ class BaseWeights:
     def norms(self, module: str, a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Returns the norm of each row [outputs] of a module's matrix W plus ``b`` ``a``. Raises ConfigError where the
         checkpoint does not hold W in plain numbers."""
+        if self._turned:
+            pieces = self._rows(f"{module}.weight")
+            squares = (np.square(rows + a.T[first : first + len(rows)] @ b.T).sum(0) for first, rows in pieces)
+            found: npt.NDArray[np.float32] = np.sqrt(np.sum([*squares], axis=0)).astype(np.float32, copy=False)
+            return found
         parts = []
         for first, rows in self._rows(f"{module}.weight"):
             parts.append(np.linalg.norm(rows + b[first : first + len(rows)] @ a, axis=1))
@@ -40,8 +50,7 @@ class BaseWeights:
 
     def _rows(self, name: str) -> Iterator[tuple[int, npt.NDArray[np.float32]]]:
         """Yields a tensor in pieces: the number of a first row, and rows."""
-        # Names of checkpoints and of adapters begin in different ways, and from the layer on they are equal.
-        own = name[name.index("layers.") :]
+        own = _from_layer(name)
         found = self._tensors.get(own)
         if found is None or found[1] not in TYPES:
             what = "it is missing there" if found is None else f"its type there is {found[1]}"
@@ -63,7 +72,13 @@ class BaseWeights:
                 size = int.from_bytes(file.read(8), "little")
                 header = json.loads(file.read(size))
             for name, about in header.items():
-                if "layers." in name and name != "__metadata__":
+                if _from_layer(name) and name != "__metadata__":
                     begin = 8 + size + about["data_offsets"][0]
-                    tensors[name[name.index("layers.") :]] = (path, about["dtype"], about["shape"], begin)
+                    tensors[_from_layer(name)] = (path, about["dtype"], about["shape"], begin)
         return tensors
+
+
+def _from_layer(name: str) -> str:
+    """Returns a tensor's name from the layer's on; "" where it is of no layer."""
+    found = _FROM_LAYER.search(name)
+    return found[1] if found is not None else ""

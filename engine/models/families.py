@@ -417,6 +417,7 @@ _GPT2 = ModelFamily(
     eps="layer_norm_epsilon",
     gated=False,
     keys=_GPT_KEYS,
+    fused=("self_attn.qkv_proj",),
     derived=_one_kv_head_each,
     names=_GPT_NAMES,
     bare_prefix="transformer.",

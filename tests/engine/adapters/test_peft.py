@@ -13,9 +13,8 @@ from pillion.engine.adapters.adapter_weights import weights_of
 from pillion.engine.backends.loading import LoadedModel
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.families import FAMILIES as ROWS
 from pillion.errors import ConfigError
-from tests.support.adapters import ATTENTION, adapted_model, make_adapter, own_vectors
+from tests.support.adapters import ATTENTION, adapted_model, edit_tensors, make_adapter, own_vectors
 from tests.support.cpu_model import CpuDriver, needs_kernels
 from tests.support.families import FAMILIES, FIRST, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
@@ -26,8 +25,8 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 TOLERANCE = 2e-4
-# Adapters know no names of modules that a family has instead of others' names.
-OWN_NAMES = tuple(name for kind, name in FIRST.items() if kind in ROWS and ROWS[kind].names)
+# Families whose attention has other modules than ATTENTION have these.
+OTHER_NAMES = ("qkv_proj", "c_attn", "query_key_value", "c_proj", "dense", "out_proj")
 BACKENDS = [pytest.param(BackendDriver, id="torch"), pytest.param(CpuDriver, id="cpu", marks=needs_kernels)]
 # A model of each family, and those whose tensors have other shapes or names.
 MODELS = (
@@ -58,6 +57,17 @@ MODELS = (
     "granitemoeshared",
     "ernie4-5-moe",
     "qwen2-moe",
+    # Modules with names of their own, one matrix of queries, keys and values, and matrices the other way round.
+    "gpt2",
+    "gpt-bigcode",
+    "gpt-bigcode-heads",
+    "gpt-neox",
+    "gpt-neox-sequential",
+    "phi",
+    "falcon",
+    "falcon-new",
+    "gptj",
+    "opt",
 )
 CONFIGS = {
     "attention": {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "qkv_proj"]},
@@ -119,7 +129,16 @@ def check_adapter(folder, flags, adapter, make=BackendDriver):
 
 
 # Families whose linear layers have names or shapes that no other of these has.
-DIFFERENT = ("llama-odd-hidden", "qwen2-bias", "qwen3-moe-some-dense", "phi3", "gemma2", "granite")
+DIFFERENT = (
+    "llama-odd-hidden",
+    "qwen2-bias",
+    "qwen3-moe-some-dense",
+    "phi3",
+    "gemma2",
+    "granite",
+    "gpt2",
+    "falcon-new",
+)
 
 
 @pytest.mark.parametrize(
@@ -145,27 +164,32 @@ def test_a_model_of_each_family(family, tmp_path):
 
 @pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS + OWN_NAMES])
+@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS])
 def test_attention_of_every_family_on_the_kernels(family, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
-    config = {"r": 6, "lora_alpha": 12, "target_modules": [*ATTENTION, "qkv_proj"]}
+    config = {"r": 6, "lora_alpha": 12, "target_modules": [*ATTENTION, *OTHER_NAMES]}
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config), CpuDriver)
 
 
 @pytest.mark.parametrize(
-    ("family", "target"),
+    ("family", "module", "words"),
     [
-        ("phi", "dense"),
-        ("gptj", "q_proj"),
-        ("falcon", "dense"),
-        ("gpt-neox", "query_key_value"),
-        ("opt", "q_proj"),
+        ("gpt2", "h.0.attn.q_proj", "h.0.attn.q_proj, which a gpt2 model does not have"),
+        ("phi", "layers.0.self_attn.o_proj", "self_attn.o_proj, which a phi model does not have"),
+        ("gpt2", "wte", "wte, which cannot be served: embeddings have no adapters here"),
+        ("gpt-neox", "embed_out", "embed_out, which cannot be served: the head has no adapters here"),
     ],
 )
-def test_modules_with_names_of_their_own_are_refused(family, target, tmp_path):
+def test_modules_that_a_family_does_not_have_are_refused(family, module, words, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
-    adapter = make_adapter(folder, tmp_path / "adapter", r=4, target_modules=[target])
-    with pytest.raises(ConfigError, match=f"{target}, which a .* model does not have"):
+    adapter = make_adapter(folder, tmp_path / "adapter", r=4)
+
+    def renamed(tensors):
+        first = sorted(tensors)[0].removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        return {name.replace(first, module): tensor for name, tensor in tensors.items()}
+
+    edit_tensors(adapter, renamed)
+    with pytest.raises(ConfigError, match=words):
         driver_with(flags, adapter)
 
 
@@ -244,6 +268,11 @@ VECTORS = {
     "targets-biases": ("qwen2-bias", {"bias": "lora_only", "target_modules": ["q_proj", "o_proj"]}),
     "dora-own-biases": ("qwen2-bias", {"bias": "all", "use_dora": True, "target_modules": ["q_proj", "o_proj"]}),
     "no-biases": ("llama-gqa-tied", {"bias": "all"}),
+    "dora-turned": ("gpt2", {"use_dora": True, "bias": "lora_only", "target_modules": ["c_attn", "c_fc"]}),
+    "dora-grouped": (
+        "gpt-neox",
+        {"use_dora": True, "bias": "lora_only", "target_modules": ["query_key_value", "dense"]},
+    ),
 }
 
 
