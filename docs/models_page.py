@@ -85,8 +85,8 @@ test` runs some of that, `make test-long` all. The first case of each family als
 int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
 a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
 (`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet, and models whose
-values are keys (Gemma 4 with `attention_k_eq_v`) no adapters. An answer of each family of these goes on, with the tokens of
-transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`).
+values are keys (Gemma 4 with `attention_k_eq_v`) no adapters. An answer of each family of these goes on, with the
+tokens of transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`).
 
 Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on torch's
 operators in decode workers (`tests/engine/states`). Prefill workers, the CPU kernels, GPUs, ranks, drafts, adapters, KV
