@@ -9,6 +9,7 @@ from pillion.kernels.cpu.attention.attention_rows import PARTITION_GROUPS, Atten
 from pillion.kernels.cpu.attention.cpu_attention import GroupRange, each_attention_item, emit_groups
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, KernelVariable
 from pillion.kernels.cpu.language.isa import LANES, Isa
+from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, TILE_STEPS, MatrixTiles
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
@@ -19,6 +20,8 @@ _AHEAD_BYTES = 4096
 _STREAMS = 8
 # Groups that are read side by side, each into a sum of its own: memory delivers several streams faster than one.
 _SIDE = 4
+# So many matrix tiles of sums hide the latency of a product.
+_TILE_SUMS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,13 @@ class PeakDots(KernelSpec):
 
     def operations(self, isa: Isa) -> int:
         """Multiplications and additions of a round."""
-        return self._sums(isa) * LANES * {"fp32": 2, "bf16": 4, "int8": 8}[self._rows(isa)]
+        steps = self._sums(isa) * LANES
+        if self._in_matrix_tiles(isa):
+            steps = _TILE_SUMS * TILE_ROWS * TILE_STEPS * LANES
+        return steps * {"fp32": 2, "bf16": 4, "int8": 8}[self._rows(isa)]
+
+    def _in_matrix_tiles(self, isa: Isa) -> bool:
+        return isa.matrix_tiles and self._rows(isa) != "fp32"
 
     def _rows(self, isa: Isa) -> str:
         return "fp32" if self.rows == "bf16" and not isa.bf16_dot else self.rows
@@ -48,6 +57,9 @@ class PeakDots(KernelSpec):
 
     def emit(self, call: KernelCall) -> None:
         k, sink, rows = call.k, call.args.pointer("sink") + call.thread * VECTOR_BYTES, self._rows(call.k.isa)
+        if self._in_matrix_tiles(k.isa):
+            self._emit_matrix_tiles(call, rows)
+            return
         values, pairs, quads = k.load(sink), k.load_pairs(sink), k.load_quads(sink)
         sums = [k.variable(quads if rows == "int8" else values) for _ in range(self._sums(k.isa))]
         with k.range(call.args.number("rounds")):
@@ -60,6 +72,17 @@ class PeakDots(KernelSpec):
                 else:
                     total.value = k.fma(values, values, total.value)
         k.write(sink, _added(sums).ir, 4)
+
+    def _emit_matrix_tiles(self, call: KernelCall, rows: str) -> None:
+        tiles, (one, other) = MatrixTiles.of(call.k), (_TILE_SUMS, _TILE_SUMS + 1)
+        tiles.shape([TILE_ROWS] * (_TILE_SUMS + 2), [VECTOR_BYTES] * (_TILE_SUMS + 2))
+        with call.k.range(call.args.number("rounds")):
+            for total in range(_TILE_SUMS):
+                if rows == "int8":
+                    tiles.add_codes(total, one, other)
+                else:
+                    tiles.add_pairs(total, one, other)
+        tiles.release()
 
 
 @dataclass(frozen=True, slots=True)

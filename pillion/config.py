@@ -48,7 +48,7 @@ MAX_STEP_TOKENS = 65_536
 # does not fit gRPC's 32 bits.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
 CPU_KERNEL_CHOICES = (
-    "auto", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon", "torch",
+    "auto", "amx", "avx512_bf16", "avx512_vnni", "avx512", "avx2_vnni", "avx2", "neon_dot", "neon", "torch",
 )  # fmt: skip
 QUANTIZATION_CHOICES = ("none", "int8", "int8-dynamic", "int4")
 QUANTIZATION_GROUP_CHOICES = ("auto", "32", "128")

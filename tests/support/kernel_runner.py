@@ -19,21 +19,32 @@ from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
 from tests.support.kernel_cache import kept_kernels
 
-# Instruction sets for which the kernels' language writes different code: with the bfloat16 instruction, and without.
-ISAS = ("avx512_bf16", "avx2")
-# Where a processor has both, the second one's kernels run with checks alone. Without, they are a part of that code, and
-# whole models run them (tests/engine/backends/test_cpu_backend.py).
-_BOTH = set(BY_NAME[ISAS[0]].needs) <= host_features()
-MODES = [(name, checked) for name in ISAS for checked in (False, True) if checked or name == ISAS[0] or not _BOTH]
+# Instruction sets for which the kernels' language writes different code: with matrix tiles, with the bfloat16
+# instruction alone, and without. The best comes first.
+ISAS = ("amx", "avx512_bf16", "avx2")
+_HERE = [name for name in ISAS if set(BY_NAME[name].needs) <= host_features()]
+
+
+def _is_quick(name: str, checked: bool) -> bool:
+    """Whether all runs of the tests have a mode.
+
+    Of several instruction sets that a processor has, the best runs without checks and the least with them, because
+    checks are written alike for all. Without, the least is a part of the best one's code, and whole models run it
+    (tests/engine/backends/test_cpu_backend.py). Those in between have code of their own in few kernels alone.
+    """
+    if name not in _HERE or len(_HERE) == 1:
+        return True
+    return name == _HERE[-1 if checked else 0]
+
+
+MODES = [(name, checked) for name in ISAS for checked in (False, True) if _is_quick(name, checked) or name == _HERE[0]]
+# The modes of kernels whose code differs between all of ISAS.
+ALL_MODES = [*MODES, *((name, False) for name in _HERE[1:-1])]
 
 
 def kernel_mode(mode: tuple[str, bool]) -> Any:
-    """A parameter for a mode.
-
-    A mode that is not among MODES is long. So are the checks of the widest instruction set where those of the other one
-    run, because checks are written alike for all.
-    """
-    long = mode not in MODES or (_BOTH and mode == (ISAS[0], True))
+    """A parameter for a mode, which is long unless it is quick."""
+    long = mode not in ALL_MODES or not _is_quick(*mode)
     return pytest.param(mode, marks=pytest.mark.long if long else (), id=f"{mode[0]}{'-checked' * mode[1]}")
 
 
@@ -77,10 +88,10 @@ class Runner:
         self._pools[threads].run(program, step.words)
 
 
-def runner_of(specs: Sequence[KernelSpec]) -> Any:
-    """A fixture ``runner`` for a module: runs its kernels in each of MODES."""
+def runner_of(specs: Sequence[KernelSpec], modes: Sequence[tuple[str, bool]] = MODES) -> Any:
+    """A fixture ``runner`` for a module: runs its kernels in each of ``modes``."""
 
-    @pytest.fixture(scope="module", params=[kernel_mode(mode) for mode in MODES])
+    @pytest.fixture(scope="module", params=[kernel_mode(mode) for mode in modes])
     def runner(request: Any) -> Iterator[Runner]:
         name, checked = request.param
         found = Runner(specs, isa_or_skip(name), checked)

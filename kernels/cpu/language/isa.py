@@ -5,10 +5,12 @@ Features have LLVM's names. Only :func:`host_features` needs LLVM.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import sys
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import cache
 
 from pillion.errors import ConfigError
 
@@ -18,6 +20,10 @@ LANES = 16
 ATTENTION_PLANS = 2
 # The flag ``--cpu-kernels`` takes these values besides the names of the table's rows.
 AUTO, TORCH = "auto", "torch"
+# Features of the matrix tiles, which a process has only if the system grants it their registers.
+_TILE_FEATURES = ("amx-tile", "amx-bf16", "amx-int8")
+# The number of the system call arch_prctl, its request for more registers, and the number of the tiles' registers.
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Isa:
         bf16_tiles: tiles of products of bfloat16 rows.
         fp32_tiles: tiles of products of float32 rows.
         int8_tiles: tiles of products of rows of int8.
+        matrix_tiles: whether one instruction multiplies tiles of 16 rows of bfloat16 pairs or codes
+            (:mod:`pillion.kernels.cpu.language.matrix_tiles`).
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
@@ -63,6 +71,7 @@ class Isa:
     model: str = "x86-64-v4"
     bf16_dot: str = ""
     int8_dot: str = ""
+    matrix_tiles: bool = False
     bf16_tiles: TileRows = TileRows(14)
     fp32_tiles: TileRows = TileRows(12)
     int8_tiles: TileRows = TileRows(14)
@@ -72,6 +81,13 @@ class Isa:
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
+_AVX512_BF16 = Isa(
+    "avx512_bf16",
+    (*_AVX512, "avx512bf16", "avx512vbmi", "avx512vnni"),
+    without=("prefer-256-bit",),
+    bf16_dot="x86",
+    int8_dot="vpdpbusd",
+)
 _AVX2 = Isa(
     "avx2",
     ("avx2", "fma", "f16c", "bmi2"),
@@ -98,13 +114,8 @@ _NEON = Isa(
 
 # The best row comes first: ``auto`` chooses the first row whose features the processor has.
 TABLE = (
-    Isa(
-        "avx512_bf16",
-        (*_AVX512, "avx512bf16", "avx512vbmi", "avx512vnni"),
-        without=("prefer-256-bit",),
-        bf16_dot="x86",
-        int8_dot="vpdpbusd",
-    ),
+    replace(_AVX512_BF16, name="amx", needs=(*_AVX512_BF16.needs, *_TILE_FEATURES), matrix_tiles=True),
+    _AVX512_BF16,
     Isa(
         "avx512_vnni",
         (*_AVX512, "avx512vnni"),
@@ -143,8 +154,8 @@ CHOICES = (AUTO, *BY_NAME, TORCH)
 
 
 def host_features() -> frozenset[str]:
-    """Returns the features of this processor. The set is empty where the kernels cannot run: not on Linux, or without
-    LLVM."""
+    """Returns the features of this processor that this process may use. The set is empty where the kernels cannot run:
+    not on Linux, or without LLVM."""
     if sys.platform != "linux" or sys.maxsize < 2**32 or sys.byteorder != "little":
         return frozenset()
     try:
@@ -157,7 +168,18 @@ def host_features() -> frozenset[str]:
     if platform.machine() == "aarch64":
         # Every 64-bit ARM processor that Linux runs on has NEON and floating point, whether or not LLVM lists them.
         features |= {"neon", "fp-armv8"}
+    if "amx-tile" in features and not _may_use_tiles():
+        features -= set(_TILE_FEATURES)
     return frozenset(features)
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Asks the system for the tiles' registers, for all threads of this process and for its children, and returns
+    whether it grants them. Signals then need larger stacks, so a system refuses where a thread has given them small
+    ones."""
+    words = map(ctypes.c_long, (_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA))
+    return int(ctypes.CDLL(None).syscall(*words)) == 0
 
 
 def choose_isa(choice: str, features: Collection[str]) -> Isa | None:

@@ -12,22 +12,30 @@ bits that float32 weights would give, for half of their memory.
 
 Rows of int8 codes meet weights of int8 codes. Their sums are integers of 32 bits, which need no rounding; the sums in
 memory are such integers.
+
+Where the processor has matrix tiles (:mod:`pillion.kernels.cpu.language.matrix_tiles`), rows of bfloat16 meet weights
+there, however few they are, and so do many rows of codes: a line of a panel is a step of one of its two tiles of
+outputs. An instruction always multiplies the same 16 steps of the depth, or those after the last whole 16, so that a
+sum has the same bits in tiles of any height.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pillion.kernels.cpu.language.byte_codes import LINE_BYTES
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Quads, int_lanes
 from pillion.kernels.cpu.language.isa import Isa, TileRows
+from pillion.kernels.cpu.language.matrix_tiles import STEP_BYTES, TILE_ROWS, TILE_STEPS, MatrixTiles
 from pillion.kernels.cpu.products.tiles import TOTALS_BYTES
 
 # A tile reads this many bytes of a panel in each step.
 PANEL_STEP_BYTES = 128
 _STEPS_PER_ITERATION = 2
+# A group of rows has 16 rows in matrix tiles, and so many such groups share what is loaded of a panel.
+_ROW_GROUPS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +62,17 @@ class TileKind:
 
     def tiles(self, isa: Isa) -> TileRows:
         """Returns the limits on the rows of such tiles."""
+        if self.in_matrix_tiles(isa):
+            return TileRows(_ROW_GROUPS * TILE_ROWS)
+        return self.register_tiles(isa)
+
+    def register_tiles(self, isa: Isa) -> TileRows:
+        """Returns the limits on the rows of tiles whose sums stay in vector registers."""
         return {"int8": isa.int8_tiles, "bf16": isa.bf16_tiles, "fp32": isa.fp32_tiles}[self.rows]
+
+    def in_matrix_tiles(self, isa: Isa) -> bool:
+        """Returns whether rows meet weights in matrix tiles."""
+        return isa.matrix_tiles and self.rows != "fp32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +107,31 @@ class TileArgs:
 
 def multiply_rows(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
     """Multiplies ``rows`` rows, 1 to ``kind.tiles(isa).most``, with a panel."""
-    tiles = kind.tiles(k.isa)
     x_bytes = (rows - 1) * args.x_stride + args.steps * kind.row_step_bytes
     inside = k.holds(args.x, x_bytes) & k.holds(args.panel, args.steps * PANEL_STEP_BYTES)
     with k.when(inside & k.holds(args.sums, rows * TOTALS_BYTES)):
-        for height in k.cases(rows, tiles.most):
-            if height <= tiles.wide:
-                _call_tile(k, kind, height, 2, args)
-            else:
-                for number in range(2):
-                    _call_tile(k, kind, height, 1, args.half(number))
+        if not kind.in_matrix_tiles(k.isa):
+            _call_tiles(k, kind, rows, args)
+        elif kind.rows != "int8":
+            _call_matrix_tiles(k, kind, rows, args)
+        else:
+            # Sums of whole numbers are the same either way, and few rows take less time in registers.
+            with k.builder.if_else((rows <= k.isa.int8_tiles.most).ir) as (few, many):
+                with few:
+                    _call_tiles(k, kind, rows, args)
+                with many:
+                    _call_matrix_tiles(k, kind, rows, args)
+
+
+def _call_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
+    """Multiplies the rows of one tile of registers with a panel."""
+    tiles = kind.register_tiles(k.isa)
+    for height in k.cases(rows, tiles.most):
+        if height <= tiles.wide:
+            _call_tile(k, kind, height, 2, args)
+        else:
+            for number in range(2):
+                _call_tile(k, kind, height, 1, args.half(number))
 
 
 def _call_tile(k: Kernel, kind: TileKind, rows: int, width: int, args: TileArgs) -> None:
@@ -170,3 +203,92 @@ class _Tile:
         if self.kind.rows == "int8":
             return k.dot_codes(total, weight, k.broadcast_quad(x))
         return k.dot(total, weight, k.broadcast_pair(x))
+
+
+def _call_matrix_tiles(k: Kernel, kind: TileKind, rows: Int, args: TileArgs) -> None:
+    """Multiplies 1 to 32 rows with a panel in matrix tiles."""
+    values = (rows, args.x, args.x_stride, args.panel, args.steps, args.ahead, args.ahead_step, args.sums)
+    for groups, wanted in ((1, rows <= TILE_ROWS), (_ROW_GROUPS, rows > TILE_ROWS)):
+
+        def body(inner: Kernel, rows: Int, *seen: Any, groups: int = groups) -> None:
+            _MatrixTile(inner, kind, groups, rows, TileArgs(*seen), MatrixTiles.of(inner)).write()
+
+        with k.when(wanted):
+            k.call_subroutine(f"gemm_matrix_tile_{kind.weights}_{kind.rows}_{groups}", values, body)
+
+
+@dataclass(frozen=True, slots=True)
+class _MatrixTile:
+    """Emits the function for ``groups`` groups of rows, of which the last one may have less than 16.
+
+    The sums of a group and a half of the panel are one tile; then there is a tile for the rows of each group, and one
+    for each half's weights.
+    """
+
+    k: Kernel
+    kind: TileKind
+    groups: int
+    rows: Int
+    args: TileArgs
+    tiles: MatrixTiles
+
+    def write(self) -> None:
+        k, args, tiles = self.k, self.args, self.tiles
+        whole = args.steps // TILE_STEPS
+        rest = args.steps - whole * TILE_STEPS
+        self._shape(TILE_STEPS)
+        with k.range(whole) as number:
+            self._multiply(number)
+        # Tiles of another shape begin with zeros, so the sums go by way of memory.
+        self._move(tiles.store)
+        with k.when(rest > 0):
+            self._shape(rest)
+            self._move(tiles.load)
+            self._multiply(whole)
+            self._move(tiles.store)
+        tiles.release()
+
+    def _sums(self, group: int, half: int) -> int:
+        return 2 * group + half
+
+    @property
+    def _first_rows(self) -> int:
+        return 2 * self.groups
+
+    @property
+    def _first_weights(self) -> int:
+        return 3 * self.groups
+
+    def _shape(self, steps: Int | int) -> None:
+        """Shapes the tiles for so many steps at a time."""
+        heights = [self.k.least(self.rows - TILE_ROWS * group, TILE_ROWS) for group in range(self.groups)]
+        sums = [height for height in heights for _ in range(2)]
+        row_bytes = [VECTOR_BYTES] * len(sums) + [self.k.int(steps) * STEP_BYTES] * len(heights) + [VECTOR_BYTES] * 2
+        self.tiles.shape([*sums, *heights, steps, steps], row_bytes)
+
+    def _move(self, move: Callable[[int, Ptr, int], None]) -> None:
+        """Loads or stores all sums."""
+        for group in range(self.groups):
+            for half in range(2):
+                place = group * TILE_ROWS * TOTALS_BYTES + half * VECTOR_BYTES
+                move(self._sums(group, half), self.args.sums + place, TOTALS_BYTES)
+
+    def _multiply(self, number: Int) -> None:
+        """Multiplies the steps from 16 * ``number`` on."""
+        args, tiles = self.args, self.tiles
+        add = tiles.add_codes if self.kind.rows == "int8" else tiles.add_pairs
+        self._prefetch(number)
+        lines = args.panel + number * (TILE_STEPS * PANEL_STEP_BYTES)
+        for half in range(2):
+            tiles.load(self._first_weights + half, lines + half * VECTOR_BYTES, PANEL_STEP_BYTES)
+        for group in range(self.groups):
+            x = args.x + (args.x_stride * (TILE_ROWS * group) + number * (TILE_STEPS * STEP_BYTES))
+            tiles.load(self._first_rows + group, x, args.x_stride)
+            for half in range(2):
+                add(self._sums(group, half), self._first_rows + group, self._first_weights + half)
+
+    def _prefetch(self, number: Int) -> None:
+        k, size = self.k, self.args.ahead_step * TILE_STEPS
+        first = self.args.ahead + number * size
+        with k.range(size, step=LINE_BYTES) as at:
+            k.prefetch(first + at, near=False)

@@ -21,7 +21,17 @@ from pillion.kernels.cpu.products.packing import PLAIN_TYPES, PackedWeight, pack
 from pillion.kernels.cpu.runtime.compiler import assembly
 from tests.support.cpu_references import CLAMPED, reference_gemm, reference_sum_inputs
 from tests.support.examples import examples
-from tests.support.kernel_runner import isa_or_skip, normal, padded, rows_step, runner_of, stride, with_checks
+from tests.support.kernel_runner import (
+    ALL_MODES,
+    Runner,
+    isa_or_skip,
+    normal,
+    padded,
+    rows_step,
+    runner_of,
+    stride,
+    with_checks,
+)
 
 # The kind of the weights, and the type of the rows.
 KINDS = (("bf16", "bf16"), ("fp32", "fp32"), ("bf16", "fp32"))
@@ -43,7 +53,7 @@ SPILL = re.compile(r"[yz]mm\d.*\(%rsp|\(%rsp.*[yz]mm\d|\b(q|v)\d.*\[sp")
 FILLER = 7.0
 
 
-runner = runner_of(SPECS)
+runner = runner_of(SPECS, ALL_MODES)
 
 
 @dataclass(frozen=True)
@@ -257,6 +267,45 @@ def test_sums_stay_in_registers(name, kind):
     for rows, width in heights:
         spilled = [line for line in texts[f"{prefix}{rows}x{width}"].splitlines() if SPILL.search(line)]
         assert len(spilled) <= allowed, (rows, width, spilled)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids="-".join)
+def test_rows_of_bfloat16_meet_weights_in_matrix_tiles(kind):
+    """In code for a processor that has them, which any machine can make: whatever the number of rows."""
+    texts = assembly([Gemm(*kind, "store")], BY_NAME["amx"])
+    tiles = {name: text for name, text in texts.items() if "_matrix_tile_" in name}
+    few = {name for name in texts if name.startswith("gemm_tile_")}
+    if kind == ("bf16", "bf16"):
+        assert set(tiles) == {f"gemm_matrix_tile_bf16_bf16_{groups}" for groups in (1, 2)}
+        assert not few
+    else:
+        assert few
+        assert not tiles
+    for text in tiles.values():
+        assert text.count("tdpbf16ps") >= 2
+        assert re.search(r"tilerelease\s.*retq", text, re.DOTALL)
+
+
+@pytest.mark.parametrize("depth", [16, 32, 48, 64, 528])
+def test_sums_in_matrix_tiles_are_one_chain_over_the_depth(depth):
+    """What an instruction adds: the first products of 16 pairs, then the second ones, and both to the sum."""
+    isa, spec = isa_or_skip("amx"), Gemm("bf16", "bf16", "store")
+    one = case(spec, 19, 64, depth)
+    runner = Runner([spec], isa, checked=False)
+    found = one.run(runner)
+    runner.close()
+    weights = unpack(one.packed[0]).double()
+    total = torch.zeros(19, 64)
+    for first in range(0, depth, 32):
+        parts = []
+        for place in (0, 1):
+            part = torch.zeros(19, 64)
+            for at in range(first + place, min(first + 32, depth), 2):
+                # Products of two bfloat16 are exact in float64, and so is nearly every sum with a float32.
+                part = (part.double() + one.x[:, at, None].double() * weights[None, :, at]).float()
+            parts.append(part)
+        total = total + (parts[0] + parts[1])
+    assert torch.equal(found, total)
 
 
 def test_specs_have_names_of_their_own():

@@ -15,6 +15,7 @@ HASWELL = {"sse4.2", "avx", "avx2", "fma", "f16c", "bmi2"}
 SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
 COOPER_LAKE = SKYLAKE | {"avx512bf16", "avx512vnni"}
 ZEN4 = COOPER_LAKE | {"avx512vbmi"}
+SAPPHIRE_RAPIDS = ZEN4 | {"amx-tile", "amx-bf16", "amx-int8"}
 GRAVITON = {"neon", "fp-armv8", "sve", "dotprod"}
 ALDER_LAKE = HASWELL | {"avxvnni"}
 SANDY_BRIDGE = {"sse4.2", "avx"}
@@ -24,6 +25,8 @@ KNIGHTS_LANDING = HASWELL | {"avx512f", "avx512cd"}
 @pytest.mark.parametrize(
     ("features", "name"),
     [
+        (SAPPHIRE_RAPIDS, "amx"),
+        (SAPPHIRE_RAPIDS - {"amx-int8"}, "avx512_bf16"),
         (ZEN4, "avx512_bf16"),
         (COOPER_LAKE, "avx512_vnni"),
         (SKYLAKE, "avx512"),
@@ -71,6 +74,14 @@ def test_this_machine_gets_a_row_that_it_has_the_features_for():
     if found is None:
         pytest.skip("no row of the table fits this processor")
     assert set(found.needs) <= host_features()
+
+
+@pytest.mark.parametrize("granted", [True, False])
+def test_matrix_tiles_are_a_feature_where_the_system_grants_them(monkeypatch, granted):
+    monkeypatch.setattr("llvmlite.binding.get_host_cpu_features", lambda: dict.fromkeys(SAPPHIRE_RAPIDS, True))
+    monkeypatch.setattr(isa, "_may_use_tiles", lambda: granted)
+    assert host_features() & {"amx-tile", "amx-bf16", "amx-int8"} == (SAPPHIRE_RAPIDS - ZEN4 if granted else set())
+    assert choose_isa("auto", host_features()) is BY_NAME["amx" if granted else "avx512_bf16"]
 
 
 def test_no_features_off_linux(monkeypatch):

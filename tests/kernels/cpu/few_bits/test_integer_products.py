@@ -23,6 +23,7 @@ from tests.kernels.cpu.test_gemm import SPILL, assert_close
 from tests.support.cpu_references import CLAMPED, reference_gemm
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
+    ALL_MODES,
     Runner,
     isa_or_skip,
     normal,
@@ -47,7 +48,7 @@ ROUNDED = [CodeInputs("dynamic", True, codes=False), CodeInputs("asymmetric", Fa
 SPECS = [*PRODUCTS, *GROUPED, *CODES, *ROUNDED]
 FACTOR = 0.5
 
-runner = runner_of(SPECS)
+runner = runner_of(SPECS, ALL_MODES)
 
 
 def rounded_by(runner: Any, spec: CodeInputs, row_codes: RowCodes, x: torch.Tensor, threads: int = 3):
@@ -277,10 +278,18 @@ def test_sums_stay_in_registers_and_are_dot_products(name):
         assert any(instruction in line for line in lines), tile
 
 
-@pytest.mark.parametrize("name", ["avx512_vnni", "avx512", "avx2"])
+def test_many_codes_meet_codes_in_matrix_tiles():
+    """In code for a processor that has them, which any machine can make."""
+    texts = assembly([Gemm(INT8_DOTS, "bf16", "store")], BY_NAME["amx"])
+    tiles = {name: text for name, text in texts.items() if "_matrix_tile_" in name}
+    assert set(tiles) == {f"gemm_matrix_tile_int8_dots_int8_{groups}" for groups in (1, 2)}
+    assert all("tdpbsud" in text for text in tiles.values())
+
+
+@pytest.mark.parametrize("name", ["amx", "avx512_vnni", "avx512", "avx2"])
 def test_all_rows_of_the_table_give_the_same_bits(name):
     """Sums are whole numbers, and scales are applied in one order."""
-    one = Product(PRODUCTS[3], 5, 64, 80)
+    one = Product(PRODUCTS[3], 21, 64, 80)
     specs, found = [one.spec, CodeInputs("dynamic", False)], []
     for row in ("avx512_bf16", name):
         runner = Runner(specs, isa_or_skip(row), checked=False)
