@@ -89,6 +89,8 @@ class AttentionCase:
         size = shape.block_size
         slots = sum(-(-(before + now) // size) for _, before, now in parts) + 2
         pool = torch.full((slots, LAYERS, 2, KV_HEADS, size, shape.head_dim), stale)
+        # Values that are the first ones of keys are multiplied by weights of 0, too.
+        cleared = slice(0 if shape.latents else 1, 2)
         sequences = Sequences(slots, size, len(parts))
         numbers = sequences.add(len(parts))
         for number, (_, before, _) in zip(numbers, parts, strict=True):
@@ -104,7 +106,7 @@ class AttentionCase:
                 first = block * size
                 rows = pairs[first : first + size].permute(1, 2, 0, 3)
                 piece = pool[int(table[block]), LAYER]
-                piece[1].zero_()
+                piece[cleared].zero_()
                 piece[:, :, : rows.shape[2]] = rows
         rows = torch.cat(asked).transpose(0, 1)
         held = torch.full((KV_HEADS, rows.shape[1] + SPARE_ROWS, shape.group, shape.head_dim), torch.nan)
@@ -125,7 +127,7 @@ class AttentionCase:
     ) -> torch.Tensor:
         """attended [T, heads * head_dim] by the kernels."""
         shape = self.shape
-        width = KV_HEADS * shape.group * shape.head_dim
+        width = KV_HEADS * shape.group * shape.value_dim
         out = padded(torch.full((self.batch.num_tokens, width), torch.nan, dtype=self.queries.dtype))
         partials = torch.full((KV_HEADS, PARTIAL_ROWS, shape.sum_bytes // 4), torch.nan)
         piece_bytes = shape.piece_bytes
@@ -144,7 +146,7 @@ class AttentionCase:
             "layer_offset": LAYER * 2 * KV_HEADS * piece_bytes,
             "slot_bytes": LAYERS * 2 * KV_HEADS * piece_bytes,
             "piece_bytes": piece_bytes,
-            "value_offset": KV_HEADS * piece_bytes,
+            "value_offset": 0 if shape.latents else KV_HEADS * piece_bytes,
             "scale": shape.head_dim**-0.5,
             "softcap": softcap,
         }
@@ -164,8 +166,14 @@ class AttentionCase:
     ) -> torch.Tensor:
         """The attended rows by torch, in float32."""
         rows = self.queries[:, : self.batch.num_tokens].float()
-        shape = self.shape
-        return reference_attention(
-            rows, self.pool, LAYER, self.batch, scale=shape.head_dim**-0.5, window=window, softcap=softcap,
+        shape, pool = self.shape, self.pool
+        if shape.latents:
+            plain = unpacked(pool, shape)
+            plain[:, :, 1] = plain[:, :, 0]
+            pool = packed(plain, shape)
+        found = reference_attention(
+            rows, pool, LAYER, self.batch, scale=shape.head_dim**-0.5, window=window, softcap=softcap,
             chunked=chunked, sinks=sinks, codes=shape.codes, block_size=shape.block_size,
         )  # fmt: skip
+        heads = found.unflatten(1, (-1, shape.head_dim))
+        return heads[..., : shape.value_dim].flatten(1)

@@ -5,6 +5,7 @@
     cpu_attention_plan.py    the plan of a step: items of work, planned on the host
     cpu_attention.py         the kernels: attention over items, and the merge of contexts that were cut
     attention_rows.py        the micro-kernels: scores, weights, weighted sums, folds
+    attention_tiles.py       products of attention in matrix tiles
 
 Open ``cpu_attention.py`` first. Blocks are allocated and written elsewhere; these kernels only read them.
 """

@@ -36,9 +36,17 @@ from pillion.kernels.cpu.attention.attention_rows import (
     emit_weighted_keys,
     emit_weights,
 )
+from pillion.kernels.cpu.attention.attention_tiles import (
+    LATENTS_BYTES,
+    emit_tile_scores,
+    emit_tile_weighted,
+    emit_tile_weighted_keys,
+    in_matrix_tiles,
+)
 from pillion.kernels.cpu.attention.cpu_attention_plan import ITEM_WORDS, PARTITION_TOKENS
 from pillion.kernels.cpu.language.emit import LOG2E, VECTOR_BYTES, Int, Kernel, Ptr
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa
+from pillion.kernels.cpu.language.matrix_tiles import TILE_ROWS, MatrixTiles
 from pillion.kernels.cpu.language.module import SCRATCH_BYTES, KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
@@ -64,6 +72,7 @@ class AttentionScratch:
         scores: scores, then weights: [rows] of SCORE_BYTES.
         sums: sums of the partitions that were folded so far: [rows] of sum_bytes.
         fresh: sums of the partition that is folded next: [rows] of sum_bytes.
+        turned: LATENTS_BYTES for the products of latents in matrix tiles.
         end: bytes of the whole layout.
     """
 
@@ -72,7 +81,8 @@ class AttentionScratch:
         self.scores = self.queries + rows * 4 * shape.head_dim
         self.sums = self.scores + rows * SCORE_BYTES + VECTOR_BYTES
         self.fresh = self.sums + rows * shape.sum_bytes
-        self.end = self.fresh + rows * shape.sum_bytes
+        self.turned = self.fresh + rows * shape.sum_bytes
+        self.end = self.turned + (LATENTS_BYTES if shape.latents else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +184,9 @@ class Attention(KernelSpec):
         k = call.k
         narrow, wide = row_counts(k.isa, self.shape.group)
         with each_attention_item(call, "items", self.plan) as (head, item):
+            if in_matrix_tiles(k.isa, self.shape, wide):
+                _ItemPass(self, call, item, head, RowTile(TILE_ROWS, 1, 1, in_turns=False), MatrixTiles.of(k)).emit()
+                return
             with k.when(item.rows <= narrow):
                 _ItemPass(self, call, item, head, row_tile(k.isa, self.shape, narrow)).emit()
             if narrow != wide:
@@ -183,11 +196,19 @@ class Attention(KernelSpec):
 
 class _ItemPass:
     """Emits the attention of one item with the rows of ``tile``. Where an item has fewer, its last row is computed
-    again and not stored."""
+    again and not stored. With matrix ``tiles``, these multiply."""
 
-    def __init__(self, spec: Attention, call: KernelCall, item: AttentionItem, head: Int, tile: RowTile) -> None:
+    def __init__(
+        self,
+        spec: Attention,
+        call: KernelCall,
+        item: AttentionItem,
+        head: Int,
+        tile: RowTile,
+        tiles: MatrixTiles | None = None,
+    ) -> None:
         self._spec, self._shape, self._call, self._k = spec, spec.shape, call, call.k
-        self._item, self._head, self._tile = item, head, tile
+        self._item, self._head, self._tile, self._tiles = item, head, tile, tiles
         self._lines = PoolLines(call.k, spec.shape)
         self._scratch = AttentionScratch(spec.shape, tile.rows)
         assert self._scratch.end <= SCRATCH_BYTES
@@ -212,6 +233,8 @@ class _ItemPass:
                 k.copy(sums, partials + place * shape.sum_bytes, item.rows * shape.sum_bytes)
         with k.when(item.partial < 0), k.range(item.rows) as row:
             _emit_result(self._call, shape, self._head, item.row + row, sums + row * shape.sum_bytes, self._spec.sinks)
+        if self._tiles is not None:
+            self._tiles.release()
 
     def _emit_queries(self) -> None:
         """Copies the queries into the scratch, in the type that lines are multiplied with."""
@@ -221,7 +244,7 @@ class _ItemPass:
         from_bytes = shape.head_dim * shape.element_bytes
         to_bytes = shape.head_dim * (2 if self._lines.bf16_rows else 4)
         target = self._call.scratch + self._scratch.queries
-        with k.range(self._tile.rows) as row:
+        with k.range(self._tile.rows if self._tiles is None else item.rows) as row:
             source = queries + (item.row + k.least(row, item.rows - 1)) * from_bytes
             with k.range(shape.head_dim // LANES) as column:
                 value = k.load_float(source + column * (from_bytes * LANES // shape.head_dim), shape.bf16)
@@ -241,7 +264,10 @@ class _ItemPass:
         groups = emit_groups(self._call, shape, item.sequence, self._head, wanted, scratch.places)
         scores = self._call.scratch + scratch.scores
         queries = self._call.scratch + scratch.queries
-        emit_scores(lines, shape, groups, queries, scores, self._tile)
+        if self._tiles is None:
+            emit_scores(lines, shape, groups, queries, scores, self._tile)
+        else:
+            emit_tile_scores(self._tiles, shape, groups, queries, scores, item.rows)
         with k.range(item.rows) as row:
             row_behind = item.behind(shape.group, row)
             first = None if self._window is None else self._window.first(row_behind)
@@ -252,12 +278,21 @@ class _ItemPass:
             maximum = sums + (row * shape.sum_bytes + 4 * shape.value_dim)
             seen = Visibility(first, row_behind)
             scaled = None if self._spec.softcap else factor
-            narrow = lines.bf16_rows and not shape.latents
+            narrow = lines.bf16_rows and (self._tiles is not None or not shape.latents)
             emit_weights(lines, groups, seen, row_scores, scaled, maximum, maximum + VECTOR_BYTES, narrow)
-        if shape.latents:
-            emit_weighted_keys(shape, groups, scores, sums, self._tile.rows, k.isa.attention_sums)
+        self._emit_sums(groups, scores, sums)
+
+    def _emit_sums(self, groups: Groups, weights: Ptr, sums: Ptr) -> None:
+        """Stores the weighted sums of a partition's values."""
+        shape, rows, tiles = self._shape, self._item.rows, self._tiles
+        if tiles is not None and shape.latents:
+            emit_tile_weighted_keys(tiles, shape, groups, weights, sums, self._call.scratch + self._scratch.turned)
+        elif tiles is not None:
+            emit_tile_weighted(tiles, shape, groups, weights, sums, rows)
+        elif shape.latents:
+            emit_weighted_keys(shape, groups, weights, sums, self._tile.rows, self._k.isa.attention_sums)
         else:
-            emit_weighted(lines, shape, groups, scores, sums, self._tile)
+            emit_weighted(self._lines, shape, groups, weights, sums, self._tile)
 
 
 @dataclass(frozen=True, slots=True)

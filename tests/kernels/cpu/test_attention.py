@@ -27,7 +27,7 @@ from tests.support.examples import examples
 from tests.support.kernel_runner import Runner, isa_or_skip, kernel_mode, with_checks
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
-SMALL, WIDE = AttentionShape(64, 3, 16, True), AttentionShape(64, 3, 32, False)
+SMALL, WIDE = AttentionShape(64, 4, 16, True), AttentionShape(64, 3, 32, False)
 OPTIONS = [(False, False), (True, True)]
 # Keys and values in 8 bits, under rows of either type.
 PAIRS, FLOATS = replace(SMALL, codes="fp8_e4m3"), replace(WIDE, codes="int8")
@@ -58,10 +58,16 @@ SIZES = [
     AttentionShape(16, 1, 16, True, "fp8_e4m3"),
     AttentionShape(128, 4, 32, True, "int8"),
     AttentionShape(80, 7, 16, False, "fp8_e4m3"),
+    AttentionShape(192, 16, 16, True, latents=128),
+    AttentionShape(96, 5, 32, True, latents=64),
+    AttentionShape(48, 16, 16, True, latents=32),
+    AttentionShape(48, 3, 16, False, latents=32),
 ]
-# SHORT is the subset of SIZES that make test runs: it has every head size, every row type and every code type.
-SHORT = each_value(SIZES, lambda shape: (shape.head_dim, shape.bf16, shape.codes))
-MODES = [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx2", False), ("avx2", True)]
+# SHORT is the subset of SIZES that make test runs: it has every head size, every row type, every code type and every
+# number of latents.
+SHORT = each_value(SIZES, lambda shape: (shape.head_dim, shape.bf16, shape.codes, shape.latents))
+MODES = [("amx", False), ("amx", True)]
+MODES += [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("avx2", False), ("avx2", True)]
 # Each sequence: (text, tokens already there, tokens of this step).
 MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030, 2)]
 
@@ -239,22 +245,35 @@ def test_a_stray_item_is_noticed(runner):
         case.run(runner, plan)
 
 
-@pytest.fixture(scope="module")
-def sizes_runner():
-    isa = isa_or_skip("avx512_bf16")
+@pytest.fixture(scope="module", params=[kernel_mode((name, False)) for name in ("amx", "avx512_bf16")])
+def sizes_runner(request):
+    isa = isa_or_skip(request.param[0])
     found = Runner([spec for shape in SIZES for spec in (Attention(shape), AttentionMerge(shape))], isa, False)
     found.isa = isa
     yield found
     found.close()
 
 
-@pytest.mark.parametrize(
+of_sizes = pytest.mark.parametrize(
     "shape",
     [pytest.param(shape, id=shape.name, marks=() if shape in SHORT else pytest.mark.long) for shape in SIZES],
 )
+
+
+@of_sizes
 def test_head_sizes_and_groups(sizes_runner, shape):
     check(sizes_runner, AttentionCase.of(shape, MIXED))
     long = AttentionCase.of(shape, [(0, 2000, 1)])
     assert len(planned(sizes_runner, long, threads=ITEMS_PER_THREAD).merges)
     found = attend(sizes_runner, long, plan_threads=ITEMS_PER_THREAD)
     assert same(found, attend(sizes_runner, long, partial_rows=0))
+
+
+@of_sizes
+def test_a_row_of_any_size_does_not_depend_on_its_batch(sizes_runner, shape):
+    """In a prompt at once, in chunks, and alone, across the begin of a partition."""
+    length = PARTITION_TOKENS + 40
+    whole = attend(sizes_runner, AttentionCase.of(shape, [(0, 0, length)]))
+    for first, size in ((0, 1), (PARTITION_TOKENS - 3, 7), (PARTITION_TOKENS + 9, 31), (length - 1, 1)):
+        part = attend(sizes_runner, AttentionCase.of(shape, [(1, 20, 1), (0, first, size)]))
+        assert same(part[1:], whole[first : first + size]), (first, size)
