@@ -3,6 +3,7 @@
     namespace base   everything that changes what a block's bytes mean: weights, dtype, layout, block size, sharding
     request root     the base, narrowed by the adapter, the tenant's ``cache_salt``, and rotary frequencies by length
     block hash       SHA-256 over the parent's hash and the block's token ids; the first block's parent is the root
+    state page       SHA-256 over the hash of the block after which the state stands, and the page's number
 
 So a hash names a whole prefix, and two requests share a block exactly if they share model, layout, adapter, salt and
 every token up to the block's end. Nothing here is secret, and nothing depends on the process (never Python's ``hash``).
@@ -27,6 +28,7 @@ _HASH = struct.Struct(f"{HASH_BYTES}s")
 
 _BASE_TAG = b"pillion.namespace.1"
 _ROOT_TAG = b"pillion.root.1"
+_STATE_TAG = b"pillion.state.1"
 
 # array's "I" is the C compiler's unsigned int: four bytes everywhere Python runs today.
 if array("I").itemsize != TOKEN_BYTES:
@@ -72,6 +74,12 @@ def chain_hashes(parent: bytes, token_ids: Sequence[int], block_size: int) -> by
     # A comprehension over iter_unpack takes half the time of slicing in a loop, and every request waits for its hashes.
     sha256 = hashlib.sha256
     return b"".join([parent := sha256(parent + block).digest() for (block,) in struct.iter_unpack(f"{width}s", whole)])
+
+
+def state_page(block_hash: bytes, page: int) -> bytes:
+    """Returns the hash of a page of the state that stands after a block. A state's pages are a chain behind the block,
+    so it is there where its last page is."""
+    return hashlib.sha256(_STATE_TAG + block_hash + page.to_bytes(4, "little")).digest()
 
 
 def split_hashes(packed: bytes) -> list[bytes]:

@@ -114,6 +114,7 @@ class NodeClient:
         priority: int = 0,
         expected_blocks: int = 0,
         adopt: bool = False,
+        state_pages: int = 0,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
         on_unreleased: Callable[[PillionError], object] = lambda error: None,
     ) -> OpenTicketReply:
@@ -128,6 +129,7 @@ class NodeClient:
                 are not there.
             adopt: lease all that is reserved with the same call; for workers. Raises NotFound, with nothing opened,
                 where fewer than ``expected_blocks`` are there.
+            state_pages: slots that a state takes, for a model whose layers carry one: what is pinned ends with one.
             on_unreleased: called where the release of such a call was not answered either.
         """
         nonce = secrets.randbits(62) + 1
@@ -140,6 +142,7 @@ class NodeClient:
             priority=priority,
             expected_blocks=expected_blocks,
             adopt=adopt,
+            state_pages=state_pages,
         )
         try:
             return await call_unary(self._stub.OpenTicket, request, timeout_s)

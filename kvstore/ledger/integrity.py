@@ -46,7 +46,8 @@ def _tree(ledger: Ledger) -> Iterator[str]:
     blocks = ledger.tree.by_hash
     children = Counter(block.parent for block in blocks.values() if block.parent is not None)
     held = Counter(block.parent for block in blocks.values() if block.parent is not None and block.holds)
-    pins = Counter(ticket.last_block for ticket in ledger.tickets.values() if ticket.last_block is not None)
+    ends = ((ticket.last_block, ticket.state) for ticket in ledger.tickets.values())
+    pins = Counter(block for both in ends for block in both if block is not None)
     yield from (
         f"a ticket pins slot {last_block.slot}, which is gone"
         for last_block in pins

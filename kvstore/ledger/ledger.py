@@ -11,6 +11,7 @@
 
     a commit of a leased slot under a block hash (I2)
                 new block              the slot is sealed and the ticket's pin moves on to it
+                page of a state        the same behind a block of the chain, by a pin of its own
                 another was first      that committer's slot stays and the pin moves on to it; the own slot stays leased
                                        until its worker's block tables no longer name it, and then goes back to the pool
                 same ticket was first  the same, but the ticket's pin is there already
@@ -27,7 +28,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
-from pillion.kvstore.hashing import HASH_BYTES, split_hashes
+from pillion.kvstore.hashing import HASH_BYTES, split_hashes, state_page
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.ledger_pins import LedgerPins
 from pillion.kvstore.ledger.records import (
@@ -199,25 +200,35 @@ class Ledger:
 
     # The methods below treat tickets.
 
-    def shortage(self, hashes: Sequence[bytes], total_blocks: int) -> int:
+    def shortage(self, hashes: Sequence[bytes], total_blocks: int, state_pages: int = 0) -> int:
         """Returns how many slots are missing before a prompt may be admitted, 0 when it may be. The reserve for decodes
         is kept free, unless nothing else is admitted: then a prompt gets in if it fits at all (I5)."""
-        return self._missing(self.tree.longest_prefix(hashes), total_blocks)
+        return self._missing(self._match(hashes, state_pages), total_blocks)
 
-    def admit(self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int) -> TicketState | None:
+    def _match(self, hashes: Sequence[bytes], state_pages: int) -> Match:
+        return self.tree.longest_with_state(hashes, state_pages) if state_pages else self.tree.longest_prefix(hashes)
+
+    def admit(
+        self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int, state_pages: int = 0
+    ) -> TicketState | None:
         """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
-        Returns None, with nothing changed, where memory is short."""
+        With ``state_pages`` the prefix is the longest one with a state of so many pages, which is pinned, too. Returns
+        None, with nothing changed, where memory is short."""
         holder = self.active(epoch)
         # The chain is looked up only where memory might suffice, because the first waiter is tried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
             return None
-        match = self.tree.longest_prefix(hashes)
+        match = self._match(hashes, state_pages)
         if self._missing(match, total_blocks):
             return None
-        if match.last_block is not None:
-            self.tree.pin(match.last_block)
+        for pinned in (match.last_block, match.state):
+            if pinned is not None:
+                self.tree.pin(pinned)
         self.prefix_pins.used(hashes, match.blocks)
-        return self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
+        ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
+        if match.state is not None:
+            ticket.state, ticket.state_pages = match.state, state_pages
+        return ticket
 
     def _opened(self, holder: Holder, nonce: int, last_block: Block | None, reserved: int) -> TicketState:
         ticket = TicketState(self._new_id(), (holder.epoch, nonce), last_block, reserved, {holder.epoch})
@@ -290,7 +301,9 @@ class Ledger:
     def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
         """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots."""
         chain = [block.slot for block in self.tree.chain(ticket.last_block)]
-        return AdoptTicketReply(chain_slots=chain, last_hash=ticket.last_block.hash if ticket.last_block else b"")
+        state = [block.slot for block in self.tree.chain(ticket.state)[-ticket.state_pages :]] if ticket.state else ()
+        last_hash = ticket.last_block.hash if ticket.last_block else b""
+        return AdoptTicketReply(chain_slots=chain, last_hash=last_hash, state_slots=state)
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
         """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent.
@@ -441,8 +454,9 @@ class Ledger:
             ticket.reserved = 0
         if not ticket.holders:
             del self.tickets[ticket.ticket_id], self.by_opener[ticket.opener]
-            if ticket.last_block is not None:
-                self.tree.unpin(ticket.last_block)
+            for pinned in (ticket.last_block, ticket.state):
+                if pinned is not None:
+                    self.tree.unpin(pinned)
 
     def _move_pin(self, ticket: TicketState, block: Block) -> None:
         """Moves a ticket's pin on to ``block``, a child of the last block of its chain."""
@@ -456,8 +470,13 @@ class Ledger:
     def _commit_run(self, holder: Holder, run: CommitRun) -> CommitRunResult:
         try:
             ticket, hashes = self._judge_run(holder, run)
+            behind = self._judge_state(ticket, run.after, hashes) if run.after else None
+            if behind is None:
+                self._judge_chain(ticket, hashes)
         except InvalidRequest as error:
             return CommitRunResult(refusal=error.message)
+        if behind is not None:
+            return CommitRunResult(slots=self._seal_state(holder, ticket, behind, run.slots, hashes))
         slots = [self._seal(holder, ticket, *pair) for pair in zip(run.slots, hashes, strict=True)]
         return CommitRunResult(slots=slots)
 
@@ -472,8 +491,30 @@ class Ledger:
             raise InvalidRequest("a slot or a hash is named twice")
         if not holder.leased.keys() >= set(run.slots):
             raise InvalidRequest("a slot is not leased to this epoch")
-        self._judge_chain(ticket, hashes)
         return ticket, hashes
+
+    def _judge_state(self, ticket: TicketState, after: bytes, hashes: list[bytes]) -> Block:
+        """Returns the block after which a state is to stand. Raises InvalidRequest unless it is on the ticket's chain,
+        and ``hashes`` name the state's pages."""
+        block = self.tree.by_hash.get(after)
+        if block is None or not self.tree.on_chain(block, ticket.last_block):
+            raise InvalidRequest("the state is not of the ticket's chain")
+        if any(page != state_page(after, number) for number, page in enumerate(hashes)):
+            raise InvalidRequest("a page of a state has another name")
+        return block
+
+    def _seal_state(
+        self, holder: Holder, ticket: TicketState, behind: Block, slots: Iterable[int], hashes: list[bytes]
+    ) -> list[int]:
+        """Commits the pages of a state, each behind the one before; returns the slots that stay for them. The ticket
+        holds the state from now on, in place of the one that it held."""
+        self.tree.pin(behind)
+        pages = TicketState(ticket.ticket_id, ticket.opener, behind, 0, set())
+        kept = [self._seal(holder, pages, *pair) for pair in zip(slots, hashes, strict=True)]
+        held, ticket.state, ticket.state_pages = ticket.state, pages.last_block, len(hashes)
+        if held is not None:
+            self.tree.unpin(held)
+        return kept
 
     def _judge_chain(self, ticket: TicketState, hashes: list[bytes]) -> None:
         """Raises InvalidRequest unless ``hashes`` fit the ticket's chain.

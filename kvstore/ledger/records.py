@@ -96,6 +96,7 @@ class TicketState:
         reserved: slots that are promised and not leased yet.
         holders: epochs that hold it.
         slots: the chain's slots, as far as it had grown when they were last asked for.
+        state: the last page of the state that the ticket holds, None for none; it has ``state_pages`` pages.
     """
 
     ticket_id: int
@@ -104,6 +105,8 @@ class TicketState:
     reserved: int
     holders: set[int]
     slots: frozenset[int] = frozenset()
+    state: Block | None = None
+    state_pages: int = 0
 
     @property
     def blocks(self) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pillion.errors import Internal
-from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.records import Block
 
@@ -28,12 +28,15 @@ class Match:
     Attributes:
         last_block: its last block, None where there is none.
         blocks: its length.
-        newly: how many of its blocks are unprotected now, so that a pin would take them from the eviction policy.
+        newly: how many of its blocks are unprotected now, so that a pin would take them from the eviction policy; with
+            those of the state.
+        state: the last page of the state after the last block, where one was asked for.
     """
 
     last_block: Block | None
     blocks: int
     newly: int
+    state: Block | None = None
 
 
 class BlockTree:
@@ -65,6 +68,17 @@ class BlockTree:
             blocks += 1
             newly += not block.holds
         return Match(last_block, blocks, newly)
+
+    def longest_with_state(self, hashes: Sequence[bytes], pages: int) -> Match:
+        """Returns the longest prefix of ``hashes`` after whose last block stands a state of so many pages."""
+        at = self.longest_prefix(hashes).last_block
+        while at is not None:
+            state = self.by_hash.get(state_page(at.hash, pages - 1))
+            if state is not None:
+                newly = sum(not block.holds for block in self.chain(state))
+                return Match(at, at.depth + 1, newly, state)
+            at = at.parent
+        return Match(None, 0, 0)
 
     def chain(self, last_block: Block | None) -> list[Block]:
         """Returns the blocks of a chain from its first one to ``last_block``."""

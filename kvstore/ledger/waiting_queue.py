@@ -34,6 +34,7 @@ class Waiter:
         total_blocks: blocks that the prompt needs in all.
         resume: whether this is a preempted stream that comes back.
         adopt: whether the caller leases all that is reserved with the same call, if ``expected_blocks`` are here.
+        state_pages: pages of a state that the prompt goes on from, 0 for a model without states.
         asked_s: time of the call on the node's monotonic clock.
     """
 
@@ -45,6 +46,7 @@ class Waiter:
     adopt: bool = False
     expected_blocks: int = 0
     priority: int = 0
+    state_pages: int = 0
     asked_s: float = 0.0
 
     @property
@@ -132,10 +134,10 @@ class WaitingQueue:
     def recall_blocks(self) -> int:
         """Returns how many slots the first waiter lacks: workers should return that many from their stock."""
         first = self._queue[0] if self._queue else None
-        return self._ledger.shortage(first.hashes, first.total_blocks) if first else 0
+        return self._ledger.shortage(first.hashes, first.total_blocks, first.state_pages) if first else 0
 
     def _admit(self, waiter: Waiter) -> Grant | None:
-        ticket = self._ledger.admit(waiter.epoch, waiter.nonce, waiter.hashes, waiter.total_blocks)
+        ticket = self._ledger.admit(waiter.epoch, waiter.nonce, waiter.hashes, waiter.total_blocks, waiter.state_pages)
         if ticket is None:
             return None
         adopted = None

@@ -86,7 +86,9 @@ class KVNodeServicer(kvnode_pb2_grpc.KVNodeServicer):
     async def AwaitChain(self, request: pb.AwaitChainRequest, context: Context) -> pb.AwaitChainReply:
         timeout_s = request.timeout_ms / 1000
         chain = await self._pool.await_chain(request.epoch, request.ticket_id, request.blocks, timeout_s)
-        return pb.AwaitChainReply(chain_slots=chain.chain_slots, last_hash=chain.last_hash)
+        return pb.AwaitChainReply(
+            chain_slots=chain.chain_slots, last_hash=chain.last_hash, state_slots=chain.state_slots
+        )
 
     async def LeaseSlots(self, request: pb.LeaseSlotsRequest, context: Context) -> pb.LeaseSlotsReply:
         return pb.LeaseSlotsReply(slots=self._pool.lease(request.epoch, request.blocks))

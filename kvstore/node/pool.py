@@ -285,6 +285,7 @@ class Pool:
             adopt=request.adopt,
             expected_blocks=request.expected_blocks,
             priority=bounded(request.priority),
+            state_pages=request.state_pages,
             asked_s=now,
         )
         grant = self.waiting.ask(waiter)

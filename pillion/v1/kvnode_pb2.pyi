@@ -84,6 +84,7 @@ class OpenTicketRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
+    STATE_PAGES_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
     """Chain hashes of the prompt's whole blocks, 32 bytes each, in order; at most the blocks that end before the last
@@ -107,6 +108,10 @@ class OpenTicketRequest(_message.Message):
     """For workers: adopts the ticket with this call, and leases all slots that are reserved; NOT_FOUND, with nothing opened,
     where fewer than expected_blocks are pinned. A ReleaseTicket with the nonce gives these slots back, too.
     """
+    state_pages: _builtins.int
+    """For models whose layers carry a state: how many slots a state takes. What is pinned then ends with the last block of
+    the chain after which there is a state, and the state is pinned, too. 0: blocks alone are pinned.
+    """
     def __init__(
         self,
         *,
@@ -118,10 +123,11 @@ class OpenTicketRequest(_message.Message):
         priority: _builtins.int = ...,
         expected_blocks: _builtins.int = ...,
         adopt: _builtins.bool = ...,
+        state_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "state_pages", b"state_pages", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -233,6 +239,7 @@ class AdoptTicketReply(_message.Message):
     CHAIN_SLOTS_FIELD_NUMBER: _builtins.int
     LEASED_SLOTS_FIELD_NUMBER: _builtins.int
     LAST_HASH_FIELD_NUMBER: _builtins.int
+    STATE_SLOTS_FIELD_NUMBER: _builtins.int
     last_hash: _builtins.bytes
     """Hash of the chain's last block, empty where the chain is empty."""
     @_builtins.property
@@ -243,16 +250,21 @@ class AdoptTicketReply(_message.Message):
     def leased_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Freshly leased slots."""
 
+    @_builtins.property
+    def state_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Slots of the state that the ticket holds, in order: at first that after the chain's last block. Empty where it holds none."""
+
     def __init__(
         self,
         *,
         chain_slots: _abc.Iterable[_builtins.int] | None = ...,
         leased_slots: _abc.Iterable[_builtins.int] | None = ...,
         last_hash: _builtins.bytes = ...,
+        state_slots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "last_hash", b"last_hash", "leased_slots", b"leased_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "last_hash", b"last_hash", "leased_slots", b"leased_slots", "state_slots", b"state_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -295,21 +307,27 @@ class AwaitChainReply(_message.Message):
 
     CHAIN_SLOTS_FIELD_NUMBER: _builtins.int
     LAST_HASH_FIELD_NUMBER: _builtins.int
+    STATE_SLOTS_FIELD_NUMBER: _builtins.int
     last_hash: _builtins.bytes
     """Hash of the chain's last block, empty where the chain is empty."""
     @_builtins.property
     def chain_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots of the pinned chain, in order."""
 
+    @_builtins.property
+    def state_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See AdoptTicketReply."""
+
     def __init__(
         self,
         *,
         chain_slots: _abc.Iterable[_builtins.int] | None = ...,
         last_hash: _builtins.bytes = ...,
+        state_slots: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "last_hash", b"last_hash"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "last_hash", b"last_hash", "state_slots", b"state_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -749,9 +767,14 @@ class CommitRun(_message.Message):
     TICKET_ID_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
     ticket_id: _builtins.int
     block_hashes: _builtins.bytes
     """The blocks' hashes, 32 bytes per slot."""
+    after: _builtins.bytes
+    """The run is the state after the block of this hash, which is on the ticket's chain: its hashes are those of state_page
+    (kvstore/hashing.py). The ticket holds it from then on, in place of the state that it held. Empty for blocks.
+    """
     @_builtins.property
     def slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -760,10 +783,11 @@ class CommitRun(_message.Message):
         ticket_id: _builtins.int = ...,
         slots: _abc.Iterable[_builtins.int] | None = ...,
         block_hashes: _builtins.bytes = ...,
+        after: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "slots", b"slots", "ticket_id", b"ticket_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "block_hashes", b"block_hashes", "slots", b"slots", "ticket_id", b"ticket_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

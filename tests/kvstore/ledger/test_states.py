@@ -1,0 +1,129 @@
+"""States in the ledger: pages behind a block of a chain, pinned by tickets, evicted before the block, found with it."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
+from pillion.kvstore.ledger.integrity import check_integrity
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import TicketState
+from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
+
+PAGES = 3
+HASHES = split_hashes(chain_hashes(b"\7" * 32, list(range(24)), 4))
+
+
+class Node:
+    """A ledger of ``slots`` slots with one worker."""
+
+    def __init__(self, slots: int = 24) -> None:
+        self.ledger = Ledger(itertools.count(1000).__next__, decode_reserve_percent=0)
+        self.ledger.shape(slots)
+        self.worker = self.ledger.attach("worker", "decode")
+        self.nonces = itertools.count(1)
+
+    def open(self, blocks: int, total: int, pages: int = PAGES) -> TicketState:
+        ticket = self.ledger.admit(self.worker, next(self.nonces), HASHES[:blocks], total, pages)
+        assert ticket is not None
+        check_integrity(self.ledger)
+        return ticket
+
+    def commit(self, ticket: TicketState, hashes: list[bytes], after: bytes = b"") -> CommitRunResult:
+        slots = self.ledger.lease(self.worker, len(hashes))
+        run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes), after=after)
+        (result,) = self.ledger.commit(self.worker, [run])
+        lost = [slot for slot, kept in zip(slots, result.slots or [-1] * len(slots), strict=True) if slot != kept]
+        self.ledger.give_back(self.worker, lost)
+        check_integrity(self.ledger)
+        return result
+
+    def keep(self, ticket: TicketState, block: int) -> CommitRunResult:
+        """Commits the state after a block."""
+        return self.commit(ticket, pages_of(block), HASHES[block])
+
+    def release(self, ticket: TicketState) -> None:
+        self.ledger.release(self.worker, [ticket.ticket_id])
+        check_integrity(self.ledger)
+
+
+def pages_of(block: int) -> list[bytes]:
+    return [state_page(HASHES[block], page) for page in range(PAGES)]
+
+
+def test_a_hit_ends_with_a_state() -> None:
+    node = Node()
+    first = node.open(0, 6)
+    node.commit(first, HASHES[:5])
+    kept = node.keep(first, 2)
+    assert not kept.refusal
+    node.release(first)
+    again = node.open(5, 6)
+    assert again.blocks == 3
+    adopted = node.ledger.chain_of(again)
+    assert list(adopted.state_slots) == list(kept.slots)
+    assert len(adopted.chain_slots) == 3
+    assert adopted.last_hash == HASHES[2]
+    # Without a state nothing is found, and blocks alone are found as before.
+    assert node.open(2, 6).blocks == 0
+    assert node.open(5, 6, pages=0).blocks == 5
+
+
+def test_a_ticket_holds_the_state_that_was_committed_last() -> None:
+    node = Node(11)
+    ticket = node.open(0, 0)
+    node.commit(ticket, HASHES[:2])
+    node.keep(ticket, 0)
+    node.keep(ticket, 1)
+    assert list(node.ledger.chain_of(ticket).state_slots) == [
+        node.ledger.tree.by_hash[page].slot for page in pages_of(1)
+    ]
+    # All but the first state is protected, and its pages leave from the last one on.
+    assert [block.hash for block in node.ledger.tree.policy] == pages_of(0)[::-1]
+    node.ledger.lease(node.worker, 4)
+    assert pages_of(0)[2] not in node.ledger.tree.by_hash
+    check_integrity(node.ledger)
+
+
+def test_a_state_leaves_before_the_block_that_it_stands_after() -> None:
+    node = Node(8)
+    ticket = node.open(0, 0)
+    node.commit(ticket, HASHES[:2])
+    node.keep(ticket, 1)
+    node.release(ticket)
+    left = [block.hash for block in node.ledger.tree.policy]
+    assert left == [*pages_of(1)[::-1], HASHES[1], HASHES[0]]
+    node.ledger.lease(node.worker, 4)
+    # One page is gone, so there is no state, and nothing is found.
+    assert node.open(2, 3).blocks == 0
+
+
+def test_of_two_committers_of_a_state_the_first_ones_slots_stay() -> None:
+    node = Node()
+    ticket, other = node.open(0, 3), node.open(0, 3)
+    node.commit(ticket, HASHES[:2])
+    node.commit(other, HASHES[:2])
+    first, second = node.keep(ticket, 1), node.keep(other, 1)
+    assert list(first.slots) == list(second.slots)
+    node.release(ticket)
+    assert list(node.ledger.chain_of(other).state_slots) == list(first.slots)
+    node.release(other)
+    assert node.ledger.tree.protected == 0
+
+
+@pytest.mark.parametrize(
+    ("hashes", "after", "words"),
+    [
+        (pages_of(3), HASHES[3], "not of the ticket's chain"),
+        (pages_of(1), HASHES[0], "another name"),
+        (pages_of(1)[1:], HASHES[1], "another name"),
+    ],
+)
+def test_what_is_no_state_of_the_chain_is_refused(hashes: list[bytes], after: bytes, words: str) -> None:
+    node = Node()
+    ticket = node.open(0, 3)
+    node.commit(ticket, HASHES[:2])
+    assert words in node.commit(ticket, hashes, after).refusal
+    assert ticket.state is None
