@@ -284,7 +284,9 @@ class DecodeSession:
         :class:`Tickets` does, but MemoryShort where another worker would wait in vain, too."""
         tickets = stream.tickets = epoch.tickets
         total_blocks = self._worker.blocks_of(len(submit.token_ids))
-        if submit.ticket_id:
+        pages = self._worker.model.backend.layout.state_pages
+        # A gateway's ticket holds no state, without which a text cannot go on from a chain.
+        if submit.ticket_id and not pages:
             held = await tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
             if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
                 return held
@@ -300,6 +302,7 @@ class DecodeSession:
                 resume=submit.attempt > 1,
                 priority=submit.priority,
                 expected_blocks=submit.expected_blocks,
+                state_pages=pages,
             )
             found["pillion.pinned_blocks"] = len(holding.chain_slots)
         except DeadlineExceeded:

@@ -169,8 +169,8 @@ class KVLayout:
     @property
     def working_pages(self) -> int:
         """Gives the number of slots that a running sequence needs beside those of its tokens' blocks: a step reads one
-        state and writes another."""
-        return 2 * self.state_pages
+        state and writes another, and one stays after the last whole block."""
+        return 3 * self.state_pages
 
     @property
     def block_bytes(self) -> int:

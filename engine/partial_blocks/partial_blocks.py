@@ -135,4 +135,7 @@ class WorkerPartialBlocks(WorkerFeature):
 async def load_partial_blocks(setup: WorkerSetup) -> WorkerFeature | None:
     """Returns the feature for a decode worker; prefill ranges end with whole blocks."""
     percent = setup.flags.partial_block_percent if isinstance(setup.flags, DecodeFlags) else 0
+    if setup.model.backend.layout.state_pages:
+        # A text cannot go on from keys and values alone.
+        return None
     return WorkerPartialBlocks(percent) if percent else None

@@ -37,11 +37,13 @@ class ChunkDone:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """Holds an adopted ticket: the slots of its pinned chain, and the slots leased for what the sequence will write."""
+    """Holds an adopted ticket: the slots of its pinned chain, the slots leased for what the sequence will write, and
+    those of the state after the chain, in a model whose layers carry one."""
 
     ticket_id: int
     chain_slots: tuple[int, ...]
     leased_slots: tuple[int, ...]
+    state_slots: tuple[int, ...] = ()
 
 
 class BlockChain:
@@ -71,7 +73,7 @@ class BlockChain:
         """Starts from a freshly adopted ticket: its pinned chain counts as computed, and the rest is still to be
         computed."""
         slots = (*holding.chain_slots, *holding.leased_slots)
-        self.ticket_id = holding.ticket_id
+        self.ticket_id, self.state_slots = holding.ticket_id, holding.state_slots
         self.num_blocks = len(slots)
         if self.num_blocks > len(self._table):
             self._table = np.zeros(self.num_blocks, dtype=np.int32)

@@ -146,6 +146,8 @@ class BlockManager:
         self.needed_blocks = 0
         # A sequence has so many slots beside those of its tokens' blocks, which a feature takes over when it joins.
         self.beside_blocks = 0
+        # A state takes so many slots, in a model whose layers carry one.
+        self.state_pages = 0
 
     def leased(self, slots: int) -> None:
         self._leased += slots
@@ -176,6 +178,7 @@ class BlockManager:
                 block_hashes=sequence.block_hashes(0, whole),
                 total_blocks=sequence.num_tokens // self._block_size + 1 + self.beside_blocks,
                 priority=sequence.spec.priority,
+                state_pages=self.state_pages,
             )
         )
 

@@ -142,6 +142,7 @@ class Scheduler:
         self._maskers = overrides(features, StepFeature.masks)
         self._on_stepped = overrides(features, StepFeature.stepped)
         self._on_accepted = overrides(features, StepFeature.accepted)
+        self._cutters = () if self.whole_prompts else overrides(features, StepFeature.cut)
         self._on_planned = overrides(features, StepFeature.planned)
         self._on_failed = overrides(features, StepFeature.step_failed)
         self._on_flush = overrides(features, StepFeature.flush)
@@ -465,6 +466,8 @@ class Scheduler:
                     continue
             elif self.whole_prompts and wanted > left:
                 return
+            for cut in self._cutters:
+                wanted = cut(sequence, start, wanted)
             piece = self._tail_piece(sequence, min(left, wanted), now)
             rows_left -= piece.scores
             left -= piece.count

@@ -128,6 +128,11 @@ class StepFeature:
         """Returns whether the next step may be planned before the one just launched has landed."""
         return True
 
+    def cut(self, sequence: Sequence, start: int, count: int) -> int:
+        """Returns how many of ``count`` tokens of a prompt a step may compute from ``start`` on, at least one: the
+        feature may want a step to end there. It is not asked where prompts run whole."""
+        return count
+
     def planned(self, plan: StepPlan) -> StepPlan:
         """Returns the plan that was made, with what the feature adds to it."""
         return plan

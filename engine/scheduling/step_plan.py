@@ -104,7 +104,8 @@ class CommitOrder:
 
     ``seq_id`` names a sequence, or, below 0, a chain of a feature's. ``chunks`` are those that are committed when the
     node takes the run. They are reported with the node's answer, on asyncio's thread: the scheduler itself gets that
-    answer only between two steps, and a step may be long.
+    answer only between two steps, and a step may be long. With ``after`` the run is the state after the block of
+    that hash.
     """
 
     seq_id: int
@@ -113,6 +114,7 @@ class CommitOrder:
     block_hashes: bytes
     ordered_s: float
     chunks: tuple[ChunkDone, ...] = ()
+    after: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,6 +126,7 @@ class ResumeOrder:
     block_hashes: bytes
     total_blocks: int
     priority: int = 0
+    state_pages: int = 0
 
 
 @dataclass(frozen=True, slots=True)

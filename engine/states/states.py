@@ -1,22 +1,28 @@
-"""Gives each running sequence two states of the model's layers: a step reads one and writes the other.
+"""Gives each running sequence states of the model's layers, of which a step reads one and writes another, and has them
+kept where texts may go on.
 
-    ticket --as many slots more as two states take--> joined: they leave the block table
-    step   --a state that stands where the piece begins is read, the other one is written--> landed
-    landed --some of its tokens do not count: none of both stands where the sequence does--> it computes again from the
+    ticket --as many slots more as three states take--> joined: they leave the block table
+    step   --a state that stands where the piece begins is read, a free one is written--> landed
+    landed --some of its tokens do not count, so no state stands where the sequence does--> it computes again from an
              older one (Sequence.compute_from)
+    at the last whole block of a prompt, and of an answer --its blocks are committed--> the state is committed behind it
 
-So nothing is copied, and nothing is lost that a step computes in vain: tokens after a wrong guess, or after a mask
-that was late. A state that no step has written yet is that of no tokens, from which a preempted sequence begins again,
-and so does each of several answers to a prompt.
+So nothing is copied, and nothing is lost that a step computes in vain: tokens after a wrong guess, or after a mask that
+was late. A state that was found with a ticket stands after the ticket's chain, and is read where it lies. Where a text
+goes on from no state it is computed from its beginning.
 
-No state is committed, so a block of such a model would be found in vain: keys and values alone do not say how its text
-goes on. Its sequences commit nothing. docs/decisions/054-states.md says how that will be otherwise. Sans-IO (I9).
+Two states are enough to go on: one that is read and one that is written. The third one stays after the last whole
+block, until the next one is whole. Where it was committed, slots of the stock take its place, if there are some:
+memory comes first, and a state that is not kept is computed (I1). docs/decisions/054-states.md has the reasons.
+Sans-IO (I9).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,43 +31,119 @@ from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_feature import StepFeature, Steps
-from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
+from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan
 from pillion.engine.worker.worker_feature import WorkerFeature, WorkerSetup
+from pillion.kvstore.hashing import state_page
 
-# In a state that no step has written stand so many tokens.
-_NOTHING = -1
+# A sequence begins with so many states of its own.
+STATES = 3
+# Ids of chains of pages are below those of other features' chains.
+_FIRST_ID = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Describes a state that stands after so many tokens. ``own`` says whether its slots are leased to this worker."""
+
+    tokens: int
+    slots: tuple[int, ...]
+    own: bool = True
+
+
+class PageChain(BlockChain):
+    """Holds the pages of one state while the node is asked to commit them."""
+
+    def __init__(self, number: int, sequence: Sequence, state: Standing) -> None:
+        super().__init__(number, np.empty(0, np.int32), sequence.block_size, first_block=0, parent_hash=b"")
+        self.take_ticket(Holding(sequence.ticket_id, (), state.slots))
+        self.sequence, self.stands_after = sequence, state.tokens
+        self.after = sequence.hash_before(state.tokens // sequence.block_size)
+        self.ordered = False
+
+    def order(self, now: float) -> CommitOrder:
+        """Asks for the commit of the pages."""
+        self.send(self.num_blocks)
+        self.ordered = True
+        hashes = b"".join(state_page(self.after, page) for page in range(self.num_blocks))
+        slots = self.slots(0, self.num_blocks)
+        return CommitOrder(
+            seq_id=self.seq_id,
+            ticket_id=self.ticket_id,
+            slots=slots,
+            block_hashes=hashes,
+            ordered_s=now,
+            after=self.after,
+        )
 
 
 class WorkingStates(BlockChain):
-    """Holds the two states of one sequence: ``pages`` slots each, which are leased to this worker."""
+    """Holds the states of one sequence, each of ``pages`` slots."""
 
-    def __init__(self, block_size: int, slots: tuple[int, ...], pages: int) -> None:
-        super().__init__(0, np.empty(0, np.int32), block_size, first_block=0, parent_hash=b"")
-        self.take_ticket(Holding(0, (), slots))
-        self._slots = slots[:pages], slots[pages:]
-        self._stands = [_NOTHING, _NOTHING]
-        # This is the state that a launched step writes, and the number of tokens after which it stands then.
-        self._written: tuple[int, int] | None = None
+    def __init__(self, sequence: Sequence, slots: tuple[int, ...], pages: int) -> None:
+        super().__init__(0, np.empty(0, np.int32), sequence.block_size, first_block=0, parent_hash=b"")
+        self._pages = pages
+        self.free = [slots[first : first + pages] for first in range(0, len(slots), pages)]
+        # The states that stand, the oldest first.
+        self.standing: list[Standing] = []
+        if sequence.state_slots:
+            self.standing.append(Standing(sequence.num_computed, sequence.state_slots, own=False))
+        self._written: Standing | None = None
+        # A prompt's steps end here, so that its state is kept; 0 where none is to be.
+        last = sequence.num_tokens - 1
+        self.keep_at = last - last % sequence.block_size
+
+    def owned_slots(self) -> tuple[int, ...]:
+        """Returns all slots of the sequence's own states."""
+        states = [*(one.slots for one in self.standing if one.own), *self.free]
+        states += [self._written.slots] if self._written is not None else []
+        return tuple(slot for slots in states for slot in slots)
+
+    @property
+    def own_states(self) -> int:
+        """Gives the number of states whose slots are leased to this worker."""
+        return len(self.owned_slots()) // self._pages
 
     def begin(self, piece: SequencePiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the slots that a step with this piece reads and writes; those to read are -1 where the piece begins
         the text."""
-        assert piece.start in (0, *self._stands), f"no state stands after {piece.start} tokens"
-        read = self._stands.index(piece.start) if piece.start else None
-        write = 0 if read is None else 1 - read
-        self._written = write, piece.start + piece.count
-        reads = (_NOTHING,) * len(self._slots[0]) if read is None else self._slots[read]
-        return reads, self._slots[write]
+        read = next((one for one in self.standing if one.tokens == piece.start), None)
+        assert read is not None or not piece.start, f"no state stands after {piece.start} tokens"
+        if not self.free:
+            # Where there is no third state, the one after the last whole block is given up.
+            older = next(one for one in self.standing if one.own and one is not read)
+            self.standing.remove(older)
+            self.free.append(older.slots)
+        self._written = Standing(piece.start + piece.count, self.free.pop())
+        return (-1,) * self._pages if read is None else read.slots, self._written.slots
 
     def end(self) -> None:
         """Notes that the step has ended."""
         if self._written is not None:
-            written, tokens = self._written
-            self._stands[written], self._written = tokens, None
+            self.standing.append(self._written)
+            self._written = None
 
-    def last_before(self, tokens: int) -> int:
-        """Returns the last place, at or before ``tokens``, after which a state stands."""
-        return max(0, *(stands for stands in self._stands if stands <= tokens))
+    def settle(self, tokens: int) -> int:
+        """Notes that so many tokens count. Returns the last place, at or before them, after which a state stands; keeps
+        that state and the one after the last whole block, and frees the others."""
+        stands = max((one.tokens for one in self.standing if one.tokens <= tokens), default=0)
+        wholes = [one.tokens for one in self.standing if one.own and one.tokens % self.block_size == 0]
+        whole = max((one for one in wholes if one <= tokens), default=0)
+        kept = [one for one in self.standing if one.tokens in (stands, whole)]
+        self.free += [one.slots for one in self.standing if one.own and one not in kept]
+        self.standing = kept
+        return stands
+
+    def moved(self, slots: tuple[int, ...], state: Standing) -> bool:
+        """Notes where a state stands now that stood in these slots. Returns False where nobody reads it any more."""
+        places = [at for at, one in enumerate(self.standing) if one.slots == slots]
+        for at in places:
+            self.standing[at] = state
+        return bool(places)
+
+    def whole_state(self) -> Standing | None:
+        """Returns the sequence's own state after its last whole block that has one, if any does."""
+        whole = [one for one in self.standing if one.own and one.tokens % self.block_size == 0 and one.tokens]
+        return whole[-1] if whole else None
 
 
 class States(StepFeature):
@@ -70,23 +152,44 @@ class States(StepFeature):
     def __init__(self, pages: int) -> None:
         self._pages = pages
         self._working: dict[int, WorkingStates] = {}
+        # These states wait for their blocks' commit, or for the node's answer, by the ids of their chains.
+        self._leaving: dict[int, PageChain] = {}
+        self._ids = itertools.count(_FIRST_ID)
 
     def bind(self, steps: Steps) -> None:
+        self._blocks = steps.blocks
         self._stock = steps.blocks.stock
-        steps.blocks.beside_blocks = 2 * self._pages
+        steps.blocks.beside_blocks = STATES * self._pages
+        steps.blocks.state_pages = self._pages
 
     def joined(self, sequence: Sequence, now: float) -> None:
-        assert not sequence.num_committed, "a block of a model with states was found"
-        sequence.refuse_commit()
-        # The parent's state stands behind the prompt, so a sibling computes the prompt, too.
+        assert bool(sequence.state_slots) == bool(sequence.num_committed), "a chain without its state"
+        # The parent's state stands behind the prompt, so a sibling computes what it has not found.
         sequence.leave_parent()
-        slots = sequence.cut(sequence.num_blocks - 2 * self._pages)
-        self._working[sequence.seq_id] = WorkingStates(sequence.block_size, slots, self._pages)
+        slots = sequence.cut(sequence.num_blocks - STATES * self._pages)
+        self._working[sequence.seq_id] = WorkingStates(sequence, slots, self._pages)
+
+    def working(self, sequence: Sequence) -> WorkingStates | None:
+        """Returns the states of a sequence that is queued or runs."""
+        return self._working.get(sequence.seq_id)
+
+    def ends(self, sequence: Sequence) -> None:
+        working = self._working[sequence.seq_id]
+        working.end()
+        working.settle(sequence.num_computed)
+        state = working.whole_state()
+        if state is not None and sequence.may_commit:
+            working.standing.remove(state)
+            self._keep(sequence, state)
 
     def left(self, sequence: Sequence) -> None:
         working = self._working.pop(sequence.seq_id, None)
         if working is not None:
             self._stock.give(working.owned_slots())
+
+    def cut(self, sequence: Sequence, start: int, count: int) -> int:
+        keep_at = self._working[sequence.seq_id].keep_at
+        return keep_at - start if start < keep_at < start + count else count
 
     def planned(self, plan: StepPlan) -> StepPlan:
         if not plan.pieces:
@@ -98,15 +201,75 @@ class States(StepFeature):
     def landed(self, plan: StepPlan, sampled: Sampled) -> None:
         for sequence in (piece.sequence for piece in plan.pieces):
             working = self._working.get(sequence.seq_id)
-            if working is None:
+            if working is None or sequence.state is not SequenceState.RUNNING:
                 continue
+            self._complete(working)
             working.end()
-            stands = working.last_before(sequence.num_computed)
-            if sequence.state is SequenceState.RUNNING and stands < sequence.num_computed:
+            stands = working.settle(sequence.num_computed)
+            if stands < sequence.num_computed:
                 sequence.compute_from(stands)
+            elif stands and stands == working.keep_at and sequence.may_commit:
+                self._keep_prompt(sequence, working)
+
+    def _keep_prompt(self, sequence: Sequence, working: WorkingStates) -> None:
+        """Has the state at a prompt's last whole block committed. It goes on being read, now where it was committed."""
+        working.keep_at = 0
+        state = working.whole_state()
+        if state is None:
+            return
+        # A found state is let go of with the commit of another one.
+        working.standing = [replace(one, own=False) if one is state else one for one in working.standing if one.own]
+        self._keep(sequence, state)
+
+    def _complete(self, working: WorkingStates) -> None:
+        """Gives a sequence its third state again, after one was committed, where the stock has slots for it."""
+        if working.own_states < STATES and len(self._stock) >= self._pages + self._blocks.needed_blocks:
+            taken = [self._stock.take() for _ in range(self._pages)]
+            working.free.append(tuple(slot for slot in taken if slot is not None))
+
+    def lacking_blocks(self) -> int:
+        return self._pages * sum(working.own_states < STATES for working in self._working.values())
+
+    def yield_slots(self, blocks: int, now: float) -> bool:
+        given = 0
+        for working in self._working.values():
+            if given < blocks and working.own_states == STATES and working.free:
+                self._stock.give(working.free.pop())
+                given += self._pages
+        return given > 0
+
+    def _keep(self, sequence: Sequence, state: Standing) -> None:
+        chain = PageChain(-next(self._ids), sequence, state)
+        self._leaving[chain.seq_id] = chain
+
+    def flush(self, out: Outcome) -> None:
+        for chain in [one for one in self._leaving.values() if not one.ordered]:
+            sequence = chain.sequence
+            committed = sequence.num_committed * sequence.block_size >= chain.stands_after
+            same = sequence.ticket_id == chain.ticket_id
+            if same and committed:
+                out.commits.append(chain.order(0.0))
+            elif not same or not sequence.may_commit or chain.ticket_id in out.releases:
+                del self._leaving[chain.seq_id]
+                self._stock.give(chain.cut(0))
+
+    def owns_chain(self, chain_id: int) -> bool:
+        return chain_id in self._leaving
+
+    def chain_committed(self, chain_id: int, slots: Seq[int], refusal: str) -> None:
+        chain = self._leaving.pop(chain_id)
+        own = chain.slots(0, chain.num_blocks)
+        working = self._working.get(chain.sequence.seq_id)
+        # The next step may still have to read the state, which lies in the slots of whoever committed it first.
+        stays = Standing(chain.stands_after, own if refusal else tuple(slots), own=bool(refusal))
+        read = working is not None and working.moved(own, stays)
+        if not refusal:
+            self._blocks.accept(chain, slots)
+        elif not read:
+            self._stock.give(chain.cut(0))
 
     def chains(self) -> Iterable[BlockChain]:
-        return self._working.values()
+        return (*self._working.values(), *self._leaving.values())
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         queued = (SequenceState.WAITING, SequenceState.RUNNING, SequenceState.PREEMPTED)

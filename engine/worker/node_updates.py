@@ -81,7 +81,9 @@ class NodeUpdates:
     async def _send(self, batch: Outcome) -> None:
         if batch.commits:
             runs = [
-                CommitRun(ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes)
+                CommitRun(
+                    ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes, after=order.after
+                )
                 for order in batch.commits
             ]
             results = await self._node.commit(self._epoch, runs)

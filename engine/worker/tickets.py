@@ -173,10 +173,11 @@ class Tickets:
         resume: bool = False,
         priority: int = 0,
         expected_blocks: int = 0,
+        state_pages: int = 0,
     ) -> tuple[Holding, bytes]:
         """Opens a ticket and leases all that it reserves, in one call, which waits in the node's queue for memory:
-        streams that ``resume`` stand before new prompts. NodeClient.open_ticket describes ``expected_blocks``, and
-        :meth:`adopt` what is returned.
+        streams that ``resume`` stand before new prompts. NodeClient.open_ticket describes ``expected_blocks`` and
+        ``state_pages``, and :meth:`adopt` what is returned.
 
         Raises:
             NotFound: fewer than ``expected_blocks`` are there; or :meth:`stop_waiting` was called, and the client takes
@@ -186,7 +187,12 @@ class Tickets:
             Unavailable: the node did not answer, or the epoch ended meanwhile; nothing is held then.
         """
         opening = self._open(
-            block_hashes, total_blocks, resume=resume, priority=priority, expected_blocks=expected_blocks
+            block_hashes,
+            total_blocks,
+            resume=resume,
+            priority=priority,
+            expected_blocks=expected_blocks,
+            state_pages=state_pages,
         )
         task = self._opening[seq_id] = asyncio.create_task(opening)
         try:
@@ -215,7 +221,8 @@ class Tickets:
         self._check_open()
         self._in_use[ticket.ticket_id] = asyncio.Event()
         adopted = ticket.adopted
-        return Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots)), adopted.last_hash
+        chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
+        return Holding(ticket.ticket_id, chain, leased, state), adopted.last_hash
 
     @property
     def waiting(self) -> Iterable[int]:
@@ -226,7 +233,12 @@ class Tickets:
         """Open a new ticket for a preempted stream."""
         try:
             holding, _ = await self.open(
-                order.seq_id, order.block_hashes, order.total_blocks, resume=True, priority=order.priority
+                order.seq_id,
+                order.block_hashes,
+                order.total_blocks,
+                resume=True,
+                priority=order.priority,
+                state_pages=order.state_pages,
             )
         except PillionError as error:
             if isinstance(error, DeadlineExceeded):

@@ -248,6 +248,7 @@ class Worker:
             max_loras=self.model.backend.max_adapters,
             max_lora_rank=self.flags.max_lora_rank if self.flags.enable_lora else 0,
             block_bytes=self.model.backend.layout.block_bytes,
+            state_pages=self.model.backend.layout.state_pages,
         )
 
     # Servicers call the following methods.

@@ -90,13 +90,15 @@ class Prefixes(Protocol):
 @dataclass(frozen=True, slots=True)
 class Served:
     """Describes how live workers serve a model, by the KV that they share. ``adapter_rank`` is a rank of adapters that
-    they run; 0 where the model alone is asked for."""
+    they run; 0 where the model alone is asked for. ``has_states`` says that the model's layers carry states.
+    """
 
     model: str
     fingerprint: str
     namespace: bytes
     block_size: int
     adapter_rank: int = 0
+    has_states: bool = False
 
     def includes(self, worker: ComponentRecord) -> bool:
         """Returns whether a worker of the model shares this KV, and runs adapters of this rank."""
@@ -195,9 +197,13 @@ class Cluster:
         """Returns the ways in which workers on record serve the model, the most usual way first. Workers of two
         releases may differ in layout; a request stays with those that can share its KV."""
         workers = [one for one in self.view.of("decode", model) if one.fingerprint in ("", fingerprint)]
-        spaces = Counter((one.namespace, one.block_size_tokens) for one in workers if one.namespace)
+        states = [one for one in workers if one.namespace]
+        spaces = Counter((one.namespace, one.block_size_tokens, one.state_pages > 0) for one in states)
         ranked = sorted(spaces, key=lambda space: (spaces[space], space), reverse=True)
-        return [Served(model, fingerprint, bytes.fromhex(namespace), size) for namespace, size in ranked]
+        return [
+            Served(model, fingerprint, bytes.fromhex(namespace), size, has_states=has_states)
+            for namespace, size, has_states in ranked
+        ]
 
     def knows(self, role: str) -> bool:
         """Returns whether this gateway knows a component of a role that answers."""

@@ -425,6 +425,9 @@ class ComponentCalls:
         # The chain ends here, because no later block may be found, pinned, fetched or left to a prefill worker.
         last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
         self.chain = await chain_of(admitted, action.token_ids[:last], served)
+        if served.has_states:
+            # How far a state reaches is known at the KV node alone, and the decode worker learns it there.
+            return False
         # With a salt of its own a request can only find its own blocks, in a later attempt.
         return bool(self.chain.hashes) and (admitted.options.prefix_caching or action.attempt > 1)
 

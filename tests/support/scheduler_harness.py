@@ -180,7 +180,8 @@ class SchedulerHarness:
         root = bytes([ROOT[0] + adapter]) * 32
         hashes = split_hashes(chain_hashes(root, prompt, BLOCK)[: last * 32])
         total = len(prompt) // BLOCK + 1 + self.scheduler.blocks.beside_blocks
-        ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total)
+        pages = self.scheduler.blocks.state_pages
+        ticket = self.ledger.admit(self.gateway, next(self._nonces), hashes, total, pages)
         if ticket is None:
             return None
         lease = total - ticket.blocks - (1 if chunks else 0)
@@ -204,7 +205,8 @@ class SchedulerHarness:
             priority=priority,
             siblings=siblings,
         )
-        holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
+        chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
+        holding = Holding(ticket.ticket_id, chain, leased, state)
         for name, own_seed in ((seq_id, seed), *((sibling.seq_id, sibling.seed) for sibling in siblings)):
             parent = 0 if name == seq_id else seq_id
             self.records[name] = SequenceRecord(
@@ -381,7 +383,12 @@ class SchedulerHarness:
 
     def commit_order(self, order: CommitOrder) -> CommitRunResult:
         (result,) = self.ledger.commit(
-            self.worker, [CommitRun(ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes)]
+            self.worker,
+            [
+                CommitRun(
+                    ticket_id=order.ticket_id, slots=order.slots, block_hashes=order.block_hashes, after=order.after
+                )
+            ],
         )
         self.swaps += sum(own != slot for own, slot in zip(order.slots, result.slots, strict=False))
         return result
@@ -401,12 +408,14 @@ class SchedulerHarness:
             if order.total_blocks > self.ledger.num_slots:
                 self.scheduler.fail(order.seq_id, PillionError("never fits"), self.now)
             else:
-                ticket = self.ledger.admit(self.worker, next(self._nonces), hashes, order.total_blocks)
+                pages, nonce = order.state_pages, next(self._nonces)
+                ticket = self.ledger.admit(self.worker, nonce, hashes, order.total_blocks, pages)
                 if ticket is None:
                     self.scheduler.recall(order.total_blocks, self.now)
                     return
                 adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
-                holding = Holding(ticket.ticket_id, tuple(adopted.chain_slots), tuple(adopted.leased_slots))
+                chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
+                holding = Holding(ticket.ticket_id, chain, leased, state)
                 self.scheduler.resumed(order.seq_id, holding, self.now)
             self.resumes.pop(0)
 

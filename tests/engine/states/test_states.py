@@ -1,17 +1,17 @@
-"""Working states of any history of sequences: each step reads the state of exactly the tokens before it, and all slots
-come back."""
+"""States of any history of sequences: each step reads the state of exactly the tokens before it, whether it was
+computed or found, and all slots come back."""
 
 from __future__ import annotations
 
 from functools import partial
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter
 from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.engine.states.states import States
 from tests.engine.drafts.test_drafts import OracleDrafter
@@ -40,6 +40,15 @@ class StateHarness(SchedulerHarness):
                     assert self.pool[reads].tolist() == self.state(tokens[: piece.start], len(reads))
                 self.pool[writes] = self.state(tokens, len(writes))
         return super().run_plan(plan)
+
+    @property
+    def states(self) -> States:
+        return next(one for one in self.scheduler.features if isinstance(one, States))
+
+    def _held_up(self, sequence: Sequence) -> bool:
+        """A prompt's step ends where its state is kept."""
+        working = self.states.working(sequence)
+        return super()._held_up(sequence) or (working is not None and working.keep_at > sequence.next_start)
 
     @staticmethod
     def state(tokens: list[int], pages: int) -> list[list[int]]:
@@ -70,7 +79,7 @@ def test_any_history(
     slots, budget, max_num_seqs = shape
     harness = StateHarness(
         pages,
-        slots=max(slots, 17 + 2 * pages),
+        slots=max(slots, 17 + 3 * pages),
         budget=64 + budget if whole_prompts else max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
         drafter=drafter,
@@ -102,10 +111,36 @@ def test_a_preempted_sequence_begins_again_with_the_state_of_no_tokens() -> None
     assert harness.preemptions > 0
 
 
-def test_nothing_is_committed_and_all_slots_come_back() -> None:
-    harness = StateHarness(1, slots=40)
-    harness.submit(prompt(1, 17), 5, sibling_seeds=(3, 4))
+def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:
+    harness = StateHarness(2, slots=80)
+    first = harness.submit(prompt(1, 18), 9, sibling_seeds=(3,))
     harness.run_all()
-    assert harness.ledger.committed_ever == 0
-    assert np.array_equal(np.sort(harness.ledger.free), np.arange(40))
+    assert first is not None
+    text = [*prompt(1, 18), *harness.records[first].token_ids]
+    # The last token has no state, and a block has four.
+    for tokens, known in (([*text, 5, 6], 24), ([*text[:23], 9], 16), ([*text[:17], 9], 16), ([*text[:16]], 0)):
+        number = harness.submit(tokens, 4)
+        assert number is not None
+        assert harness.scheduler.sequences[number].num_computed == known
+        harness.run_all()
+
+
+def test_a_state_is_kept_where_a_prompt_ends_before_its_answer_does() -> None:
+    harness = StateHarness(2, slots=80)
+    harness.submit(prompt(1, 18), 30)
+    for _ in range(6):
+        harness.answered_step()
+    number = harness.submit(prompt(1, 21), 3)
+    assert number is not None
+    assert harness.scheduler.sequences[number].num_computed == 16
+    harness.run_all()
+
+
+def test_all_slots_come_back_where_nothing_is_kept_for_long() -> None:
+    """A pool with room for one sequence: states that nobody reads leave it again."""
+    harness = StateHarness(2, slots=20)
+    for seed in range(5):
+        assert harness.submit(prompt(seed, 17), 5) is not None
+        harness.run_all()
+    assert harness.ledger.committed_ever > 20
     assert harness.ledger.num_slots * BLOCK == harness.pool.size

@@ -49,7 +49,7 @@ def test_torch_runs_such_models_by_itself(folder: str) -> None:
     # Two states of two convolutions of 64 channels and three taps.
     assert loaded.operators == "torch"
     assert loaded.backend.layout.state_bytes == 2 * 2 * 64 * 4
-    assert loaded.backend.layout.working_pages == 2
+    assert loaded.backend.layout.working_pages == 3
 
 
 def test_no_prefill_worker_starts_unasked(folder: str, tmp_path: pathlib.Path) -> None:
