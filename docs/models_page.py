@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from pillion.engine.models.config_keys import known_keys
-from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
+from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.llama_layer import PRE_NORMS
 from tests.support.families import FAMILIES as CASES
 from tests.support.hybrids import HYBRIDS
@@ -38,15 +38,13 @@ LEFT_OUT = {
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         afmoe diffllama jetmoe laguna""",
     "another activation (`xielu`), or norms between activation and down projection": "apertus bitnet",
-    "a router with other arithmetic (sparse mixer, experts that share a norm, several experts for each place)": """
-        aria_text cohere2_moe dbrx phimoe""",
+    "a router with other arithmetic (experts that share a norm, several experts for each place)": """
+        aria_text cohere2_moe dbrx""",
     "experts chosen by the router's product and a bias, not by its score": "kolibri1",
     "a rule of its own for the layers that have a window, where the config does not list them": "flint",
     "residuals whose weights depend on the layer, and attention whose results pass a gate": "beam",
     "layers that run several times for each token": "hrm_text",
-    "queries, keys and values in an order of their own in one matrix": "codegen",
     "a bias of attention's results that only the last of its layers has": "gpt_neox_japanese",
-    "LayerNorm of each head of queries and keys": "persimmon",
     "fixed positions, ALiBi, or a rule of its own for scores or windows beside learned positions": """
         biogpt bloom cpmant ctrl gpt_neo mpt openai-gpt xglm""",
     "nothing: its checkpoints are of `gpt2`": "gpt-sw3",
@@ -97,7 +95,7 @@ workers it does not look for the one that has them.
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""
 AFTER = """
-Of models of text and pictures the text model is served: {text}.
+Of models of text and pictures the text model is served: {text}. Other names of what is served: {same}.
 
 ## What is left out
 
@@ -135,7 +133,8 @@ def options(family: ModelFamily) -> str:
     if "qk_norm" in layer:
         after = ", after the rotation" if layer.get("norm_after_rotation") else ""
         after += ", without weights" if layer.get("qk_norm_names") == () else ""
-        said.append(f"queries and keys normed by {layer['qk_norm']}{after}")
+        how = {"layer": "head (LayerNorm; not on GPUs)"}.get(str(layer["qk_norm"]), layer["qk_norm"])
+        said.append(f"queries and keys normed by {how}{after}")
     texts = {
         "qkv_bias": "biases of queries, keys and values",
         "interleaved_rope": "neighbours rotated",
@@ -160,6 +159,10 @@ def options(family: ModelFamily) -> str:
         said.append("a gate of the MLP beside the experts")
     if layer.get("expert_biases"):
         said.append("biases of router and experts; clamped SwiGLU")
+    if "router_jitter_noise" in family.defaults:
+        said.append("experts chosen one by one (sparse mixer; not on GPUs)")
+    if layer.get("qkv_blocks"):
+        said.append("queries, values and keys in blocks of one matrix")
     if layer.get("sinks"):
         said.append("attention sinks")
     if family.linear is not None:
@@ -173,8 +176,8 @@ def options(family: ModelFamily) -> str:
         said.append("an MLP without a gate" + (", by gelu with erf (not on GPUs)" if activation == "gelu" else ""))
     if family.learned_positions:
         said.append("learned positions (not on GPUs)")
-    if family.head_bias:
-        said.append("a bias of logits (not on GPUs)")
+    if family.head_bias or "lm_head_bias" in family.defaults:
+        said.append("a bias of logits" + ("" if family.head_bias else ", by a key") + " (not on GPUs)")
     if "global_head_dim" in family.defaults:
         said.append("norms before and after attention and MLP")
         said.append("queries, keys and values normed by head")
@@ -208,7 +211,8 @@ def render() -> str:
         own, off = _words(family.own - common), _words(refused(name, family))
         lines.append(f"| {name} | {options(family)} | {own} | {off} | {', '.join(cases.get(name, []))} |")
     text = ", ".join(f"`{outer}` (its text model is {_words(inner)})" for outer, inner in sorted(TEXT_OF.items()))
-    lines.append(AFTER.format(text=text))
+    same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
+    lines.append(AFTER.format(text=text, same=same))
     lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out().items()]
     return "\n".join(lines) + "\n"
 

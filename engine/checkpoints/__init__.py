@@ -5,6 +5,7 @@
     generation_config.py  the sampling values that a model recommends, and the flags about them
     model_cache.py        the cache on disk of prepared models
     convert.py            foreign tokenizers -> a Hugging Face folder
+    tiktoken_files.py     the tokenizer of Kimi K2 -> tokenizer.json
     checkpoint.py         names and shapes of tensors in safetensors files
     weight_format.py      the contract of a format of matrices in few bits
     weights.py            checkpoint tensors -> the decoder's weights

@@ -29,7 +29,7 @@ from pillion.kernels.torch.quantized_matrix import Matrix, plain, stack_rows
 
 # Tensors with these endings and beginnings are not read: leftovers in old checkpoints, and the parts of models of text,
 # images and sounds that are not about text.
-_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias")
+_IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attention.bias", "causal_mask")
 # These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
 _OF_PICTURES = (

@@ -13,6 +13,7 @@ from pillion.engine.checkpoints.model_files import (
     first_line,
     weight_files,
 )
+from pillion.engine.checkpoints.tiktoken_files import has_vocabulary, write_tokenizer
 from pillion.engine.models.config_parser import QUANTIZATION_FILES
 from pillion.errors import ConfigError
 
@@ -51,6 +52,10 @@ def check_vocabulary(folder: Path, vocab_size: int) -> None:
 
 def _convert(source: Path, folder: Path, progress: Progress) -> None:
     progress("converting the tokenizer")
+    if has_vocabulary(source):
+        write_tokenizer(source, folder)
+        _link(source, folder, TOKENIZER_FILES)
+        return
     try:
         from transformers import AutoTokenizer
 

@@ -148,9 +148,9 @@ def _norm(
         weight = weight + 1.0
     if tensor.factor != 1.0:
         weight = weight * tensor.factor
-    if not config.norm.startswith("layer"):
+    if not config.norm.startswith("layer") or (tensor.role is Role.HEAD_NORM and not tensor.bias):
         return RmsNorm(weight, tensor.eps or config.rms_norm_eps, config.norm != "plain")
-    bias = checkpoint.take(f"{key}.bias", dtype).float() if tensor.bias else None
+    bias = in_order(checkpoint.take(f"{key}.bias", dtype).float(), tensor) if tensor.bias else None
     return LayerNorm(weight, config.rms_norm_eps, bias)
 
 
@@ -186,13 +186,18 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
         return _gates_first(tensor)
     if tensor.groups:
         return _ungrouped(tensor.rows, tensor.groups)
-    if not tensor.grouped and not any(piece.rotated for piece in tensor.rows):
+    apart = tensor.grouped or tensor.blocks
+    if not apart and not any(piece.rotated for piece in tensor.rows):
         return None
     order = torch.cat([_head_order(piece) + first for piece, first in _placed(tensor.rows)])
-    if not tensor.grouped:
+    if not apart:
         return order
-    keys = tensor.rows[1]
-    return _ungrouped(tensor.rows, keys.size // keys.head)[order]
+    queries, keys, values = tensor.rows
+    if not tensor.blocks:
+        return _ungrouped(tensor.rows, keys.size // keys.head)[order]
+    in_file = queries, values, keys
+    rows = torch.split(_ungrouped(in_file, tensor.blocks), [piece.size for piece in in_file])
+    return torch.cat((rows[0], rows[2], rows[1]))[order]
 
 
 def _gates_first(tensor: LayerTensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
-from pillion.engine.models.families import FAMILIES, TEXT_OF, ModelFamily
+from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
@@ -66,7 +66,7 @@ QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"
 
 def known_architectures() -> tuple[str, ...]:
     """Returns the values of ``model_type`` that can be served."""
-    return tuple(sorted({*FAMILIES, *TEXT_OF}))
+    return tuple(sorted({*FAMILIES, *TEXT_OF, *SAME_AS}))
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -139,7 +139,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         qkv_bias=family.qkv_bias or qkv_bias,
         o_bias=family.o_bias or o_bias,
         mlp_bias=family.mlp_bias or mlp_bias,
-        head_bias=family.head_bias,
+        head_bias=bool(options.get("lm_head_bias", family.head_bias)),
         learned_positions=family.learned_positions,
         activation=_activation(name, family, raw, options),
         gated=family.gated,
@@ -168,12 +168,12 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
-    """Returns the name of a config's family, and its row. Raises ConfigError where there is none."""
-    name = config.get("model_type")
-    family = FAMILIES.get(name) if isinstance(name, str) else None
-    if family is None:
-        raise ConfigError(f"architecture {name!r} is not supported; known are {', '.join(known_architectures())}")
-    return str(name), family
+    """Returns the family of a config, and its name. Raises ConfigError for one that is not known."""
+    said = config.get("model_type")
+    name = SAME_AS.get(said, said) if isinstance(said, str) else ""
+    if name not in FAMILIES:
+        raise ConfigError(f"architecture {said!r} is not supported; known are {', '.join(known_architectures())}")
+    return name, FAMILIES[name]
 
 
 def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
@@ -442,6 +442,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         clamped=_clamped(options),
         group_best=1 if "topk_method" in options else 2,
         scaled_inputs=family.scaled_experts,
+        sparse=2 * number(options, "router_jitter_noise", 0.0) if "router_jitter_noise" in options else None,
         shared=inner if family.shared_expert else _shared(options, inner),
         beside="enable_moe_block" in options,
     )

@@ -277,6 +277,8 @@ _SUMMARIES = (
     "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels", "summary_first_dropout",
     "gradient_checkpointing", "predict_special_tokens",
 )  # fmt: skip
+# CodeGen's matrix of queries, keys and values was made for so many processors.
+_CODEGEN_BLOCKS = 4
 # The layers of GPT-NeoX, of Falcon and of Phi, whose matrices have these names.
 _NEOX_MLP = ("mlp.dense_h_to_4h", "mlp.dense_4h_to_h")
 _PHI = {"max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
@@ -285,6 +287,36 @@ _PHI = {"max_position_embeddings": 2048, "layer_norm_eps": 1e-5}
 def _one_kv_head_each(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for families whose query heads have a KV head each, whatever a config says."""
     return {"num_key_value_heads": raw["num_attention_heads"]}
+
+
+def _codegen(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for CodeGen. Raises ConfigError for heads that cannot be shared out to its blocks."""
+    if raw["num_attention_heads"] % _CODEGEN_BLOCKS:
+        raise ConfigError(
+            f"codegen: {raw['num_attention_heads']} heads do not fit together with {_CODEGEN_BLOCKS} blocks"
+        )
+    return _one_kv_head_each(raw)
+
+
+def _phimoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for Phi-MoE, whose rotary scaling has factors of cosines and sines under keys of its own.
+    Raises ConfigError where they depend on the length of the text, and for more or fewer experts for a token."""
+    if raw["num_experts_per_tok"] != 2:
+        raise ConfigError(
+            f"phimoe: config.json has num_experts_per_tok = {raw['num_experts_per_tok']}; it may say 2 alone"
+        )
+    found = {}
+    for key in ("rope_scaling", "rope_parameters"):
+        scaling = raw.get(key)
+        if isinstance(scaling, Mapping) and "short_mscale" in scaling:
+            short, long = (scaling.get(f"{length}_mscale") for length in ("short", "long"))
+            if short != long:
+                raise ConfigError(
+                    f"phimoe: short_mscale = {short!r} and long_mscale = {long!r} differ, not supported here"
+                )
+            left = {one: value for one, value in scaling.items() if not one.endswith("_mscale")}
+            found[key] = {**left, "attention_factor": short}
+    return found
 
 
 def _nanochat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -425,6 +457,39 @@ _GPT2 = ModelFamily(
     learned_positions=True,
     ignored=("n_ctx", "reorder_and_upcast_attn", *_SUMMARIES),
     fixed={"scale_attn_weights": True},
+)
+
+_GPTJ = ModelFamily(
+    {
+        "max_position_embeddings": 2048,
+        "n_positions": None,
+        "layer_norm_epsilon": 1e-5,
+        "rotary_dim": 64,
+        "n_inner": None,
+        "activation_function": "gelu_new",
+    },
+    layer=partial(llama_layer, mlp=("mlp.fc_in", "mlp.fc_out"), shared_norm=True),
+    mlp_bias=True,
+    head_bias=True,
+    norm="layer",
+    norm_bias=True,
+    eps="layer_norm_epsilon",
+    gated=False,
+    parallel=True,
+    partial_rope=True,
+    interleaved_rope=True,
+    keys=_GPT_KEYS,
+    derived=_one_kv_head_each,
+    names=(
+        ("model.layers.", "transformer.h."),
+        ("model.embed_tokens", "transformer.wte"),
+        ("model.norm.", "transformer.ln_f."),
+        ("self_attn.o_proj", "attn.out_proj"),
+        ("self_attn.", "attn."),
+        ("input_layernorm", "ln_1"),
+    ),
+    # transformers rotates by its own base.
+    ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
 )
 
 _COHERE = ModelFamily(
@@ -1179,6 +1244,33 @@ FAMILIES: dict[str, ModelFamily] = {
             ("lm_head", "embed_out"),
         ),
     ),
+    "persimmon": ModelFamily(
+        {
+            "max_position_embeddings": 16_384,
+            "layer_norm_eps": 1e-5,
+            "qk_layernorm": True,
+            "partial_rotary_factor": 0.5,
+            "hidden_act": "relu2",
+        },
+        layer=partial(
+            llama_layer,
+            mlp=_NEOX_MLP,
+            grouped_qkv="self_attn.query_key_value",
+            qk_norm="layer",
+            qk_norm_names=("self_attn.q_layernorm", "self_attn.k_layernorm"),
+        ),
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        norm="layer",
+        norm_bias=True,
+        eps="layer_norm_eps",
+        gated=False,
+        partial_rope=True,
+        keys={"qk_layernorm": "use_qk_norm"},
+        derived=_one_kv_head_each,
+        names=(("model.norm.", "model.final_layernorm."), ("self_attn.o_proj", "self_attn.dense")),
+    ),
     "phi": ModelFamily(
         {**_PHI, "partial_rotary_factor": 0.5, "hidden_act": "gelu_new"},
         layer=partial(llama_layer, mlp=("mlp.fc1", "mlp.fc2"), shared_norm=True),
@@ -1226,37 +1318,39 @@ FAMILIES: dict[str, ModelFamily] = {
         # transformers reads the width itself, which stands beside the factor.
         ignored=("ff_factor",),
     ),
-    "gptj": ModelFamily(
+    "gptj": _GPTJ,
+    "codegen": replace(
+        _GPTJ,
+        layer=partial(
+            llama_layer,
+            mlp=("mlp.fc_in", "mlp.fc_out"),
+            shared_norm=True,
+            grouped_qkv="self_attn.qkv_proj",
+            qkv_blocks=_CODEGEN_BLOCKS,
+        ),
+        fused=("self_attn.qkv_proj",),
+        derived=_codegen,
+        ignored=("n_ctx", *_SUMMARIES),
+        fixed={"scale_attn_weights": True},
+    ),
+    "phimoe": ModelFamily(
         {
-            "max_position_embeddings": 2048,
-            "n_positions": None,
-            "layer_norm_epsilon": 1e-5,
-            "rotary_dim": 64,
-            "n_inner": None,
-            "activation_function": "gelu_new",
+            "max_position_embeddings": 131_072,
+            "num_key_value_heads": 8,
+            "rms_norm_eps": 1e-5,
+            "attention_bias": False,
+            "lm_head_bias": False,
+            "rope_theta": 1_000_000.0,
+            "sliding_window": None,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 2,
+            "router_jitter_noise": 0.01,
         },
-        layer=partial(llama_layer, mlp=("mlp.fc_in", "mlp.fc_out"), shared_norm=True),
-        mlp_bias=True,
-        head_bias=True,
         norm="layer",
         norm_bias=True,
-        eps="layer_norm_epsilon",
-        gated=False,
-        parallel=True,
-        partial_rope=True,
-        interleaved_rope=True,
-        keys=_GPT_KEYS,
-        derived=_one_kv_head_each,
-        names=(
-            ("model.layers.", "transformer.h."),
-            ("model.embed_tokens", "transformer.wte"),
-            ("model.norm.", "transformer.ln_f."),
-            ("self_attn.o_proj", "attn.out_proj"),
-            ("self_attn.", "attn."),
-            ("input_layernorm", "ln_1"),
-        ),
-        # transformers rotates by its own base.
-        ignored=("n_ctx", "rotary", "scale_attn_weights", *_SUMMARIES),
+        derived=_phimoe,
+        ignored=("input_jitter_noise",),
+        fixed={"norm_topk_prob": False},
     ),
     "nanochat": ModelFamily(
         {
@@ -1689,6 +1783,8 @@ TEXT_OF = {
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }
+# Checkpoints of these types are of another type in all but their name.
+SAME_AS = {"kimi_k2": "deepseek_v3"}
 
 
 def layers_of(config: ModelConfig) -> tuple[Layer, ...]:

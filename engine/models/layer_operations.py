@@ -49,7 +49,7 @@ class Role(Enum):
     """Says what a tensor is for, which decides how it is loaded and packed."""
 
     NORM = "the weight of a norm, and perhaps its bias"
-    HEAD_NORM = "the weights of an RMS norm over each head, one row for each"
+    HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm where it has a bias, else RMS"
     MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
     EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
     HEAD_MATRICES = "a matrix for each head, never in few bits, of which a part is multiplied from the other side"
@@ -85,6 +85,8 @@ class LayerTensor:
         scales: factors of the pieces of ``rows``, with which loading multiplies them; () for none.
         gated: whether checkpoints have, for each head of the first piece, its query and then its gate; the decoder has
             all gates first.
+        blocks: how many blocks checkpoints have, each of which has queries, values and keys of some heads, in this
+            order (CodeGen); 0 elsewhere.
     """
 
     name: str
@@ -104,6 +106,7 @@ class LayerTensor:
     groups: int = 0
     scales: tuple[float, ...] = ()
     gated: bool = False
+    blocks: int = 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -338,6 +341,9 @@ class Experts:
             read.
         expert_scales: a factor of the scores for each expert.
         gated: whether experts have gates; where they do not, ``gate_up`` makes what the activation alone is applied to.
+        sparse: where it is set, experts are chosen one after the other, each the best of those left (sparse mixer,
+            Phi-MoE). The score of one is its softmax among those of them whose product p lies within this limit of its
+            own b: (b - p) / max(|p|, b).
     """
 
     router: LayerTensor
@@ -359,6 +365,7 @@ class Experts:
     router_norm: LayerTensor | None = None
     expert_scales: LayerTensor | None = None
     gated: bool = True
+    sparse: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,8 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class LayerNorm:
-    """Applies a LayerNorm (arXiv 1607.06450) in float32, and rounds once; weight and bias are float32 [last
-    dimension]."""
+    """Applies a LayerNorm (arXiv 1607.06450) in float32, and rounds once; weight and bias are float32 [last dimension],
+    or [heads, head_dim] for [T, heads, head_dim]."""
 
     weight: torch.Tensor
     eps: float
@@ -52,7 +52,11 @@ class LayerNorm:
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """Norms values [T, ...] to the same shape and type."""
-        return layer_norm(values.float(), self.weight.shape, self.weight, self.bias, self.eps).to(values.dtype)
+        wide, width = values.float(), self.weight.shape[-1:]
+        if self.weight.dim() == 1:
+            return layer_norm(wide, width, self.weight, self.bias, self.eps).to(values.dtype)
+        normed = layer_norm(wide, width, None, None, self.eps) * self.weight
+        return (normed if self.bias is None else normed + self.bias).to(values.dtype)
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
@@ -159,6 +163,8 @@ def route(
         logits = linear(rows.float(), router.float(), added)  # Families with these options do not round.
     else:
         logits = linear(rows, router, None if added is None else added.to(rows.dtype)).float()
+    if how.sparse is not None:
+        return _one_by_one(logits, how.per_token, how.sparse)
     every = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
     choices = every if choice_bias is None else every + choice_bias.view(-1)
     if how.groups > 1:
@@ -170,6 +176,18 @@ def route(
     if biases is not None and biases.scales is not None:
         scores = scores * biases.scales[chosen]
     return (scores if how.scale == 1.0 else scores * how.scale), chosen
+
+
+def _one_by_one(logits: torch.Tensor, count: int, limit: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chooses experts as :attr:`Experts.sparse` says; returns their scores [T, count] and their numbers."""
+    scores, chosen, left = [], [], logits
+    for _ in range(count):
+        best, expert = left.max(-1, keepdim=True)
+        far = (best - logits) / torch.maximum(logits.abs(), best) > limit
+        scores.append(left.masked_fill(far, -torch.inf).softmax(-1).gather(-1, expert))
+        chosen.append(expert)
+        left = left.scatter(-1, expert, -torch.inf)
+    return torch.cat(scores, -1), torch.cat(chosen, -1)
 
 
 def _of_best_groups(choices: torch.Tensor, how: Experts) -> torch.Tensor:

@@ -47,6 +47,7 @@ _ROUTERS = (
     "block_sparse_moe.router",
     "mlp.gate.wg",
     "mlp.router.gate",
+    "mlp.router",
     "feed_forward.router",
 )
 _SHARED_EXPERTS = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj"), "mlp.shared_experts.down_proj"
@@ -74,13 +75,14 @@ def llama_layer(
     grouped_qkv: str = "",
     gated_queries: bool = False,
     mixer: Layer = (),
+    qkv_blocks: int = 0,
 ) -> Layer:
     """Returns the operations of layer ``index``.
 
     Args:
         mlp: the names in checkpoints of an MLP without a gate.
         qk_norm: RMS norm of queries and keys before the rotary embedding, or after it, over each "head" or over the
-            whole "projection"; "" for none.
+            whole "projection"; "layer" for a LayerNorm of each head, "" for none.
         qk_norm_names: the names of these norms in checkpoints; () for norms over each head without weights.
         norm_if_rotated: whether layers without a rotary embedding have no such norm.
         sinks: whether attention has a sink for each head.
@@ -93,6 +95,7 @@ def llama_layer(
             in turn; "" where none has it.
         gated_queries: whether a gate for attention's results stands behind each head's query in the matrix of queries.
         mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
+        qkv_blocks: how many blocks with queries, values and keys of some heads that matrix has instead; 0 for none.
     """
     if not config.post_norm:
         norms = (norms[0], "", norms[2], "")
@@ -107,21 +110,20 @@ def llama_layer(
     between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
     if norm_after_rotation:
         between.reverse()
-    projected = qkv(config, grouped_qkv, gated=gated_queries)
+    projected = qkv(config, grouped_qkv, qkv_blocks, gated=gated_queries)
     attention = mixer or _attention(config, index, projected, between, sinks)
     attended = Norm(before_attention), *attention
     added: Layer = (AddToResidual(after_attention, config.residual_scale),)
     if not mixer:
         added = Multiply(output(config)), *added
-    scale = config.residual_scale
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
     if config.moe is not None and config.moe.layers[index]:
         of_mlp = Norm(before_mlp), biased_experts(config) if expert_biases else experts(config, choice_bias)
         if config.moe.shared:
             # A sum of both would be normed where there is a norm after the MLP; no family has that.
-            of_mlp = of_mlp[0], Keep(), of_mlp[1], AddToResidual(None, scale), Again()
+            of_mlp = of_mlp[0], Keep(), of_mlp[1], AddToResidual(None, config.residual_scale), Again()
             of_mlp = *of_mlp, shared(config, shared_mlp, shared_gate)
-    of_mlp = *of_mlp, AddToResidual(after_mlp, scale)
+    of_mlp = *of_mlp, AddToResidual(after_mlp, config.residual_scale)
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
 
 
@@ -152,7 +154,7 @@ def falcon_layer(config: ModelConfig, index: int) -> Layer:
     return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, grouped_qkv=grouped)
 
 
-def qkv(config: ModelConfig, grouped: str = "", *, gated: bool = False) -> LayerTensor:
+def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool = False) -> LayerTensor:
     """Describes the matrix that makes queries, keys and values in one product, and gates before them where it is
     ``gated``."""
     queries, keys = _heads(config, rotated=True)
@@ -167,20 +169,21 @@ def qkv(config: ModelConfig, grouped: str = "", *, gated: bool = False) -> Layer
         inputs=_hidden(config),
         spellings=((grouped,),) if grouped else (parts, ("self_attn.qkv_proj",)),
         bias=config.qkv_bias,
-        grouped=bool(grouped),
+        grouped=bool(grouped) and not blocks,
+        blocks=blocks,
         gated=gated,
     )
 
 
 def qk_norms(config: ModelConfig, kind: str, names: tuple[str, ...]) -> Iterator[LayerOperation]:
-    """Yields the norm of queries and keys: "head", "projection" or none."""
-    if kind == "head":
+    """Yields the norm of queries and keys: "head", "layer", "projection" or none."""
+    if kind in ("head", "layer"):
         rows = Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)
         one = _heads(config, rotated=True)[0]
         entries = (Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),)
-        spellings = (names,) if names else ()
+        spellings, bias = (names,) if names else (), kind == "layer"
         yield NormHeads(
-            LayerTensor(name="qk_norm", role=Role.HEAD_NORM, rows=rows, inputs=entries, spellings=spellings)
+            LayerTensor(name="qk_norm", role=Role.HEAD_NORM, rows=rows, inputs=entries, spellings=spellings, bias=bias)
         )
     elif kind == "projection":
         tensors = (
@@ -346,6 +349,7 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
         kept_groups=moe.kept_groups,
         group_best=moe.group_best,
         scaled_inputs=moe.scaled_inputs,
+        sparse=moe.sparse,
     )
 
 

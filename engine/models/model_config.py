@@ -36,7 +36,7 @@ class MoeConfig:
 
     Attributes:
         intermediate_size: inner width of one expert.
-        normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs: those of
+        normalize, sigmoid, scale, exact, groups, kept_groups, group_best, clamped, scaled_inputs, sparse: those of
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         beside: whether layers with experts have their dense MLP, too.
@@ -56,6 +56,7 @@ class MoeConfig:
     group_best: int = 2
     clamped: ClampedSwiglu | None = None
     scaled_inputs: bool = False
+    sparse: float | None = None
     shared: int = 0
     beside: bool = False
 

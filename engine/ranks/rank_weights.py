@@ -45,11 +45,16 @@ def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> Layer
         elif all(piece.share is Share.WHOLE for piece in tensor.rows):
             share[tensor.name] = found
         else:
-            assert not isinstance(found, LayerNorm | Taps)
+            assert not isinstance(found, Taps)
             mine = shard.indices(tensor.rows)
-            share[tensor.name] = (
-                replace(found, weight=found.weight[mine]) if isinstance(found, RmsNorm) else found[mine]
-            )
+            match found:
+                case LayerNorm(weight, _, bias):
+                    cut_bias = None if bias is None else bias[mine]
+                    share[tensor.name] = replace(found, weight=weight[mine], bias=cut_bias)
+                case RmsNorm(weight):
+                    share[tensor.name] = replace(found, weight=weight[mine])
+                case _:
+                    share[tensor.name] = found[mine]
     return share
 
 

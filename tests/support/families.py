@@ -108,6 +108,15 @@ LATENTS = {
 }
 V3 = {**LATENTS, "model_type": "deepseek_v3", **SHARED, **GROUPS}
 
+# With this noise some experts are near others and some are not.
+PHIMOE = {
+    "model_type": "phimoe",
+    "num_local_experts": 6,
+    "intermediate_size": 48,
+    "router_jitter_noise": 0.2,
+    "tie_word_embeddings": False,
+}
+
 # ``serve``: --max-model-len, where the rotary embedding depends on it; without, such models are served at their
 # original length.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -355,6 +364,28 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "parallel_attn": False,
     },
     "gptj": {"model_type": "gptj", "without": ("head_dim",), "tie_word_embeddings": False, "rotary_dim": 8},
+    "codegen": {
+        "model_type": "codegen",
+        "without": ("head_dim",),
+        "tie_word_embeddings": False,
+        "hidden_size": 128,
+        "num_attention_heads": 8,
+        "rotary_dim": 8,
+    },
+    "persimmon": {"model_type": "persimmon", "tie_word_embeddings": False},
+    "persimmon-no-norm": {"model_type": "persimmon", "qk_layernorm": False},
+    "phimoe": {**PHIMOE, "attention_bias": True, "lm_head_bias": True},
+    "phimoe-longrope-short": {
+        **PHIMOE,
+        "sliding_window": 24,
+        "rope_parameters": {
+            **ONE_SET,
+            "long_factor": FACTORS[::-1],
+            "short_mscale": 1.2,
+            "long_mscale": 1.2,
+            "original_max_position_embeddings": 100,
+        },
+    },
     "nanochat": {"model_type": "nanochat", "tie_word_embeddings": False},
     # The last two layers see keys and values of earlier ones, and have MLPs of twice the width.
     "gemma4": {

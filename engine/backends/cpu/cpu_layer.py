@@ -117,8 +117,9 @@ class LayerEmitter:
         self._rows = projections(self._builder, self._index)
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
 
-    def norm_heads(self, _: NormHeads, __: LayerOperation | None) -> Iterator[Operation]:
-        self._qk_norm, self._norm_last = "head", self._rope is not None
+    def norm_heads(self, operation: NormHeads, _: LayerOperation | None) -> Iterator[Operation]:
+        self._qk_norm = "layer" if operation.weight.bias else "head"
+        self._norm_last = self._rope is not None
         yield from ()
 
     def norm_values(self, _: NormValues, __: LayerOperation | None) -> Iterator[Operation]:
@@ -294,6 +295,7 @@ class LayerEmitter:
             "bias": None if bias is None else builder.weights.tensors[prefix + bias.name],
             "stride": routing.stride,
             "scale": operation.scale,
+            "limit": operation.sparse or 0.0,
         }
         spec = RouteToExperts(
             count,
@@ -303,6 +305,7 @@ class LayerEmitter:
             operation.sigmoid,
             bias is not None,
             *(operation.groups, operation.kept_groups, operation.group_best),
+            sparse=operation.sparse is not None,
         )
         yield Operation(spec, route, builder.when)
         if scales is not None:

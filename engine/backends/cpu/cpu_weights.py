@@ -254,9 +254,12 @@ class MatrixPacker:
                 self.norm(name, weights.norm(tensor))
             case Role.HEAD_NORM:
                 # The norm has one row for each head; all rows of queries are equal, and all rows of keys.
-                rows = weights.norm(tensor).weight
-                self.writer.tensor(prefix + "q_norm", rows[0].float())
-                self.writer.tensor(prefix + "k_norm", rows[-1].float())
+                found = weights.norm(tensor)
+                rows = found.weight.float()
+                if isinstance(found, LayerNorm) and found.bias is not None:
+                    rows = torch.cat((rows, found.bias), 1)
+                self.writer.tensor(prefix + "q_norm", rows[0])
+                self.writer.tensor(prefix + "k_norm", rows[-1])
             case Role.MATRIX:
                 self.linear(name, weights.linear(tensor))
             case Role.EXACT_MATRIX:

@@ -36,7 +36,8 @@ class RotateWrite(KernelSpec):
 
     ``rope``: pairs (i, i + head_dim / 2) rotate by the angles whose cosines and sines are in ``cos`` and ``sin``
     [positions, head_dim / 2] float32. ``qk_norm``: RMS norm before that, over each "head" (weights ``q_norm`` and
-    ``k_norm`` [head_dim] float32), or over all queries, and all keys, of a row as a "projection" (weights
+    ``k_norm`` [head_dim] float32); "layer" for a LayerNorm of each
+    head, with its biases behind the weights; or over all queries, and all keys, of a row as a "projection" (weights
     [heads * head_dim], [kv_heads * head_dim]); "" for none. Pointers that are not used may be None.
 
     ``norm_last``: the norm over each head comes after the rotation.
@@ -293,10 +294,20 @@ class RowWriter:
         k, kind = self._k, self._spec.qk_norm
         if not kind:
             return values
+        if kind == "layer":
+            total = k.vector(0.0)
+            for value in values:
+                total = total + value
+            mean = k.sum(total) / k.real(k.int(self._spec.head_dim))
+            values = [value - mean for value in values]
         if factor is None:
             factor = self._head_factor(values)
         weights = weight + head * self._wide_head if kind == "projection" else weight
-        return [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
+        found = [value * factor * k.load(weights + i * VECTOR_BYTES) for i, value in enumerate(values)]
+        if kind == "layer":
+            biases = weights + self._wide_head
+            found = [value + k.load(biases + i * VECTOR_BYTES) for i, value in enumerate(found)]
+        return found
 
     def _turned(self, row: _Row, head: list[Vec]) -> list[Vec]:
         """Returns head * cos + (head with swapped halves) * signed sin, as in

@@ -14,7 +14,7 @@ import docs.models_page
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.models.config_keys import BOOKKEEPING
 from pillion.engine.models.config_parser import known_architectures, load_config, parse_config
-from pillion.engine.models.families import FAMILIES, TEXT_OF
+from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_OF
 from pillion.engine.models.model_config import LayerHeads, QueryGrowth
 from pillion.engine.models.rope import make_rope, make_ropes, partial_order, rotate
 from pillion.engine.models.rope_config import served_variant
@@ -40,6 +40,7 @@ REQUIRED = {
     "lfm2": {"block_multiple_of": 1},
     "falcon_h1": {"mamba_d_ssm": None},
     "nemotron_h": {"n_groups": 1},
+    "codegen": {"rotary_dim": 4},
 }
 GEMMA4 = {
     "num_hidden_layers": 4,
@@ -74,7 +75,7 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         parse_config({**BASE, "model_type": "mamba"})
     with pytest.raises(ConfigError, match="None"):
         parse_config({})
-    assert set(known_architectures()) == {*FAMILIES, *TEXT_OF}
+    assert set(known_architectures()) == {*FAMILIES, *TEXT_OF, *SAME_AS}
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         assert ours.moe.num_experts == getattr(theirs, "num_local_experts", None) or theirs.num_experts
         assert ours.moe.experts_per_token == theirs.num_experts_per_tok
         assert ours.moe.intermediate_size == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
-        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", name != "llama4_text")
+        assert ours.moe.normalize == getattr(theirs, "norm_topk_prob", name not in ("llama4_text", "phimoe"))
 
 
 @pytest.mark.parametrize("name", sorted(FAMILIES))
@@ -279,7 +280,7 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
     of_text = {"bos_token_id", "eos_token_id"}
     ignored = {*BOOKKEEPING, *of_text, "rope_parameters", "original_max_position_embeddings"}
     others = {"mlp_only_layers": [1], "rotary_dim": 8}
-    if name in ("gpt_neox", "gptj"):
+    if name in ("gpt_neox", "gptj", "codegen"):
         others |= {"num_attention_heads": 8, "n_head": 8}
     if name == "falcon":
         ignored |= {"num_kv_heads", "num_ln_in_parallel_attn"}  # Its new architecture alone reads them.
@@ -323,6 +324,20 @@ def test_a_quantization_that_only_another_file_names_is_read(name, method, refus
         load_config(tmp_path)
     (tmp_path / name).write_text(json.dumps(good))
     assert load_config(tmp_path).quantization.words == read
+
+
+def test_other_names_of_a_type():
+    shape = {**BASE, "num_key_value_heads": 4}
+    assert parse_config({**shape, "model_type": "kimi_k2"}) == parse_config({**shape, "model_type": "deepseek_v3"})
+
+
+def test_the_scaling_of_phi_moe():
+    """Its factor of cosines and sines has a key of its own for short and for long texts."""
+    scaling = {"rope_type": "longrope", **SETS, "short_mscale": 1.25, "long_mscale": 1.25}
+    config = parse_config({**BASE, "model_type": "phimoe", "num_key_value_heads": 4, "rope_scaling": scaling})
+    assert config.ropes[0].attention_factor == 1.25
+    with pytest.raises(ConfigError, match=r"short_mscale = 1\.25 and long_mscale = 1\.5 differ"):
+        parse_config({**BASE, "model_type": "phimoe", "rope_scaling": {**scaling, "long_mscale": 1.5}})
 
 
 def test_which_layers_have_experts():

@@ -1,0 +1,116 @@
+"""Makes a tokenizer.json of the vocabulary that Moonshot's models have (Kimi K2, Moonlight). Imports no torch.
+
+Their folders have a ``tiktoken.model`` and a program that reads it. The program is not run: what it does is to split
+texts by one expression, to merge bytes by their ranks, and to name the tokens after the last rank as
+tokenizer_config.json does.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pillion.engine.models.config_json import read_json
+from pillion.errors import ConfigError
+
+VOCABULARY_NAME = "tiktoken.model"
+_CLASS = "TikTokenTokenizer"
+# Texts are split into runs of Chinese characters, words of other letters with an English ending, up to three digits,
+# other signs, and spaces.
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
+_BEFORE, _ENDING = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_PIECES = "|".join(
+    (
+        r"[\p{Han}]+",
+        f"{_BEFORE}{_UPPER}*{_LOWER}+{_ENDING}",
+        f"{_BEFORE}{_UPPER}+{_LOWER}*{_ENDING}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
+
+def has_vocabulary(folder: Path) -> bool:
+    """Says whether a folder has such a vocabulary, and the tokenizer that this module knows."""
+    config = folder / "tokenizer_config.json"
+    known = config.is_file() and read_json(config).get("tokenizer_class") == _CLASS
+    return known and (folder / VOCABULARY_NAME).is_file()
+
+
+def write_tokenizer(source: Path, folder: Path) -> None:
+    """Writes a tokenizer.json of the vocabulary in ``source`` into ``folder``. Raises ConfigError for a vocabulary that
+    is damaged."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    ranks = _ranks(source / VOCABULARY_NAME)
+    words = {token: "".join(map(_LETTERS.__getitem__, token)) for token in ranks}
+    merges = [(words[left], words[right]) for left, right in _merges(ranks)]
+    vocabulary = {words[token]: rank for token, rank in ranks.items()}
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    for name, special in _named_tokens(source, len(ranks)):
+        tokenizer.add_tokens([AddedToken(name, special=special, normalized=False)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def _ranks(path: Path) -> dict[bytes, int]:
+    """Reads the ranks of all tokens by their bytes."""
+    ranks: dict[bytes, int] = {}
+    try:
+        for line in path.read_bytes().splitlines():
+            if line:
+                token, rank = line.split()
+                ranks[base64.b64decode(token, validate=True)] = int(rank)
+    except (OSError, ValueError, binascii.Error) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if sorted(ranks.values()) != list(range(len(ranks))) or not {bytes([byte]) for byte in range(256)} <= ranks.keys():
+        raise ConfigError(f"{path} is damaged: it lacks ranks, has some twice, or has no token for some byte")
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+def _merges(ranks: Mapping[bytes, int]) -> Iterator[tuple[bytes, bytes]]:
+    """Yields each pair of tokens that are a token together, which is of the rank by which they are merged."""
+    for token in ranks:
+        for middle in range(1, len(token)):
+            if token[:middle] in ranks and token[middle:] in ranks:
+                yield token[:middle], token[middle:]
+
+
+def _named_tokens(source: Path, first: int) -> Iterator[tuple[str, bool]]:
+    """Yields the tokens from ``first`` on, and whether each is special, up to the model's last one. Those that nothing
+    names are reserved."""
+    named: dict[int, Mapping[str, Any]] = {
+        int(number): token
+        for number, token in (read_json(source / "tokenizer_config.json").get("added_tokens_decoder") or {}).items()
+    }
+    if min(named, default=first) < first:
+        raise ConfigError(f"{source}: tokenizer_config.json names token {min(named)}, which {VOCABULARY_NAME} has too")
+    model = read_json(source / "config.json") if (source / "config.json").is_file() else {}
+    count = model.get("vocab_size", (model.get("text_config") or {}).get("vocab_size", 0))
+    for number in range(first, max(count, max(named, default=0) + 1)):
+        token = named.get(number, {})
+        yield token.get("content", f"<|reserved_token_{number}|>"), bool(token.get("special", True))
+
+
+def _byte_letters() -> dict[int, str]:
+    """Returns the letters that stand for bytes in a tokenizer.json: themselves where they can be seen, and others for
+    the rest."""
+    seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in seen]
+    return {byte: chr(byte) for byte in seen} | {byte: chr(256 + place) for place, byte in enumerate(hidden)}
+
+
+_LETTERS = _byte_letters()
