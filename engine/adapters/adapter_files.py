@@ -71,6 +71,7 @@ _REFUSED = (
     ),
     ("experts", "experts have no adapters here"),
     ("gate", "routers of experts have no adapters here"),
+    ("kv_b_proj", "what makes keys and values of latents has no adapters here"),
 )
 _REFUSED_PARTS = (
     ("lora_embedding", "embeddings have no adapters here"),
@@ -342,6 +343,8 @@ class AdapterFiles:
                 raise self._error(f"it has a tensor {name}: an adapter of virtual tokens has {_VIRTUAL} alone")
         if model.kv_places or model.token_inputs is not None:
             raise self._error(f"{model.family} has no virtual tokens here: its layers differ, or read more of a token")
+        if config.kv and model.latents is not None:
+            raise self._error("its virtual tokens are keys and values, and blocks of this model hold latents")
         width = 2 * model.num_layers * model.num_kv_heads * model.head_dim if config.kv else model.hidden_size
         wanted, found = (config.tokens, width), self._tensors.get(_VIRTUAL)
         if found is None:

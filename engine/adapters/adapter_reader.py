@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
@@ -34,15 +35,15 @@ class AdapterReader(AdapterJobs):
         model_folder: the folder of the model that the adapters are for.
         dtype: the model's type, which the matrices get.
         max_rank: the highest rank that is allowed; 0 allows any.
-        qkv_order: the checkpoint's output of each output of the fused projection of queries, keys and values; None
-            where both have one order.
+        orders: by the names of fused layers ("qkv"), the checkpoint's output of each output, where both are not in one
+            order.
     form: packs adapters as the worker's backend takes them.
     """
 
     model_folder: str
     dtype: str
     max_rank: int
-    qkv_order: Sequence[int] | None
+    orders: Mapping[str, Sequence[int]]
     form: AdapterForm
 
     def packed(self, folder: str, digest: str) -> tuple[list[Any], Bytes]:
@@ -51,21 +52,21 @@ class AdapterReader(AdapterJobs):
         files = AdapterFiles(Path(folder))
         model = load_config(Path(self.model_folder))
         return self.form.pack(
-            read_adapter(files, model, self.dtype, digest, self.max_rank, self.qkv_order, Path(self.model_folder))
+            read_adapter(files, model, self.dtype, digest, self.max_rank, self.orders, Path(self.model_folder))
         )
 
 
 def reader_of(model: LoadedModel, max_rank: int) -> AdapterReader:
     """Returns what reads adapters up to ``max_rank`` for the model's backend."""
-    from pillion.engine.checkpoints.weights import qkv_order
+    from pillion.engine.checkpoints.weights import output_orders
 
     prepared = model.prepared
-    order, form = qkv_order(load_config(prepared.folder)), model.backend.adapter_form()
+    orders, form = output_orders(load_config(prepared.folder)), model.backend.adapter_form()
     return AdapterReader(
         str(prepared.folder),
         "float32" if prepared.dtype == "float32" else "bfloat16",
         max_rank,
-        None if order is None else order.tolist(),
+        {name: order.tolist() for name, order in orders.items()},
         cast("AdapterForm", form),
     )
 
@@ -76,14 +77,14 @@ def read_adapter(
     dtype: str,
     digest: str,
     max_rank: int = 0,
-    qkv_order: Sequence[int] | None = None,
+    orders: Mapping[str, Sequence[int]] = MappingProxyType({}),
     model_folder: Path = Path(),
 ) -> AdapterBits:
     """Reads an adapter; the arguments are those of :class:`AdapterReader`. Raises ConfigError if they do not
     fit the model, or if the files have another content than that of ``digest``."""
     pairs = files.pairs(model, max_rank)
     numbers = files.checked_numbers(digest, pairs)
-    order = None if qkv_order is None else np.array(qkv_order)
+    own_orders = {name: np.array(order) for name, order in orders.items()}
     layers: dict[str, list[PairBits]] = defaultdict(list)
     base = BaseWeights(model_folder, turned=FAMILIES[model.family].turned)
     for pair in pairs:
@@ -101,13 +102,14 @@ def read_adapter(
         else:
             a = files.bits(pair.a, numbers.pop(pair.a), dtype)
             b = files.bits(pair.b, numbers.pop(pair.b), dtype, pair.scale)
-        if order is not None and projection.layer.endswith(".qkv"):
+        order = own_orders.get(projection.layer.rpartition(".")[2])
+        if order is not None:
             # The outputs of queries, keys and values keep their own places in the fused layer, so each projection is
             # reordered within itself.
             own = order[first : first + projection.outputs] - first
             b, affine = b[own], None if affine is None else affine[:, own]
         layers[projection.layer].append(PairBits(first, a, b, affine))
-    virtual = files.virtual(model, numbers, dtype)
+    virtual, order = files.virtual(model, numbers, dtype), own_orders.get("qkv")
     if virtual is not None and virtual.kv and order is not None:
         # Keys have the order of the outputs that give the model's own keys.
         heads, keys = virtual.values[:, :, 0], model.num_kv_heads * model.head_dim

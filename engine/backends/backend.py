@@ -120,7 +120,7 @@ class KVLayout:
     A slot is [num_layers, planes, num_kv_heads, block_size, head_dim] values of ``dtype``. Two planes are K and V; one
     has rows that are both, latents and a rotated key. ``version``
     names the backend's own layout of a (layer, head) piece. With the types "fp8_e4m3" and "int8" a piece has
-    block_size * head_dim bytes and block_size float32 scales, one per token.
+    block_size * head_dim bytes and block_size float32 scales, one per token; two, where rows are latents and a key.
 
     Where ``layers`` is not empty, a slot is [planes, kv_heads, block_size, head_dim] values of one layer after the
     other, each with its own numbers. A layer that is None there has no place in the slot.
@@ -173,6 +173,11 @@ class KVLayout:
         return 3 * self.state_pages
 
     @property
+    def scale_bytes(self) -> int:
+        """Gives the number of bytes of the scales of a row in 8 bits."""
+        return KV_SCALE_BYTES * (2 if self.planes == 1 else 1)
+
+    @property
     def block_bytes(self) -> int:
         """Gives the number of bytes of one slot. Where layers differ and values are no codes, it is rounded up to whole
         pieces of each size, so that the pieces of one size in all slots are rows of a table."""
@@ -188,7 +193,7 @@ class KVLayout:
 
     def _piece_bytes(self, head_dim: int) -> int:
         if self._has_codes:
-            return self.block_size * (head_dim + KV_SCALE_BYTES)
+            return self.block_size * (head_dim + self.scale_bytes)
         return self.block_size * head_dim * {"bfloat16": 2, "float16": 2, "float32": 4}[self.dtype]
 
     def _layer_bytes(self, layer: int) -> int:

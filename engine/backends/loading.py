@@ -243,7 +243,9 @@ def precision_notes(prepared: PreparedModel, device: str = "cpu") -> Iterator[st
             " --dtype float32 computes with exactly its weights"
         )
     if config.quantization is not None:
-        yield from config.quantization.rounding_notes(device, experts=config.moe is not None)
+        yield from config.quantization.rounding_notes(
+            device, experts=config.moe is not None, latents=config.latents is not None
+        )
     for rope in config.ropes:
         if 0 < rope.switches_at < prepared.max_model_len:
             yield (
@@ -323,8 +325,6 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
     Raises ConfigError for kernels that this processor cannot run, and for KV in 8 bits without the CPU kernels.
     """
     config = load_config(prepared.folder)
-    if config.latents is not None and flags.kv_cache_dtype != "auto":
-        raise ConfigError(f"{config.family}: --kv-cache-dtype {flags.kv_cache_dtype} is not there yet for latents")
     isa = choose_isa(flags.cpu_kernels, host_features())
     if isa is None:
         chosen = flags.cpu_kernels == "torch"
@@ -340,8 +340,6 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
 
 def check_adapters(config: ModelConfig) -> None:
     """Raises ConfigError for a model that cannot have adapters yet."""
-    if config.latents is not None:
-        raise ConfigError(f"{config.family}: --enable-lora is not there yet where blocks hold latents")
     if config.values_are_keys:
         raise ConfigError(f"{config.family}: --enable-lora is not there yet where values are keys (attention_k_eq_v)")
 

@@ -250,8 +250,6 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     config = load_config(folder)
     if config.quantization is not None:
         _refuse_twice(source, kind, config.quantization.words)
-    if config.latents is not None:
-        raise ConfigError(f"{config.family}: --quantization is not there yet where blocks hold latents")
     progress("fingerprinting weights")
     # Models with the same weights may have other texts, such as chat templates, and the folder has copies of these.
     texts = (folder / name for name in TEXT_FILES)

@@ -227,9 +227,12 @@ def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
     return weight if order is None else weight[order]
 
 
-def qkv_order(config: ModelConfig) -> torch.Tensor | None:
-    """Returns the order of the outputs of the fused projections of queries, keys and values."""
-    return next(row_order(tensor) for tensor in tensors_of(layers_of(config)[0]) if tensor.name == "qkv")
+def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
+    """Returns the checkpoint's output of each output of fused layers, by the layer's name ("qkv"), where both are not
+    in one order; it is the same in all layers of a model."""
+    layer = [tensor for tensor in tensors_of(layers_of(config)[0]) if tensor.role is Role.MATRIX and not tensor.experts]
+    orders = {tensor.name: row_order(tensor) for tensor in layer}
+    return {name: order for name, order in orders.items() if order is not None}
 
 
 def _head_order(piece: Entries) -> torch.Tensor:

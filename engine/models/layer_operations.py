@@ -52,7 +52,7 @@ class Role(Enum):
     HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm where it has a bias, else RMS"
     MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
     EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
-    HEAD_MATRICES = "a matrix for each head, never in few bits, of which a part is multiplied from the other side"
+    HEAD_MATRICES = "a matrix for each head, widened on load, of which a part is multiplied from the other side"
     TAPS = "the factors of a convolution of each channel on its own, and perhaps its bias"
     VECTOR = "numbers that are used as they are"
     EXACT_VECTOR = "numbers that stay float32, because a choice depends on them"
@@ -194,7 +194,8 @@ class AttendLatents:
         query_up: makes queries; in each head the values that are rotated are the last.
         down: makes a row's latents, and behind them the rotated key.
         norm: the norm of the latents.
-        up: for each head the matrix that makes its key and its value of the latents. It is never in few bits.
+        up: for each head the matrix that makes its key and its value of the latents. Where a checkpoint has it in few
+            bits, it is widened when it is loaded.
         rope: the number of the rotary embedding.
     """
 

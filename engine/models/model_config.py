@@ -25,9 +25,9 @@ class FewBitWeights(Protocol):
     def words(self) -> str:
         """Gives the format in a few words: "awq, 4 bits in groups of 128"."""
 
-    def rounding_notes(self, device: str, *, experts: bool) -> Iterator[str]:
-        """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``experts``: whether
-        the model has a mixture of experts."""
+    def rounding_notes(self, device: str, *, experts: bool, latents: bool) -> Iterator[str]:
+        """Yields a sentence for each difference from the arithmetic of the checkpoint's producer. ``experts`` and
+        ``latents``: whether the model has a mixture of experts, and attention over latents."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

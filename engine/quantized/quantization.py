@@ -100,7 +100,7 @@ class Quantization:
         """Gives the ways in which products on CPUs round the inputs of some layers to int8."""
         return frozenset({self.row_codes, *(scheme.row_codes for _, scheme in self.schemes)}) - {""}
 
-    def rounding_notes(self, device: str, *, experts: bool) -> Iterator[str]:
+    def rounding_notes(self, device: str, *, experts: bool, latents: bool) -> Iterator[str]:
         rounded, ways = self.activations, self.row_schemes
         if device == "cuda" and self.method == OWN_METHOD and ways:
             yield (
@@ -118,6 +118,11 @@ class Quantization:
             yield (
                 "inputs of experts are rounded to int8 only where all experts of a layer have the same scale for them;"
                 " else they are not rounded, which is nearer to the unquantized model"
+            )
+        if device == "cpu" and latents and ways and self.method != OWN_METHOD:
+            yield (
+                "latents are not rounded to int8 where keys and values are made of them, which is nearer to the"
+                " unquantized model"
             )
 
 

@@ -51,8 +51,6 @@ class Stages:
         if not isinstance(flags, PrefillFlags):
             raise ConfigError(f"{needs} a prefill worker: a decode step would wait for one stage after the other")
         config = load_config(prepared.folder)
-        if config.latents is not None:
-            raise ConfigError(f"{config.family}: --pipeline-parallel-size {size} is not there yet for latents")
         if config.kv_sources or config.token_inputs is not None:
             raise ConfigError(
                 f"{config.family}: --pipeline-parallel-size {size} is not there for layers that share keys and"

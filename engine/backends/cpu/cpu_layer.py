@@ -199,7 +199,8 @@ class LayerEmitter:
             "latents_stride": rows.stride,
             **places,
         }
-        spec = WriteLatents(latents.rank, latents.rotary, latents.still, heads, shape.block_size, builder.bf16)
+        widths = latents.rank, latents.rotary, latents.still
+        spec = WriteLatents(*widths, heads, shape.block_size, builder.bf16, shape.codes)
         yield Operation(spec, values)
         places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
         yield from self._attention(Attend(0), shape, queries, places)

@@ -96,7 +96,7 @@ class AttentionShape:
     def group_bytes(self) -> int:
         """Returns how many bytes 16 tokens take in K, and as many in V: their lines, and their scales where they have
         any."""
-        return group_bytes(self.head_dim, self.kind)
+        return group_bytes(self.head_dim, self.kind, 2 if self.latents else 1)
 
     @property
     def piece_bytes(self) -> int:
@@ -140,9 +140,9 @@ class PoolLines:
         """Returns the number by which values must be multiplied beside their scales, a power of two."""
         return FLOAT_FACTORS[self._shape.codes] if self.scaled and not self.bf16_rows else 1.0
 
-    def scales(self, group: Ptr) -> Vec:
-        """Loads the scales of the tokens of a group."""
-        return self._k.load(group + self._shape.lines_bytes)
+    def scales(self, group: Ptr, part: int = 0) -> Vec:
+        """Loads the scales of the tokens of a group. In rows of latents, those of rotated keys are part 1."""
+        return self._k.load(group + (self._shape.lines_bytes + part * VECTOR_BYTES))
 
     def add(
         self, sums: list[list[KernelVariable]], loaded: list[tuple[Vec | Pairs, ...]], rows: Ptr, stride: int
@@ -238,6 +238,11 @@ class _Sums:
         for place, total in self._places():
             self._k.store(ptr + place, total.value)
 
+    def add_to(self, ptr: Ptr) -> None:
+        """Adds the sums to those at ``ptr``."""
+        for place, total in self._places():
+            self._k.store(ptr + place, self._k.load(ptr + place) + total.value)
+
     def scale(self, factors: Sequence[Vec]) -> None:
         """Multiplies each row's sums by ``factors``, one for each column."""
         for row in self.rows:
@@ -259,39 +264,53 @@ def emit_scores(
     """
     k = groups.pool.k
     all_lines = shape.lines_bytes // VECTOR_BYTES
-    turn = math.gcd(all_lines, TURN_LINES) if tile.in_turns and tile.side < SIDE_GROUPS else all_lines
+    # Where rotated keys have scales of their own, the lines before theirs come first.
+    first_lines = shape.latents // line_values(shape.kind) if lines.scaled and shape.latents else all_lines
+    turn = math.gcd(first_lines, TURN_LINES) if tile.in_turns and tile.side < SIDE_GROUPS else first_lines
     sums = _Sums(k, tile.rows, tile.side, SCORE_BYTES)
+
+    def add(begin: Int, end: Int | int, index: Int) -> list[Ptr]:
+        """Adds the products of lines of the groups side by side from ``index`` on; returns these."""
+        here, ahead = ([groups.at(index + (far + i)) for i in range(tile.side)] for far in (0, SIDE_GROUPS))
+        with k.range(end, begin, step=SIDE_GROUPS // tile.side) as line:
+            for step in range(SIDE_GROUPS // tile.side):
+                at_line = line * VECTOR_BYTES + step * VECTOR_BYTES
+                for ptr in ahead:
+                    k.prefetch(ptr + at_line, near=False)
+                keys = [lines.load(ptr + at_line) for ptr in here]
+                query = queries + line * lines.step_bytes + step * lines.step_bytes
+                lines.add(sums.rows, keys, query, all_lines * lines.step_bytes)
+        return here
+
     with k.range(groups.count, step=SIDE_GROUPS) as first:
         behind = k.least(first + SIDE_GROUPS, groups.count)
         if lines.scaled:
             for i in range(SIDE_GROUPS):
                 for begin in (behind, groups.count + first):
                     k.prefetch(groups.at(begin + i) + shape.lines_bytes, near=False)
-        if turn < all_lines:
+        if turn < first_lines:
             with k.range(tile.rows) as row, k.range(behind, first) as index:
                 k.store(scores + (row * SCORE_BYTES + index * VECTOR_BYTES), k.vector(0.0))
-        with k.range(all_lines, step=turn) as line, k.range(behind, first, step=tile.side) as index:
+        with k.range(first_lines, step=turn) as line, k.range(behind, first, step=tile.side) as index:
             at = scores + index * VECTOR_BYTES
-            if turn < all_lines:
+            if turn < first_lines:
                 sums.load(at)
             else:
                 sums.clear()
-            here, ahead = ([groups.at(index + (far + i)) for i in range(tile.side)] for far in (0, SIDE_GROUPS))
-            with k.range(line + turn, line, step=SIDE_GROUPS // tile.side) as begin:
-                for step in range(SIDE_GROUPS // tile.side):
-                    at_line = begin * VECTOR_BYTES + step * VECTOR_BYTES
-                    for ptr in ahead:
-                        k.prefetch(ptr + at_line, near=False)
-                    keys = [lines.load(ptr + at_line) for ptr in here]
-                    query = queries + begin * lines.step_bytes + step * lines.step_bytes
-                    lines.add(sums.rows, keys, query, all_lines * lines.step_bytes)
-            if lines.scaled and turn == all_lines:
+            here = add(line, line + turn, index)
+            if lines.scaled and turn == first_lines:
                 sums.scale([lines.scales(ptr) * lines.factor for ptr in here])
             sums.store(at)
-        if lines.scaled and turn < all_lines:
+        if lines.scaled and turn < first_lines:
             with k.range(behind, first) as index, k.range(tile.rows) as row:
                 at = scores + (row * SCORE_BYTES + index * VECTOR_BYTES)
                 k.store(at, k.load(at) * (lines.scales(groups.at(index)) * lines.factor))
+        if first_lines < all_lines:
+            with k.range(behind, first, step=tile.side) as index:
+                sums.clear()
+                here = add(k.int(first_lines), all_lines, index)
+                sums.scale([lines.scales(ptr, 1) * lines.factor for ptr in here])
+                sums.add_to(scores + index * VECTOR_BYTES)
 
 
 def emit_softcap(scores: Ptr, count: Int, scale: Vec, softcap: Vec) -> None:
@@ -408,12 +427,12 @@ def emit_weighted(
 
 def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums: Ptr, rows: int, most: int) -> None:
     """Stores A where values are the first values of keys: for ``rows`` rows of float32 weights, with at most ``most``
-    sums in registers.
+    sums in registers, or those of one line. Codes of 8 bits become float32.
 
     Lanes are tokens here, so a sum is one vector for each value, whose lanes are added up behind the last group.
     """
     k = groups.pool.k
-    each = 2 if shape.bf16 else 1
+    each = line_values(shape.kind)
     lines = shape.latents // each
     width = max(count for count in (1, 2, 4, 8) if lines % count == 0 and (count == 1 or rows * count * each <= most))
     totals = _Sums(k, rows, width * each, SCORE_BYTES)
@@ -421,9 +440,11 @@ def emit_weighted_keys(shape: AttentionShape, groups: Groups, weights: Ptr, sums
         totals.clear()
         with k.range(groups.count) as group:
             key, weight = groups.at(group) + line * VECTOR_BYTES, weights + group * VECTOR_BYTES
-            loaded = []
+            loaded: list[Vec] = []
             for i in range(width):
-                if shape.bf16:
+                if shape.codes:
+                    loaded += widen_to_floats(k, key + i * VECTOR_BYTES, shape.codes)
+                elif shape.bf16:
                     pairs = k.load_pairs(key + i * VECTOR_BYTES)
                     loaded += [k.low(pairs), k.high(pairs)]
                 else:
@@ -471,7 +492,9 @@ def emit_result(shape: AttentionShape, sums: Ptr, out: Ptr) -> None:
     """Stores A / l, a row's attention, in the model's type. Widened values still lack a constant factor, which is
     multiplied here: applied earlier, it would have cost small weights some bits."""
     k = sums.k
-    share = k.vector(PoolLines(k, shape).factor) / k.load(sums + (4 * shape.value_dim + VECTOR_BYTES))
+    # Rows of latents are widened to float32 on every processor.
+    factor = FLOAT_FACTORS[shape.codes] if shape.latents and shape.codes else PoolLines(k, shape).factor
+    share = k.vector(factor) / k.load(sums + (4 * shape.value_dim + VECTOR_BYTES))
     with k.range(shape.value_dim // LANES) as column:
         value = k.load(sums + column * VECTOR_BYTES) * share
         k.store_float(out + column * (LANES * shape.element_bytes), value, shape.bf16)

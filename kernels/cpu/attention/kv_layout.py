@@ -12,6 +12,7 @@ multiples of 16):
                V  [block_size / 16][lines: 4 tokens * head_dim / 16], and after each group's lines its 16 scales
                a line of 64 codes is 4 values of 16 lanes, [4 quarters][2 pairs][4 lanes][2 values]: in K four
                neighbours of each of 16 tokens, in V four neighbour tokens of each of 16 columns
+               Rows of latents, which are in the layout of K, have 16 scales of latents, then 16 of rotated keys
 
 So scores of 16 tokens are one vector, and the product with V adds up tokens pair by pair: both are dot products of
 bfloat16 pairs without any shuffle (:meth:`pillion.kernels.cpu.language.emit.Kernel.dot`), and a group has as many
@@ -42,9 +43,9 @@ def lines_bytes(head_dim: int, kind: str) -> int:
     return LANES * head_dim * _VALUE_BYTES[kind]
 
 
-def group_bytes(head_dim: int, kind: str) -> int:
-    """Returns how many bytes 16 tokens take in K, and as many in V, with their scales where they have any."""
-    return lines_bytes(head_dim, kind) + (LANES * KV_SCALE_BYTES if _VALUE_BYTES[kind] == 1 else 0)
+def group_bytes(head_dim: int, kind: str, scales: int = 1) -> int:
+    """Returns how many bytes 16 tokens take in K, and as many in V, with so many scales of each where they have any."""
+    return lines_bytes(head_dim, kind) + (LANES * KV_SCALE_BYTES * scales if _VALUE_BYTES[kind] == 1 else 0)
 
 
 def pack_pool(pool: torch.Tensor) -> torch.Tensor:

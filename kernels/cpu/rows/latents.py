@@ -1,19 +1,21 @@
 """Writes the latents and the rotated key of each row into the pool, and makes queries of what was found for each head.
 
 A row of KV is a key of ``rank`` latents and ``rotary`` rotated values, in the layout of K
-(:mod:`pillion.kernels.cpu.attention.kv_layout`); no V is beside it.
+(:mod:`pillion.kernels.cpu.attention.kv_layout`); no V is beside it. In 8 bits latents and
+rotated values have a scale each, so that neither costs the other accuracy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pillion.kernels.cpu.attention.kv_layout import group_bytes
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Ptr
+from pillion.kernels.cpu.attention.eight_bits import encode, scale_of
+from pillion.kernels.cpu.attention.kv_layout import group_bytes, lines_bytes
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.rows.rotate import scatter_key, turned
+from pillion.kernels.cpu.rows.rotate import scatter_key, scatter_key_codes, turned
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +30,10 @@ class WriteLatents(KernelSpec):
     Keys go into the step's pool, at ``layer_offset`` bytes in a slot of ``slot_bytes``. Pairs (i, i + rotary / 2)
     rotate by the angles whose cosines and sines are in ``cos`` and ``sin`` [positions, rotary / 2] float32.
 
-    rank, rotary and block_size are multiples of 16. A sequence's last row also zeroes keys after it, where this step
-    began the block: they are values, too, and 0 times a stale NaN would not be 0.
+    rank, rotary and block_size are multiples of 16. A sequence's last row also zeroes keys after it, or the scales of
+    their latents, where this step began the block: they are values, too, and 0 times a stale NaN would not be 0.
+
+    ``codes``: keys are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
     """
 
     layout = RecordLayout(
@@ -44,6 +48,7 @@ class WriteLatents(KernelSpec):
     heads: int
     block_size: int
     bf16: bool
+    codes: str = ""
 
     def emit(self, call: KernelCall) -> None:
         # Each head of a row is a work item, and its key is one more.
@@ -80,17 +85,46 @@ class WriteLatents(KernelSpec):
         place = seq * step.number("table_stride") + position // self.block_size
         slot = k.load_int(step.pointer("block_tables") + place * 4, 32)
         piece = step.pointer("pool") + args.number("layer_offset") + slot * args.number("slot_bytes")
-        each = group_bytes(self.rank + self.rotary, "bfloat16" if self.bf16 else "float32")
-        target = piece + (offset // LANES * each + offset % LANES * 4)
         source = args.pointer("latents") + row * args.number("latents_stride")
-        with k.range(self.rank // LANES) as i:
-            scatter_key(k, target, i, k.load(source + i * VECTOR_BYTES), self.bf16)
         behind_latents = self.rank // LANES
         values = [k.load(source + (behind_latents + i) * VECTOR_BYTES) for i in range(self.rotary // LANES)]
-        for vector, value in enumerate(turned(k, values, args.pointer("cos") + angles, args.pointer("sin") + angles)):
+        keys = turned(k, values, args.pointer("cos") + angles, args.pointer("sin") + angles)
+        clears = behind.equals(row + 1) & (row - offset >= first)
+        if self.codes:
+            latents = [k.load(source + i * VECTOR_BYTES) for i in range(behind_latents)]
+            self._write_codes(k, piece, offset, latents, keys)
+            with k.when(clears):
+                self._clear_scales(k, piece, offset)
+            return
+        each = self._group_bytes
+        target = piece + (offset // LANES * each + offset % LANES * 4)
+        with k.range(behind_latents) as i:
+            scatter_key(k, target, i, k.load(source + i * VECTOR_BYTES), self.bf16)
+        for vector, value in enumerate(keys):
             scatter_key(k, target, behind_latents + vector, value, self.bf16)
-        with k.when(behind.equals(row + 1) & (row - offset >= first)):
+        with k.when(clears):
             self._clear(call, piece, offset, each)
+
+    @property
+    def _group_bytes(self) -> int:
+        return group_bytes(self.rank + self.rotary, self.codes or ("bfloat16" if self.bf16 else "float32"), 2)
+
+    def _write_codes(self, k: Kernel, piece: Ptr, offset: Int, latents: list[Vec], keys: list[Vec]) -> None:
+        """Writes the codes of latents and of a rotated key, and the scale of each."""
+        group, token = piece + offset // LANES * self._group_bytes, offset % LANES
+        scales = group + lines_bytes(self.rank + self.rotary, self.codes)
+        for part, first, values in ((0, 0, latents), (1, len(latents), keys)):
+            scale = scale_of(k, values, self.codes)
+            inverse = k.vector(1.0) / scale
+            k.store_first(scales + (token * 4 + part * VECTOR_BYTES), scale)
+            for vector, value in enumerate(values):
+                scatter_key_codes(k, group, token, first + vector, encode(k, value * inverse, self.codes))
+
+    def _clear_scales(self, k: Kernel, piece: Ptr, offset: Int) -> None:
+        """Zeroes the scales of the latents of the tokens after ``offset`` in a block."""
+        at_scales = lines_bytes(self.rank + self.rotary, self.codes)
+        with k.range(k.int(self.block_size), offset + 1) as behind:
+            k.store_int(piece + (behind // LANES * self._group_bytes + (at_scales + behind % LANES * 4)), 0, 32)
 
     def _clear(self, call: KernelCall, piece: Ptr, offset: Int, each: int) -> None:
         """Zeroes the keys of the tokens after ``offset`` in a block, whose groups have ``each`` bytes. Other threads

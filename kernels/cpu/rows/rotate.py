@@ -207,13 +207,8 @@ class RowWriter:
 
     def _write_key_codes(self, row: _Row, group: Ptr, keys: list[Vec]) -> None:
         """Writes a key's codes, pair by pair, and its scale."""
-        k, token = self._k, row.offset % LANES
-        target = group + (token // 4 * LANES + token % 4 * 2)
         for vector, codes in enumerate(self._codes(row, group, keys)):
-            pairs = k.builder.bitcast(codes, ir.VectorType(ir.IntType(16), LANES // 2))
-            # A line has two pairs of each token.
-            places = [pair // 2 * VECTOR_BYTES + pair % 2 * 8 for pair in range(LANES // 2)]
-            k.scatter(target + vector * 4 * VECTOR_BYTES, pairs, places)
+            scatter_key_codes(self._k, group, row.offset % LANES, vector, codes)
 
     def _codes(self, row: _Row, group: Ptr, values: list[Vec]) -> list[Any]:
         """Writes the scale of ``values`` into ``group``; returns their codes, vector by vector."""
@@ -332,6 +327,15 @@ def scatter_key(k: Kernel, target: Ptr, vector: Int | int, value: Vec, bf16: boo
     parts_each = LANES * (2 if bf16 else 4) // 4
     parts = k.builder.bitcast(k.to_bf16(value) if bf16 else value.ir, ir.VectorType(ir.IntType(32), parts_each))
     k.scatter(target + vector * (parts_each * VECTOR_BYTES), parts, range(0, parts_each * VECTOR_BYTES, VECTOR_BYTES))
+
+
+def scatter_key_codes(k: Kernel, group: Ptr, token: Int, vector: int, codes: Any) -> None:
+    """Writes the codes of a vector of a key, pair by pair, into the lanes of a token of a group."""
+    target = group + (token // 4 * LANES + token % 4 * 2)
+    pairs = k.builder.bitcast(codes, ir.VectorType(ir.IntType(16), LANES // 2))
+    # A line has two pairs of each token.
+    places = [pair // 2 * VECTOR_BYTES + pair % 2 * 8 for pair in range(LANES // 2)]
+    k.scatter(target + vector * 4 * VECTOR_BYTES, pairs, places)
 
 
 def _swapped(k: Kernel, head: list[Vec], i: int) -> Vec:

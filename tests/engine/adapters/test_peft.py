@@ -171,6 +171,41 @@ def test_attention_of_every_family_on_the_kernels(family, tmp_path):
     check_adapter(folder, flags, make_adapter(folder, tmp_path / "adapter", **config), CpuDriver)
 
 
+# All linear layers of MLA that have adapters. Where MLPs are targets, PEFT adapts experts, too.
+LATENT_TARGETS = ["q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+
+
+@pytest.mark.parametrize(
+    ("family", "config", "make"),
+    [
+        pytest.param("deepseek-v3", {"r": 6, "lora_alpha": 12}, CpuDriver, marks=needs_kernels),
+        *(
+            pytest.param(*case, marks=(pytest.mark.long, needs_kernels))
+            for case in (
+                ("deepseek-v3", {"r": 6, "lora_alpha": 12}, BackendDriver),
+                ("deepseek-v2", {"r": 4, "use_dora": True}, CpuDriver),
+                ("youtu", {"r": 4, "bias": "all", "use_dora": True}, BackendDriver),
+                ("youtu", {"r": 4, "bias": "all", "use_dora": True}, CpuDriver),
+                ("minicpm3", {"r": 4}, CpuDriver),
+                ("glm4-moe-lite", {"r": 4}, CpuDriver),
+            )
+        ),
+    ],
+)
+def test_latents(family, config, make, tmp_path):
+    """Rotated neighbours are in another order than in checkpoints, in queries and in the row that has the key."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    adapter = make_adapter(folder, tmp_path / "adapter", target_modules=LATENT_TARGETS, **config)
+    check_adapter(folder, flags, own_vectors(adapter), make)
+
+
+def test_what_makes_keys_of_latents_has_no_adapters(tmp_path):
+    folder, flags = make_model(tmp_path / "model", FAMILIES["youtu"])
+    adapter = make_adapter(folder, tmp_path / "adapter", r=4, target_modules=["kv_b_proj"])
+    with pytest.raises(ConfigError, match="kv_b_proj, which cannot be served: what makes keys and values of latents"):
+        driver_with(flags, adapter)
+
+
 @pytest.mark.parametrize(
     ("family", "module", "words"),
     [

@@ -23,7 +23,7 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.eight_bit_kv import quantize_rows
-from tests.support.families import FAMILIES, FIRST, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import FAMILIES, FIRST, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.long, needs_kernels]
@@ -101,21 +101,22 @@ def check_roles(folder):
         assert head.group == config.hidden_size
 
 
-@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS], indirect=True)
 def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
     """Only matrices of linear layers are in few bits. The reference of KV is torch, which rounds rows before it writes
-    them."""
+    them, latents and rotated keys apart."""
     name, folder, flags = family
     (prepared, model), text = quantized(folder, flags, "int8"), tokens_of(PROMPT_TOKENS, 2)
     wanted = logits_of(model, [text])[0]
     close(run(CpuDriver(prepared), text), wanted)
     flag, kind = KV[list(FIRST.values()).index(name) % 2]
     found = run(CpuDriver(prepared, backend=cpu_backend(prepared, kv_cache_dtype=flag)), text)
-    write = StepAttention.write
+    write, latents = StepAttention.write, load_config(prepared.folder).latents
 
-    def rounded(self, layer, keys, values):
-        pairs = [quantize_rows(rows, kind) for rows in (keys, values)]
-        write(self, layer, *(codes.float() * scales[..., None] for codes, scales in pairs))
+    def rounded(self, layer, *rows):
+        parts = rows if latents is None else rows[0].tensor_split([latents.rank], -1)
+        pairs = [quantize_rows(part, kind) for part in parts]
+        values = [codes.float() * scales[..., None] for codes, scales in pairs]
+        write(self, layer, *(values if latents is None else [torch.cat(values, -1)]))
 
     monkeypatch.setattr(StepAttention, "write", rounded)
     reference = run(BackendDriver(prepared), text)
@@ -123,14 +124,10 @@ def test_matrices_in_8_bits_and_kv_in_8_bits(family, monkeypatch):
 
 
 def test_three_answers_over_a_prefix_hit_and_a_new_start(family):
-    """In 4 bits; models with latents have plain weights. Someone else has computed whole blocks of the prompt and the
-    begin of one; the answers copy the last block of the prompt, and grow side by side. After a kill the tokens so far
-    are a prompt, computed in other steps."""
-    name, folder, flags = family
-    if name in OF_LATENTS:
-        prepared, model = prepare(flags), AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    else:
-        prepared, model = quantized(folder, flags, "int4")
+    """In 4 bits. Someone else has computed whole blocks of the prompt and the begin of one; the answers copy the last
+    block of the prompt, and grow side by side. After a kill the tokens so far are a prompt, computed in other steps."""
+    _, folder, flags = family
+    prepared, model = quantized(folder, flags, "int4")
     tails = [tokens_of(PROMPT_TOKENS - PROMPT, seed) for seed in (5, 6, 7)]
     texts = [tokens_of(PROMPT, 2) + tail for tail in tails]
     wanted, driver = logits_of(model, texts), CpuDriver(prepared)

@@ -1,4 +1,5 @@
-"""Models whose blocks hold latents (multi-head latent attention): the shapes of published ones, and what is refused."""
+"""Models whose blocks hold latents (multi-head latent attention): the shapes of published ones, long texts,
+rows in 8 bits and quantized weights."""
 
 from __future__ import annotations
 
@@ -6,18 +7,23 @@ import dataclasses
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
-from pillion.config import PrefillFlags, PrepareFlags
-from pillion.engine.backends.loading import load_model, make_ready
+from pillion.config import ModelFlags
+from pillion.engine.backends.loading import precision_notes
+from pillion.engine.checkpoints.checkpoint import open_checkpoint
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config
-from pillion.engine.stages.stage_loading import Stages
-from pillion.errors import ConfigError
+from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
+from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
+from tests.support.eight_bit_kv import quantize_rows
 from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver
 
-# As in the config of DeepSeek V3, without its quantization.
+# As in the config of DeepSeek V3.
 V3 = {
     "architectures": ["DeepseekV3ForCausalLM"],
     "attention_bias": False,
@@ -47,6 +53,12 @@ V3 = {
     "q_lora_rank": 1536,
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
     "rms_norm_eps": 1e-06,
     "rope_scaling": {
         "beta_fast": 32,
@@ -81,6 +93,7 @@ def test_the_shapes_of_published_models(change):
     assert config.attention_scale == pytest.approx(192**-0.5 * 1.36889**2, rel=1e-5)
     assert config.max_position_embeddings == 163_840
     assert config.moe.groups == change.get("n_group", 8)
+    assert config.quantization.words == "fp8, 8-bit floats in blocks of 128 x 128"
 
 
 @needs_kernels
@@ -112,26 +125,104 @@ def test_long_texts_with_rows_as_wide_as_deepseeks(own_cache, tmp_path, dtype, n
         driver.check_among_others(driver.sequences.add()[0], text, [600, 400, 60, 1], found, [three])
 
 
-def test_what_is_not_there_yet_is_refused_by_name(own_cache, tmp_path):
-    folder, plain = make_model(tmp_path / "model", FAMILIES["deepseek-v2"])
-    prepared = prepare(plain)
-    model = {"model": str(folder), "dtype": "float32"}
-    with pytest.raises(ConfigError, match="deepseek_v2: --kv-cache-dtype fp8"):
-        load_model(PrefillFlags(kv_cache_dtype="fp8", **model), 1)
-    with pytest.raises(ConfigError, match="deepseek_v2: --enable-lora"):
-        load_model(PrefillFlags(enable_lora=True, **model), 1)
-    with pytest.raises(ConfigError, match="deepseek_v2: --enable-lora"):
-        make_ready(PrepareFlags(enable_lora=True, **model), print)
-    lines: list[str] = []
-    with pytest.raises(ConfigError, match="deepseek_v2: --quantization"):
-        prepare(PrepareFlags(quantization="int4", **model), lines.append)
-    assert not any("quantizing" in line for line in lines), "it is refused before the hours that this takes"
-    with pytest.raises(ConfigError, match="deepseek_v2: --pipeline-parallel-size 2"):
-        Stages.check(PrefillFlags(model=str(folder), pipeline_parallel_size=2), "cpu", prepared)
+@needs_kernels
+@pytest.mark.parametrize(
+    ("dtype", "flag", "kind"),
+    [
+        ("float32", "int8", "int8"),
+        *(
+            pytest.param(*case, marks=pytest.mark.long)
+            for case in (("float32", "fp8", "fp8_e4m3"), ("bfloat16", "int8", "int8"), ("bfloat16", "fp8", "fp8_e4m3"))
+        ),
+    ],
+)
+def test_rows_in_8_bits(own_cache, tmp_path, monkeypatch, dtype, flag, kind):
+    """Rotated keys are far larger than latents, and cost these nothing: each has a scale. The reference is torch, which
+    rounds rows before it writes them; some that lie between two codes may get either."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES["youtu"])
+    enlarge_keys(folder)
+    prepared, text = prepare(dataclasses.replace(flags, dtype=dtype)), tokens_of(100, 2)
+    chunks, rank = [33, 1, 2, 20], load_config(prepared.folder).latents.rank
+    exact = BackendDriver(prepare(flags))
+    wanted, write = exact.run_all(exact.sequences.add()[0], text, chunks), StepAttention.write
+    driver = CpuDriver(prepared, backend=cpu_backend(prepared, kv_cache_dtype=flag, checked=dtype == "float32"))
+    found = driver.run_all(driver.sequences.add()[0], text, chunks)
+    (other, again) = driver.sequences.add(2)
+    driver.step((other, text[:20]), sample=[])
+    driver.check_among_others(again, text, [1, 40], found, [other])
+    plain = CpuDriver(prepared)
+    unrounded = plain.run_all(plain.sequences.add()[0], text, chunks)
+
+    def rounded(self, layer, rows):
+        pairs = [quantize_rows(part.float(), kind) for part in rows.tensor_split([rank], -1)]
+        write(self, layer, torch.cat([codes.float() * scales[..., None] for codes, scales in pairs], -1).to(rows.dtype))
+
+    monkeypatch.setattr(StepAttention, "write", rounded)
+    reference = BackendDriver(prepare(flags))
+    rounds = reference.run_all(reference.sequences.add()[0], text, chunks)
+    assert (found - rounds).abs().mean() < 0.2 * (rounds - wanted).abs().mean() + 2 * (unrounded - wanted).abs().mean()
+    assert (found - wanted).abs().mean() < 0.1 * wanted.std()
 
 
-def test_gpus_refuse_latents(own_cache, tmp_path):
-    gpu_loading = pytest.importorskip("pillion.engine.backends.gpu.gpu_loading")
-    folder, _ = make_model(tmp_path / "model", FAMILIES["deepseek-v2"])
-    with pytest.raises(ConfigError, match="deepseek_v2: the GPU kernels do not attend over latents"):
-        gpu_loading.check_operations(load_config(folder))
+def enlarge_keys(folder):
+    """Makes rotated keys 64 times as large, and rotated queries as much smaller."""
+    config, tensors = load_config(folder), load_file(folder / "model.safetensors")
+    latents = config.latents
+    for name, tensor in tensors.items():
+        if ".kv_a_proj_with_mqa." in name:
+            tensor[latents.rank :] *= 64
+        elif ".q_b_proj." in name:
+            tensor.view(config.num_heads, latents.head_dim, -1)[:, latents.still :] /= 64
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+# Groups of 16 divide all inputs; the 48 outputs of latents and rotated key are no whole number of blocks of 32.
+FEW = {**FAMILIES["deepseek-v3"], "q_lora_rank": 32}
+PLAIN_QUERIES = FAMILIES["deepseek-v2"]
+# Formats with models in turns: DeepSeek's own, and those whose inputs have an order or groups have offsets.
+OF_FEW_BITS = [
+    ("deepseek-fp8", FEW),
+    *(
+        pytest.param(name, shape, marks=pytest.mark.long, id=f"{name}-{number}")
+        for number, (name, shape) in enumerate(
+            (
+                ("deepseek-fp8-ue8m0", PLAIN_QUERIES),
+                ("awq", FEW),
+                ("gptq-act-order", {**FAMILIES["youtu"], "q_lora_rank": 32}),
+                ("w4a16", PLAIN_QUERIES),
+                ("nvfp4", FEW),
+            )
+        )
+    ),
+]
+
+
+@needs_kernels
+@pytest.mark.parametrize(("name", "shape"), OF_FEW_BITS)
+def test_quantized_checkpoints(own_cache, tmp_path, name, shape):
+    """The numbers that codes stand for, beside transformers: projections, MLPs and experts stay in few bits, and what
+    makes keys and values of latents is widened."""
+    plain, _ = make_model(tmp_path / "plain", shape)
+    few, wide = quantize_folder(plain, tmp_path / "few", PRODUCERS[name](16))
+    prepared, config = prepare(ModelFlags(model=str(few), dtype="float32")), load_config(few)
+    down = "query_down" if config.latents.query_rank else "query_up"
+    with open_checkpoint(few, config) as checkpoint:
+        for tensor in (f"{down}.weight", "query_up.weight", "latents.weight", "o.weight", "latent_up"):
+            assert isinstance(checkpoint.take_matrix(f"layers.1.{tensor}", torch.float32), QuantizedMatrix), tensor
+    model, text = AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32).eval(), tokens_of(40, 7)
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0].float()
+    assert wanted.std() > 0.5
+    for driver in (BackendDriver(prepared), CpuDriver(prepared)):
+        (number,) = driver.sequences.add()
+        torch.testing.assert_close(driver.run_all(number, text, [17, 1]), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_latents_are_told_not_to_be_rounded(own_cache, tmp_path):
+    """The product with latents is taken over to queries, which are other rows."""
+    plain, _ = make_model(tmp_path / "plain", FEW)
+    few, _ = quantize_folder(plain, tmp_path / "few", PRODUCERS["w8a8"](16))
+    (note,) = precision_notes(prepare(ModelFlags(model=str(few), dtype="float32")))
+    assert "latents are not rounded to int8" in note
+    own = prepare(ModelFlags(model=str(plain), dtype="float32", quantization="int8-dynamic"))
+    assert not list(precision_notes(own))

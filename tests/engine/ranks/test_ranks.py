@@ -269,6 +269,20 @@ def test_matrices_in_few_bits(kind, tmp_path):
     group.close()
 
 
+@pytest.mark.long
+def test_quantized_latents(tmp_path):
+    """Each rank has some heads of the matrices that make queries, and of what makes keys and values of latents."""
+    plain, _ = make_model(tmp_path / "plain", {**MODELS["latents-six-heads"], "q_lora_rank": 32})
+    few, wide = (
+        prepare(ModelFlags(model=str(folder), dtype="float32"))
+        for folder in quantize_folder(plain, tmp_path / "few", PRODUCERS["deepseek-fp8"](16))
+    )
+    wanted, group = run(None, wide), RankGroup(few, 2)
+    torch.testing.assert_close(run(group, few), wanted, atol=1e-4, rtol=1e-4)
+    assert group.backends[1].model.weights.linear("layers.0.query_up").kind in KINDS
+    group.close()
+
+
 @pytest.mark.parametrize("kind", ["nine-heads", "gptq-act-order"])
 def test_adapters(kind, prepared_of, tmp_path):
     """A or B of each pair is cut as its layer is; each rank packs its own share."""

@@ -76,6 +76,7 @@ def pool_after(backend, prepared):
         ("llama-gqa-tied", 5, "bfloat16", "auto"),
         ("gemma2", 3, "bfloat16", "fp8"),
         ("mixtral", 2, "float32", "auto"),
+        ("deepseek-v3", 3, "float32", "fp8"),
     ],
 )
 def test_stages_write_the_kv_of_one_process_bit_by_bit(prepared_of, name, stages, dtype, kv):
