@@ -82,8 +82,8 @@ points, in mixed steps and greedily, on torch and on the CPU kernels, and on two
 test` runs some of that, `make test-long` all. The first case of each family also runs with `--quantization` int8 and
 int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
 a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
-(`tests/engine/adapters/test_peft.py`). Models with latents have no few bits and no adapters yet, and models whose
-values are keys (Gemma 4 with `attention_k_eq_v`) no adapters. An answer of each family of these goes on, with the
+(`tests/engine/adapters/test_peft.py`). Models whose values are keys (Gemma 4 with
+`attention_k_eq_v`) have no adapters yet. An answer of each family of these goes on, with the
 tokens of transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`).
 
 Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on torch's
@@ -150,7 +150,7 @@ def options(family: ModelFamily) -> str:
     if "attention_chunk_size" in family.defaults:
         said.append("attention in chunks of positions (not on GPUs)")
     if "kv_lora_rank" in family.defaults:
-        said.append("attention over latents (MLA; not on GPUs)")
+        said.append("attention over latents (MLA)")
     if "choice_bias" in layer:
         said.append("a bias where experts are chosen")
     if "n_group" in family.defaults:

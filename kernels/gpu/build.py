@@ -30,6 +30,8 @@ MAX_SHARED_BYTES = {80: 163 * 2**10, 90: 227 * 2**10}
 MAX_REGISTERS = 255
 MODULES = (
     "attention.kv_write",
+    "attention.latent_attention",
+    "attention.latent_write",
     "attention.paged_attention",
     "blocks",
     "products.low_rank_product",
@@ -73,6 +75,8 @@ RARE = (
     "kv_write-nope-bf16",
     "kv_write-qwen3-fp8",
     "kv_write-rank-*",
+    "latent_write-fp32",
+    "latents_*_*",
     "low_rank_expand-64-*",
     "low_rank_*fp16",
     "low_rank_*fp32",

@@ -27,7 +27,7 @@ from pillion.errors import ConfigError, Internal
 from pillion.types import SamplingParams
 from testbed.tiny_model import save_model
 from tests.support.drafts import guessing
-from tests.support.families import FAMILIES, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import FAMILIES, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.sampling import GivenMasks
 from tests.support.scored_prompts import check_scores, run_scored
@@ -59,12 +59,14 @@ INTERPRETED = (
             "glm4",
             "qwen2-moe",
             "gpt-oss",
+            "youtu",
+            "deepseek-v3",
         )
     ),
 )
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - OF_LATENTS) if NATIVE else INTERPRETED)
+@pytest.mark.parametrize("family", sorted(FAMILIES) if NATIVE else INTERPRETED)
 def test_families(family, tmp_path):
     """Runs a text in chunks, and in a batch with decodes of another text."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])

@@ -23,13 +23,13 @@ from pillion.errors import ConfigError
 from pillion.kvstore.memory.head_shares import shares_of
 from tests.gpu.test_backend import close
 from tests.gpu.test_ranks import sibling_answers
-from tests.support.families import FAMILIES, OF_LATENTS, make_model, tokens_of
+from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import NATIVE
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
-# Heads' norms, of which each part has its own; and one KV head, which both shards have.
-INTERPRETED = ("qwen3-qk-norm", "llama-mqa-biases", pytest.param("gpt-oss", marks=pytest.mark.long))
+# Heads' norms, of which each part has its own; one KV head, which both shards have; and latents, which both have.
+INTERPRETED = ("qwen3-qk-norm", "llama-mqa-biases", "youtu", pytest.param("gpt-oss", marks=pytest.mark.long))
 SLOTS = 8
 
 
@@ -43,7 +43,7 @@ def in_one_piece(pool: FakeDividedPool, layout) -> torch.Tensor:
     return whole
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - OF_LATENTS) if NATIVE else INTERPRETED)
+@pytest.mark.parametrize("family", sorted(FAMILIES) if NATIVE else INTERPRETED)
 def test_families(team, family, tmp_path):
     """Two ranks, each with a shard: a chunk, and a decode beside a chunk. Then one process reads what both have
     written, and writes on; and the ranks go on after it."""

@@ -18,7 +18,7 @@ from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from testbed.tiny_model import save_model
 from tests.gpu.test_backend import close, rows_of
 from tests.gpu.test_quantized_models import FORMATS
-from tests.support.families import FAMILIES, OF_LATENTS, make_model, tokens_of
+from tests.support.families import FAMILIES, make_model, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.gpu_ranks import RankTeam
 from tests.support.mixed_adapters import mixed_steps, with_adapters
@@ -28,11 +28,11 @@ from tests.support.torch_model import BackendDriver
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
 
 # One family for each thing that ranks do in a way of their own: heads' norms; post norms, caps and windows; norms of
-# whole projections; experts; a KV head that both ranks have, and biases of sums.
-INTERPRETED = ("qwen3-qk-norm", "gemma2", "olmo2", "mixtral", "llama-mqa-biases")
+# whole projections; experts; a KV head that both ranks have, and biases of sums; latents, which both ranks have.
+INTERPRETED = ("qwen3-qk-norm", "gemma2", "olmo2", "mixtral", "llama-mqa-biases", "youtu")
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES.keys() - OF_LATENTS) if NATIVE else INTERPRETED)
+@pytest.mark.parametrize("family", sorted(FAMILIES) if NATIVE else INTERPRETED)
 def test_families(team, family, tmp_path):
     """A chunk, and then a decode beside a chunk of another text, over one pool."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])

@@ -44,14 +44,14 @@ from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel, GpuStepAdapters
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
-from pillion.engine.backends.gpu.pool_parts import PartRows, PoolPart, part_layout, parts_of
+from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
+from pillion.kernels.gpu.attention.latent_attention import LatentAttention
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
-from pillion.kernels.kv_codes import KV_SCALE_BYTES
 from pillion.rooms import Seam, require
 from pillion.types import SAMPLING_OPTIONS, SamplingParams
 
@@ -119,10 +119,14 @@ class _BoundPool:
         return [None if part.attention is None else part.attention.planner.plan(batch) for part in self.parts]
 
 
-def _part_rows(model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> PartRows:
+def _part_rows(
+    model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVLayout, limits: GpuLimits
+) -> PartRows | LatentRows:
     """Makes the object that writes and attends a part of the process's KV heads in the bytes of a shard."""
     config = model.config
     pool = cut_pool(shard, part_layout(layout, part), model.dtype)
+    if config.latents is not None:
+        return LatentRows(pool, _latent_attention(model, pool, layout, limits) if part.attended else None)
     attention = None
     if part.attended:
         attention = PagedAttention(
@@ -148,11 +152,33 @@ def _part_rows(model: GpuModel, part: PoolPart, shard: torch.Tensor, layout: KVL
     return PartRows(config, model.kv_heads, part, pool, attention, limits.max_tokens, model.qkv)
 
 
+def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, limits: GpuLimits) -> LatentAttention:
+    """Makes attention over a pool of latents."""
+    config, latents = model.config, model.config.latents
+    assert latents is not None
+    return LatentAttention(
+        pool,
+        dtype=model.dtype,
+        num_heads=config.num_heads,
+        rank=latents.rank,
+        rotary=latents.rotary,
+        block_size=layout.block_size,
+        num_layers=config.num_layers,
+        scale=config.attention_scale,
+        max_tokens=limits.max_tokens,
+        max_seqs=limits.max_seqs,
+        max_context_blocks=-(-limits.max_model_len // layout.block_size),
+        fp8=layout.dtype == FP8_E4M3,
+        decode_rows=1 + limits.num_speculative_tokens,
+        device=model.device,
+    )
+
+
 def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
     """Views a pool of bytes [slots, block_bytes] in the shape that the attention kernels expect."""
-    shape = (len(pool), layout.num_layers, 2, layout.num_kv_heads)
+    shape = (len(pool), layout.num_layers, layout.planes, layout.num_kv_heads)
     if layout.dtype == FP8_E4M3:
-        return pool.view(*shape, layout.block_size * (layout.head_dim + KV_SCALE_BYTES))
+        return pool.view(*shape, layout.block_size * (layout.head_dim + layout.scale_bytes))
     return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
 
 
@@ -204,7 +230,8 @@ class GpuBackend(AdaptedBackend):
         bound.record.clear()
         if self._model.adapters is not None:
             self._model.adapters.clear()
-            self._model.adapters.warm_up(bound.record.rows[:1], bound.parts)
+            parts = [part for part in bound.parts if isinstance(part, PartRows)]
+            self._model.adapters.warm_up(bound.record.rows[:1], parts)
         with torch.inference_mode():
             if isinstance(self._memory, DividedPool):
                 # The workspace has compiled the kernels for a pool in one piece. A divided pool needs others, which

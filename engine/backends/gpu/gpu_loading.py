@@ -37,6 +37,7 @@ from pillion.engine.models.model_shard import whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
+from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.kvstore.gpu.mapped_memory import share_region
 
@@ -131,7 +132,8 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
     if device.type == "cuda" and not any(shutil.which(name) for name in compilers if name):
         raise ConfigError("--device cuda: Triton builds its launchers with a C compiler; install gcc, or set CC")
     head_dim, block_size = layout.head_dim, layout.block_size
-    if not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM:
+    of_heads = layout.planes > 1
+    if of_heads and (not LEAST_HEAD_DIM <= head_dim <= MOST_HEAD_DIM or head_dim % LEAST_HEAD_DIM):
         raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
@@ -147,8 +149,6 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(f"{config.family}: the GPU kernels have no {config.activation}; use --device cpu")
     if config.chunked and any(config.sliding_windows):
         raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
-    if config.latents is not None:
-        raise ConfigError(f"{config.family}: the GPU kernels do not attend over latents; use --device cpu")
     if config.token_inputs is not None:
         raise ConfigError(f"{config.family}: the GPU kernels have no embeddings for each layer; use --device cpu")
     if config.kv_places:
@@ -159,6 +159,10 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(f"{config.family}: the GPU kernels have no LayerNorm of heads; use --device cpu")
     if config.moe is not None and config.moe.sparse is not None:
         raise ConfigError(f"{config.family}: the GPU kernels have no sparse mixer; use --device cpu")
+    latents = config.latents
+    if latents is not None and not widths_fit(latents.rank, latents.rotary):
+        widths = f"{latents.rank} latents and {latents.rotary} rotated values"
+        raise ConfigError(f"{config.family}: the GPU kernels do not attend over {widths}; use --device cpu")
 
 
 def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:

@@ -17,7 +17,7 @@ knows, and ranks that share a GPU, whose sums go through the host.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -27,12 +27,13 @@ from pillion.engine.backends.backend import BackendAdapters, Int32, StepBatch
 from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting, SharedLogits
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
-from pillion.engine.backends.gpu.pool_parts import PartRows
+from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
     AddToResidual,
     Again,
     Attend,
+    AttendLatents,
     Experts,
     GrowQueries,
     Keep,
@@ -49,8 +50,10 @@ from pillion.engine.models.layer_operations import (
     tensors_of,
 )
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts, soft_cap
+from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
+from pillion.kernels.gpu.attention.latent_write import latent_write
 from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 from pillion.kernels.gpu.rows.embedding import embed
@@ -58,6 +61,8 @@ from pillion.kernels.gpu.rows.gated import gated
 from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
 
 GpuMatrix = torch.Tensor | PackedMatrix
+# These products read all rows, in the last layer, too, which comes to its sampled rows with its attention.
+_BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
 
 
 class GpuStepAdapters(BackendAdapters, Protocol):
@@ -110,6 +115,26 @@ class GpuNorm(NamedTuple):
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _LatentBuffers:
+    """Holds the buffers of attention over latents, [max_tokens, ...] each: the few values of which queries are made,
+    projected queries, rows of latents and rotated key, and heads' results."""
+
+    few: torch.Tensor
+    projected: torch.Tensor
+    rows: torch.Tensor
+    found: torch.Tensor
+
+    @staticmethod
+    def of(config: ModelConfig, rows: Callable[[int], torch.Tensor]) -> _LatentBuffers | None:
+        """Makes the buffers of a model, of whose width ``rows`` makes one; None for a model without latents."""
+        latents, heads = config.latents, config.num_heads
+        if latents is None:
+            return None
+        widths = latents.query_rank, heads * latents.head_dim, config.head_dim, heads * latents.values
+        return _LatentBuffers(*map(rows, widths))
 
 
 class _Layer:
@@ -208,14 +233,15 @@ class GpuModel:
         kind = dtype if narrow else torch.float32
         self.shares = None if ranks is None else ranks.logits(config.vocab_size, max_samples, kind, device)
         self.head = torch.zeros_like(self.logits, dtype=dtype) if narrow and ranks is None else self.logits
-        heads = config.num_heads + 2 * config.num_kv_heads
+        heads = config.num_heads + (2 * config.num_kv_heads if config.latents is None else 0)
 
         def rows(width: int) -> torch.Tensor:
             return torch.zeros(max_tokens, width, dtype=dtype, device=device)
 
         self.residual, self.normed = rows(config.hidden_size), rows(config.hidden_size)
         self.found = rows(config.hidden_size)
-        self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.head_dim)
+        self.latents = _LatentBuffers.of(config, rows)
+        self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.value_dim)
         inner = max(config.widest_mlp, config.hidden_size)
         self.gate_up, self.inner = rows(2 * inner), rows(inner)
 
@@ -249,10 +275,12 @@ class GpuModel:
 class GpuDecoder:
     """Runs a model's forward pass over one pool."""
 
-    def __init__(self, model: GpuModel, parts: Sequence[PartRows], record: GpuStepRecord) -> None:
+    def __init__(self, model: GpuModel, parts: Sequence[PartRows | LatentRows], record: GpuStepRecord) -> None:
         """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans."""
         self._model = model
-        self._parts = parts
+        # A model has parts of one kind.
+        self._parts = [part for part in parts if isinstance(part, PartRows)]
+        self._latents = [part for part in parts if isinstance(part, LatentRows)]
         self._record = record
         layers = model.layers
         final = GpuNorm(model.weights["final_norm"], model.weights.get("final_norm.bias"))
@@ -324,9 +352,10 @@ class GpuDecoder:
                     scores = None if sinks is None else layer.matrices[sinks.name][0]
                     step.rows = self._attend(index, step.rows, shape, window, scores)
                     if last:
-                        wanted = self._record.sample_rows[: shape.samples]
-                        step.rows = step.rows.index_select(0, wanted)
-                        step.residual = step.residual.index_select(0, wanted)
+                        self._sample(step, shape)
+                case AttendLatents():
+                    if self._run_latents(index, layer, operation, step, shape):
+                        return
                 case Mlp():
                     step.rows = self._gated(index, layer, operation, step.rows, shape)
                 case Experts():
@@ -337,6 +366,11 @@ class GpuDecoder:
                     by = _norm_of(layer, following) if following is not None else self._following[index]
                     post = None if norm is None else layer.norms[norm.name].weight
                     step.rows = self._add(step.residual, step.rows, post, by, scale)
+
+    def _sample(self, step: _LayerStep, shape: StepShape) -> None:
+        """Goes on with the sampled rows alone."""
+        wanted = self._record.sample_rows[: shape.samples]
+        step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
 
     def _product(
         self, index: int, layer: _Layer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
@@ -357,7 +391,7 @@ class GpuDecoder:
         adapters."""
         if shape.adapters:
             # After its attention, the last layer computes the sampled rows alone.
-            sampled = index + 1 == len(self._model.layers) and name != "qkv"
+            sampled = index + 1 == len(self._model.layers) and name not in _BEFORE_ATTENTION
             self._adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
 
     @property
@@ -375,6 +409,72 @@ class GpuDecoder:
             rows = self._adapters.write(index, rows, self._parts)
         for part in self._parts:
             part.write(index, qkv, rows, norm, rotary)
+
+    def _run_latents(
+        self, index: int, layer: _Layer, operation: AttendLatents, step: _LayerStep, shape: StepShape
+    ) -> bool:
+        """Attends over latents, from normed rows to the results of all heads [T, heads * values]. Returns whether the
+        step has ended."""
+        model, latents, buffers = self._model, self._model.config.latents, self._model.latents
+        assert latents is not None
+        assert buffers is not None
+        heads, last = model.config.num_heads, index + 1 == len(model.layers)
+        (ups,) = layer.matrices[operation.up.name]
+        assert isinstance(ups, torch.Tensor)
+        key_up, value_up = ups.view(heads, -1, latents.rank).tensor_split([latents.still], 1)
+        queries = self._write_latents(index, layer, operation, step.rows, key_up, shape)
+        if last and not shape.samples:
+            step.ended = True
+            return True
+        step.rows = model.attended[: shape.tokens]
+        for part, record in zip(self._latents, self._record.attention, strict=True):
+            part.attend(index, queries, step.rows, record, chunks=shape.chunks)
+        if last:
+            self._sample(step, shape)
+        rows, step.rows = step.rows, buffers.found[: len(step.rows)]
+        by_head, out = (each.view(len(rows), heads, -1).transpose(0, 1) for each in (rows, step.rows))
+        torch.bmm(by_head, value_up.mT, out=out)
+        return False
+
+    def _write_latents(
+        self,
+        index: int,
+        layer: _Layer,
+        operation: AttendLatents,
+        x: torch.Tensor,
+        key_up: torch.Tensor,
+        shape: StepShape,
+    ) -> torch.Tensor:
+        """Writes a layer's latents and rotated keys of rows [T, hidden]; returns queries [T, heads, rank + rotary].
+        ``key_up`` [heads, still, rank] makes keys of latents, and is taken over to queries."""
+        model, latents, buffers, count = self._model, self._model.config.latents, self._model.latents, len(x)
+        assert latents is not None
+        assert buffers is not None
+        few, by_head = x, (count, model.config.num_heads, -1)
+        if operation.query_down is not None and operation.query_norm is not None:
+            few = self._product(index, layer, operation.query_down.name, x, buffers.few[:count], shape)
+            weight = layer.norms[operation.query_norm.name].weight
+            rms_norm(few, weight, few, operation.query_norm.eps, model.weights.norm_is_wide)
+        projected = self._product(index, layer, operation.query_up.name, few, buffers.projected[:count], shape)
+        rows = self._product(index, layer, operation.down.name, x, buffers.rows[:count], shape)
+        projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
+        absorbed = queries[..., : latents.rank].transpose(0, 1)
+        torch.bmm(projected[..., : latents.still].transpose(0, 1), key_up, out=absorbed)
+        rotary = Rotary(*model.ropes[operation.rope], self._record.rope_rows[:count])
+        for part in self._latents:
+            latent_write(
+                rows,
+                layer.norms[operation.norm.name].weight,
+                projected,
+                queries,
+                part.pool,
+                self._record.rows[:count],
+                index,
+                rotary,
+                eps=operation.norm.eps,
+                wide=model.weights.norm_is_wide,
+            )
+        return queries
 
     def _norm_projections(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         """Norms queries and keys over their whole projections, in place."""

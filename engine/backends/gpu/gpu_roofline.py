@@ -74,7 +74,12 @@ def model_weights(config: ModelConfig) -> tuple[int, int]:
     """Returns how many weights the layers of a model have, and how many of them a token meets."""
     hidden, heads = config.hidden_size, config.num_heads * config.head_dim
     attention = hidden * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
-    moe = config.moe
+    moe, latents = config.moe, config.latents
+    if latents is not None:
+        inputs = latents.query_rank or hidden
+        attention = hidden * (latents.query_rank + config.head_dim) + config.num_heads * (
+            inputs * latents.head_dim + latents.rank * (latents.still + latents.values) + latents.values * hidden
+        )
     mixed = 0 if moe is None else sum(moe.layers)
     dense = (config.num_layers - mixed) * 3 * hidden * config.intermediate_size
     expert = 0 if moe is None else 3 * hidden * moe.intermediate_size

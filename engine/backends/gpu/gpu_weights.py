@@ -134,7 +134,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         for name, tensor in tensors:
             self[name].copy_(tensor)
             left.remove(name)
-            if name.endswith((".qkv.weight", ".qkv.words")):
+            if name.endswith((".qkv.weight", ".qkv.words", ".latent_norm")):
                 progress(f"weights to the GPU: layer {name.split('.')[1]} of {self.config.num_layers}")
         assert not left, left
 
@@ -285,7 +285,7 @@ def _layer_tensors(
         match tensor.role:
             case Role.NORM | Role.HEAD_NORM:
                 yield from _norm_tensors(name, weights.norm(tensor))
-            case Role.EXACT_MATRIX | Role.VECTOR | Role.EXACT_VECTOR:
+            case Role.EXACT_MATRIX | Role.HEAD_MATRICES | Role.VECTOR | Role.EXACT_VECTOR:
                 yield name, weights.tensor(tensor)
             case Role.MATRIX if tensor.experts:
                 experts = weights.experts(tensor)

@@ -21,6 +21,7 @@ from pillion.engine.backends.backend import KVLayout
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary, kv_write
+from pillion.kernels.gpu.attention.latent_attention import LatentAttention
 from pillion.kernels.gpu.attention.paged_attention import PagedAttention
 
 
@@ -67,6 +68,26 @@ def _used(own: ModelShard, shares: Sequence[range]) -> list[int]:
 def part_layout(layout: KVLayout, part: PoolPart) -> KVLayout:
     """Returns the layout of a slot in the shard of a part."""
     return replace(layout, num_kv_heads=len(part.shard_heads))
+
+
+class LatentRows:
+    """Holds attention over the rows of latents in a shard of a pool, ``pool``, whose only KV head all ranks have.
+    ``attention`` is None where the shard is only written."""
+
+    def __init__(self, pool: torch.Tensor, attention: LatentAttention | None) -> None:
+        self.pool, self.attention = pool, attention
+
+    @property
+    def attention_words(self) -> int:
+        return 0 if self.attention is None else self.attention.planner.max_record_words
+
+    def attend(
+        self, index: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, chunks: bool
+    ) -> None:
+        """Computes the weighted sums of latents for queries [T, heads, rank + rotary], into ``out`` [T, heads *
+        rank]."""
+        if self.attention is not None:
+            self.attention.attend(index, queries, out, record, with_chunks=chunks)
 
 
 class PartRows:

@@ -6,7 +6,7 @@ the key tiles that the rows see. All units in order are cut evenly among a fixed
 fall (stream-K: Osama et al. 2023; for attention, LeanAttention: Sanovar et al. 2024). A program's part of a unit is an
 *item*. A unit that was cut has partial results, which a *merge* joins.
 
-The decode kernel runs sequences whose rows fit its small tile, and the chunk kernel all others. Each kernel has units
+The decode kernel runs sequences of a few rows, and the chunk kernel all others. Each kernel has units
 and programs of its own, so a chunk in the batch changes nothing for decodes.
 
 Record, int32, one vector per step; all offsets in it are words from its beginning:
@@ -164,16 +164,20 @@ class GpuAttentionPlanner:
         max_tokens: int,
         max_seqs: int,
         max_context_blocks: int,
+        decode_tokens: int = 0,
     ) -> None:
         """Computes the sizes of records and partial results. ``group`` is the number of query heads of a KV head. The
-        windows and the limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`."""
+        windows and the limits are those of :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention`.
+        ``decode_tokens``: sequences of at most so many tokens are decodes; 0: those whose rows fit one row tile."""
         self._kv_heads, self._group, self._block_size = kv_heads, group, block_size
         self.decode, self.chunk, self.windows = decode, chunk, windows
+        self._decode_rows = decode_tokens * group or decode.rows
         self._window_words = decode.programs + 1 + chunk.programs + 1 + COUNT_WORDS
         seqs = min(max_seqs, max_tokens)
         # All row tiles of a sequence but its last one are full.
         chunk_units = (max_tokens * group // chunk.rows + seqs) * kv_heads
-        lists = decode.max_items(seqs * kv_heads) + decode.max_merges
+        decode_units = seqs * kv_heads * -(-self._decode_rows // decode.rows)
+        lists = decode.max_items(decode_units) + decode.max_merges
         lists += chunk.max_items(chunk_units) + chunk.max_merges
         tables = seqs * max_context_blocks + ITEM_WORDS
         self.max_record_words = len(windows) * (self._window_words + lists * ITEM_WORDS) + tables
@@ -203,7 +207,7 @@ class GpuAttentionPlanner:
         fill = -(head + sum(part.size for part in words)) % ITEM_WORDS
         parts: list[Int32] = [np.zeros(head, np.int32), *words, np.zeros(fill, np.int32)]
         at = sum(part.size for part in parts)
-        few = counts * self._group <= self.decode.rows
+        few = counts * self._group <= self._decode_rows
         chosen = [
             SequenceRows(query_starts[:-1][mask], counts[mask], contexts[mask], tables[mask])
             for mask in (few & (counts > 0), ~few)

@@ -1,0 +1,339 @@
+"""Computes attention over a pool of latents (multi-head latent attention): the kernel, and its interface to the engine.
+
+A token's row of a layer is ``rank`` latents and ``rotary`` rotated values, for all heads. All of it is the key, and its
+latents are the value, too, so a tile of rows is loaded once for both products. Widths such as 512 + 64 are no power of
+two, which Triton's tiles need, so latents and rotated values have tiles of their own.
+
+Work is planned and partial results are merged as in :mod:`pillion.kernels.gpu.attention.paged_attention`, of which this
+module has the other rules: loads of rows are not masked, and rows after a sequence's end are never read. There is one
+KV head, whose query heads are all heads of a token: the rows of a decode fill several tiles, whose programs read the
+same keys at about the same time.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu.attention.attention_kernel import _beginning, _merge, _store, _whole
+from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlanner, Tiling
+from pillion.kernels.gpu.build import ARCHITECTURES, BuildSpec
+from pillion.kernels.gpu.dot import dot
+from pillion.kernels.gpu.fp8 import NATIVE_FP8_ARCH, decode_e4m3
+from pillion.kernels.gpu.launch import (
+    arch_of,
+    check,
+    check_pool_device,
+    check_tensor,
+    interpreting,
+    processors_of,
+)
+from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.kv_codes import KV_SCALE_BYTES
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Latents and rotated values are multiples of the first number; there are at most so many of each.
+LEAST_WIDTH, MOST_LATENTS, MOST_ROTARY = 16, 512, 128
+# In 8 bits a row has so many scales: that of its latents, and that of its rotated key.
+LATENT_SCALES = 2
+# These are the words of an item, by index, as in pillion.kernels.gpu.attention.gpu_attention_plan.
+_TABLE, _ROW, _ROWS, _SHIFT, _BEGIN, _END, _PARTIAL = map(tl.constexpr, (0, 1, 2, 3, 5, 6, 7))
+_WORDS = tl.constexpr(8)
+
+
+# fmt: off
+@triton.jit
+def _tiles(
+    acc, top, total, query, turned, positions, pool, scales, table, begin, end, last, slot_stride, layer_offset,
+    scale_slot_stride, scale_offset, score_scale,
+    RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr, FP8: tl.constexpr, NATIVE_FP8: tl.constexpr, MASKED: tl.constexpr,
+):
+    # fmt: on
+    """Folds tokens ``begin`` .. ``end`` - 1 into a row tile's state; ``last`` is the last one that any row may see."""
+    columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
+    none = tl.zeros((query.shape[0], BLOCK_N), tl.float32)
+    for start in range(begin, end, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        read = tl.minimum(tokens, last) if MASKED else tokens
+        slots = tl.load(table + read // BLOCK_SIZE).to(tl.int64)
+        inside = read % BLOCK_SIZE
+        rows = (pool + (slots * slot_stride + layer_offset + inside * (RANK + ROTARY)))[:, None]
+        if BLOCK_R == ROTARY:
+            keys = tl.load(rows + RANK + behind)
+        else:
+            keys = tl.load(rows + RANK + behind, mask=behind < ROTARY, other=0)
+        latents = tl.load(rows + columns) if BLOCK_D == RANK else tl.load(rows + columns, mask=columns < RANK, other=0)
+        if FP8:
+            factors = scales + (slots * scale_slot_stride + scale_offset + inside)
+            folded: tl.constexpr = 1.0 if NATIVE_FP8 else 256.0
+            of_latents, of_keys = tl.load(factors) * folded, tl.load(factors + BLOCK_SIZE) * folded
+            keys = decode_e4m3(keys, query.dtype, NATIVE_FP8)
+            latents = decode_e4m3(latents, query.dtype, NATIVE_FP8)
+            scores = dot(turned, tl.trans(keys), none) * of_keys[None, :]
+            scores += dot(query, tl.trans(latents), none) * of_latents[None, :]
+        else:
+            scores = dot(turned, tl.trans(keys), none)
+            scores = dot(query, tl.trans(latents), scores)
+        if MASKED:
+            scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
+        weights = tl.exp2(scores * score_scale - new_top[:, None])
+        shrink = tl.exp2(top - new_top)
+        total = total * shrink + tl.sum(weights, 1)
+        if FP8:
+            weights *= of_latents[None, :]
+        acc = dot(weights.to(query.dtype), latents, acc * shrink[:, None])
+        top = new_top
+    return acc, top, total
+
+
+# fmt: off
+@triton.jit
+def _attend_latents(
+    queries, pool, scales, record, starts_at, out, partials, partial_logs, slot_stride, layer_offset, scale_slot_stride,
+    scale_layer_offset, score_scale,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_R: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, FP8: tl.constexpr,
+    NATIVE_FP8: tl.constexpr, EDGES: tl.constexpr,
+):
+    # fmt: on
+    """Runs a program's items, one after the other. With EDGES, key tiles that all rows see whole need no masks."""
+    mine = record + starts_at + tl.program_id(0)
+    columns, behind = tl.arange(0, BLOCK_D)[None, :], tl.arange(0, BLOCK_R)[None, :]
+    for at in range(tl.load(mine), tl.load(mine + 1), _WORDS):
+        item = record + at
+        table = record + tl.load(item + _TABLE)
+        row = tl.load(item + _ROW)
+        rows = tl.load(item + _ROWS)
+        shift = tl.load(item + _SHIFT)
+        begin = tl.load(item + _BEGIN)
+        end = tl.load(item + _END)
+        partial = tl.load(item + _PARTIAL)
+
+        places = tl.arange(0, BLOCK_M)
+        packed = row + tl.minimum(places, rows - 1)
+        token = packed // HEADS
+        positions = token + shift
+        cells = (queries + packed.to(tl.int64) * (RANK + ROTARY))[:, None]
+        query = tl.load(cells + columns, mask=columns < RANK, other=0.0)
+        turned = tl.load(cells + RANK + behind, mask=behind < ROTARY, other=0.0)
+
+        acc = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+        top, total = _beginning(queries, packed, partial, BLOCK_M, False)
+        # In a pool of float8, the scales of a block's latents follow its rows, and then those of its rotated keys.
+        scale_offset = scale_layer_offset + BLOCK_SIZE * (RANK + ROTARY) // 4
+        last = end - 1
+        whole_end = begin
+        if EDGES:
+            whole_begin, whole_end = _whole(row, rows, shift, begin, end, HEADS, BLOCK_N, 0)
+            acc, top, total = _tiles(
+                acc, top, total, query, turned, positions, pool, scales, table, whole_begin, whole_end, last,
+                slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
+                RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, False,
+            )  # fmt: skip
+        acc, top, total = _tiles(
+            acc, top, total, query, turned, positions, pool, scales, table, whole_end, end, last,
+            slot_stride, layer_offset, scale_slot_stride, scale_offset, score_scale,
+            RANK, ROTARY, BLOCK_D, BLOCK_R, BLOCK_SIZE, BLOCK_N, FP8, NATIVE_FP8, True,
+        )  # fmt: skip
+        _store(
+            acc, top, total, token, packed % HEADS, places, rows, partial, out, partials, partial_logs,
+            HEADS * RANK, RANK, BLOCK_D,
+        )  # fmt: skip
+
+
+class LatentAttention:
+    """Computes attention over one pool of latents for all layers of a model, as
+    :class:`pillion.kernels.gpu.attention.paged_attention.PagedAttention` does over one of keys and values."""
+
+    def __init__(
+        self,
+        pool: torch.Tensor,
+        *,
+        dtype: torch.dtype,
+        num_heads: int,
+        rank: int,
+        rotary: int,
+        block_size: int,
+        num_layers: int,
+        scale: float,
+        max_tokens: int,
+        max_seqs: int,
+        max_context_blocks: int,
+        fp8: bool = False,
+        decode_rows: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        """Allocates the partial results. Raises Internal for a pool or numbers that do not fit.
+
+        Args:
+            pool: contiguous [slots, num_layers, 1, 1, block_size, rank + rotary] of ``dtype``, or, where it is
+                ``fp8``, uint8 [slots, num_layers, 1, 1, block_size * (rank + rotary + 8)]: a block's e4m3 rows, a
+                float32 scale for the latents of each, and one for its rotated key.
+            dtype: of queries and results.
+            scale: factor of the scores; positive.
+            max_tokens, max_seqs: limits of a step. max_context_blocks: limit of a sequence.
+            decode_rows: most tokens of a decode (more than one if drafts are verified).
+            device: what computes; None: the device of the pool.
+        """
+        check_widths(rank, rotary)
+        check(scale > 0 and dtype in DTYPES, f"queries are of {dtype}, scores are scaled by {scale}")
+        self._pool, self._dtype, self._device = pool, dtype, device or pool.device
+        check_pool_device(pool, self._device)
+        piece = (block_size * (rank + rotary + LATENT_SCALES * KV_SCALE_BYTES),) if fp8 else (block_size, rank + rotary)
+        check_tensor("pool", pool, (None, num_layers, 1, 1, *piece), torch.uint8 if fp8 else dtype)
+        self._scales = pool.view(-1).view(torch.float32) if fp8 else pool
+        self._heads, self._rank, self._rotary, self._layers = num_heads, rank, rotary, num_layers
+        self._score_scale = scale * math.log2(math.e)
+        arch, processors = arch_of(self._device), processors_of(self._device)
+        shape = {"HEADS": num_heads, "RANK": rank, "ROTARY": rotary, "BLOCK_SIZE": block_size}
+        self._decode, decode = _constants("latents_decode", arch, shape, fp8, dtype.itemsize, processors)
+        self._chunk, chunk = _constants("latents_chunk", arch, shape, fp8, dtype.itemsize, processors)
+        self._merge = _merge_constants(arch, num_heads, rank, decode.rows, chunk.rows)
+        self._merge_programs = tuned("attention_merge", arch, head_dim=_padded(rank))["programs"] * processors
+        self.planner = GpuAttentionPlanner(
+            kv_heads=1,
+            group=num_heads,
+            block_size=block_size,
+            decode=decode,
+            chunk=chunk,
+            windows=(0,),
+            max_tokens=max_tokens,
+            max_seqs=max_seqs,
+            max_context_blocks=max_context_blocks,
+            decode_tokens=decode_rows,
+        )
+        count = self.planner.partial_rows
+        self._partials = torch.empty((count, _padded(rank)), dtype=torch.float32, device=self._device)
+        self._partial_logs = torch.empty(count, dtype=torch.float32, device=self._device)
+
+    def attend(
+        self, layer: int, queries: torch.Tensor, out: torch.Tensor, record: torch.Tensor, *, with_chunks: bool
+    ) -> None:
+        """Writes weighted sums of latents into ``out``; rows beyond the batch stay as they are.
+
+        Args:
+            queries: contiguous [T, heads, rank + rotary].
+            out: contiguous [T, heads * rank].
+            record: int32 on the device, beginning with the words of the plan's record.
+            with_chunks: the plan's field, or True, which is slower for a step without chunks.
+
+        Raises Internal for misshapen tensors.
+        """
+        heads, planner = self._heads, self.planner
+        check(0 <= layer < self._layers, f"layer {layer} of {self._layers}")
+        check_tensor("queries", queries, (None, heads, self._rank + self._rotary), self._dtype, self._device)
+        check_tensor("out", out, (len(queries), heads * self._rank), self._dtype, self._device)
+        check_tensor("record", record, (None,), torch.int32, self._device)
+        partials = self._partials, self._partial_logs
+        strides = self._pool.stride(0), layer * self._pool.stride(1)
+        places = (*strides, *(stride // KV_SCALE_BYTES for stride in strides), self._score_scale)
+        for chunk in (False, True) if with_chunks else (False,):
+            tiling, constants = (planner.chunk, self._chunk) if chunk else (planner.decode, self._decode)
+            _attend_latents[(tiling.programs,)](
+                *(queries, self._pool, self._scales, record, planner.starts_at(0, chunk), out),
+                *partials,
+                *places,
+                **constants,
+            )
+        _merge[(self._merge_programs,)](record, planner.counts_at(0), *partials, out, self._partial_logs, **self._merge)
+
+
+def widths_fit(rank: int, rotary: int) -> bool:
+    """Says whether the kernels attend over rows of so many latents and rotated values."""
+    fits = LEAST_WIDTH <= rank <= MOST_LATENTS and LEAST_WIDTH <= rotary <= MOST_ROTARY
+    return fits and rank % LEAST_WIDTH == 0 and rotary % LEAST_WIDTH == 0
+
+
+def check_widths(rank: int, rotary: int) -> None:
+    """Raises Internal for rows over which the kernels cannot attend."""
+    check(widths_fit(rank, rotary), f"rows of {rank} latents and {rotary} rotated values")
+
+
+def _padded(width: int) -> int:
+    """Returns the power of two that so many values fill in registers."""
+    return int(triton.next_power_of_2(width))
+
+
+def _constants(
+    kernel: str, arch: int, shape: dict[str, int], fp8: bool, item_bytes: int, processors: int = 1
+) -> tuple[dict[str, Any], Tiling]:
+    """Returns the constants of the decode or the chunk kernel by name, and how its work is cut."""
+    use = tuned(kernel, arch, kv="fp8_e4m3" if fp8 else "plain", bytes=item_bytes)
+    constants = {
+        **shape,
+        "BLOCK_D": _padded(shape["RANK"]),
+        "BLOCK_R": _padded(shape["ROTARY"]),
+        "BLOCK_M": use["rows"],
+        "BLOCK_N": use["keys"],
+        "FP8": fp8,
+        "NATIVE_FP8": fp8 and arch >= NATIVE_FP8_ARCH and not interpreting(),
+        "EDGES": kernel == "latents_chunk",
+        "num_warps": use["num_warps"],
+        "num_stages": use["num_stages"],
+    }
+    return constants, Tiling(use["rows"], use["keys"], use["programs"] * processors, use["unit_tiles"])
+
+
+def _merge_constants(arch: int, heads: int, rank: int, decode_rows: int, chunk_rows: int) -> dict[str, int]:
+    use = tuned("attention_merge", arch, head_dim=_padded(rank))
+    return {
+        "KV_HEADS": 1,
+        "GROUP": heads,
+        "HEAD_DIM": rank,
+        "SINKS": False,
+        "BLOCK_D": _padded(rank),
+        "DECODE_M": decode_rows,
+        "CHUNK_M": chunk_rows,
+        "PARTS": use["parts"],
+        "num_warps": use["num_warps"],
+    }
+
+
+def build_specs() -> list[BuildSpec]:
+    """Lists what is built ahead of time: DeepSeek V3, its share of one rank out of eight, and other types."""
+    deepseek = {"HEADS": 128, "RANK": 512, "ROTARY": 64, "BLOCK_SIZE": 16}
+    cases = [
+        ("", "bf16", deepseek),
+        ("_fp16", "fp16", deepseek),
+        ("_fp8", "bf16", deepseek),
+        ("_fp32", "fp32", deepseek),
+        ("_rank", "bf16", {**deepseek, "HEADS": 16}),
+        ("_256", "bf16", {**deepseek, "HEADS": 40, "RANK": 256, "ROTARY": 32, "BLOCK_SIZE": 32}),
+    ]
+    specs = [
+        _spec(kernel, name, arch, dtype, shape)
+        for name, dtype, shape in cases
+        for kernel in ("latents_decode", "latents_chunk")
+        for arch in ARCHITECTURES
+    ]
+    return specs + [
+        BuildSpec(
+            name="latents_merge",
+            kernel=_merge,
+            signature="*i32:16, i32, *fp32:16, *fp32:16, *bf16:16, *fp32:16",
+            constants=_merge_constants(arch, 128, 512, 16, 64),
+            max_registers=128,
+            architectures=(arch,),
+        )
+        for arch in ARCHITECTURES
+    ]
+
+
+def _spec(kernel: str, name: str, arch: int, dtype: str, shape: dict[str, int]) -> BuildSpec:
+    fp8 = name == "_fp8"
+    constants, _ = _constants(kernel, arch, shape, fp8, 4 if dtype == "fp32" else 2)
+    pool, scales = ("*u8", "*fp32") if fp8 else (f"*{dtype}", f"*{dtype}")
+    pointers = f"*{dtype}:16, {pool}:16, {scales}:16, *i32:16, i32, *{dtype}:16, *fp32:16, *fp32:16"
+    return BuildSpec(
+        name=f"{kernel}{name}",
+        kernel=_attend_latents,
+        signature=f"{pointers}, i32:16, i32:16, i32, i32, fp32",
+        constants=constants,
+        architectures=(arch,),
+    )

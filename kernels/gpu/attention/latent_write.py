@@ -1,0 +1,178 @@
+"""Writes rows of latents into the pool, and rotates what is rotated of queries, in one pass.
+
+    latents     [T, rank + rotary] --[norm of the latents]--[rotary embedding of the rest]--> the pool's rows
+    projected   [T, heads, still + rotary] --[rotary embedding of the rest]--> queries [T, heads, rank + rotary]
+
+The first ``rank`` values of queries are the product of the others with what makes keys of latents, which is not made
+here. Arithmetic is in float32; a plain norm is rounded before its weight multiplies, and everything else once, when it
+is stored. A block is not cleared before its first write: attention reads no row after a sequence's last token.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.gpu import fp8
+from pillion.kernels.gpu.attention.kv_write import Rotary
+from pillion.kernels.gpu.attention.latent_attention import LATENT_SCALES, check_widths
+from pillion.kernels.gpu.build import BuildSpec
+from pillion.kernels.gpu.launch import arch_of, check, check_pool_device, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.kv_codes import KV_SCALE_BYTES
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_SCALES = LATENT_SCALES * KV_SCALE_BYTES
+SCALE_BYTES = tl.constexpr(_SCALES)
+
+
+@triton.jit
+def _turned(source, c, s, column, inside, HALF: tl.constexpr):
+    """Returns both halves of rotated values from ``source``, of which a pair is HALF apart."""
+    low = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
+    high = tl.load(source + HALF + column, mask=inside, other=0.0).to(tl.float32)
+    return low * c - high * s, high * c + low * s
+
+
+# fmt: off
+@triton.jit(do_not_specialize=["layer"])
+def _latent_write(
+    latents, weight, projected, queries, cos, sin, positions, rows, pool, scales, layer, eps,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROTARY: tl.constexpr, STILL: tl.constexpr, LAYERS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WIDE: tl.constexpr, FP8: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+):
+    # fmt: on
+    """The first program of a token writes its row of the pool, and the others TILE query heads each."""
+    WIDTH: tl.constexpr = RANK + ROTARY
+    HALF: tl.constexpr = ROTARY // 2
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK_HALF)[None, :]
+    angles = tl.load(positions + token).to(tl.int64) * HALF + column
+    c = tl.load(cos + angles, mask=column < HALF, other=0.0).to(tl.float32)
+    s = tl.load(sin + angles, mask=column < HALF, other=0.0).to(tl.float32)
+    inside = column < HALF
+    if tl.program_id(1) == 0:
+        row = tl.load(rows + token)
+        if row >= 0:
+            PIECE: tl.constexpr = BLOCK_SIZE * (WIDTH + SCALE_BYTES) if FP8 else BLOCK_SIZE * WIDTH
+            piece = ((row // BLOCK_SIZE).to(tl.int64) * LAYERS + layer) * PIECE
+            target = pool + piece + row % BLOCK_SIZE * WIDTH
+            place = tl.arange(0, BLOCK)
+            there = place < RANK
+            loaded = tl.load(latents + token * WIDTH + place, mask=there, other=0.0)
+            values = loaded.to(tl.float32)
+            normed = values * tl.rsqrt(tl.sum(values * values, 0) / RANK + eps)
+            if not WIDE:
+                normed = normed.to(loaded.dtype).to(tl.float32)
+            normed *= tl.load(weight + place, mask=there, other=0.0).to(tl.float32)
+            low, high = _turned(latents + token * WIDTH + RANK, c, s, column, inside, HALF)
+            if FP8:
+                factors = scales + piece // 4 + BLOCK_SIZE * WIDTH // 4 + row % BLOCK_SIZE
+                of_latents = fp8.scale_of(tl.max(tl.abs(normed), 0))
+                of_key = fp8.scale_of(tl.max(tl.max(tl.maximum(tl.abs(low), tl.abs(high)), 1), 0))
+                tl.store(factors, of_latents)
+                tl.store(factors + BLOCK_SIZE, of_key)
+                inverse = tl.math.div_rn(1.0, of_key)
+                tl.store(target + place, fp8.encode(normed * tl.math.div_rn(1.0, of_latents)), mask=there)
+                tl.store(target + RANK + column, fp8.encode(low * inverse), mask=inside)
+                tl.store(target + RANK + HALF + column, fp8.encode(high * inverse), mask=inside)
+            else:
+                kind: tl.constexpr = pool.dtype.element_ty
+                tl.store(target + place, normed.to(kind), mask=there)
+                tl.store(target + RANK + column, low.to(kind), mask=inside)
+                tl.store(target + RANK + HALF + column, high.to(kind), mask=inside)
+    else:
+        head = ((tl.program_id(1) - 1) * TILE + tl.arange(0, TILE))[:, None]
+        mine = (head < HEADS) & inside
+        source = projected + (token * HEADS + head) * (STILL + ROTARY) + STILL
+        left, right = _turned(source, c, s, column, mine, HALF)
+        query = queries + (token * HEADS + head) * WIDTH + RANK
+        tl.store(query + column, left.to(queries.dtype.element_ty), mask=mine)
+        tl.store(query + HALF + column, right.to(queries.dtype.element_ty), mask=mine)
+
+
+def latent_write(
+    latents: torch.Tensor,
+    weight: torch.Tensor,
+    projected: torch.Tensor,
+    queries: torch.Tensor,
+    pool: torch.Tensor,
+    rows: torch.Tensor,
+    layer: int,
+    rotary: Rotary,
+    *,
+    eps: float,
+    wide: bool,
+) -> None:
+    """Norms and rotates rows into ``rows`` of ``pool``, and rotates the last values of each query.
+
+    Args:
+        latents: [T, rank + rotary]; it does not change.
+        weight: of the norm [rank], float32 where ``wide``, else of the type of the latents.
+        projected: [T, heads, still + rotary].
+        queries: [T, heads, rank + rotary], of which the last ``rotary`` values are written.
+        pool: contiguous [slots, layers, 1, 1, block_size, rank + rotary], or, in 8 bits, uint8 [slots, layers, 1, 1,
+            block_size * (rank + rotary + 8)], as ``LatentAttention`` has it.
+        rows: int32 [T], slot * block_size + row in the block, each at most once; -1 writes nothing to the pool.
+        wide: whether the norm rounds only after its weight.
+
+    Raises Internal for misshapen tensors.
+    """
+    check_tensor("latents", latents, (None, None), DTYPES)
+    (tokens, width), kind, device = latents.shape, latents.dtype, latents.device
+    rank = len(weight)
+    turned = width - rank
+    check_widths(rank, turned)
+    check_tensor("weight", weight, (rank,), torch.float32 if wide else kind, device)
+    check_tensor("projected", projected, (tokens, None, None), kind, device)
+    heads, still = projected.shape[1], projected.shape[2] - turned
+    check(still >= 0, f"queries have {projected.shape[2]} values, of which {turned} are rotated")
+    check_tensor("queries", queries, (tokens, heads, width), kind, device)
+    is_fp8 = pool.dtype == torch.uint8
+    check_tensor("pool", pool, (None, None, 1, 1, None, *([] if is_fp8 else [width])), torch.uint8 if is_fp8 else kind)
+    check_pool_device(pool, device)
+    layers, (block_size, rest) = pool.shape[1], divmod(pool.shape[4], width + _SCALES) if is_fp8 else (pool.shape[4], 0)
+    check(rest == 0, f"{pool.shape[4]} bytes are no rows of {width} values")
+    check_tensor("rows", rows, (tokens,), torch.int32, device)
+    check(tokens > 0 and 0 <= layer < layers, f"{tokens} tokens in layer {layer} of {layers}")
+    check_tensor("cos", rotary.cos, (None, turned // 2), DTYPES, device)
+    check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, device)
+    check_tensor("positions", rotary.positions, (tokens,), torch.int32, device)
+    constants = _constants(heads, rank, turned, still, layers, block_size, arch_of(device))
+    scales = pool.view(torch.float32) if is_fp8 else pool
+    _latent_write[(tokens, 1 + triton.cdiv(heads, constants["TILE"]))](
+        *(latents, weight, projected, queries, *rotary, rows, pool, scales, layer, eps),
+        WIDE=wide,
+        FP8=is_fp8,
+        **constants,
+    )
+
+
+def _constants(
+    heads: int, rank: int, rotary: int, still: int, layers: int, block_size: int, arch: int
+) -> dict[str, int]:
+    use = tuned("kv_write", arch)
+    half = int(triton.next_power_of_2(rotary // 2))
+    shape = {"HEADS": heads, "RANK": rank, "ROTARY": rotary, "STILL": still, "LAYERS": layers, "BLOCK_SIZE": block_size}
+    blocks = {"BLOCK": int(triton.next_power_of_2(rank)), "BLOCK_HALF": half}
+    return {**shape, **blocks, "TILE": use["tile_values"] // half, "num_warps": use["num_warps"]}
+
+
+def build_specs() -> list[BuildSpec]:
+    """Lists the uses that are built ahead of time: DeepSeek V3, in bfloat16, with rows in 8 bits, and in float32."""
+    return [
+        BuildSpec(
+            name=f"latent_write-{name}",
+            kernel=_latent_write,
+            signature=", ".join([f"*{dtype}:16"] * 6 + ["*i32:16"] * 2 + [f"*{kv}:16", f"*{scales}:16", "i32", "fp32"]),
+            constants={"WIDE": False, "FP8": kv == "u8", **_constants(128, 512, 64, 128, 61, 16, 90)},
+            max_registers=96,
+        )
+        for name, dtype, kv, scales in (
+            ("bf16", "bf16", "bf16", "bf16"),
+            ("fp8", "bf16", "u8", "fp32"),
+            ("fp32", "fp32", "fp32", "fp32"),
+        )
+    ]
