@@ -164,7 +164,8 @@ class CpuBackend(HostBackend):
         self._new_thread_pool = partial(ThreadPool, threads=threads, affinity=affinity, share=share)
         self._thread_pool = self._new_thread_pool(model.kernels)
         local = model.shard.local(model.config)
-        self._planners = attention_planners(local, model.isa, self._thread_pool.threads)
+        planners = attention_planners(local, model.isa, self._thread_pool.threads)
+        self._planners = [(planner, _plan_fields(number)) for number, planner in enumerate(planners)]
         self._step = CpuStepRecord()
         # This says whether buffers were replaced since the program was bound to them.
         self._unbound = False
@@ -297,16 +298,22 @@ class CpuBackend(HostBackend):
         step.point("rope_rows", batch.table_rows)
         step.point("row_seqs", row_seqs)
         step.point("sample_rows", rows)
-        for number, planner in enumerate(self._planners):
+        for planner, fields in self._planners:
             plan = planner.plan(batch)
-            for name, records in (("items", plan.items), ("merges", plan.merges)):
-                step.point(step_field(name, number), records)
-                step.count(step_field(f"num_{name}", number), len(records))
+            for (place, count), records in zip(fields, (plan.items, plan.merges), strict=True):
+                step.point(place, records)
+                step.count(count, len(records))
         step.point_pool(pool.data_ptr(), pool.nbytes)
         step.count("num_tokens", batch.num_tokens)
         step.count("num_seqs", batch.num_seqs)
         step.count("num_samples", len(rows))
         step.count("table_stride", batch.block_tables.shape[1])
+
+
+def _plan_fields(number: int) -> list[tuple[str, str]]:
+    """Returns the names of the step's fields that hold the place and the count of the plan's items, then of its
+    merges."""
+    return [(step_field(kind, number), step_field(f"num_{kind}", number)) for kind in ("items", "merges")]
 
 
 # The room's function makes slots for so many adapters up to a rank; the other one compiles what steps with adapters

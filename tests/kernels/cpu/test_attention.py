@@ -192,7 +192,8 @@ def test_a_row_does_not_depend_on_its_batch(runner, shape, window, softcap):
 
 @cases((0, 0.0), (1700, 5.0), (300, 5.0))
 def test_cutting_a_context_changes_nothing(runner, shape, window, softcap):
-    parts = [(0, 9 * PARTITION_TOKENS + 3, 1), (1, 3 * PARTITION_TOKENS - 1, 2)]
+    # Both tokens of the second sequence meet four partitions, however many rows an item has.
+    parts = [(0, 9 * PARTITION_TOKENS + 3, 1), (1, 3 * PARTITION_TOKENS, 2)]
     case, options = AttentionCase.of(shape, parts, window=window), {"window": window, "softcap": softcap}
     # As in a model of which some layers have no window: the plan knows none.
     uncut = planned(runner, case, partial_rows=0)
