@@ -232,7 +232,7 @@ def test_the_other_doors_answer_their_clients(cluster: ServedCluster) -> None:
         with messages.messages.stream(**asked) as spoken:
             text = "".join(spoken.text_stream)
             final = spoken.get_final_message()
-        assert [block.text for block in final.content if block.type == "text"] == [text]
+        assert "".join(block.text for block in final.content if block.type == "text") == text
         assert final.usage.output_tokens == 5
         prompt_tokens = messages.messages.count_tokens(model="tiny", messages=MESSAGES).input_tokens
         assert prompt_tokens > 64

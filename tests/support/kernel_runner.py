@@ -19,10 +19,16 @@ from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
 from tests.support.kernel_cache import kept_kernels
 
+
+def isa_runs(name: str) -> bool:
+    """Whether this processor has all that an instruction set needs."""
+    return set(BY_NAME[name].needs) <= host_features()
+
+
 # Instruction sets for which the kernels' language writes different code: with matrix tiles, with the bfloat16
 # instruction alone, and without. The best comes first.
 ISAS = ("amx", "avx512_bf16", "avx2")
-_HERE = [name for name in ISAS if set(BY_NAME[name].needs) <= host_features()]
+_HERE = [name for name in ISAS if isa_runs(name)]
 
 
 def _is_quick(name: str, checked: bool) -> bool:
@@ -42,14 +48,23 @@ MODES = [(name, checked) for name in ISAS for checked in (False, True) if _is_qu
 ALL_MODES = [*MODES, *((name, False) for name in _HERE[1:-1])]
 
 
-def kernel_mode(mode: tuple[str, bool]) -> Any:
-    """A parameter for a mode, which is long unless it is quick."""
-    long = mode not in ALL_MODES or not _is_quick(*mode)
-    return pytest.param(mode, marks=pytest.mark.long if long else (), id=f"{mode[0]}{'-checked' * mode[1]}")
+def kernel_modes(modes: Iterable[tuple[str, bool]]) -> list[Any]:
+    """Parameters for those of ``modes`` that this processor can run; a mode is long unless it is quick.
+
+    Where it can run none they are all of ``modes``, which are then skipped. A test of tests/kernels/cpu/test_isa.py is
+    skipped for each instruction set that is left out.
+    """
+    modes = list(modes)
+    here = [mode for mode in modes if isa_runs(mode[0])] or modes
+    long = {mode: mode not in ALL_MODES or not _is_quick(*mode) for mode in here}
+    return [
+        pytest.param(mode, marks=pytest.mark.long if long[mode] else (), id=f"{mode[0]}{'-checked' * mode[1]}")
+        for mode in here
+    ]
 
 
 # This mark runs a test only in those MODES whose kernels check what they touch.
-with_checks = pytest.mark.parametrize("runner", [kernel_mode(mode) for mode in MODES if mode[1]], indirect=True)
+with_checks = pytest.mark.parametrize("runner", kernel_modes(mode for mode in MODES if mode[1]), indirect=True)
 
 
 def registers_of(name: str) -> Any:
@@ -91,7 +106,7 @@ class Runner:
 def runner_of(specs: Sequence[KernelSpec], modes: Sequence[tuple[str, bool]] = MODES) -> Any:
     """A fixture ``runner`` for a module: runs its kernels in each of ``modes``."""
 
-    @pytest.fixture(scope="module", params=[kernel_mode(mode) for mode in modes])
+    @pytest.fixture(scope="module", params=kernel_modes(modes))
     def runner(request: Any) -> Iterator[Runner]:
         name, checked = request.param
         found = Runner(specs, isa_or_skip(name), checked)

@@ -24,7 +24,7 @@ from pillion.kernels.cpu.language.isa import BY_NAME
 from tests.support.attention_case import KV_HEADS, LAYER, PARTIAL_ROWS, AttentionCase, packed, text_of, unpacked
 from tests.support.covering import each_value
 from tests.support.examples import examples
-from tests.support.kernel_runner import Runner, isa_or_skip, kernel_mode, with_checks
+from tests.support.kernel_runner import Runner, isa_or_skip, kernel_modes, with_checks
 
 # The shape that most tests take, with all options, and one without rows to spare in a chunk.
 SMALL, WIDE = AttentionShape(64, 4, 16, True), AttentionShape(64, 3, 32, False)
@@ -72,7 +72,7 @@ MODES += [("avx512_bf16", False), ("avx512_bf16", True), ("avx512", False), ("av
 MIXED = [(0, 40, 1), (1, 0, 1), (2, 530, 1), (3, 0, 30), (4, 500, 20), (5, 1030, 2)]
 
 
-@pytest.fixture(scope="module", params=[kernel_mode(mode) for mode in MODES])
+@pytest.fixture(scope="module", params=kernel_modes(MODES))
 def runner(request):
     name, checked = request.param
     found = Runner(SPECS, isa_or_skip(name), checked)
@@ -246,7 +246,7 @@ def test_a_stray_item_is_noticed(runner):
         case.run(runner, plan)
 
 
-@pytest.fixture(scope="module", params=[kernel_mode((name, False)) for name in ("amx", "avx512_bf16")])
+@pytest.fixture(scope="module", params=kernel_modes((name, False) for name in ("amx", "avx512_bf16")))
 def sizes_runner(request):
     isa = isa_or_skip(request.param[0])
     found = Runner([spec for shape in SIZES for spec in (Attention(shape), AttentionMerge(shape))], isa, False)

@@ -10,6 +10,7 @@ import pytest
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language import isa
 from pillion.kernels.cpu.language.isa import BY_NAME, CHOICES, TABLE, choose_isa, host_features
+from tests.support.kernel_runner import ISAS, isa_or_skip, isa_runs
 
 HASWELL = {"sse4.2", "avx", "avx2", "fma", "f16c", "bmi2"}
 SKYLAKE = HASWELL | {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd"}
@@ -51,6 +52,12 @@ def test_a_row_that_is_asked_for_is_chosen_where_it_can_run(name):
     for missing in row.needs:
         with pytest.raises(ConfigError, match=f"--cpu-kernels {name}: this processor lacks {missing};"):
             choose_isa(name, set(row.needs) - {missing})
+
+
+@pytest.mark.parametrize("name", [name for name in ISAS if not isa_runs(name)])
+def test_kernels_run_in_each_instruction_set(name):
+    """The tests of kernels leave out what the processor does not have, and this one says so once."""
+    isa_or_skip(name)
 
 
 def test_a_lesser_row_can_be_chosen():
