@@ -300,9 +300,9 @@ class CpuBackend(HostBackend):
         step.point("sample_rows", rows)
         for planner, fields in self._planners:
             plan = planner.plan(batch)
-            for (place, count), records in zip(fields, (plan.items, plan.merges), strict=True):
+            for (place, number), records in zip(fields, (plan.items, plan.merges), strict=True):
                 step.point(place, records)
-                step.count(count, len(records))
+                step.count(number, len(records))
         step.point_pool(pool.data_ptr(), pool.nbytes)
         step.count("num_tokens", batch.num_tokens)
         step.count("num_seqs", batch.num_seqs)
@@ -311,7 +311,7 @@ class CpuBackend(HostBackend):
 
 
 def _plan_fields(number: int) -> list[tuple[str, str]]:
-    """Returns the names of the step's fields that hold the place and the count of the plan's items, then of its
+    """Returns the names of the step's fields that hold the place and the number of the plan's items, then of its
     merges."""
     return [(step_field(kind, number), step_field(f"num_{kind}", number)) for kind in ("items", "merges")]
 
