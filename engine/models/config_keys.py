@@ -118,7 +118,8 @@ def refuse_unknown_keys(
     known = known_keys(own, ignored)
     if raw.get("use_sliding_window") is False:
         known = known.union(_OF_WINDOWS)
-    _refuse(name, "", raw, known, {**_NEUTRAL, **fixed})
+    neutral = {key: value for key, value in _NEUTRAL.items() if raw.get(key) is not None}
+    _refuse(name, "", raw, known, {**neutral, **fixed})
 
 
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:

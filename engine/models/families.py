@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pillion.engine.models.config_json import per_layer, size
+from pillion.engine.models.config_json import above_zero, per_layer, size
 from pillion.engine.models.gemma4_layer import gemma4_layer
 from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.linear_config import (
@@ -261,8 +261,14 @@ _HUNYUAN = partial(
     norm_after_rotation=True,
 )
 _HUNYUAN_SHARED = (("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj"), "mlp.shared_mlp.down_proj")
-_HUNYUAN_IGNORED = ("eod_token_id", "cla_share_factor", "attention_head_dim", "pool_type", "org_vocab_size")
-_HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True}
+# Most of these are ids of tokens, and about pictures, which these models do not have.
+_HUNYUAN_IGNORED = (
+    "eod_token_id", "cla_share_factor", "attention_head_dim", "pool_type", "org_vocab_size", "pad_id", "mask_init_id",
+    "text_start_id", "text_end_id", "im_start_id", "im_end_id", "im_newline_id", "image_token_id", "video_start_id",
+    "video_end_id", "num_media_embeds", "anyres_pooling_size", "vit_input_resolution", "vit_mapping_type",
+    "vit_norm_type", "vit_patch", "vit_token",
+)  # fmt: skip
+_HUNYUAN_FIXED = {"use_qk_norm": True, "norm_type": "rms", "use_rotary_pos_emb": True, "dense_list": [4096, 0]}
 
 # These are the keys of GPT-2 and its kin, and those of heads that they have for other tasks.
 _GPT_KEYS = {
@@ -323,6 +329,42 @@ def _nanochat(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Raises ConfigError for a tied head, which would be the embedding without its norm."""
     if raw.get("tie_word_embeddings"):
         raise ConfigError("nanochat: config.json has tie_word_embeddings = True, which is not supported")
+    return {}
+
+
+def _minimax_m2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ConfigError for MiniMax's layers of linear attention, which the family before M2 has."""
+    kinds = raw.get("attn_type_list") or []
+    if not isinstance(kinds, list) or any(kind != 1 for kind in kinds):
+        raise ConfigError("minimax_m2: config.json has attn_type_list with layers that are not 1, not supported here")
+    return {}
+
+
+def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Raises ConfigError where Cohere's own key says otherwise than transformers' which layers have no window."""
+    if raw.get("layer_switch") not in (None, raw["sliding_window_pattern"]):
+        raise ConfigError(
+            f"cohere2: config.json has layer_switch = {raw['layer_switch']!r}, which is not its"
+            f" sliding_window_pattern = {raw['sliding_window_pattern']!r}"
+        )
+    return {}
+
+
+def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns HunYuan's rotary embedding: what its configs call "dynamic" with an ``alpha`` is a base, multiplied by a
+    power of ``alpha``, whatever the length of the text; nothing else that stands beside it is read. The power is that
+    of transformers, and of HunYuan's own code."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key)
+        if not isinstance(rope, Mapping) or not rope.get("alpha"):
+            continue
+        if (rope.get("rope_type") or rope.get("type")) != "dynamic":
+            break
+        heads = size(raw, "num_attention_heads")
+        width = size(raw, "head_dim", size(raw, "hidden_size") // heads)
+        base = above_zero(rope, "rope_theta", above_zero(raw, "rope_theta", 10_000.0))
+        theta = base * above_zero(rope, "alpha", 1.0) ** (width / (width - 2))
+        return {key: {"rope_type": "default", "rope_theta": theta}}
     return {}
 
 
@@ -603,7 +645,8 @@ _QWEN35 = ModelFamily(
 )
 
 FAMILIES: dict[str, ModelFamily] = {
-    "llama": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS}),
+    # Falcon 3 names the same activation by another key.
+    "llama": ModelFamily({"max_position_embeddings": 2048, **_NO_BIAS}, fixed={"activation": "swiglu"}),
     "smollm3": ModelFamily(
         {
             "max_position_embeddings": 32_768,
@@ -962,6 +1005,14 @@ FAMILIES: dict[str, ModelFamily] = {
         norm_bias=True,
         eps="norm_epsilon",
         gated=False,
+        # These are names that the same have in GPT-BigCode.
+        ignored=(
+            "activation_function",
+            "layer_norm_epsilon",
+            "attention_softmax_in_fp32",
+            "scale_attention_softmax_in_fp32",
+        ),
+        fixed={"mlp_type": "default", "norm_type": "layer_norm", "scale_attn_weights": True},
     ),
     "stablelm": ModelFamily(
         {
@@ -986,7 +1037,19 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
     "cohere": replace(_COHERE, defaults={**_COHERE.defaults, "rope_theta": 500_000.0}),
     "cohere2": replace(
-        _COHERE, defaults={**_COHERE.defaults, **_WINDOWS, "sliding_window_pattern": 4}, nope_if_full=True
+        _COHERE,
+        defaults={**_COHERE.defaults, **_WINDOWS, "sliding_window_pattern": 4},
+        nope_if_full=True,
+        derived=_cohere2,
+        ignored=("layer_switch",),
+        fixed={
+            "order_of_interleaved_layers": "local_attn_first",
+            "position_embedding_type": "rope_gptj",
+            "rotary_pct": 1.0,
+            "use_embedding_sharing": True,
+            "use_gated_activation": True,
+            "use_parallel_block": True,
+        },
     ),
     "granitemoeshared": ModelFamily(
         {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0}, layer=_GRANITE_SHARED
@@ -1032,6 +1095,7 @@ FAMILIES: dict[str, ModelFamily] = {
         },
         layer=_DEEPSEEK_EXPERTS,
         sigmoid_router=True,
+        fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     "solar_open": ModelFamily(
         {
@@ -1062,13 +1126,18 @@ FAMILIES: dict[str, ModelFamily] = {
         layer=partial(llama_layer, qk_norm="projection", choice_bias="block_sparse_moe.e_score_correction_bias"),
         partial_rope=True,
         sigmoid_router=True,
-        ignored=(*_GUESSING, "mtp_transformer_layers", "use_mtp"),
+        derived=_minimax_m2,
+        # The second of these is the width of an MLP that no layer has.
+        ignored=(*_GUESSING, "mtp_transformer_layers", "use_mtp", "attn_type_list", "mlp_intermediate_size"),
         fixed={
             "use_qk_norm": True,
             "qk_norm_type": "per_layer",
             "scoring_func": "sigmoid",
             "use_routing_bias": True,
             "shared_moe_mode": "sigmoid",
+            "layernorm_full_attention_beta": 1.0,
+            "layernorm_linear_attention_beta": 1.0,
+            "layernorm_mlp_beta": 1.0,
         },
     ),
     "ernie4_5_moe": ModelFamily(
@@ -1090,8 +1159,9 @@ FAMILIES: dict[str, ModelFamily] = {
         layer=partial(llama_layer, choice_bias="mlp.moe_statics.e_score_correction_bias"),
         biases=_ONE_KEY,
         interleaved_rope=True,
-        ignored=_GUESSING,
-        fixed={"moe_norm_min": 1e-12},
+        # Capacities bound what an expert gets in training.
+        ignored=(*_GUESSING, "moe_capacity"),
+        fixed={"moe_norm_min": 1e-12, "moe_gate": "topk", "moe_use_aux_free": True, "use_rmsnorm": True},
     ),
     "exaone_moe": ModelFamily(
         {
@@ -1141,6 +1211,7 @@ FAMILIES: dict[str, ModelFamily] = {
     "hunyuan_v1_dense": ModelFamily(
         {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5, "attention_bias": False},
         layer=_HUNYUAN,
+        derived=_hunyuan,
         ignored=_HUNYUAN_IGNORED,
         fixed=_HUNYUAN_FIXED,
     ),
@@ -1157,8 +1228,9 @@ FAMILIES: dict[str, ModelFamily] = {
             _HUNYUAN,
             shared_mlp=_HUNYUAN_SHARED,
         ),
-        # Experts have the width of ``intermediate_size``.
-        ignored=(*_HUNYUAN_IGNORED, "moe_intermediate_size"),
+        derived=_hunyuan,
+        # Experts have the width of ``intermediate_size``, and a capacity in training alone.
+        ignored=(*_HUNYUAN_IGNORED, "moe_intermediate_size", "capacity_factor"),
         fixed={**_HUNYUAN_FIXED, "use_mixed_mlp_moe": True, "norm_topk_prob": True, "routed_scaling_factor": 1.0},
     ),
     "hyperclovax": ModelFamily(

@@ -302,6 +302,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "stacked_experts": True,
     },
     "hunyuan-dense": {"model_type": "hunyuan_v1_dense", "attention_bias": True},
+    "hunyuan-dense-alpha": {
+        "model_type": "hunyuan_v1_dense",
+        "rope_parameters": {"rope_type": "dynamic", **THETA, "alpha": 1000.0, "factor": 1.0, "beta_fast": 32},
+    },
     "hunyuan-moe": {"model_type": "hunyuan_v1_moe", "num_experts": 6, "moe_topk": 2, "intermediate_size": 48},
     "ministral3": {
         "model_type": "ministral3",

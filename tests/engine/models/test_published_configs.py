@@ -1,0 +1,80 @@
+"""Configs as published checkpoints have them: each is served, or refused by what it has that cannot be."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from pillion.engine.models.config_parser import parse_config
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.rope import make_rope
+from pillion.errors import ConfigError
+from tests.support.published_configs import REFUSED, SERVED
+
+
+def frequencies_of_transformers(parsed: ModelConfig, text: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the frequencies of each kind of layer in transformers' model of a config; none for learned positions."""
+    text = {key: value for key, value in text.items() if key != "quantization_config"}
+    made = AutoConfig.for_model(**{**text, "model_type": parsed.family})
+    module = sys.modules[MODEL_FOR_CAUSAL_LM_MAPPING[type(made)].__module__]
+    rotary = [value for name, value in vars(module).items() if name.endswith("RotaryEmbedding")]
+    if not rotary:
+        return []
+    return [each for name, each in rotary[0](config=made).named_buffers() if "original" not in name]
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_a_published_config_is_served_and_each_other_key_is_refused_by_its_name(name: str) -> None:
+    config = SERVED[name]
+    parsed = parse_config(config)
+    assert len(layers_of(parsed)) == parsed.num_layers
+    text = config.get("text_config", config)
+    found = []
+    for rope in parsed.ropes:
+        served = rope.switches_at or parsed.max_position_embeddings
+        made = make_rope(rope, rope.head_dim or parsed.rotary_width, served)
+        found.append(made.frequencies[: rope.rotary_dim // 2])
+    for expected in frequencies_of_transformers(parsed, text):
+        assert any(torch.equal(each, expected) for each in found)
+    outer = {} if text is config else config
+    for place in (text, outer):
+        if not place:
+            continue
+        changed = {**place, "new_attention_scale": 3.0}
+        with pytest.raises(ConfigError, match=r"new_attention_scale = 3\.0"):
+            parse_config({**outer, "text_config": changed} if outer and place is text else changed)
+    off = {**text, "new_attention_scale": None, "new_option": False, "new_layers": []}
+    assert parse_config({**outer, "text_config": off} if outer else off) == parsed
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_published_config_is_refused_by_name(name: str) -> None:
+    config, words = REFUSED[name]
+    with pytest.raises(ConfigError, match=words):
+        parse_config(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("MiniMax-M2", {"attn_type_list": [0] * 61 + [1]}, "attn_type_list with layers that are not 1"),
+        ("MiniMax-M2", {"layernorm_mlp_beta": 0.5}, r"layernorm_mlp_beta = 0\.5"),
+        ("c4ai-command-r7b-12-2024", {"layer_switch": 3}, "layer_switch = 3, which is not its sliding_window_pattern"),
+        ("c4ai-command-r7b-12-2024", {"use_parallel_block": False}, "use_parallel_block = False"),
+        ("Hunyuan-7B-Instruct", {"rope_scaling": {"alpha": 1000.0, "type": "yarn"}}, "the rope parameter alpha"),
+        ("Hunyuan-7B-Instruct", {"dense_list": [4096, 2048]}, "dense_list"),
+        ("ERNIE-4.5-21B-A3B-PT", {"moe_use_aux_free": False}, "moe_use_aux_free = False"),
+        ("dots.llm1.inst", {"topk_method": "greedy"}, "topk_method = 'greedy'"),
+        ("starcoder2-3b", {"norm_type": "rms_norm"}, "norm_type = 'rms_norm'"),
+        ("Falcon3-7B-Instruct", {"activation": "geglu"}, "activation = 'geglu'"),
+    ],
+)
+def test_what_a_key_of_a_published_config_may_not_say(name: str, change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        parse_config({**SERVED[name], **change})
