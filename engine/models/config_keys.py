@@ -73,7 +73,8 @@ _AROUND_TEXT = _words(
     text_config vision_config mm_tokens_per_image image_token_index boi_token_index eoi_token_index image_token_id
     boi_token_id eoi_token_id projector_hidden_act vision_feature_layer multimodal_projector_bias spatial_merge_size
     audio_config video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index vision_soft_tokens_per_image
-    vision_start_token_id vision_end_token_id
+    vision_start_token_id vision_end_token_id projection_hidden_size projection_layer_norm_eps ignore_index
+    media_placeholder_token_id use_unified_vision_chunk video_placeholder
     """
 )
 

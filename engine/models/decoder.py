@@ -348,6 +348,9 @@ class LayerRun:
         if operation.query_down is not None and operation.query_norm is not None:
             rows = self.weights.norm(operation.query_norm)(self.linear(operation.query_down, rows))
         both = self.linear(operation.query_up, rows).view(count, -1, latents.head_dim)
+        if operation.grows:
+            assert self.growth is not None
+            both = (both * self.growth).to(both.dtype)
         still, queries_turned = both.tensor_split([latents.still], -1)
         down, key_turned = self.linear(operation.down, self.rows).tensor_split([latents.rank], -1)
         ups = self.weights.tensor(operation.up).view(-1, latents.still + latents.values, latents.rank)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from pillion.engine.models.config_json import above_zero, per_layer, size
+from pillion.engine.models.config_json import above_zero, number, per_layer, size
 from pillion.engine.models.gemma4_layer import gemma4_layer
 from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.linear_config import (
@@ -366,6 +366,27 @@ def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
         theta = base * above_zero(rope, "alpha", 1.0) ** (width / (width - 2))
         return {key: {"rope_type": "default", "rope_theta": theta}}
     return {}
+
+
+def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns Mistral 4's rotary embedding, of which transformers' configs say a second time how much of a head it
+    rotates. Raises ConfigError where they say otherwise than the widths of the two parts."""
+    rotary = size(raw, "qk_rope_head_dim")
+    whole = rotary + size(raw, "qk_nope_head_dim")
+    if size(raw, "head_dim", whole) not in (rotary, whole):
+        raise ConfigError(f"mistral4: config.json has head_dim = {raw['head_dim']}, which is not {whole}")
+    found: dict[str, Any] = {"head_dim": rotary}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(key)
+        if not isinstance(rope, Mapping):
+            continue
+        share = number(rope, "partial_rotary_factor", rotary / whole)
+        if share not in (1.0, rotary / whole):
+            raise ConfigError(
+                f"mistral4: config.json has partial_rotary_factor = {share}, which is not {rotary} of {whole} values"
+            )
+        found[key] = {one: value for one, value in rope.items() if one != "partial_rotary_factor"}
+    return found
 
 
 def _bigcode(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -1575,6 +1596,36 @@ FAMILIES: dict[str, ModelFamily] = {
         ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
+    "mistral4": ModelFamily(
+        {
+            **_LATENTS,
+            "kv_lora_rank": 256,
+            "q_lora_rank": 1024,
+            "qk_nope_head_dim": 64,
+            "max_position_embeddings": 1_048_576,
+            "num_key_value_heads": 32,
+            "rope_interleave": True,
+            **_SHARED,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 0,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10_000.0,
+                "factor": 128.0,
+                "original_max_position_embeddings": 8192,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "mscale": 1.0,
+                "mscale_all_dim": 1.0,
+                "llama_4_scaling_beta": 0.1,
+            },
+        },
+        query_growth="all",
+        derived=_mistral4,
+        ignored=(*_LATENT_IGNORED, *_GUESSING),
+    ),
     "glm4_moe_lite": ModelFamily(
         {
             **_LATENTS,
@@ -1851,7 +1902,8 @@ TEXT_OF = {
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
     "llama4": ("llama4_text",),
-    "mistral3": ("mistral", "ministral3"),
+    "kimi_k25": ("deepseek_v3",),
+    "mistral3": ("mistral", "ministral3", "mistral4"),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
 }

@@ -38,6 +38,7 @@ def latent_attention(config: ModelConfig, latents: LatentConfig) -> AttendLatent
             spellings=(("self_attn.kv_b_proj",),),
         ),
         rope=0,
+        grows=config.query_growth is not None,
     )
 
 

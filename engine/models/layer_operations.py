@@ -197,6 +197,7 @@ class AttendLatents:
         up: for each head the matrix that makes its key and its value of the latents. Where a checkpoint has it in few
             bits, it is widened when it is loaded.
         rope: the number of the rotary embedding.
+        grows: whether queries are multiplied by a factor that grows with their position (:class:`GrowQueries`).
     """
 
     query_down: LayerTensor | None
@@ -206,6 +207,7 @@ class AttendLatents:
     norm: LayerTensor
     up: LayerTensor
     rope: int
+    grows: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,6 +61,7 @@ INTERPRETED = (
             "gpt-oss",
             "youtu",
             "deepseek-v3",
+            "mistral4",
         )
     ),
 )

@@ -194,13 +194,14 @@ class LayerEmitter:
             "queries": queries,
             "cos": cos,
             "sin": sin,
+            "growth": builder.growth if operation.grows else None,
             "absorbed_stride": absorbed.stride,
             "projected_stride": projected.stride,
             "latents_stride": rows.stride,
             **places,
         }
         widths = latents.rank, latents.rotary, latents.still
-        spec = WriteLatents(*widths, heads, shape.block_size, builder.bf16, shape.codes)
+        spec = WriteLatents(*widths, heads, shape.block_size, builder.bf16, shape.codes, operation.grows)
         yield Operation(spec, values)
         places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
         yield from self._attention(Attend(0), shape, queries, places)

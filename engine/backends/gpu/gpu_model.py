@@ -457,6 +457,8 @@ class GpuDecoder:
             rms_norm(few, weight, few, operation.query_norm.eps, model.weights.norm_is_wide)
         projected = self._product(index, layer, operation.query_up.name, few, buffers.projected[:count], shape)
         rows = self._product(index, layer, operation.down.name, x, buffers.rows[:count], shape)
+        if operation.grows:
+            projected.mul_(self._growth(count))
         projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
         absorbed = queries[..., : latents.rank].transpose(0, 1)
         torch.bmm(projected[..., : latents.still].transpose(0, 1), key_up, out=absorbed)
@@ -488,10 +490,14 @@ class GpuDecoder:
 
     def _grow(self, qkv: torch.Tensor) -> None:
         """Multiplies queries by the factors of their positions, in place: rotating them later changes nothing."""
-        model, config = self._model, self._model.config
-        assert model.growth is not None
-        factors = model.growth.index_select(0, self._record.rope_rows[: len(qkv)])
-        qkv[:, : config.num_heads * config.head_dim].mul_(factors[:, None])
+        config = self._model.config
+        qkv[:, : config.num_heads * config.head_dim].mul_(self._growth(len(qkv)))
+
+    def _growth(self, count: int) -> torch.Tensor:
+        """Returns the factors [count, 1] of queries at the positions of the step's first rows."""
+        growth = self._model.growth
+        assert growth is not None
+        return growth.index_select(0, self._record.rope_rows[:count])[:, None]
 
     def _norm_shares(self, qkv: torch.Tensor, q_norm: torch.Tensor, k_norm: torch.Tensor) -> None:
         """Norms queries and keys over their whole projections, in place; the rank has some of their heads."""

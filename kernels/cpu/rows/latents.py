@@ -34,11 +34,12 @@ class WriteLatents(KernelSpec):
     their latents, where this step began the block: they are values, too, and 0 times a stale NaN would not be 0.
 
     ``codes``: keys are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
+    ``grows``: queries are multiplied at last by their position's number in ``growth`` [positions] float32.
     """
 
     layout = RecordLayout(
         "write_latents",
-        pointers=("absorbed", "projected", "latents", "queries", "cos", "sin"),
+        pointers=("absorbed", "projected", "latents", "queries", "cos", "sin", "growth"),
         numbers=("absorbed_stride", "projected_stride", "latents_stride", "slot_bytes", "layer_offset"),
     )
 
@@ -49,6 +50,7 @@ class WriteLatents(KernelSpec):
     block_size: int
     bf16: bool
     codes: str = ""
+    grows: bool = False
 
     def emit(self, call: KernelCall) -> None:
         # Each head of a row is a work item, and its key is one more.
@@ -69,13 +71,19 @@ class WriteLatents(KernelSpec):
         k, args, size = call.k, call.args, self._bytes
         target = args.pointer("queries") + (row * self.heads + head) * ((self.rank + self.rotary) * size)
         absorbed = args.pointer("absorbed") + row * args.number("absorbed_stride") + head * (self.rank * 4)
+        factor = None
+        if self.grows:
+            position = k.load_int(call.step.pointer("positions") + row * 4, 32)
+            factor = k.broadcast(args.pointer("growth") + position * 4)
         with k.range(self.rank // LANES) as i:
-            k.store_float(target + i * (LANES * size), k.load(absorbed + i * VECTOR_BYTES), self.bf16)
+            value = k.load(absorbed + i * VECTOR_BYTES)
+            k.store_float(target + i * (LANES * size), value if factor is None else value * factor, self.bf16)
         projected = args.pointer("projected") + row * args.number("projected_stride")
         source = projected + (head * (self.still + self.rotary) + self.still) * size
         values = [k.load_float(source + i * (LANES * size), self.bf16) for i in range(self.rotary // LANES)]
         for vector, value in enumerate(turned(k, values, args.pointer("cos") + angles, args.pointer("sin") + angles)):
-            k.store_float(target + (self.rank + vector * LANES) * size, value, self.bf16)
+            at = target + (self.rank + vector * LANES) * size
+            k.store_float(at, value if factor is None else value * factor, self.bf16)
 
     def _key(self, call: KernelCall, row: Int, angles: Int) -> None:
         k, args, step = call.k, call.args, call.step

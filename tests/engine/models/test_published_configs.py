@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, Mistral4Config, Mistral4ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pillion.engine.models.config_parser import parse_config
@@ -16,6 +16,9 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import make_rope
 from pillion.errors import ConfigError
 from tests.support.published_configs import REFUSED, SERVED
+
+# transformers lists this model of text among those of pictures alone.
+MODEL_FOR_CAUSAL_LM_MAPPING.register(Mistral4Config, Mistral4ForCausalLM, exist_ok=True)
 
 
 def frequencies_of_transformers(parsed: ModelConfig, text: dict[str, Any]) -> list[torch.Tensor]:
