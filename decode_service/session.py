@@ -285,8 +285,7 @@ class DecodeSession:
         tickets = stream.tickets = epoch.tickets
         total_blocks = self._worker.blocks_of(len(submit.token_ids))
         pages = self._worker.model.backend.layout.state_pages
-        # A gateway's ticket holds no state, without which a text cannot go on from a chain.
-        if submit.ticket_id and not pages:
+        if submit.ticket_id:
             held = await tickets.adopt(submit.ticket_id, total_blocks, awaited_blocks=submit.awaited_blocks)
             if len(held[0].chain_slots) >= submit.awaited_blocks or self._streams.get(submit.key) is not stream:
                 return held

@@ -83,10 +83,11 @@ class PrefillRun:
     async def _start(self, prefill_range: RunPrefillRequest) -> None:
         block_size, start_tokens = self._worker.block_size, prefill_range.start_tokens
         start, end = start_tokens // block_size, (start_tokens + len(prefill_range.token_ids)) // block_size
+        beside = self._worker.model.backend.layout.working_pages
         started = await self._worker.run_sequence(
             RequestNeeds(adapter=prefill_range.adapter) if prefill_range.adapter else NO_NEEDS,
             hold=lambda epoch: epoch.tickets.adopt(
-                prefill_range.ticket_id, end, start_block=start, guess_blocks=end - start
+                prefill_range.ticket_id, end + beside, start_block=start, guess_blocks=end - start + beside
             ),
             begin=lambda: (self._spec_of(prefill_range), {self._seq_id: self}),
             wanted=lambda: not self._over,

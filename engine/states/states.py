@@ -5,7 +5,8 @@ kept where texts may go on.
     step   --a state that stands where the piece begins is read, a free one is written--> landed
     landed --some of its tokens do not count, so no state stands where the sequence does--> it computes again from an
              older one (Sequence.compute_from)
-    at the last whole block of a prompt, and of an answer --its blocks are committed--> the state is committed behind it
+    at the last whole block of a prompt, of an answer and of a prefill range
+           --with its last block's commit--> the state is committed behind it
 
 So nothing is copied, and nothing is lost that a step computes in vain: tokens after a wrong guess, or after a mask that
 was late. A state that was found with a ticket stands after the ticket's chain, and is read where it lies. Where a text
@@ -88,8 +89,9 @@ class WorkingStates(BlockChain):
         if sequence.state_slots:
             self.standing.append(Standing(sequence.num_computed, sequence.state_slots, own=False))
         self._written: Standing | None = None
-        # A prompt's steps end here, so that its state is kept; 0 where none is to be.
-        last = sequence.num_tokens - 1
+        # A prompt's steps end here, so that its state is kept; 0 where none is to be. A prefill range's is kept at its
+        # end.
+        last = 0 if sequence.is_prefill else sequence.num_tokens - 1
         self.keep_at = last - last % sequence.block_size
 
     def owned_slots(self) -> tuple[int, ...]:
@@ -245,9 +247,11 @@ class States(StepFeature):
     def flush(self, out: Outcome) -> None:
         for chain in [one for one in self._leaving.values() if not one.ordered]:
             sequence = chain.sequence
-            committed = sequence.num_committed * sequence.block_size >= chain.stands_after
+            # The order follows that of the last block, and is carried out with it: whoever waits for the block finds
+            # the state.
+            sent = sequence.num_sent * sequence.block_size >= chain.stands_after
             same = sequence.ticket_id == chain.ticket_id
-            if same and committed:
+            if same and sent:
                 out.commits.append(chain.order(0.0))
             elif not same or not sequence.may_commit or chain.ticket_id in out.releases:
                 del self._leaving[chain.seq_id]
@@ -278,7 +282,7 @@ class States(StepFeature):
 
 
 class WorkerStates(WorkerFeature):
-    """Lets a decode worker hold states of ``pages`` slots."""
+    """Lets a worker hold states of ``pages`` slots."""
 
     def __init__(self, pages: int) -> None:
         self._pages = pages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pillion.config import PrefillFlags, StepFlags, WorkerFlags
+from pillion.config import StepFlags, WorkerFlags
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU
@@ -28,7 +28,5 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
         yield f"--tensor-parallel-size {flags.tensor_parallel_size}"
     if flags.pipeline_parallel_size > 1:
         yield f"--pipeline-parallel-size {flags.pipeline_parallel_size}"
-    if isinstance(flags, PrefillFlags):
-        yield "a prefill worker (--prefill-workers 0 starts none)"
     if isinstance(flags, StepFlags) and flags.speculative_config.method:
         yield "--speculative-config"

@@ -74,7 +74,7 @@ class Tickets:
         except PillionError as error:
             self.released((ticket_id,))
             raise self._judge(error) from None
-        chain, leased = tuple(first.chain_slots), tuple(first.leased_slots)
+        chain, leased, state = map(tuple, (first.chain_slots, first.leased_slots, first.state_slots))
         try:
             if len(chain) < start_block:
                 raise NotFound(f"the ticket holds {len(chain)} blocks, {start_block} are needed: plan again")
@@ -85,7 +85,7 @@ class Tickets:
         except PillionError as error:
             self.let_go(Holding(ticket_id, chain, leased))
             raise self._judge(error) from None
-        return Holding(ticket_id, chain, leased), first.last_hash
+        return Holding(ticket_id, chain, leased, state), first.last_hash
 
     async def await_chain(self, seq_id: int, holding: Holding, blocks: int) -> tuple[Holding, bytes]:
         """Waits for a sequence until other workers have committed a chain of ``blocks`` blocks. Returns the holding
@@ -102,7 +102,8 @@ class Tickets:
         except BaseException:
             self.let_go(holding)
             raise
-        return replace(holding, chain_slots=tuple(chain.chain_slots)), chain.last_hash
+        grown = replace(holding, chain_slots=tuple(chain.chain_slots), state_slots=tuple(chain.state_slots))
+        return grown, chain.last_hash
 
     async def _grown(self, seq_id: int, ticket_id: int, blocks: int, have_blocks: int) -> AwaitChainReply:
         """Returns the chain once it has ``blocks`` blocks. These calls carry no slots, so they may be cancelled."""

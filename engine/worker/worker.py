@@ -249,6 +249,7 @@ class Worker:
             max_lora_rank=self.flags.max_lora_rank if self.flags.enable_lora else 0,
             block_bytes=self.model.backend.layout.block_bytes,
             state_pages=self.model.backend.layout.state_pages,
+            working_pages=self.model.backend.layout.working_pages,
         )
 
     # Servicers call the following methods.
@@ -258,7 +259,8 @@ class Worker:
         """Gives how many tokens a sequence may have: as many as the model allows, but not more than the pool can
         hold."""
         allowed = self.flags.max_model_len or self.model.prepared.max_model_len
-        beside = self.model.backend.layout.working_pages
+        # Where a prompt is split, two sequences under its ticket have states.
+        beside = 2 * self.model.backend.layout.working_pages
         return min(allowed, (self.attachment.num_slots - beside) * self.block_size)
 
     def blocks_of(self, tokens: int) -> int:

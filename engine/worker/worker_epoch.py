@@ -190,9 +190,13 @@ class WorkerEpoch:
             fits = fits and sequence.block_hashes(chain - 1, chain) == last_hash
         else:
             fits = not last_hash or last_hash == spec.parent_hash
+        # Without the state after a chain nobody can go on from it.
+        fits = fits and (bool(holding.state_slots) or not (chain and self._model.backend.layout.state_pages))
         unscored = sequence.unscored_from
         if not fits or (unscored is not None and sequence.num_computed > unscored):
-            raise NotFound("the ticket's chain is not of these tokens, or holds some that are to be scored: plan again")
+            raise NotFound(
+                "the ticket's chain is not of these tokens, has no state, or has some to be scored: plan again"
+            )
         for one in attach:
             one(sequence)
         if self._end_error is not None:

@@ -90,7 +90,8 @@ class Prefixes(Protocol):
 @dataclass(frozen=True, slots=True)
 class Served:
     """Describes how live workers serve a model, by the KV that they share. ``adapter_rank`` is a rank of adapters that
-    they run; 0 where the model alone is asked for. ``has_states`` says that the model's layers carry states.
+    they run; 0 where the model alone is asked for. ``state_pages`` and ``working_pages`` are slots of a state, and of
+    those of a running sequence; 0 for a model without them.
     """
 
     model: str
@@ -98,7 +99,8 @@ class Served:
     namespace: bytes
     block_size: int
     adapter_rank: int = 0
-    has_states: bool = False
+    state_pages: int = 0
+    working_pages: int = 0
 
     def includes(self, worker: ComponentRecord) -> bool:
         """Returns whether a worker of the model shares this KV, and runs adapters of this rank."""
@@ -198,11 +200,11 @@ class Cluster:
         releases may differ in layout; a request stays with those that can share its KV."""
         workers = [one for one in self.view.of("decode", model) if one.fingerprint in ("", fingerprint)]
         states = [one for one in workers if one.namespace]
-        spaces = Counter((one.namespace, one.block_size_tokens, one.state_pages > 0) for one in states)
+        spaces = Counter((one.namespace, one.block_size_tokens, one.state_pages, one.working_pages) for one in states)
         ranked = sorted(spaces, key=lambda space: (spaces[space], space), reverse=True)
         return [
-            Served(model, fingerprint, bytes.fromhex(namespace), size, has_states=has_states)
-            for namespace, size, has_states in ranked
+            Served(model, fingerprint, bytes.fromhex(namespace), size, state_pages=state, working_pages=working)
+            for namespace, size, state, working in ranked
         ]
 
     def knows(self, role: str) -> bool:

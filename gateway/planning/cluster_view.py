@@ -323,6 +323,7 @@ class ClusterSnapshot:
             and all after it, whatever is cached. None: no log probability is asked.
         adapter: digest of the request's adapter; "" for the model alone.
         own_adapters: workers that this gateway has lately sent requests with this adapter, by component id.
+        state_pages, working_pages: slots of a state, and of those of a running sequence; 0 for a model without them.
     """
 
     model: str
@@ -348,6 +349,8 @@ class ClusterSnapshot:
     unscored_from: int | None = None
     adapter: str = ""
     own_adapters: Set[str] = frozenset()
+    state_pages: int = 0
+    working_pages: int = 0
 
     @property
     def limit_blocks(self) -> int:

@@ -57,7 +57,8 @@ class RequestPlan:
     have something of the prompt, the longest first. ``split_decision`` settles the split.
     ``limit_blocks`` blocks may be found or left to a prefill worker: whole blocks that end at or before N - 1, or
     before the first token whose log probability is asked. ``asked_blocks`` are the whole blocks of the prompt itself,
-    without those of the answer that a replay goes on with.
+    without those of the answer that a replay goes on with. ``state_pages`` and ``working_pages`` are those of the
+    snapshot.
     """
 
     node_id: str
@@ -75,6 +76,8 @@ class RequestPlan:
     asked_blocks: int
     split_decision: SplitDecision
     sources: tuple[PrefixSource, ...] = ()
+    state_pages: int = 0
+    working_pages: int = 0
 
     @property
     def remote(self) -> bool:
@@ -104,8 +107,10 @@ class RequestPlan:
 
     @property
     def total_blocks(self) -> int:
-        """Gives the number of blocks of the prompt with room for the first generated token."""
-        return self.prompt_tokens // self.block_size + 1
+        """Gives the number of slots that the ticket at the decode worker's node is to have: those of the prompt's
+        blocks with room for the first generated token, and those of the states of the sequences that run under it."""
+        sequences = 1 if self.prefill is None or self.remote else 2
+        return self.prompt_tokens // self.block_size + 1 + sequences * self.working_pages
 
 
 def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
@@ -141,6 +146,8 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
         asked_blocks=(snapshot.prompt_tokens - snapshot.answered_tokens) // snapshot.block_size,
         sources=sources,
         split_decision=decision,
+        state_pages=snapshot.state_pages,
+        working_pages=snapshot.working_pages,
     )
     return replan(draft, route.cached_blocks)
 

@@ -110,6 +110,7 @@ async def open_ticket(
             timeout_s=wait_s,
             priority=admitted.priority,
             expected_blocks=min(len(hashes) // HASH_BYTES, action.plan.hinted_blocks(link.node_id)),
+            state_pages=action.plan.state_pages,
         )
         span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
     return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
@@ -171,7 +172,7 @@ class RemotePrefill:
                 self._admitted,
                 self._action,
                 hashes,
-                split + 1,
+                split + 1 + self._action.plan.working_pages,
                 wait_s,
                 trace.get_current_span(),
                 self._action.attempt > 1,
@@ -425,7 +426,7 @@ class ComponentCalls:
         # The chain ends here, because no later block may be found, pinned, fetched or left to a prefill worker.
         last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
         self.chain = await chain_of(admitted, action.token_ids[:last], served)
-        if served.has_states:
+        if served.state_pages:
             # How far a state reaches is known at the KV node alone, and the decode worker learns it there.
             return False
         # With a salt of its own a request can only find its own blocks, in a later attempt.
@@ -459,6 +460,8 @@ class ComponentCalls:
             spread=admitted.spread,
             unscored_from=action.unscored_from,
             adapter=admitted.adapter,
+            state_pages=served.state_pages,
+            working_pages=served.working_pages,
         )
         first, background = action.attempt == 1, admitted.background
         decided = cluster.routes.plan(

@@ -226,8 +226,7 @@ class Ledger:
                 self.tree.pin(pinned)
         self.prefix_pins.used(hashes, match.blocks)
         ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
-        if match.state is not None:
-            ticket.state, ticket.state_pages = match.state, state_pages
+        ticket.state, ticket.state_pages = match.state, state_pages
         return ticket
 
     def _opened(self, holder: Holder, nonce: int, last_block: Block | None, reserved: int) -> TicketState:
@@ -259,7 +258,8 @@ class Ledger:
         return self._adopt(epoch, ticket_id, min(blocks, most))[1]
 
     def extend(self, epoch: int, ticket_id: int, hashes: Sequence[bytes]) -> TicketState:
-        """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed.
+        """Moves a ticket's pin along ``hashes``, the chain from its first block, as far as blocks are committed; for a
+        model with states, as far as the last state after one of them, which is pinned, too.
 
         A block that is found needs no slot any more, so the slot that was reserved for it may be promised again. Raises
         NotFound if the epoch holds no such ticket, InvalidRequest if the ticket is of another chain.
@@ -269,6 +269,9 @@ class Ledger:
             ticket.blocks > len(hashes) or hashes[ticket.blocks - 1] != ticket.last_block.hash
         ):
             raise InvalidRequest("the ticket is of another chain")
+        if ticket.state_pages:
+            self._extend_to_state(ticket, hashes)
+            return ticket
         for block_hash in hashes[ticket.blocks :]:
             block = self.tree.by_hash.get(block_hash)
             if block is None or block.parent is not ticket.last_block:
@@ -281,6 +284,21 @@ class Ledger:
             ticket.reserved -= promised
             self.reserved -= promised
         return ticket
+
+    def _extend_to_state(self, ticket: TicketState, hashes: Sequence[bytes]) -> None:
+        match = self.tree.longest_with_state(hashes, ticket.state_pages)
+        more = min(match.blocks - ticket.blocks, ticket.reserved)
+        if more <= 0 or match.last_block is None or match.state is None:
+            return
+        if self.available - match.newly < self.reserved - more:
+            # The slots of all unprotected blocks are promised to other tickets.
+            return
+        self.tree.pin(match.last_block)
+        self.tree.pin(match.state)
+        self._unpin(ticket)
+        ticket.last_block, ticket.state = match.last_block, match.state
+        ticket.reserved -= more
+        self.reserved -= more
 
     def held(self, epoch: int, ticket_id: int) -> TicketState:
         """Returns a ticket that an active epoch holds. Raises NotFound if the epoch does not hold the ticket."""
@@ -299,11 +317,12 @@ class Ledger:
         return ticket.slots
 
     def chain_of(self, ticket: TicketState) -> AdoptTicketReply:
-        """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots."""
+        """Returns the slots that a ticket pins, in order, and the hash of the last block; no leased slots. The state is
+        named where it stands after the last block."""
         chain = [block.slot for block in self.tree.chain(ticket.last_block)]
-        state = [block.slot for block in self.tree.chain(ticket.state)[-ticket.state_pages :]] if ticket.state else ()
+        state = self.tree.state_behind(ticket.last_block, ticket.state, ticket.state_pages)
         last_hash = ticket.last_block.hash if ticket.last_block else b""
-        return AdoptTicketReply(chain_slots=chain, last_hash=last_hash, state_slots=state)
+        return AdoptTicketReply(chain_slots=chain, last_hash=last_hash, state_slots=[page.slot for page in state])
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
         """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent.
@@ -454,9 +473,12 @@ class Ledger:
             ticket.reserved = 0
         if not ticket.holders:
             del self.tickets[ticket.ticket_id], self.by_opener[ticket.opener]
-            for pinned in (ticket.last_block, ticket.state):
-                if pinned is not None:
-                    self.tree.unpin(pinned)
+            self._unpin(ticket)
+
+    def _unpin(self, ticket: TicketState) -> None:
+        for pinned in (ticket.last_block, ticket.state):
+            if pinned is not None:
+                self.tree.unpin(pinned)
 
     def _move_pin(self, ticket: TicketState, block: Block) -> None:
         """Moves a ticket's pin on to ``block``, a child of the last block of its chain."""

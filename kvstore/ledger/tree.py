@@ -80,6 +80,16 @@ class BlockTree:
             at = at.parent
         return Match(None, 0, 0)
 
+    def state_behind(self, block: Block | None, state: Block | None, pages: int) -> list[Block]:
+        """Returns the pages of the state whose last page is ``state``, in order; none where it does not stand after
+        ``block``."""
+        found: list[Block] = []
+        while state is not None and len(found) < pages:
+            found.append(state)
+            state = state.parent
+        found.reverse()
+        return found if state is block else []
+
     def chain(self, last_block: Block | None) -> list[Block]:
         """Returns the blocks of a chain from its first one to ``last_block``."""
         blocks = []

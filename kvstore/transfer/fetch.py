@@ -145,8 +145,11 @@ class Fetcher:
         zero means this node's own. ``far`` says whether far tiers are asked, too. What is brought ``ahead`` of need
         comes into free slots alone. Raises NotFound if the epoch holds no such ticket, InvalidRequest for a ticket of
         another chain."""
-        blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
+        ticket = self._ledger.extend(epoch, ticket_id, hashes)
+        blocks = ticket.blocks
         self._changed()
+        if ticket.state_pages:
+            return PrefetchReply(blocks=blocks)
         if blocks >= len(hashes) or self._full() or (ahead and self._ahead >= MAX_FETCHES_AHEAD):
             return PrefetchReply(blocks=blocks)
         most_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s

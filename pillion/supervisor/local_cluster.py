@@ -27,7 +27,6 @@ from pillion.config import (
     PrefillFlags,
     PrepareFlags,
     ServeFlags,
-    parse_split_policy,
 )
 from pillion.core_lending_table import CoreLendingTable
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
@@ -91,7 +90,7 @@ class LocalCluster:
         from pillion.engine.backends.devices import resolved
         from pillion.engine.checkpoints.model_files import head_folder
 
-        asked, settled = self.flags.prefill_workers, resolved(self.flags)
+        settled = resolved(self.flags)
         check_cluster(settled, settled.gateway_workers + 1 + settled.prefill_workers + settled.decode_workers)
         self.flags = self._ports.hold(settled)
         if settled.redis_url:
@@ -111,8 +110,6 @@ class LocalCluster:
         if self.flags.fork_server:
             # The fork server's imports take longer than all that is left to do before the first component starts.
             self._begin_fork_server()
-        if asked < 0:
-            self.flags = await asyncio.to_thread(without_prefill_of_states, self.flags)
         prepared, fit = prepared_model(self.flags)
         check_stages(self.flags, prepared)
         if fit is not None and fit.max_model_len_tokens < prepared.max_model_len:
@@ -387,18 +384,6 @@ def lines_to_read_ahead(flags: ServeFlags) -> tuple[str, ...]:
     return tuple(line(prepared.folder, vocab_size, prepared.eos_token_ids) for line in entered(READ_AHEAD))
 
 
-def without_prefill_of_states(flags: ServeFlags) -> ServeFlags:
-    """Returns the flags without the prefill worker that nobody has asked for, where the model's layers have states:
-    prefill workers do not have them yet."""
-    from pillion.engine.checkpoints.prepare import prepare
-    from pillion.engine.models.config_parser import load_config
-
-    if parse_split_policy(flags.split_policy) or not flags.prefill_workers:
-        return flags
-    has_states = load_config(prepare(subset(ModelFlags, flags)).folder).linear is not None
-    return replace(flags, prefill_workers=0) if has_states else flags
-
-
 def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
     """Returns the prepared model, and the pool's size where it is known before a GPU has loaded the weights.
 
@@ -415,4 +400,6 @@ def prepared_model(flags: ServeFlags) -> tuple[Any, PoolFit | None]:
     step_bytes = steps_bytes(flags, prepared) if flags.device == CPU else 0
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
     longest, workers = prepared.max_model_len, flags.decode_workers
-    return prepared, fit_pool(flags, layout.block_bytes, longest, workers, step_bytes, layout.working_pages)
+    # A prompt that is split has the states of two sequences.
+    beside = layout.working_pages * (2 if flags.prefill_workers else 1)
+    return prepared, fit_pool(flags, layout.block_bytes, longest, workers, step_bytes, beside)

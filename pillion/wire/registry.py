@@ -86,7 +86,8 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
             has none.
         core_share: the share of that lending table's cores that the worker owns.
         block_bytes: number of bytes of a worker's KV block.
-        state_pages: how many blocks' slots a state of the worker's model takes; 0 where its layers carry none.
+        state_pages, working_pages: how many blocks' slots a state of the worker's model takes, and those of a running
+            sequence; 0 where its layers carry none.
         kernels: what a worker computes with.
         start_s: how long a worker took to load its model and to warm up when it started; 0: not known.
         tensor_parallel_size: the processes over which a worker splits its model.
@@ -122,6 +123,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     core_share: Amount = 0.0
     block_bytes: Count = 0
     state_pages: Count = 0
+    working_pages: Count = 0
     total_blocks: Count = 0
     free_blocks: Count = 0
     leased_blocks: Count = 0

@@ -1,5 +1,5 @@
-"""A model whose layers have states, through the whole line: transformers' tokens, beside others, and over the death of
-its decode worker."""
+"""A model whose layers have states, through the whole line: transformers' tokens, beside others, under each split
+policy, and over the death of its prefill worker, its decode worker and its KV node."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from pillion import AsyncClient
-from testbed.cluster import served
+from pillion import AsyncClient, Delta
+from testbed.cluster import AMID_STEPS, ServedCluster, served
 from testbed.conditions import wait_for
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS
@@ -21,43 +21,91 @@ from tests.support.oracle import Oracle, first_difference
 
 pytestmark = [pytest.mark.cluster, pytest.mark.usefixtures("own_cache")]
 
-PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(20, 3), tokens_of(33, 4), [3]]
+# The second prompt goes on from the middle of the first one, and the last two have no whole block to leave.
+PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(20, 3), tokens_of(33, 4), tokens_of(9, 5), [3]]
+WHOLE = [64, 48, 32, 0, 0]
+# The chunks of a prefill range have two blocks, and a step computes one of them at a time.
 FLAGS = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB")
+CHUNKED = (*FLAGS, "--chunk-size", "32", "--max-num-batched-prefill-tokens", "32")
 TOKENS, HELD_AT_STEP = 24, 12
+AMID_RANGE, AMID_COMMIT = "prefill, before a launch", "kvnode, after a commit"
 
 
-async def ask(client: AsyncClient, prompt: list[int]) -> tuple[list[int], int]:
-    """Returns the tokens of an answer, and how many of the prompt's were found."""
-    options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
-    deltas = [delta async for delta in client.generate(prompt, **options)]
-    assert deltas[-1].usage is not None
-    return [token for delta in deltas for token in delta.token_ids], deltas[-1].usage.cached_tokens
+class HybridAnswers:
+    """Asks a cluster, and holds its answers to transformers'."""
+
+    def __init__(self, folder: pathlib.Path, cluster: ServedCluster) -> None:
+        self._oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+        self._cluster = cluster
+
+    def check(self, prompts: list[list[int]], kill: bool = False) -> list[Delta]:
+        """Asks all prompts at once, and again if ``kill`` says so amid a strike. Returns the last messages of the
+        answers, whose tokens are transformers'."""
+        last = []
+        for prompt, deltas in zip(prompts, asyncio.run(self._ask(prompts, kill)), strict=True):
+            tokens = [token for delta in deltas for token in delta.token_ids]
+            assert first_difference(self._oracle.greedy(prompt, TOKENS), tokens, 1e-3) == ""
+            last.append(deltas[-1])
+        return last
+
+    async def _ask(self, prompts: list[list[int]], kill: bool) -> list[list[Delta]]:
+        async with AsyncClient(self._cluster.target) as client:
+            asking = asyncio.gather(*(self._one(client, prompt) for prompt in prompts))
+            if kill:
+                await asyncio.to_thread(self._cluster.struck)
+            return await asking
+
+    @staticmethod
+    async def _one(client: AsyncClient, prompt: list[int]) -> list[Delta]:
+        options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+        return [delta async for delta in client.generate(prompt, **options)]
+
+
+def cached(last: list[Delta]) -> list[int]:
+    return [delta.usage.cached_tokens for delta in last if delta.usage is not None]
+
+
+def prefilled(last: list[Delta]) -> list[int]:
+    return [delta.timings.prefilled_tokens for delta in last if delta.timings is not None]
 
 
 @pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.long)])
-def test_tokens_are_transformers_and_survive_a_killed_worker(tmp_path: pathlib.Path, name: str) -> None:
+def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, name: str) -> None:
     folder = make_model(tmp_path / "model", HYBRIDS[name])[0]
-    oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
-    wanted = [oracle.greedy(prompt, TOKENS) for prompt in PROMPTS]
-
-    async def check(target: str, kill: bool) -> list[int]:
-        found = []
-        async with AsyncClient(target) as client:
-            asking = asyncio.gather(*(ask(client, prompt) for prompt in PROMPTS))
-            if kill:
-                await asyncio.to_thread(cluster.struck)
-            for expected, (tokens, cached) in zip(wanted, await asking, strict=True):
-                assert first_difference(expected, tokens, 1e-3) == ""
-                found.append(cached)
-        return found
-
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as short,
-        served(pathlib.Path(short), str(folder), *FLAGS, split_policy="", faults=True) as cluster,
+        served(pathlib.Path(short), str(folder), *CHUNKED, faults=True) as cluster,
     ):
-        assert not cluster.components("prefill")
-        asyncio.run(check(cluster.target, False))
-        assert asyncio.run(check(cluster.target, False)) == [64, 48, 32, 0]
+        answers = HybridAnswers(folder, cluster)
+        first = answers.check(PROMPTS)
+        assert (cached(first), prefilled(first)) == ([0] * len(PROMPTS), WHOLE)
+        assert not any(delta.timings.replays for delta in first if delta.timings is not None)
+        again = answers.check(PROMPTS)
+        assert (cached(again), prefilled(again)) == (WHOLE, [0] * len(PROMPTS))
+        # The second step of the range comes when its first chunk is committed, with no state behind it.
+        for seed, (point, passing, victim) in enumerate(
+            [(AMID_RANGE, 2, ""), (AMID_STEPS, HELD_AT_STEP, ""), (AMID_COMMIT, 2, "")]
+        ):
+            cluster.arm(passing, signal.SIGKILL, point=point, victim=victim)
+            answers.check([tokens_of(70, 10 + seed), tokens_of(50, 20 + seed), PROMPTS[1]], kill=True)
+            wait_for("the cluster to serve", cluster.serving)
+        wait_for("all slots back", cluster.idle)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("policy", ["colocated", "fraction:0.5", "auto"])
+def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
+    folder = make_model(tmp_path / "model", HYBRIDS["granite-hybrid"])[0]
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as short,
+        served(pathlib.Path(short), str(folder), *CHUNKED, split_policy=policy, faults=True) as cluster,
+    ):
+        answers = HybridAnswers(folder, cluster)
+        first = answers.check(PROMPTS)
+        assert cached(first) == [0] * len(PROMPTS)
+        if policy != "auto":
+            assert prefilled(first) == ([0] * 5 if policy == "colocated" else [32, 16, 16, 0, 0])
+        assert cached(answers.check(PROMPTS)) == WHOLE
         cluster.arm(HELD_AT_STEP, signal.SIGKILL)
-        asyncio.run(check(cluster.target, True))
+        answers.check(PROMPTS, kill=True)
         wait_for("all slots back", cluster.idle)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import pathlib
 from dataclasses import replace
 
 import pytest
 
-from pillion.config import DecodeFlags, PrefillFlags, ServeFlags, WorkerFlags
+from pillion.config import DecodeFlags, WorkerFlags
 from pillion.engine.backends.loading import choose_kernels, load_model
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
-from pillion.supervisor.local_cluster import without_prefill_of_states
-from tests.support.families import FAMILIES, make_model
+from tests.support.families import make_model
 from tests.support.hybrids import HYBRIDS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -30,7 +28,6 @@ def folder(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (PrefillFlags(dtype="float32", device="cpu"), "a prefill worker"),
         (replace(DECODE, kv_cache_dtype="int8"), "--kv-cache-dtype int8"),
         (replace(DECODE, enable_lora=True), "--enable-lora"),
         (replace(DECODE, tensor_parallel_size=2), "--tensor-parallel-size 2"),
@@ -50,11 +47,3 @@ def test_torch_runs_such_models_by_itself(folder: str) -> None:
     assert loaded.operators == "torch"
     assert loaded.backend.layout.state_bytes == 2 * 2 * 64 * 4
     assert loaded.backend.layout.working_pages == 3
-
-
-def test_no_prefill_worker_starts_unasked(folder: str, tmp_path: pathlib.Path) -> None:
-    flags = ServeFlags(model=folder, dtype="float32", prefill_workers=1)
-    assert without_prefill_of_states(flags).prefill_workers == 0
-    assert without_prefill_of_states(replace(flags, split_policy="disaggregated")).prefill_workers == 1
-    llama = make_model(tmp_path / "llama", FAMILIES["llama-gqa-tied"])[0]
-    assert without_prefill_of_states(replace(flags, model=str(llama))).prefill_workers == 1

@@ -127,3 +127,45 @@ def test_what_is_no_state_of_the_chain_is_refused(hashes: list[bytes], after: by
     node.commit(ticket, HASHES[:2])
     assert words in node.commit(ticket, hashes, after).refusal
     assert ticket.state is None
+
+
+def test_a_state_is_named_where_it_stands_after_the_chain_alone() -> None:
+    node = Node()
+    ticket = node.open(0, 6)
+    node.commit(ticket, HASHES[:2])
+    kept = node.keep(ticket, 1)
+    assert list(node.ledger.chain_of(ticket).state_slots) == list(kept.slots)
+    node.commit(ticket, HASHES[2:3])
+    assert not node.ledger.chain_of(ticket).state_slots
+
+
+def test_a_tickets_chain_is_extended_to_a_state_and_gives_reserved_slots_back() -> None:
+    node = Node(16)
+    ticket, other = node.open(4, 6), node.open(0, 0)
+    node.commit(other, HASHES[:4])
+    kept = node.keep(other, 1)
+    node.release(other)
+    node.ledger.extend(node.worker, ticket.ticket_id, HASHES[:4])
+    check_integrity(node.ledger)
+    assert (ticket.blocks, ticket.reserved, node.ledger.reserved) == (2, 4, 4)
+    assert list(node.ledger.chain_of(ticket).state_slots) == list(kept.slots)
+    # Only what the ticket holds is protected, and a second look finds no more.
+    assert node.ledger.tree.protected == 2 + PAGES
+    node.ledger.extend(node.worker, ticket.ticket_id, HASHES[:4])
+    assert ticket.blocks == 2
+    node.release(ticket)
+    assert (node.ledger.tree.protected, node.ledger.reserved) == (0, 0)
+
+
+def test_a_state_whose_slots_are_promised_is_not_pinned() -> None:
+    node = Node(7)
+    other = node.open(0, 0)
+    node.commit(other, HASHES[:2])
+    node.keep(other, 1)
+    ticket = node.open(0, 1)
+    node.release(other)
+    # Two slots are free, five may be freed, and six are promised to the second prompt.
+    assert node.ledger.admit(node.worker, 99, [], 6) is not None
+    node.ledger.extend(node.worker, ticket.ticket_id, HASHES[:2])
+    check_integrity(node.ledger)
+    assert (ticket.blocks, ticket.state) == (0, None)
