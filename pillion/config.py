@@ -534,6 +534,13 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     max_tenant_pinned_percent: int = flag(
         25, "Share of the pool that one tenant's pins may have.", least=0, most=90, room="prefix pins"
     )
+    state_percent: int = flag(
+        10,
+        "Share of the pool that states of hybrid models may have, apart from those that running requests hold.",
+        least=0,
+        most=100,
+        room="states",
+    )
     low_watermark_percent: int = flag(
         2,
         "Free share of the pool below which blocks are evicted ahead of need.",

@@ -116,10 +116,14 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         "states",
-        paths=("engine/states", "tests/engine/states", "tests/cluster/test_states.py"),
+        paths=(
+            *("engine/states", "kvstore/states"),
+            *("tests/engine/states", "tests/kvstore/states", "tests/cluster/test_states.py"),
+        ),
         entries={
             "engine.worker.features": "pillion.engine.states.states:load_states",
             "engine.backends.states": "pillion.engine.states.states_check:check_states",
+            "kvstore.node.states": "pillion.kvstore.states.state_eviction:keep_states",
         },
     ),
     # Forced tokens are proposed before guesses, and a backend keeps the states for a head before it has adapters.

@@ -21,7 +21,8 @@ class IntegrityError(Conflict):
 
 def check_integrity(ledger: Ledger) -> None:
     """Raises IntegrityError with at most MAX_FINDINGS findings where a ledger's accounts do not add up."""
-    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger), *ledger.prefix_pins.check()]
+    findings = [*_slots(ledger), *_tree(ledger), *_tickets(ledger), *_promises(ledger)]
+    findings += [*ledger.prefix_pins.check(), *ledger.states.check()]
     if findings:
         raise IntegrityError("; ".join(findings[:MAX_FINDINGS]))
 

@@ -31,6 +31,7 @@ from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloa
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes, state_page
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.ledger_pins import LedgerPins
+from pillion.kvstore.ledger.ledger_states import LedgerStates
 from pillion.kvstore.ledger.records import (
     FETCH,
     KEPT,
@@ -58,6 +59,7 @@ class Ledger:
         decode_reserve_percent: share of the pool that admission leaves to running decodes.
         policy: decides which block is evicted first; LRU by default.
         pins: makes the blocks of pinned prefixes leave last; by default nothing does.
+        states: decides which states stay, from the policy; by default their pages leave like all blocks.
     """
 
     def __init__(
@@ -66,13 +68,15 @@ class Ledger:
         decode_reserve_percent: int = 10,
         policy: EvictionPolicy | None = None,
         pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
+        states: Callable[[EvictionPolicy], LedgerStates] = LedgerStates,
     ) -> None:
         self._new_id = new_id
         self._reserve_percent = decode_reserve_percent
         self.num_slots = 0
         self.decode_reserve = 0
         self.free: list[int] = []
-        self.tree = BlockTree(policy if policy is not None else LruEviction())
+        self.states = states(policy if policy is not None else LruEviction())
+        self.tree = BlockTree(self.states.policy)
         self.prefix_pins = pins(self.tree)
         self.holders: dict[int, Holder] = {}
         self.tickets: dict[int, TicketState] = {}
@@ -92,6 +96,7 @@ class Ledger:
         self.decode_reserve = num_slots * self._reserve_percent // 100
         self.free = list(range(num_slots - 1, -1, -1))
         self.prefix_pins.shape(num_slots)
+        self.states.shape(num_slots)
 
     @property
     def available(self) -> int:
@@ -410,7 +415,7 @@ class Ledger:
         blocks = []
         for slot, block_hash in run:
             del holder.leased[slot]
-            last_block = self.tree.add(slot, block_hash, last_block)
+            last_block = self.tree.add(slot, block_hash, last_block, _is_page(block_hash, last_block))
             self._came(last_block)
             blocks.append(last_block)
         if last_block is not None:
@@ -440,11 +445,15 @@ class Ledger:
     def _came(self, block: Block) -> None:
         parent = b"" if block.parent is None else block.parent.hash
         self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=parent))
+        if block.page:
+            self.states.came(block)
         self.prefix_pins.came(block)
 
     def _evicted(self, block: Block) -> int:
         self.evicted_ever += 1
         self.prefix_pins.went(block)
+        if block.page:
+            self.states.went(block)
         self._events.append(IndexEvent(block.hash, here=False, segment=block.segment))
         return block.slot
 
@@ -532,7 +541,7 @@ class Ledger:
         holds the state from now on, in place of the one that it held."""
         self.tree.pin(behind)
         pages = TicketState(ticket.ticket_id, ticket.opener, behind, 0, set())
-        kept = [self._seal(holder, pages, *pair) for pair in zip(slots, hashes, strict=True)]
+        kept = [self._seal(holder, pages, *pair, page=True) for pair in zip(slots, hashes, strict=True)]
         held, ticket.state, ticket.state_pages = ticket.state, pages.last_block, len(hashes)
         if held is not None:
             self.tree.unpin(held)
@@ -558,16 +567,21 @@ class Ledger:
         if not continues or (len(known) < len(hashes) and known[-1].depth < end):
             raise InvalidRequest("the run does not continue the ticket's chain")
 
-    def _seal(self, holder: Holder, ticket: TicketState, slot: int, block_hash: bytes) -> int:
+    def _seal(self, holder: Holder, ticket: TicketState, slot: int, block_hash: bytes, page: bool = False) -> int:
         """Commits one leased slot and returns the slot that stays for the block."""
         block = self.tree.by_hash.get(block_hash)
         if block is None:
             del holder.leased[slot]
             self.committed_ever += 1
-            ticket.last_block = block = self.tree.add(slot, block_hash, ticket.last_block)
+            ticket.last_block = block = self.tree.add(slot, block_hash, ticket.last_block, page)
             self._came(block)
             return slot
         holder.leased[slot] = LOST_RACE
         if block.depth >= ticket.blocks:
             self._move_pin(ticket, block)
         return block.slot
+
+
+def _is_page(block_hash: bytes, parent: Block | None) -> bool:
+    """Returns whether a block is a page of a state by its name: what stands after a page is one, too."""
+    return parent is not None and (parent.page or block_hash == state_page(parent.hash, 0))

@@ -47,6 +47,7 @@ class Block:
         segment: hash of the first block of its segment, the SEGMENT_BLOCKS of a chain that the index keeps together.
         holds: pins on the block itself plus its protected children; the block is protected while this is not 0.
         children: committed blocks whose parent it is.
+        page: whether it is a page of a state, which stands behind a block or another page.
         prefix_pins: prefix pins that end with the block plus its prefix-pinned children; it is evicted late while this
             is not 0.
         checksum: XXH3-64 of its bytes, 0 as long as nobody has asked for it.
@@ -60,6 +61,7 @@ class Block:
     segment: bytes = field(repr=False)
     holds: int = 0
     children: int = 0
+    page: bool = False
     prefix_pins: int = 0
     checksum: int = 0
     uses: int = 0

@@ -90,6 +90,13 @@ class BlockTree:
         found.reverse()
         return found if state is block else []
 
+    def state_end(self, block: Block) -> Block:
+        """Returns the last page of the state after ``block``, or ``block`` where no page of one is here."""
+        end, page = block, 0
+        while (found := self.by_hash.get(state_page(block.hash, page))) is not None:
+            end, page = found, page + 1
+        return end
+
     def chain(self, last_block: Block | None) -> list[Block]:
         """Returns the blocks of a chain from its first one to ``last_block``."""
         blocks = []
@@ -105,12 +112,12 @@ class BlockTree:
             last_block = last_block.parent
         return last_block is block
 
-    def add(self, slot: int, block_hash: bytes, last_block: Block | None) -> Block:
-        """Adds a block after ``last_block`` and moves the pin of ``last_block``, which its new child protects, to
-        it."""
+    def add(self, slot: int, block_hash: bytes, last_block: Block | None, page: bool = False) -> Block:
+        """Adds a block, or a page of a state, after ``last_block`` and moves the pin of ``last_block``, which its new
+        child protects, to it."""
         depth = last_block.depth + 1 if last_block is not None else 0
         segment = last_block.segment if last_block is not None and depth % SEGMENT_BLOCKS else block_hash
-        block = Block(slot, block_hash, last_block, depth, segment, holds=1)
+        block = Block(slot, block_hash, last_block, depth, segment, holds=1, page=page)
         self.by_hash[block_hash] = block
         self.protected += 1
         if last_block is not None:

@@ -27,6 +27,7 @@ from pillion.kvstore.node.block_watch import watch_of
 from pillion.kvstore.node.node_servicer import NODE_CALLS, SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.node.pool_pins import pins_of
+from pillion.kvstore.node.pool_states import states_of
 from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.tiers.media import far_medium, near_medium
 from pillion.kvstore.transfer.block_exchange import exchange_of
@@ -77,6 +78,7 @@ class KVNode:
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
             policy=make_policy(flags.eviction_policy),
             pins=pins_of(flags),
+            states=states_of(flags),
             announce=self._announce,
             shaped=self._shaped,
             watch=watch_of(flags),

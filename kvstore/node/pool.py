@@ -20,11 +20,13 @@ from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger_states import LedgerStates
 from pillion.kvstore.ledger.records import FETCH, KEPT, SESSION, Block, IndexEvent, PoolShape, slots_of
 from pillion.kvstore.ledger.tree import BlockTree
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.node.block_watch import BlockWatch
 from pillion.kvstore.node.pool_pins import NO_PINS, PinMakers
+from pillion.kvstore.node.pool_states import StatesMaker
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Meters
@@ -86,7 +88,8 @@ class Pool:
         pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
         decode_reserve_percent, policy, max_waiting: as :class:`Ledger` and :class:`WaitingQueue` have them.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
-    pins: makes the prefix pins.
+        pins: makes the prefix pins.
+        states: decides which states stay in the pool.
         announce: called with the blocks that came and went, maybe none, after every change.
         shaped: called once with the pool's shape.
         watch: makes what watches the pool's blocks.
@@ -111,6 +114,7 @@ class Pool:
         heartbeat_timeout_s: float,
         policy: EvictionPolicy | None = None,
         pins: PinMakers = NO_PINS,
+        states: StatesMaker = LedgerStates,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
         shaped: Callable[[PoolShape], None] = lambda shape: None,
         watch: Callable[[BlockTree], BlockWatch] = lambda tree: BlockWatch(),
@@ -139,7 +143,7 @@ class Pool:
         self._last_epoch: dict[int, int] = {}
         # For each first epoch this has the last epoch that was replaced, and the one that replaced it.
         self._replaced: dict[int, tuple[int, int]] = {}
-        self.ledger = Ledger(_new_id, decode_reserve_percent, policy, pins.of_tree)
+        self.ledger = Ledger(_new_id, decode_reserve_percent, policy, pins.of_tree, states)
         self.prefix_pins = pins.of_ledger(self.ledger)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
         self.watch = watch(self.ledger.tree)

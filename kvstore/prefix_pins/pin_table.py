@@ -71,7 +71,8 @@ class PrefixPin:
     """Represents a prefix pin: what the tenant has asked for (``wish``), and how much of the chain is in the pool.
 
     Attributes:
-        end: the last block of the chain that is in the pool; None where none is known to be.
+        end: the last block of the chain that is in the pool, or the last page of a state after the whole chain; None
+            where no block is known to be there.
         hits: the number of tickets at whose admission the pool had the whole pinned chain as a part of theirs.
     """
 
@@ -81,8 +82,8 @@ class PrefixPin:
 
     @property
     def blocks(self) -> int:
-        """Gives the number of blocks of the chain that are prefix-pinned now."""
-        return self.end.depth + 1 if self.end is not None else 0
+        """Gives the number of blocks of the chain that are prefix-pinned now; a state after them does not count."""
+        return min(self.end.depth + 1, self.wish.blocks) if self.end is not None else 0
 
 
 class PrefixPinTable(LedgerPins):
@@ -153,9 +154,11 @@ class PrefixPinTable(LedgerPins):
         self.all[wish.owner, wish.name] = pin
         self._by_last_hash.setdefault(wish.last_hash, []).append(pin)
         self._count(wish, 1)
-        last_block = self._tree.by_hash.get(wish.last_hash) or self._tree.longest_prefix(hashes).last_block
+        last_block = self._tree.by_hash.get(wish.last_hash)
         if last_block is not None:
-            self._move(pin, last_block)
+            self._move(pin, self._tree.state_end(last_block))
+        elif (present := self._tree.longest_prefix(hashes).last_block) is not None:
+            self._move(pin, present)
         return pin
 
     def drop(self, owner: str, name: str) -> bool:
@@ -189,7 +192,12 @@ class PrefixPinTable(LedgerPins):
                 self.hits_ever += 1
 
     def came(self, block: Block) -> None:
-        """Notes that a block was committed, or restored. A prefix pin that said another length of its chain ends."""
+        """Notes that a block was committed, or restored. A prefix pin that said another length of its chain ends. The
+        state after a whole chain is prefix-pinned with it."""
+        if block.page and block.parent is not None:
+            whole = [pin for pin in self._ends.get(block.parent, ()) if pin.blocks == pin.wish.blocks]
+            for pin in whole:
+                self._move(pin, block)
         for pin in tuple(self._by_last_hash.get(block.hash, ())):
             if pin.wish.blocks == block.depth + 1:
                 self._move(pin, block)
@@ -226,11 +234,14 @@ class PrefixPinTable(LedgerPins):
             name, end, wished = pin.wish.name, pin.end, pin.wish.blocks
             if end is not None and blocks.get(end.hash) is not end:
                 yield f"prefix pin {name} ends with a block that is gone"
-            if end is not None and (end.hash == pin.wish.last_hash) != (pin.blocks == wished):
+            last = end
+            while last is not None and last.page:
+                last = last.parent
+            if last is not None and (last.hash == pin.wish.last_hash) != (last.depth + 1 == wished):
                 yield f"prefix pin {name} wishes {wished} blocks, and ends with block {pin.blocks}"
             if pin not in self._by_last_hash.get(pin.wish.last_hash, ()):
                 yield f"prefix pin {name} is not found by its last block"
-            if blocks.get(pin.wish.last_hash, end) is not end:
+            if blocks.get(pin.wish.last_hash, last) is not last:
                 yield f"prefix pin {name} does not end with its last block, which is here"
         if self.blocks != sum(pin.wish.blocks for pin in self.all.values()) or self.blocks > self.max_blocks:
             yield f"{self.blocks} blocks are counted as prefix-pinned, of at most {self.max_blocks}"

@@ -1,0 +1,33 @@
+"""Defines the seam at which a room decides which states of a pool stay, for models whose layers carry one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pillion.kvstore.ledger.eviction import EvictionPolicy
+from pillion.kvstore.ledger.records import Block
+
+
+class LedgerStates:
+    """Takes what a ledger tells of pages, the blocks that states consist of. With this class they leave by the pool's
+    eviction policy, like all blocks.
+
+    Attributes:
+        policy: the policy that the block tree feeds: the pool's own, or one around it.
+    """
+
+    def __init__(self, policy: EvictionPolicy) -> None:
+        self.policy = policy
+
+    def shape(self, num_slots: int) -> None:
+        """Notes that the pool has ``num_slots`` slots, which never changes."""
+
+    def came(self, page: Block) -> None:
+        """Notes that a page was committed, or restored from the node's earlier life. It is protected."""
+
+    def went(self, page: Block) -> None:
+        """Notes that a page was evicted, and that the tree has forgotten it."""
+
+    def check(self) -> Iterator[str]:
+        """Yields a line for each thing that does not add up. O(blocks of the pool)."""
+        yield from ()

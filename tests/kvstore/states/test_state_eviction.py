@@ -1,0 +1,307 @@
+"""StateEviction: random lives of a ledger beside a search through everything, and what the order is for."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
+from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import Block
+from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable, PrefixPinWish
+from pillion.kvstore.states.state_eviction import StateEviction
+from pillion.v1.kvnode_pb2 import CommitRun
+from tests.support.examples import examples
+
+PAGES = 2
+
+
+def prompt(*tokens: int) -> list[bytes]:
+    return split_hashes(chain_hashes(bytes(32), tokens, 1))
+
+
+def pages_of(block_hash: bytes) -> list[bytes]:
+    return [state_page(block_hash, page) for page in range(PAGES)]
+
+
+class StatePool:
+    """A ledger with one worker, whose texts leave states of two pages; a block has one token. It tells of each eviction
+    whether a search through all states finds the same victim."""
+
+    def __init__(self, num_slots: int = 40, percent: int = 20, policy: str = "lru", pins: bool = False) -> None:
+        self.ledger = Ledger(
+            itertools.count(1).__next__,
+            0,
+            make_policy(policy),
+            *([lambda tree: PrefixPinTable(tree, 75, 50)] if pins else []),
+            states=lambda plain: StateEviction(plain, percent),
+        )
+        assert isinstance(self.ledger.states, StateEviction)
+        self.states = self.ledger.states
+        self.ledger.shape(num_slots)
+        self.max_pages = num_slots * percent // 100
+        self.worker = self.ledger.attach("one", "decode")
+        self.nonces = itertools.count(1)
+        # This is the order in which blocks lost their protection.
+        self.released: dict[Block, None] = {}
+        plain_add = self.states.plain.add
+
+        def watched_add(block: Block) -> None:
+            self.released.pop(block, None)
+            self.released[block] = None
+            plain_add(block)
+
+        self.states.plain.add = watched_add  # type: ignore[method-assign]
+        evict = self.ledger.tree.evict
+
+        def watched_evict() -> Block:
+            expected = self.next_victims()
+            block = evict()
+            assert block in expected
+            return block
+
+        if not pins:
+            self.ledger.tree.evict = watched_evict  # type: ignore[method-assign]
+
+    def state_of(self, block: Block) -> Block | None:
+        """The last page of the whole state after a block."""
+        return self.ledger.tree.by_hash.get(pages_of(block.hash)[-1])
+
+    def next_victims(self) -> list[Block]:
+        """The blocks that may go next: one, or the last pages of states of which a page is gone."""
+        order = list(self.states.plain)
+        if sum(block.page for block in order) <= self.max_pages:
+            return order[:1]
+        known = set(order)
+        ends = [block for block in self.released if block in known and block.page and not block.children]
+        broken = [block for block in ends if block.hash != pages_of(behind(block).hash)[-1]]
+        if broken:
+            return broken
+        products = [rank * self.gap(behind(end)) for rank, end in enumerate(ends, 1)]
+        return [ends[products.index(min(products))]]
+
+    def gap(self, block: Block) -> int:
+        """The blocks between the state after a block and the whole state before it."""
+        count, at = 1, block.parent
+        while at is not None and self.state_of(at) is None:
+            count, at = count + 1, at.parent
+        return count
+
+    def open(self, hashes: list[bytes], keep: list[int]) -> int | None:
+        """Serves a text and keeps states after so many of its blocks each. Returns the ticket; None where memory is
+        short."""
+        want = len(hashes) + PAGES * len(keep)
+        ticket = self.ledger.admit(self.worker, next(self.nonces), hashes, want)
+        if ticket is None:
+            return None
+        left = hashes[ticket.blocks :]
+        slots = list(self.ledger.adopt(self.worker, ticket.ticket_id, ticket.reserved).leased_slots)
+        runs = [(left, b""), *((pages_of(hashes[at - 1]), hashes[at - 1]) for at in keep)]
+        for names, after in runs:
+            if names:
+                used, slots = slots[: len(names)], slots[len(names) :]
+                run = CommitRun(ticket_id=ticket.ticket_id, slots=used, block_hashes=b"".join(names), after=after)
+                [result] = self.ledger.commit(self.worker, [run])
+                assert not result.refusal
+                slots += [own for own, kept in zip(used, result.slots, strict=True) if own != kept]
+        self.ledger.give_back(self.worker, slots)
+        return ticket.ticket_id
+
+    def close(self, ticket_id: int) -> None:
+        self.ledger.release(self.worker, [ticket_id])
+
+    def serve(self, *tokens: int, keep: list[int] | None = None) -> None:
+        """Serves a text, which leaves a state at its end unless ``keep`` says otherwise."""
+        ticket_id = self.open(prompt(*tokens), [len(tokens)] if keep is None else keep)
+        assert ticket_id is not None
+        self.close(ticket_id)
+        check_integrity(self.ledger)
+
+    def need(self, slots: int) -> None:
+        """Leases so many slots, and returns them."""
+        self.ledger.give_back(self.worker, self.ledger.lease(self.worker, slots))
+        check_integrity(self.ledger)
+
+    def hit(self, *tokens: int) -> int:
+        """How many blocks of a text a ticket would find with a state."""
+        return self.ledger.tree.longest_with_state(prompt(*tokens), PAGES).blocks
+
+
+def behind(page: Block) -> Block:
+    at = page
+    while at.page:
+        assert at.parent is not None
+        at = at.parent
+    return at
+
+
+TEXTS = st.lists(st.integers(0, 1), min_size=1, max_size=7)
+PLACES = st.lists(st.integers(1, 7), max_size=3, unique=True)
+
+
+@dataclass(frozen=True, slots=True)
+class ServedText:
+    """A text that is served and held for ``held`` further steps."""
+
+    tokens: list[int]
+    keep: list[int]
+    held: bool
+
+
+STEPS = st.lists(
+    st.one_of(
+        st.builds(ServedText, TEXTS, PLACES, st.booleans()),
+        st.tuples(st.just("close"), st.integers(0, 3)),
+        st.tuples(st.just("drop"), st.integers(0, 11)),
+        st.tuples(st.just("need"), st.integers(1, 12)),
+    ),
+    min_size=10,
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu"])
+@given(steps=STEPS, percent=st.sampled_from([0, 10, 25, 100]))
+@settings(max_examples=examples(100))
+def test_any_life_evicts_what_a_search_finds(
+    policy: str, steps: list[ServedText | tuple[str, int]], percent: int
+) -> None:
+    """Whatever is served, held, let go, dropped out of turn and needed: the books are right, each victim is the one
+    that a search through all states finds, and the order that is shown is the order in which blocks go."""
+    pool, tickets = StatePool(30, percent, policy), []
+    for step in steps:
+        if isinstance(step, ServedText):
+            ticket = pool.open(prompt(*step.tokens), [at for at in step.keep if at <= len(step.tokens)])
+            if ticket is not None and step.held:
+                tickets.append(ticket)
+            elif ticket is not None:
+                pool.close(ticket)
+        elif step[0] == "close" and tickets:
+            pool.close(tickets.pop(step[1] % len(tickets)))
+        elif step[0] == "drop" and len(pool.states):
+            leaves = [block for block in pool.states if not block.children]
+            pool.ledger.evict_block(leaves[step[1] % len(leaves)])
+        elif step[0] == "need":
+            pool.ledger.give_back(pool.worker, pool.ledger.lease(pool.worker, step[1]))
+        check_integrity(pool.ledger)
+    for ticket in tickets:
+        pool.close(ticket)
+    shown = [block.hash for block in pool.states]
+    pool.ledger.drain_events()
+    pool.need(30)
+    assert [event.block_hash for event in pool.ledger.drain_events()] == shown
+    assert not pool.ledger.tree.by_hash
+    check_integrity_of_nothing(pool.states)
+
+
+def check_integrity_of_nothing(states: StateEviction) -> None:
+    assert list(states.check()) == []
+    assert len(states) == 0
+    with pytest.raises(KeyError):
+        states.pop()
+
+
+def test_above_their_share_the_state_that_saves_least_goes_first() -> None:
+    """The states of longer texts stay, though they are older."""
+    pool = StatePool(num_slots=30, percent=14)
+    pool.serve(1, 2, 3, 4, 5, 6)
+    pool.serve(9, 8)
+    pool.serve(7)
+    pool.need(len(pool.ledger.free) + 1)
+    assert [pool.hit(1, 2, 3, 4, 5, 6), pool.hit(9, 8), pool.hit(7)] == [6, 2, 0]
+    assert pool.ledger.tree.longest_prefix(prompt(7)).blocks == 1
+
+
+def test_below_their_share_states_leave_like_blocks() -> None:
+    pool = StatePool(num_slots=30, percent=20)
+    pool.serve(1, 2, 3, 4, 5, 6)
+    pool.serve(9, 8)
+    pool.need(len(pool.ledger.free) + 1)
+    assert pool.hit(1, 2, 3, 4, 5, 6) == 0
+    assert pool.hit(9, 8) == 2
+
+
+def test_states_that_requests_hold_are_not_of_the_share() -> None:
+    pool = StatePool(num_slots=40, percent=5)
+    held = [pool.open(prompt(first, 2, 3), [3]) for first in range(4)]
+    pool.serve(6, 6, 6, keep=[])
+    pool.serve(9, 8)
+    pool.need(len(pool.ledger.free) + 1)
+    assert pool.hit(9, 8) == 2
+    assert pool.ledger.tree.longest_prefix(prompt(6, 6, 6)).blocks == 2
+    for ticket_id in held:
+        assert ticket_id is not None
+        pool.close(ticket_id)
+    # Now there are five states for one that may stay, and the first of three blocks has the least product.
+    pool.need(len(pool.ledger.free) + 8)
+    assert [pool.hit(first, 2, 3) for first in range(4)] == [0, 0, 0, 3]
+    assert pool.hit(9, 8) == 0
+
+
+def test_a_state_in_the_middle_makes_the_next_one_worth_less() -> None:
+    """Where texts part a state comes between two others; a text that goes on from the later one saves less then."""
+    pool = StatePool(num_slots=40, percent=12)
+    pool.serve(1, 2, 3, 4, 5, 6)
+    pool.serve(5, 5, 5)
+    pool.serve(1, 2, 3, 4, 5, 7, keep=[5])
+    pool.need(len(pool.ledger.free) + 1)
+    assert pool.hit(1, 2, 3, 4, 5, 6) == 5
+    assert pool.hit(5, 5, 5) == 3
+
+
+def test_books_that_are_wrong_are_found() -> None:
+    pool = StatePool()
+    pool.serve(1, 2, 3)
+    (state,) = pool.states._by_block.values()
+    state.before = state
+    with pytest.raises(IntegrityError, match="another state before it"):
+        check_integrity(pool.ledger)
+
+
+def test_restored_pages_are_known_by_their_names() -> None:
+    pool = StatePool()
+    pool.serve(1, 2, 3)
+    chain = [
+        block.hash
+        for block in pool.ledger.tree.chain(pool.ledger.tree.state_end(pool.ledger.tree.by_hash[prompt(1, 2, 3)[-1]]))
+    ]
+    fresh = StatePool()
+    epoch = fresh.ledger.claim(range(len(chain)))
+    blocks = fresh.ledger.restore(epoch, None, list(enumerate(chain)))
+    fresh.ledger.gone(epoch)
+    check_integrity(fresh.ledger)
+    assert [block.page for block in blocks] == [False, False, False, True, True]
+    assert fresh.hit(1, 2, 3) == 3
+
+
+def test_a_pinned_prefix_keeps_its_state() -> None:
+    """A prefix pin marks the state after its last block, whichever of the two comes first."""
+    pool = StatePool(num_slots=40, percent=10, pins=True)
+    table = pool.ledger.prefix_pins
+    assert isinstance(table, PrefixPinTable)
+    early, late = prompt(1, 2, 3), prompt(4, 4, 4)
+    table.pin_prefix(PrefixPinWish("a", "early", early[-1], 3, 10.0), 0.0)
+    pool.serve(1, 2, 3)
+    pool.serve(4, 4, 4)
+    table.pin_prefix(PrefixPinWish("a", "late", late[-1], 3, 10.0), 0.0, late)
+    for first in range(10, 20):
+        pool.serve(first, 1, 1)
+    pool.need(30)
+    assert pool.hit(1, 2, 3) == pool.hit(4, 4, 4) == 3
+    assert {pin.blocks for pin in table.of("a")} == {3}
+    # More than that is needed: the states go first, and then the blocks.
+    pool.need(33)
+    assert len(pool.ledger.tree.by_hash) == 7
+    pool.need(40)
+    assert not pool.ledger.tree.by_hash
+    pool.serve(1, 2, 3)
+    pool.need(34)
+    assert pool.hit(1, 2, 3) == 3
+    table.expire(11.0)
+    check_integrity(pool.ledger)
