@@ -38,12 +38,14 @@ class ChunkDone:
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Holds an adopted ticket: the slots of its pinned chain, the slots leased for what the sequence will write, and
-    those of the state after the chain, in a model whose layers carry one."""
+    those of the state after the chain, in a model whose layers carry one; ``known_blocks`` are then the blocks of the
+    text that the node had, the chain's and those after it."""
 
     ticket_id: int
     chain_slots: tuple[int, ...]
     leased_slots: tuple[int, ...]
     state_slots: tuple[int, ...] = ()
+    known_blocks: int = 0
 
 
 class BlockChain:
@@ -74,6 +76,7 @@ class BlockChain:
         computed."""
         slots = (*holding.chain_slots, *holding.leased_slots)
         self.ticket_id, self.state_slots = holding.ticket_id, holding.state_slots
+        self.known_blocks = holding.known_blocks
         self.num_blocks = len(slots)
         if self.num_blocks > len(self._table):
             self._table = np.zeros(self.num_blocks, dtype=np.int32)

@@ -5,7 +5,7 @@ kept where texts may go on.
     step   --a state that stands where the piece begins is read, a free one is written--> landed
     landed --some of its tokens do not count, so no state stands where the sequence does--> it computes again from an
              older one (Sequence.compute_from)
-    at the last whole block of a prompt, of an answer and of a prefill range
+    at the last whole block of a prompt, of an answer and of a prefill range, and where texts part (state_places)
            --with its last block's commit--> the state is committed behind it
 
 So nothing is copied, and nothing is lost that a step computes in vain: tokens after a wrong guess, or after a mask that
@@ -13,9 +13,9 @@ was late. A state that was found with a ticket stands after the ticket's chain, 
 goes on from no state it is computed from its beginning.
 
 Two states are enough to go on: one that is read and one that is written. The third one stays after the last whole
-block, until the next one is whole. Where it was committed, slots of the stock take its place, if there are some:
-memory comes first, and a state that is not kept is computed (I1). docs/decisions/054-states.md has the reasons.
-Sans-IO (I9).
+block, until the next one is whole. Where it was committed, slots of the stock take its place, if there are some, and
+where there are none nothing more is kept: memory comes first, and a state that is not kept is computed (I1).
+docs/decisions/054-states.md has the reasons. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_feature import StepFeature, Steps
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan
+from pillion.engine.states.state_places import StatePlaces
 from pillion.engine.worker.worker_feature import WorkerFeature, WorkerSetup
 from pillion.kvstore.hashing import state_page
 
@@ -89,10 +90,7 @@ class WorkingStates(BlockChain):
         if sequence.state_slots:
             self.standing.append(Standing(sequence.num_computed, sequence.state_slots, own=False))
         self._written: Standing | None = None
-        # A prompt's steps end here, so that its state is kept; 0 where none is to be. A prefill range's is kept at its
-        # end.
-        last = 0 if sequence.is_prefill else sequence.num_tokens - 1
-        self.keep_at = last - last % sequence.block_size
+        self.places = StatePlaces(sequence)
 
     def owned_slots(self) -> tuple[int, ...]:
         """Returns all slots of the sequence's own states."""
@@ -190,8 +188,8 @@ class States(StepFeature):
             self._stock.give(working.owned_slots())
 
     def cut(self, sequence: Sequence, start: int, count: int) -> int:
-        keep_at = self._working[sequence.seq_id].keep_at
-        return keep_at - start if start < keep_at < start + count else count
+        place = self._working[sequence.seq_id].places.after(start)
+        return min(count, place - start) if place else count
 
     def planned(self, plan: StepPlan) -> StepPlan:
         if not plan.pieces:
@@ -210,12 +208,11 @@ class States(StepFeature):
             stands = working.settle(sequence.num_computed)
             if stands < sequence.num_computed:
                 sequence.compute_from(stands)
-            elif stands and stands == working.keep_at and sequence.may_commit:
-                self._keep_prompt(sequence, working)
+            elif working.places.reached(stands) and sequence.may_commit and working.own_states == STATES:
+                self._keep_place(sequence, working)
 
-    def _keep_prompt(self, sequence: Sequence, working: WorkingStates) -> None:
-        """Has the state at a prompt's last whole block committed. It goes on being read, now where it was committed."""
-        working.keep_at = 0
+    def _keep_place(self, sequence: Sequence, working: WorkingStates) -> None:
+        """Has the state that stands now committed. It goes on being read, now where it was committed."""
         state = working.whole_state()
         if state is None:
             return

@@ -85,7 +85,7 @@ class Tickets:
         except PillionError as error:
             self.let_go(Holding(ticket_id, chain, leased))
             raise self._judge(error) from None
-        return Holding(ticket_id, chain, leased, state), first.last_hash
+        return Holding(ticket_id, chain, leased, state, first.known_blocks), first.last_hash
 
     async def await_chain(self, seq_id: int, holding: Holding, blocks: int) -> tuple[Holding, bytes]:
         """Waits for a sequence until other workers have committed a chain of ``blocks`` blocks. Returns the holding
@@ -223,7 +223,7 @@ class Tickets:
         self._in_use[ticket.ticket_id] = asyncio.Event()
         adopted = ticket.adopted
         chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
-        return Holding(ticket.ticket_id, chain, leased, state), adopted.last_hash
+        return Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks), adopted.last_hash
 
     @property
     def waiting(self) -> Iterable[int]:

@@ -232,6 +232,7 @@ class Ledger:
         self.prefix_pins.used(hashes, match.blocks)
         ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
         ticket.state, ticket.state_pages = match.state, state_pages
+        ticket.known_blocks = match.known
         return ticket
 
     def _opened(self, holder: Holder, nonce: int, last_block: Block | None, reserved: int) -> TicketState:
@@ -327,7 +328,9 @@ class Ledger:
         chain = [block.slot for block in self.tree.chain(ticket.last_block)]
         state = self.tree.state_behind(ticket.last_block, ticket.state, ticket.state_pages)
         last_hash = ticket.last_block.hash if ticket.last_block else b""
-        return AdoptTicketReply(chain_slots=chain, last_hash=last_hash, state_slots=[page.slot for page in state])
+        pages = [page.slot for page in state]
+        known = ticket.known_blocks
+        return AdoptTicketReply(chain_slots=chain, last_hash=last_hash, state_slots=pages, known_blocks=known)
 
     def release(self, epoch: int, ticket_ids: Iterable[int] = (), nonces: Iterable[int] = ()) -> None:
         """Drops the epoch's hold on tickets, named by id or by the nonce they were opened with. Idempotent.

@@ -99,6 +99,7 @@ class TicketState:
         holders: epochs that hold it.
         slots: the chain's slots, as far as it had grown when they were last asked for.
         state: the last page of the state that the ticket holds, None for none; it has ``state_pages`` pages.
+        known_blocks: the blocks of the request's chain that the pool had when a state was looked for.
     """
 
     ticket_id: int
@@ -109,6 +110,7 @@ class TicketState:
     slots: frozenset[int] = frozenset()
     state: Block | None = None
     state_pages: int = 0
+    known_blocks: int = 0
 
     @property
     def blocks(self) -> int:

@@ -31,12 +31,14 @@ class Match:
         newly: how many of its blocks are unprotected now, so that a pin would take them from the eviction policy; with
             those of the state.
         state: the last page of the state after the last block, where one was asked for.
+        known: the blocks of the longest prefix without regard to states, where one was asked for.
     """
 
     last_block: Block | None
     blocks: int
     newly: int
     state: Block | None = None
+    known: int = 0
 
 
 class BlockTree:
@@ -71,14 +73,15 @@ class BlockTree:
 
     def longest_with_state(self, hashes: Sequence[bytes], pages: int) -> Match:
         """Returns the longest prefix of ``hashes`` after whose last block stands a state of so many pages."""
-        at = self.longest_prefix(hashes).last_block
+        longest = self.longest_prefix(hashes)
+        at, known = longest.last_block, longest.blocks
         while at is not None:
             state = self.by_hash.get(state_page(at.hash, pages - 1))
             if state is not None:
                 newly = sum(not block.holds for block in self.chain(state))
-                return Match(at, at.depth + 1, newly, state)
+                return Match(at, at.depth + 1, newly, state, known)
             at = at.parent
-        return Match(None, 0, 0)
+        return Match(None, 0, 0, known=known)
 
     def state_behind(self, block: Block | None, state: Block | None, pages: int) -> list[Block]:
         """Returns the pages of the state whose last page is ``state``, in order; none where it does not stand after

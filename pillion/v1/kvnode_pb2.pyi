@@ -240,8 +240,13 @@ class AdoptTicketReply(_message.Message):
     LEASED_SLOTS_FIELD_NUMBER: _builtins.int
     LAST_HASH_FIELD_NUMBER: _builtins.int
     STATE_SLOTS_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     last_hash: _builtins.bytes
     """Hash of the chain's last block, empty where the chain is empty."""
+    known_blocks: _builtins.int
+    """With OpenTicketRequest.state_pages: the leading blocks of the prompt that were here when the ticket was opened, with those
+    after the last state. They show where texts part.
+    """
     @_builtins.property
     def chain_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Slots of the pinned chain, in order."""
@@ -261,10 +266,11 @@ class AdoptTicketReply(_message.Message):
         leased_slots: _abc.Iterable[_builtins.int] | None = ...,
         last_hash: _builtins.bytes = ...,
         state_slots: _abc.Iterable[_builtins.int] | None = ...,
+        known_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "last_hash", b"last_hash", "leased_slots", b"leased_slots", "state_slots", b"state_slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chain_slots", b"chain_slots", "known_blocks", b"known_blocks", "last_hash", b"last_hash", "leased_slots", b"leased_slots", "state_slots", b"state_slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

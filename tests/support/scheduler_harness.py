@@ -206,7 +206,7 @@ class SchedulerHarness:
             siblings=siblings,
         )
         chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
-        holding = Holding(ticket.ticket_id, chain, leased, state)
+        holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
         for name, own_seed in ((seq_id, seed), *((sibling.seq_id, sibling.seed) for sibling in siblings)):
             parent = 0 if name == seq_id else seq_id
             self.records[name] = SequenceRecord(
@@ -415,7 +415,7 @@ class SchedulerHarness:
                     return
                 adopted = self.ledger.adopt(self.worker, ticket.ticket_id, order.total_blocks - ticket.blocks)
                 chain, leased, state = map(tuple, (adopted.chain_slots, adopted.leased_slots, adopted.state_slots))
-                holding = Holding(ticket.ticket_id, chain, leased, state)
+                holding = Holding(ticket.ticket_id, chain, leased, state, adopted.known_blocks)
                 self.scheduler.resumed(order.seq_id, holding, self.now)
             self.resumes.pop(0)
 

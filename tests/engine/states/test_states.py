@@ -48,7 +48,7 @@ class StateHarness(SchedulerHarness):
     def _held_up(self, sequence: Sequence) -> bool:
         """A prompt's step ends where its state is kept."""
         working = self.states.working(sequence)
-        return super()._held_up(sequence) or (working is not None and working.keep_at > sequence.next_start)
+        return super()._held_up(sequence) or (working is not None and working.places.after(sequence.next_start) > 0)
 
     @staticmethod
     def state(tokens: list[int], pages: int) -> list[list[int]]:
@@ -144,3 +144,28 @@ def test_all_slots_come_back_where_nothing_is_kept_for_long() -> None:
         harness.run_all()
     assert harness.ledger.committed_ever > 20
     assert harness.ledger.num_slots * BLOCK == harness.pool.size
+
+
+def test_the_second_text_leaves_a_state_for_the_third_where_they_part() -> None:
+    """Three texts with a prompt in common: the second one finds no state there, and keeps one."""
+    harness = StateHarness(2, slots=120)
+    shared = prompt(1, 26)
+    found = []
+    for seed in (2, 3, 4):
+        number = harness.submit([*shared, *prompt(seed, 9)], 4)
+        assert number is not None
+        found.append(harness.scheduler.sequences[number].num_computed)
+        harness.run_all()
+    assert found == [0, 0, 24]
+
+
+def test_a_prefill_range_keeps_a_state_where_texts_part() -> None:
+    harness = StateHarness(2, slots=120)
+    shared = prompt(1, 26)
+    found = []
+    for seed in (2, 3, 4):
+        number = harness.submit([*shared, *prompt(seed, 10)], 0, chunks=(16, 36))
+        assert number is not None
+        found.append(harness.scheduler.sequences[number].num_computed)
+        harness.run_all()
+    assert found == [0, 0, 24]
