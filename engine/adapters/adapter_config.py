@@ -31,7 +31,7 @@ MAX_ALPHA = 1e6
 MAX_VIRTUAL_TOKENS = 4096
 
 ALL_LINEAR = "all-linear"
-MERGE = "PEFT's merge_and_unload makes a model of it that can be"
+MERGE = "PEFT's merge_and_unload makes a model of it that can be served"
 
 
 def _words(text: str) -> frozenset[str]:
@@ -64,6 +64,8 @@ _VIRTUAL_BOOKKEEPING = _words(
 _VIRTUAL_READ = _words("num_virtual_tokens num_transformer_submodules")
 # For each method with virtual tokens this says whether it trains their keys and values, and not their embeddings.
 _TRAINS_KV = {"PREFIX_TUNING": True, "PROMPT_TUNING": False, "P_TUNING": False}
+# PEFT cannot merge these methods into the base model, because they change prompts and no weights.
+_PROMPTS = ("MULTITASK_PROMPT_TUNING", "ADAPTION_PROMPT", "CPT", "CARTRIDGE", "TRAINABLE_TOKENS")
 # These ways to initialize the training leave the base model's weights as they are. The others move a part of them into
 # the adapter, which then fits changed weights only.
 _HARMLESS_BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -82,7 +84,7 @@ class AdapterConfig:
         rank, alpha: those of the modules that the patterns do not name.
         rank_stabilized: whether alpha is divided by the rank's root instead of the rank (rsLoRA).
         rank_pattern, alpha_pattern: ranks and alphas by expressions that match the end of a module's name.
-    targets: the ends of the names of the modules that are changed, or an expression that matches whole names, or
+        targets: the ends of the names of the modules that are changed, or an expression that matches whole names, or
             ALL_LINEAR.
         excluded: modules that are not changed, said in the same two ways.
         layers: the layers that are changed; None for all.
@@ -198,7 +200,8 @@ def parse_adapter_config(raw: Mapping[str, Any]) -> AdapterConfig | VirtualConfi
     if kind in _TRAINS_KV:
         return _virtual(raw, kv=_TRAINS_KV[kind])
     if kind != "LORA":
-        raise _refused("peft_type", kind, f"only LORA, {', '.join(_TRAINS_KV)} are served")
+        instead = "" if kind in _PROMPTS or not isinstance(kind, str) else f"; {MERGE}"
+        raise _refused("peft_type", kind, f"only LORA, {', '.join(_TRAINS_KV)} are served{instead}")
     _refuse_others(raw)
     layers = raw.get("layers_to_transform")
     return AdapterConfig(

@@ -27,7 +27,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError, safe_open
 
 from pillion.adapter_folders import MAX_HEADER_BYTES
-from pillion.engine.adapters.adapter_config import CONFIG_NAME, AdapterConfig, VirtualConfig, load_adapter_config
+from pillion.engine.adapters.adapter_config import CONFIG_NAME, MERGE, AdapterConfig, VirtualConfig, load_adapter_config
 from pillion.engine.adapters.adapter_forms import Bits, Bytes, VirtualBits
 from pillion.engine.models.families import FAMILIES, layers_of
 from pillion.engine.models.layer_operations import Layer, Role, tensors_of
@@ -176,6 +176,19 @@ def rounded_bits(wide: npt.NDArray[np.float32], dtype: str) -> Bits:
     rounded += odd + np.uint32(0x7FFF)
     rounded >>= 16
     return rounded.astype(np.uint16)
+
+
+def _why_refused(module: str) -> str | None:
+    """Says why a module takes no adapter although PEFT may give it one, and what to do; None for other modules."""
+    words = module.split(".")
+    return next((f"{reason}; {MERGE}" for word, reason in _REFUSED if word in words), None)
+
+
+def _why_none(tensor: str) -> str:
+    """Says why an adapter with a tensor of this name is refused, where the name is none of a pair's."""
+    reason = next((f"{reason}; {MERGE}" for part, reason in _REFUSED_PARTS if part in tensor), None)
+    # With an adapted embedding or head, PEFT also saves the layer itself.
+    return reason or _why_refused(tensor) or "no adapter has such a one"
 
 
 class AdapterFiles:
@@ -363,7 +376,10 @@ class AdapterFiles:
         if not self.path.is_file():
             pickled = next((name for name in _PICKLED if (self.folder / name).exists()), None)
             if pickled is not None:
-                raise self._error(f"{pickled} is pickled, and a pickle may run any program; save it as {TENSORS_NAME}")
+                raise self._error(
+                    f"{pickled} is pickled, and a pickle may run any program; if you trust it, PEFT converts it: "
+                    f"PeftModel.from_pretrained(base, FOLDER).save_pretrained(FOLDER) writes {TENSORS_NAME}"
+                )
             raise self._error(f"it has no {TENSORS_NAME}")
         try:
             with self.path.open("rb") as file:
@@ -408,8 +424,7 @@ class AdapterFiles:
             found = _OF_MODULE.fullmatch(name.removeprefix(_PEFT_PREFIX))
             part = found[2].removeprefix("base_layer.") if found is not None else ""
             if found is None or not name.startswith(_PEFT_PREFIX) or part not in known:
-                reason = next((reason for part, reason in _REFUSED_PARTS if part in name), "no adapter has such a one")
-                raise self._error(f"it has a tensor {name}: {reason}")
+                raise self._error(f"it has a tensor {name}: {_why_none(name)}")
             halves.setdefault(found[1], {})[part] = name
         for module, parts in halves.items():
             lacks = sorted(pair - parts.keys())
@@ -428,8 +443,7 @@ class AdapterFiles:
         return _PREFIXES[0]
 
     def _why_unknown(self, module: str, model: ModelConfig) -> str:
-        words = module.split(".")
-        reason = next((reason for word, reason in _REFUSED if word in words), None)
+        reason = _why_refused(module)
         found = next((_IN_LAYER.fullmatch(module.removeprefix(p)) for p in _PREFIXES if module.startswith(p)), None)
         if reason is None and found is not None and int(found[1]) >= model.num_layers:
             reason = f"the model has {model.num_layers} layers"

