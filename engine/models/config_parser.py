@@ -93,8 +93,9 @@ def quantization_method(config: Mapping[str, Any]) -> str:
     # Old configs of bitsandbytes name only the width, and those of MLX name no method.
     if raw.get("load_in_4bit") or raw.get("load_in_8bit"):
         return "bitsandbytes"
-    unnamed = {"quantization": "mlx", "compression_config": "compressed-tensors"}.get(key, "an unnamed method")
-    return str(raw.get("quant_method") or unnamed)
+    unnamed = "compressed-tensors" if key == "compression_config" else "an unnamed method"
+    # MLX writes the same under its own key and under the usual one.
+    return str(raw.get("quant_method") or ("mlx" if config.get("quantization") else unnamed))
 
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pillion.client.answer_schema import AnswerSchema, ParsedAnswers, Schema, answer_schema, with_schema
 from pillion.client.batch import one_each
@@ -44,7 +44,14 @@ from pillion.client.client_requests import (
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PillionError
-from pillion.offline.vllm_options import LoRARequest, check_producer, producer_of, translated
+from pillion.offline.vllm_options import (
+    LoRARequest,
+    check_producer,
+    no_pooling,
+    producer_of,
+    refused_method,
+    translated,
+)
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool, Value
 from pillion.wire.public import request_from_pb
 
@@ -165,12 +172,13 @@ class LLM:
         requests = [chat_request(conversation, chat=options, tools=called) for conversation in conversations]
         return self._run(_with_adapters(requests, lora), sampling_params, use_tqdm, priority, schema)
 
-    def encode(self, *prompts: Any, **options: Any) -> NoReturn:
-        """Raises InvalidRequest: vLLM's method of this name gives hidden states and pooled vectors, and Pillion has no
-        pooling models. The tokens of a text are those of :meth:`get_tokenizer`."""
-        raise InvalidRequest(
-            "LLM.encode is not supported: Pillion has no pooling models; for token ids, use get_tokenizer"
-        )
+    # vLLM's methods that give hidden states, pooled vectors or scores.
+    encode = no_pooling("encode")
+    embed = no_pooling("embed")
+    classify = no_pooling("classify")
+    score = no_pooling("score")
+    reward = no_pooling("reward")
+    beam_search = refused_method("beam_search", "Pillion samples; several answers come with SamplingParams(n=...)")
 
     def get_tokenizer(self) -> Any:
         """Returns the model's tokenizer as an object of transformers, with its chat template."""

@@ -7,13 +7,14 @@ nothing, and refused with a sentence that says what to do instead otherwise. Not
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pillion.config import OfflineFlags
-from pillion.errors import ConfigError
+from pillion.errors import ConfigError, InvalidRequest
 
 _ANY = None
 _POOLING = "Pillion generates text and has no pooling models"
@@ -54,9 +55,13 @@ _ABSENT: Mapping[str, _Absent] = {
     "convert": _Absent(("auto", "none"), _POOLING),
 }
 _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
-# Pillion reads these formats; a folder is safetensors, a file GGUF.
+# Pillion reads these formats; a folder is safetensors, a file GGUF. vLLM has further readers of safetensors, and an old
+# one for those of bitsandbytes.
 _FORMATS = ("safetensors", "gguf")
+_READERS = ("fastsafetensors", "runai_streamer", "bitsandbytes")
 _OWN_FORMATS = ("auto", "dummy")
+# LLM takes more values of these options than the flags have: vLLM's.
+_MORE_CHOICES = ("quantization", "load_format")
 # vLLM's names of kernels for the checkpoints of one producer.
 _PRODUCERS = {
     "awq_marlin": "awq",
@@ -67,9 +72,10 @@ _PRODUCERS = {
     "inc": "auto-round",
     "modelopt_fp4": "modelopt",
 }
+# MLX's checkpoints are not read; who names them is told so by what reads their config.
 PRODUCERS = (
-    *("awq", "gptq", "auto-round", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt", "mlx"),
-    "gguf",
+    *("awq", "gptq", "auto-round", "fp8", "fbgemm_fp8", "compressed-tensors", "bitsandbytes", "modelopt", "mxfp4"),
+    *("gguf", "mlx"),
 )
 
 
@@ -81,16 +87,35 @@ class LoRARequest:
         lora_name: the adapter's name.
         lora_int_id: vLLM's number of the adapter, which Pillion does not need.
         lora_path: a folder as PEFT writes it.
+        base_model_name: the model that the adapter is for, which vLLM's pages of models say; an LLM has one.
+        load_inplace: whether the name may get another adapter, as it may here in any case.
     """
 
     lora_name: str
     lora_int_id: int = 0
     lora_path: str = ""
+    base_model_name: str | None = None
+    load_inplace: bool = False
 
     @property
     def name(self) -> str:
         """Gives the adapter's name."""
         return self.lora_name
+
+
+def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
+    """Makes the method ``name`` of vLLM's LLM, which Pillion's has not: it says what to do ``instead``."""
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise InvalidRequest(f"LLM.{name} is not supported: {instead}")
+
+    refuse.__name__, refuse.__doc__ = name, f"Raises InvalidRequest: it is not supported; {instead}."
+    return refuse
+
+
+def no_pooling(name: str) -> Callable[..., NoReturn]:
+    """Makes a method of vLLM's LLM that gives vectors or scores of a text."""
+    return refused_method(name, f"{_POOLING}; for token ids, use get_tokenizer")
 
 
 def translated(model: str, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +162,7 @@ def check_producer(wanted: str, model: str, folder: Path) -> None:
 
 
 def _check_format(model: str, wanted: Any) -> None:
-    if wanted not in _FORMATS:
+    if wanted not in (*_FORMATS, *_READERS):
         raise ConfigError(
             f"load_format={wanted!r} is not supported: Pillion reads safetensors and GGUF, which hold no code; convert"
             " other weights with transformers' save_pretrained"
@@ -176,9 +201,21 @@ class EngineArgs:
             if about["kind"] is bool:
                 parser.add_argument(name, action=argparse.BooleanOptionalAction, default=None)
             else:
-                parser.add_argument(name, default=None, choices=about["choices"] or None)
+                choices = None if field.name in _MORE_CHOICES else about["choices"]
+                parser.add_argument(name, default=None, choices=choices or None)
         parser.add_argument("--seed", type=int, default=None)
+        for name in (*_ABSENT, *_RENAMED):
+            # A name alone, such as --trust-remote-code, means True.
+            parser.add_argument("--" + name.replace("_", "-"), nargs="?", const=True, default=None, type=_value)
         return parser
+
+
+def _value(word: str) -> Any:
+    """Reads a word of a command line: a number, an object in JSON, or the word itself."""
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
 
 
 def _dashed(word: str) -> str:

@@ -90,6 +90,7 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ({"quantization_config": {"load_in_4bit": True}}, "bitsandbytes, 4 bits"),
         ({"quantization_config": {"zero_point": True}}, "an unnamed method"),
         ({"quantization": {"group_size": 64, "bits": 4}}, "mlx, 4 bits"),
+        ({name: {"group_size": 64, "bits": 4} for name in ("quantization", "quantization_config")}, "mlx, 4 bits"),
         # What a family does not know, it does not leave out.
         ({"residual_scaling": 0.5}, "residual_scaling = 0.5"),
         ({"sliding_window": 8}, "sliding_window = 8"),

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 import pytest
 
 from pillion import LLM, ConfigError, EngineArgs, InvalidRequest, SamplingParams
+from pillion.engine.quantized.quantization import OWN_METHOD
+from pillion.engine.quantized.quantization_methods import METHODS
 from pillion.offline.llm import read_options
-from pillion.offline.vllm_options import FlexibleArgumentParser, check_producer, producer_of, translated
+from pillion.offline.vllm_options import PRODUCERS, FlexibleArgumentParser, check_producer, producer_of, translated
 from testbed.tiny_model import save_model
 
 SMALL = {"dtype": "float32", "max_model_len": 256, "kv_pool_bytes": "32MiB", "cpu_threads": 1}
@@ -68,6 +70,8 @@ def test_options_that_ask_for_nothing_are_taken(folder: pathlib.Path) -> None:
         ("awq_marlin", {"quantization_config": {"quant_method": "awq"}}, {}, True),
         ("gptq", {}, {"quantize_config.json": {"bits": 4}}, True),
         ("mlx", {"quantization": {"bits": 4, "group_size": 64}}, {}, True),
+        ("mlx", {"quantization": {"bits": 4}, "quantization_config": {"bits": 4}}, {}, True),
+        ("mxfp4", {"quantization_config": {"quant_method": "mxfp4"}}, {}, True),
         ("bitsandbytes", {"quantization_config": {"load_in_4bit": True}}, {}, True),
         ("auto-round", {"quantization_config": {"quant_method": "auto-round"}}, {}, True),
         ("gptq", {"quantization_config": {"quant_method": "awq"}}, {}, False),
@@ -90,6 +94,18 @@ def test_kernels_of_vllm_name_producers() -> None:
     names = ("gptq_bitblas", "compressed_tensors", "auto_round", "inc", "modelopt_fp4")
     found = ["gptq", "compressed-tensors", "auto-round", "auto-round", "modelopt"]
     assert [producer_of({"quantization": name}) for name in names] == found
+
+
+def test_every_producer_whose_checkpoints_are_read_may_be_named() -> None:
+    assert {producer_of({"quantization": method}) for method in METHODS if method != OWN_METHOD} <= set(PRODUCERS)
+    assert set(METHODS) - set(PRODUCERS) == {OWN_METHOD}
+
+
+@pytest.mark.parametrize("reader", ["bitsandbytes", "fastsafetensors", "runai_streamer"])
+def test_readers_of_vllm_mean_safetensors(reader: str, folder: pathlib.Path) -> None:
+    assert translated(str(folder), {"load_format": reader}) == {}
+    with pytest.raises(ConfigError, match="demo is a GGUF file"):
+        translated("demo", {"load_format": reader})
 
 
 def test_own_kinds_of_weights_are_no_producers() -> None:
@@ -120,9 +136,17 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
     assert llm.get_tokenizer()("The sea").input_ids == llm.generate("The sea", GREEDY, False)[0].prompt_token_ids
 
 
-def test_encode_is_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match="no pooling models; for token ids, use get_tokenizer"):
-        llm.encode(["x"])
+@pytest.mark.parametrize("name", ["encode", "embed", "classify", "score", "reward"])
+def test_vectors_and_scores_are_refused_by_name(name: str, llm: LLM) -> None:
+    with pytest.raises(
+        InvalidRequest, match=f"LLM.{name} is not .* no pooling models; for token ids, use get_tokenizer"
+    ):
+        getattr(llm, name)(["x"], use_tqdm=False)
+
+
+def test_a_search_by_beams_is_refused(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"beam_search is not supported: .* SamplingParams\(n="):
+        llm.beam_search(["x"], object())
 
 
 def test_a_seed_repeats_a_programs_answers(folder: pathlib.Path) -> None:
@@ -177,4 +201,14 @@ def test_arguments_of_a_script_become_options(folder: pathlib.Path) -> None:
     assert flags.max_num_seqs == read_options("m", {}).max_num_seqs
     with pytest.raises(SystemExit):
         parser.parse_args(["--dtype", "float8"])
+    words = ["--quantization", "AWQ", "--load-format=safetensors", "--kv-cache-memory-bytes", "33554432"]
+    options = vars(parser.parse_args([*words, "--trust-remote-code", "false", "--pipeline-parallel-size", "1"]))
+    assert producer_of(options) == "awq"
+    assert read_options(str(folder), {**options, "model": None}).kv_pool_bytes == 2**25
+    for word, complaint in (
+        ("--trust-remote-code", "no code of a checkpoint"),
+        ("--cpu-offload-gb=10", "quantization"),
+    ):
+        with pytest.raises(ConfigError, match=complaint):
+            read_options(str(folder), {**vars(parser.parse_args([word])), "model": None})
     assert isinstance(parser, argparse.ArgumentParser)
