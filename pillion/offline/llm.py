@@ -152,6 +152,7 @@ class LLM:
         priority: int | Sequence[int] = 0,
         schema: Schema[Value] | None = None,
         lora: str | Sequence[str] = "",
+        chat_template: str | None = None,
         add_generation_prompt: bool | None = None,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
@@ -159,7 +160,8 @@ class LLM:
         tool_choice: str | Mapping[str, Any] = "",
         parallel_tool_calls: bool | None = None,
     ) -> list[RequestOutput[Value]]:
-        """Returns the assistant's next message in one conversation or many; the model's own template makes the prompts.
+        """Returns the assistant's next message in one conversation or many; the model's own template makes the prompts,
+        or ``chat_template``, a text in Jinja.
 
         ``messages`` are ``{"role": ..., "content": ...}`` or ChatMessage. :meth:`generate` and
         :meth:`pillion.AsyncClient.chat` have the other arguments.
@@ -170,7 +172,8 @@ class LLM:
         one = not messages or isinstance(messages[0], Mapping) or hasattr(messages[0], "role")
         conversations: Any = [messages] if one else messages
         requests = [chat_request(conversation, chat=options, tools=called) for conversation in conversations]
-        return self._run(_with_adapters(requests, lora), sampling_params, use_tqdm, priority, schema)
+        adapted = _with_adapters(requests, lora)
+        return self._run(adapted, sampling_params, use_tqdm, priority, schema, chat_template or "")
 
     # vLLM's methods that give hidden states, pooled vectors or scores.
     encode = no_pooling("encode")
@@ -252,6 +255,7 @@ class LLM:
         use_tqdm: bool | Callable[..., Any],
         priority: int | Sequence[int],
         schema: Schema | None,
+        template: str = "",
     ) -> list[RequestOutput]:
         shape = None if schema is None else answer_schema(schema)
         priorities = [priority] * len(requests) if isinstance(priority, int) else list(priority)
@@ -264,7 +268,7 @@ class LLM:
             for request, each, urgency in zip(requests, given, priorities, strict=True)
         ]
         done: queue.SimpleQueue[tuple[int, RequestOutput] | None] = queue.SimpleQueue()
-        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done, shape))
+        work = self._thread.submit(_answer_all(self._thread.cluster, complete, done, shape, template))
         work.add_done_callback(lambda _: done.put(None))
         outputs: dict[int, RequestOutput] = {}
         try:
@@ -293,19 +297,22 @@ async def _answer_all(
     requests: Sequence[GenerateRequest],
     done: queue.SimpleQueue[tuple[int, RequestOutput] | None],
     schema: AnswerSchema | None,
+    template: str,
 ) -> None:
-    """Answers all requests, as many at once as the limit allows. The first error ends the others and is raised."""
+    """Answers all requests, as many at once as the limit allows. ``template`` makes the prompts in place of the model's
+    own, if it is not "". The first error ends the others and is raised."""
 
     async def answer(index: int, request: GenerateRequest) -> None:
         try:
-            done.put((index, await _answer(cluster, request, schema)))
+            entry = await entry_of(request)
+            done.put((index, await _answer(cluster, request, schema, entry)))
         except Exception as error:  # noqa: BLE001  (it is raised again)
             found = respelled(error, f"prompts[{index}]") if isinstance(error, PillionError) else error
             found.add_note(f"prompt {index} of {len(requests)}")
             raise found from None
 
     try:
-        async with asyncio.TaskGroup() as group:
+        async with cluster.templated(template) as entry_of, asyncio.TaskGroup() as group:
             for index, request in enumerate(requests):
                 answers = request.sampling.best_of or request.sampling.n or 1
                 await cluster.limit.take(answers)
@@ -315,9 +322,11 @@ async def _answer_all(
         raise errors.exceptions[0] from None
 
 
-async def _answer(cluster: OfflineCluster, request: GenerateRequest, schema: AnswerSchema | None) -> RequestOutput:
+async def _answer(
+    cluster: OfflineCluster, request: GenerateRequest, schema: AnswerSchema | None, entry: Any
+) -> RequestOutput:
     parsed = None if schema is None else ParsedAnswers(schema.parse)
-    runner = await cluster.gateway.generate(request)
+    runner = await cluster.gateway.generate(request, entry=entry)
     try:
         ids = list(runner.admitted.own_prompt)
         text = request.text or (cluster.prompt_text(ids) if request.messages else None)

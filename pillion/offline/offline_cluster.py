@@ -27,7 +27,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -37,6 +37,7 @@ import msgspec
 from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags, refuse_missing_rooms
 from pillion.errors import PillionError, Unavailable
 from pillion.net.addresses import IN_PROCESS
+from pillion.types import GenerateRequest
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.llm")
@@ -133,6 +134,27 @@ class OfflineCluster:
         if self.entry.tokenizer.codec.id_to_token(token_id) is None:
             return None
         return str(self.entry.tokenizer.codec.decode([token_id], skip_special_tokens=False))
+
+    @contextlib.asynccontextmanager
+    async def templated(self, source: str) -> AsyncIterator[Callable[[GenerateRequest], Awaitable[Any]]]:
+        """Yields what finds the model of a request, with the chat template ``source`` in place of its own; with ""
+        it finds none, so that the gateway looks."""
+        from pillion.gateway.tokens.chat_template import ChatTemplate
+
+        formats = self.entry.formats
+        shape = {"spells_out": formats.spells_out, "in_channels": formats.in_channels}
+        template = ChatTemplate(source, self.entry.tokenizer.specials, **shape) if source else None
+
+        async def entry_of(request: GenerateRequest) -> Any:
+            if template is None:
+                return None
+            return replace(await self.gateway.find_entry(request.model, None), template=template)
+
+        try:
+            yield entry_of
+        finally:
+            if template is not None:
+                await template.aclose()
 
     def prompt_text(self, token_ids: list[int]) -> str:
         """Returns the text of a prompt, with its special tokens."""

@@ -181,6 +181,18 @@ def test_another_folders_tokenizer_and_template_are_used(folder: pathlib.Path, t
         assert talk.prompt == "Hm!"
 
 
+def test_a_call_may_have_a_template_of_its_own(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "Hm"}]
+    own = "{{ messages[0].content }}?{{ word }}"
+    outputs = llm.chat([talk, talk], GREEDY, False, chat_template=own, chat_template_kwargs={"word": "so"})
+    assert [output.prompt for output in outputs] == ["Hm?so", "Hm?so"]
+    assert outputs[0].outputs[0].token_ids == llm.generate("Hm?so", GREEDY, False)[0].outputs[0].token_ids
+    assert llm.chat(talk, GREEDY, False)[0].prompt == llm.chat(talk, GREEDY, False, chat_template=None)[0].prompt
+    assert "Hm?" not in llm.chat(talk, GREEDY, False)[0].prompt
+    with pytest.raises(InvalidRequest, match="template failed"):
+        llm.chat(talk, GREEDY, False, chat_template="{{ messages[0")
+
+
 def test_a_tokenizer_of_a_larger_vocabulary_is_refused(folder: pathlib.Path, tmp_path: pathlib.Path) -> None:
     tokenizer = json.loads((folder / "tokenizer.json").read_text())
     tokenizer["added_tokens"].append({**tokenizer["added_tokens"][0], "id": 10**6, "content": "<far>"})
