@@ -45,8 +45,9 @@ def test_hooks_are_the_makefiles_checks() -> None:
     assert re.search(r"^check: lint types style\b", makefile(), re.MULTILINE)
 
 
-# Benchmarks without a figure: Make targets that fail by themselves, generators of traces, and a runner of others.
-WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "kvstore"}
+# Benchmarks without a figure: Make targets that fail by themselves, generators of traces, a runner of others, and one
+# that nobody has run yet on a quiet machine with memory for a model of 20 billion parameters.
+WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "kvstore", "gpt_oss"}
 
 
 def test_each_benchmark_has_a_claim() -> None:
@@ -62,7 +63,7 @@ def test_each_benchmark_has_a_claim() -> None:
     kept = {path.stem for path in (ROOT / "benchmarks/results").glob("*.json")} - {"load_test", "soak"}
     assert sorted(kept - named) == []
     rows = [line for line in page.splitlines() if line.startswith("| ") and not line.endswith("| command |")]
-    assert [row for row in rows if not re.search(r" \| [ABS], \d\d \| (the same|[^|]*`[a-z_]+)[^|]* \|$", row)] == []
+    assert [row for row in rows if not re.search(r" \| [ABCS], \d\d \| (the same|[^|]*`[a-z_]+)[^|]* \|$", row)] == []
     assert len(rows) >= 40
 
 
