@@ -89,8 +89,8 @@ tokens of transformers, after a `kill -9` of its decode worker (`tests/cluster/t
 Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on torch's
 operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`). The CPU kernels, GPUs,
 ranks, drafts, adapters, KV in 8 bits and quantized checkpoints are not there for them yet, and are refused by name.
-Their prompts go on from states that are kept at the ends of prompts and answers; the gateway does not know of these,
-so with several decode workers it does not look for the one that has them.
+Their prompts go on from states that are kept at the ends of prompts and answers, wherever these are: on the worker's
+own node, on another one or on disk (`tests/cluster/test_states_on_nodes.py`). In a bucket they are not looked for.
 
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""

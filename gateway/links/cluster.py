@@ -83,6 +83,9 @@ class Prefixes(Protocol):
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
         """Returns nodes with the longest known prefix of a chain of block hashes, the longest first. Never raises."""
 
+    async def longest_state(self, block_hashes: bytes) -> list[PrefixHit]:
+        """Returns nodes with the longest known prefix that they have a state after, the longest first. Never raises."""
+
     async def aclose(self) -> None:
         """Closes the connections to the index."""
 

@@ -28,7 +28,7 @@ from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.request.admitted_request import AdmittedRequest
 from pillion.gateway.request.component_calls import chain_of
 from pillion.gateway.request.events import TicketHold
-from pillion.kvstore.hashing import HASH_BYTES
+from pillion.kvstore.hashing import HASH_BYTES, state_page
 
 log = logging.getLogger("pillion.gateway")
 
@@ -94,7 +94,8 @@ class ReadAhead(GatewayPart):
         cluster = self._cluster
         served = cluster.served(admitted.model, admitted.fingerprint, admitted.adapter_rank)
         hashes = (await chain_of(admitted, admitted.prompt[:-1], served)).hashes
-        hits = {hit.node_id: hit.blocks for hit in await cluster.index.longest_prefix(hashes)} if hashes else {}
+        look_up = cluster.index.longest_state if served.state_pages else cluster.index.longest_prefix
+        hits = {hit.node_id: hit.blocks for hit in await look_up(hashes)} if hashes else {}
         found = cluster.candidates(served, admitted.text_tokens, hits, admitted.spread, admitted.adapter)
         places = {one.node_id for one in found if one.role == "decode"}
         # A node without a lower tier has all in its pool that the index names, and a bucket may have what it does not.
@@ -106,7 +107,11 @@ class ReadAhead(GatewayPart):
         if not tiers:
             return
         best = max(tiers, key=lambda one: hits.get(one.node_id, 0))
-        wanted = hashes if best.object_url else hashes[: hits[best.node_id] * HASH_BYTES]
+        blocks = hits.get(best.node_id, 0)
+        wanted = hashes if best.object_url and not served.state_pages else hashes[: blocks * HASH_BYTES]
+        if not wanted:
+            return
+        wanted += b"".join(state_page(wanted[-HASH_BYTES:], page) for page in range(served.state_pages))
         link = cluster.node(best.node_id)
         epoch = link.epoch
         ticket = await link.client.open_ticket(epoch, wanted, 0)

@@ -137,9 +137,10 @@ class RemotePrefill:
         self._worker = action.plan.prefill
         self._on_chunk = on_chunk
         self._on_queued = on_queued
-        # These count the prompt's blocks at the decode worker's node, and those at the prefill worker's node.
+        # These count the prompt's blocks at the decode worker's node, and those at the prefill worker's node. Of those
+        # there, so many were carried: without the state at the range's end the decode worker cannot go on from them.
         self._here = action.plan.cached_blocks
-        self._there = 0
+        self._there = self._carried = 0
         # These chunks are computed, and not yet at the decode worker's node; there are at most as many as the prefill
         # range has chunks.
         self._acked: deque[ChunkAck] = deque()
@@ -219,7 +220,7 @@ class RemotePrefill:
         ended ``computing``."""
         while True:
             over = computing.done()
-            if self._there > self._here:
+            if self._there > max(self._here, self._carried):
                 if not await self._carry_over():
                     return
             elif over:
@@ -230,14 +231,17 @@ class RemotePrefill:
         computing.result()
 
     async def _carry_over(self) -> bool:
-        """Fetches the blocks that are computed so far to the decode worker's node. Returns whether any block came."""
+        """Fetches the blocks that are computed so far to the decode worker's node. Returns whether any block came, or a
+        state is still to come with later ones."""
         action, before = self._action, self._here
+        if action.plan.state_pages:
+            self._carried = self._there
         hashes = self._chain.first(self._there)
         sources, left_s = (self._worker.node_id,), self._admitted.left_s()
         self._here = (await self._cluster.fetch_blocks(action.hold, hashes, sources, before, left_s)).blocks
         while self._acked and self._acked[0].end_tokens <= self._here * action.plan.block_size:
             self._on_chunk(self._acked.popleft())
-        return self._here > before
+        return self._here > before or 0 < self._carried < action.plan.split_blocks
 
 
 log = logging.getLogger("pillion.gateway")
@@ -426,9 +430,6 @@ class ComponentCalls:
         # The chain ends here, because no later block may be found, pinned, fetched or left to a prefill worker.
         last = len(action.token_ids) - 1 if action.unscored_from is None else action.unscored_from
         self.chain = await chain_of(admitted, action.token_ids[:last], served)
-        if served.state_pages:
-            # How far a state reaches is known at the KV node alone, and the decode worker learns it there.
-            return False
         # With a salt of its own a request can only find its own blocks, in a later attempt.
         return bool(self.chain.hashes) and (admitted.options.prefix_caching or action.attempt > 1)
 
@@ -436,10 +437,13 @@ class ComponentCalls:
         admitted, cluster = self._admitted, self._cluster
         known = await self._make_chain(action, served)
         with telemetry.tracer().start_as_current_span("lookup"):
-            hits = await cluster.index.longest_prefix(self.chain.hashes) if known else ()
+            look_up = cluster.index.longest_state if served.state_pages else cluster.index.longest_prefix
+            hits = await look_up(self.chain.hashes) if known else ()
         blocks = {hit.node_id: hit.blocks for hit in hits}
         components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
-        far = await cluster.far_hits(self.chain.hashes, blocks, components) if known else {}
+        # What a bucket has of a chain says nothing about its states.
+        ask_far = known and not served.state_pages
+        far = await cluster.far_hits(self.chain.hashes, blocks, components) if ask_far else {}
         mates = cluster.lending_mates(components)
         sent_load, sent_tokens = await cluster.under_way((*components, *mates))
         seen = ClusterSnapshot(

@@ -1,6 +1,7 @@
 """Implements the reader's side of the index: which live KV node has how much of a chain of blocks.
 
     gateway --Index.longest_prefix--> buckets of the chain's segments --> entries --NodeTable--> node ids
+            --Index.longest_state--> the same, then the buckets of the first pages of states after its blocks
 
 The index is a hint: losing it costs prefix hits, not tokens. A restarted or dead node's entries are void without a scan
 (:mod:`pillion.kvstore.index.registry`): a look-up drops them with the table of nodes, which it keeps for a moment, and
@@ -21,7 +22,7 @@ from itertools import pairwise
 from typing import Any
 
 from pillion.errors import Unavailable
-from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS
+from pillion.kvstore.hashing import HASH_BYTES, SEGMENT_BLOCKS, split_hashes, state_page
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index.redis_link import RedisScripts, ScriptCall, as_bytes
 from pillion.kvstore.index.redis_url import RedisServerAt
@@ -56,7 +57,8 @@ class HotPrefixes:
     (I3).
 
     A hit of n blocks is remembered at blocks 1, 2, 4, 8 ... and n of its chain, each named by its hash. So a prompt
-    that shares a popular beginning with an earlier one finds at least half of what is shared.
+    that shares a popular beginning with an earlier one finds at least half of what is shared. A hit that ends with a
+    state is worth nothing before its end, and is remembered there alone.
     """
 
     def __init__(self, max_places: int = MAX_PLACES) -> None:
@@ -66,10 +68,11 @@ class HotPrefixes:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def remember(self, block_hashes: bytes, hits: Iterable[tuple[str, int]]) -> None:
-        """Adds the index's answer for a chain (32 bytes per hash): node id and blocks, the most wanted first."""
+    def remember(self, block_hashes: bytes, hits: Iterable[tuple[str, int]], *, states: bool = False) -> None:
+        """Adds the index's answer for a chain (32 bytes per hash): node id and blocks, the most wanted first. With
+        ``states`` the hits end with states."""
         for node_id, blocks in list(hits)[:MAX_NODES_PER_PLACE][::-1]:
-            reached = 1
+            reached = blocks if states else 1
             while reached < blocks:
                 self._add(_place(block_hashes, reached), node_id)
                 reached *= 2
@@ -98,7 +101,7 @@ class Index(RedisScripts):
     """Asks the index for a gateway. No error of Redis is raised; ``available`` says whether Redis answered the last
     look-up."""
 
-    scripts = ("lookup", "nodes")
+    scripts = ("lookup", "states", "nodes")
 
     def __init__(self, redis_url: RedisServerAt) -> None:
         super().__init__(redis_url)
@@ -111,10 +114,18 @@ class Index(RedisScripts):
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
         """Returns each live node's longest known prefix of a chain (32 bytes per hash), longest first. While Redis does
         not answer, what earlier look-ups found stands in."""
+        return await self._longest(block_hashes, states=False)
+
+    async def longest_state(self, block_hashes: bytes) -> list[PrefixHit]:
+        """Returns, as :meth:`longest_prefix` does, each live node's longest known prefix after which it has a state. A
+        state is looked for by its first page, which leaves memory last."""
+        return await self._longest(block_hashes, states=True)
+
+    async def _longest(self, block_hashes: bytes, *, states: bool) -> list[PrefixHit]:
         if not block_hashes:
             return []
         try:
-            reached = await self._reached(block_hashes)
+            reached = await self._reached(block_hashes, states)
         except Unavailable as error:
             if self.available:
                 log.warning("going on without the index: %s", error)
@@ -122,16 +133,18 @@ class Index(RedisScripts):
             return _sorted_hits(self._hot.find(block_hashes))
         self.available = True
         hits = _sorted_hits(reached)
-        self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in hits))
+        self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in hits), states=states)
         return hits
 
-    async def _reached(self, block_hashes: bytes) -> dict[str, int]:
-        """Asks Redis, and returns how many leading blocks of the chain each node has, by node id. Raises
-        Unavailable."""
+    async def _reached(self, block_hashes: bytes, states: bool) -> dict[str, int]:
+        """Asks Redis, and returns how many leading blocks of the chain each node has, by node id; with ``states``, how
+        many there are before its last state. Raises Unavailable."""
         until_s = asyncio.get_running_loop().time() + LOOKUP_DEADLINE_MS / 1000
         if asyncio.get_running_loop().time() - self._table.read_s > NODES_MAX_AGE_MS / 1000:
             await self._refresh(NODES_MAX_AGE_MS, until_s)
         ends = await self._ends(block_hashes, until_s)
+        if states and ends:
+            ends = await self._states(block_hashes, ends, until_s)
         now = asyncio.get_running_loop().time()
         if any(self._table.doubtful(entry, now) for entry in ends):
             await self._refresh(NODES_MIN_AGE_MS, until_s)
@@ -169,6 +182,24 @@ class Index(RedisScripts):
             ends |= {entry: parts[number].first_block + blocks for entry, blocks in reached[number].items()}
         return ends
 
+    async def _states(self, block_hashes: bytes, ends: dict[bytes, int], until_s: float) -> dict[bytes, int]:
+        """Returns how many blocks of the chain there are before each entry's last state among those that it has. A
+        Cluster is asked about each bucket by itself."""
+        runs = list(_state_runs(block_hashes[: max(ends.values()) * HASH_BYTES]))
+        parts = [[run] for run in runs] if self._link.cluster else [runs]
+        calls = [
+            ScriptCall(
+                [run.bucket for run in part],
+                [b"".join(run.fields for run in part), MAX_ENTRIES_PER_LOOKUP, *(run.places for run in part)],
+            )
+            for part in parts
+        ]
+        answers = await self._link.call_each("states", calls, _read_ends, deadline_ms=_left_ms(until_s))
+        found: dict[bytes, int] = {}
+        for part, answer in zip(parts, answers, strict=True):
+            found |= {entry: part[0].first_block + place for entry, place in (answer or {}).items()}
+        return {entry: blocks for entry, blocks in found.items() if blocks <= ends.get(entry, 0)}
+
     async def _refresh(self, max_age_ms: int, until_s: float) -> None:
         """Reads the table of nodes unless that was tried within ``max_age_ms``; the old one stays if that fails."""
         async with self._refreshing:
@@ -203,6 +234,32 @@ def _chain_parts(block_hashes: bytes, part_blocks: int) -> Iterator[_ChainPart]:
         first = start // SEGMENT_BLOCKS
         args: list[bytes | int] = [part, SEGMENT_BLOCKS, MAX_ENTRIES_PER_LOOKUP]
         yield _ChainPart(start, ScriptCall(buckets[first : first + per_part], args))
+
+
+@dataclass(frozen=True, slots=True)
+class _StateRun:
+    """Holds consecutive blocks of a chain from ``first_block`` on, after which states have their first pages in one
+    bucket: the fields of these pages, packed."""
+
+    first_block: int
+    bucket: bytes
+    fields: bytes
+
+    @property
+    def places(self) -> int:
+        return len(self.fields) // keys.FIELD_BYTES
+
+
+def _state_runs(block_hashes: bytes) -> Iterator[_StateRun]:
+    """Returns the runs of a chain, in order. A page is a block behind the chain, so after a segment's last block it
+    begins a segment of its own."""
+    pages = [state_page(block, 0) for block in split_hashes(block_hashes)]
+    for number, bucket_key in enumerate(keys.chain_buckets(block_hashes)):
+        first = number * SEGMENT_BLOCKS
+        within = pages[first : first + SEGMENT_BLOCKS - 1]
+        yield _StateRun(first, bucket_key, b"".join(page[: keys.FIELD_BYTES] for page in within))
+        for page in pages[first + SEGMENT_BLOCKS - 1 : first + SEGMENT_BLOCKS]:
+            yield _StateRun(first + SEGMENT_BLOCKS - 1, keys.bucket(page), page[: keys.FIELD_BYTES])
 
 
 def _left_ms(until_s: float) -> float:

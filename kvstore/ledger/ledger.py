@@ -576,6 +576,8 @@ class Ledger:
         if block is None:
             del holder.leased[slot]
             self.committed_ever += 1
+            # A fetch commits pages as the blocks that they are.
+            page = page or (holder.role == FETCH and _is_page(block_hash, ticket.last_block))
             ticket.last_block = block = self.tree.add(slot, block_hash, ticket.last_block, page)
             self._came(block)
             return slot

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
-from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes
+from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes, state_page
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
@@ -300,7 +300,8 @@ class Pool:
             self.changed()
         self._ticket_wait.observe(time.monotonic() - now)
         if grant.pinned_blocks < request.expected_blocks:
-            self._announce(self._missing(hashes[: request.expected_blocks], grant.pinned_blocks))
+            expected = hashes[: request.expected_blocks]
+            self._announce(self._missing(expected, grant.pinned_blocks, bool(request.state_pages)))
             if request.adopt:
                 self.ledger.release(request.epoch, [grant.ticket_id])
                 self.changed()
@@ -478,16 +479,18 @@ class Pool:
             if ticket is not None and ticket.blocks >= blocks and not woken.done():
                 woken.set_result(None)
 
-    def _missing(self, hashes: Sequence[bytes], held: int) -> list[IndexEvent]:
-        """Returns events for the blocks that the index names here in vain.
+    def _missing(self, hashes: Sequence[bytes], held: int, has_states: bool) -> list[IndexEvent]:
+        """Returns events for the blocks that the index names here in vain; with ``has_states``, for the first page of
+        the state after them, too.
 
         The node reports them itself, and not the gateway that was misled: so they keep their place among the node's
         other updates, and a commit in the same moment is not taken back.
         """
+        chain = hashes if not has_states else [*hashes, state_page(hashes[-1], 0)]
         return [
-            IndexEvent(hashes[at], here=False, segment=hashes[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
-            for at in range(held, len(hashes))
-            if hashes[at] not in self.ledger.tree.by_hash
+            IndexEvent(chain[at], here=False, segment=chain[at // SEGMENT_BLOCKS * SEGMENT_BLOCKS])
+            for at in range(held, len(chain))
+            if chain[at] not in self.ledger.tree.by_hash
         ]
 
     def _worker(self, epoch: int) -> None:

@@ -11,7 +11,9 @@
 
 Every fetch is a holder in the ledger with an epoch of its own. It leases slots from the ticket's reservation first, and
 commits blocks as a worker does: as a replica under its hash, pinned to the ticket. A failure brings fewer blocks, never
-wrong ones (I1). A read that outlives its fetch keeps its slots until it has ended, because it may write to them; it
+wrong ones (I1). Where a ticket goes on from states, the pages of the one after the last block are fetched behind the
+chain, under a ticket of the fetch's own, and the caller's ticket then goes as far as the last state that is there. A
+read that outlives its fetch keeps its slots until it has ended, because it may write to them; it
 keeps no ticket, and counts as a fetch. A tier that was late is passed over until it answers again.
 """
 
@@ -26,6 +28,7 @@ from itertools import takewhile
 from typing import Any, Protocol
 
 from pillion.errors import PillionError
+from pillion.kvstore.hashing import state_page
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import FETCH
 from pillion.kvstore.memory.memory import PoolMemory
@@ -78,6 +81,8 @@ class _Fetch:
     ahead: bool = False
     # This says whether far tiers need not be asked (any more) what they have of the chain.
     asked: bool = False
+    # This ticket of a model with states moves on to the last state that is here, in place of ``ticket_id``.
+    goes_on: int = 0
     # The reads that are under way stand here in the order in which they began.
     lingering: dict[asyncio.Future[Any], None] = field(default_factory=dict)
 
@@ -148,8 +153,6 @@ class Fetcher:
         ticket = self._ledger.extend(epoch, ticket_id, hashes)
         blocks = ticket.blocks
         self._changed()
-        if ticket.state_pages:
-            return PrefetchReply(blocks=blocks)
         if blocks >= len(hashes) or self._full() or (ahead and self._ahead >= MAX_FETCHES_AHEAD):
             return PrefetchReply(blocks=blocks)
         most_s = min(timeout_s, self._timeout_s) if timeout_s > 0 else self._timeout_s
@@ -167,10 +170,14 @@ class Fetcher:
             ahead=ahead,
             asked=not far,
         )
+        if ticket.state_pages:
+            self._behind_a_state(fetch, ticket.state_pages)
         self._fetches += 1
         self._ahead += ahead
         try:
             blocks = await self._bring_all(fetch)
+            if fetch.goes_on:
+                blocks = self._ledger.extend(epoch, ticket_id, hashes).blocks
         finally:
             self._fetches -= 1
             self._ahead -= ahead
@@ -184,6 +191,12 @@ class Fetcher:
         await asyncio.gather(*self._late, return_exceptions=True)
 
     # The methods below carry out one fetch.
+
+    def _behind_a_state(self, fetch: _Fetch, pages: int) -> None:
+        """Makes a fetch bring the state after its last block, too, by a ticket of its own, which reserves nothing."""
+        fetch.goes_on, fetch.caller = fetch.ticket_id, fetch.epoch
+        fetch.hashes = [*fetch.hashes, *(state_page(fetch.hashes[-1], page) for page in range(pages))]
+        fetch.ticket_id = self._ledger.pin_chain(fetch.epoch, 0, fetch.hashes).ticket_id
 
     async def _bring_all(self, fetch: _Fetch) -> int:
         loop = asyncio.get_running_loop()
@@ -352,6 +365,8 @@ class Fetcher:
 
     def _lease(self, fetch: _Fetch, blocks: int) -> tuple[int, ...]:
         """Leases slots for the next blocks; none if memory is short or the caller released its ticket (I8)."""
+        if fetch.goes_on and fetch.goes_on not in self._ledger.tickets:
+            return ()
         if fetch.ahead:
             blocks = min(blocks, len(self._ledger.free), max(0, fetch.left_blocks))
         slots = self._ledger.lease_some(fetch.epoch, fetch.ticket_id, blocks)

@@ -93,6 +93,10 @@ class EmptyIndex:
         """Returns no hit, because there is no other node."""
         return []
 
+    async def longest_state(self, block_hashes: bytes) -> list[Any]:
+        """Returns no hit, as :meth:`longest_prefix` does."""
+        return []
+
     async def aclose(self) -> None:
         """Does nothing, because there is no connection to close."""
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.errors import NotFound, PillionError, Unavailable
-from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.hashing import chain_hashes, split_hashes, state_page
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
@@ -486,3 +486,67 @@ async def test_a_chain_that_names_a_block_twice_brings_less_and_breaks_nothing()
     ticket = node.ledger.pin_chain(node.gateway, 99, twice)
     assert await node.bring(ticket.ticket_id, "a", hashes=twice) == 0
     node.check()
+
+
+PAGES = [state_page(PROMPT[5], page) for page in range(2)]
+
+
+def going_on(node: FetchingNode, total: int = 14) -> int:
+    """Opens a ticket of a model whose states have two pages."""
+    ticket = node.ledger.admit(node.gateway, next(node._nonces), PROMPT, total, 2)
+    assert ticket is not None
+    return ticket.ticket_id
+
+
+def state_of(node: FetchingNode, ticket_id: int) -> list[bytes]:
+    """The pages of the state after a ticket's chain."""
+    slots = node.ledger.chain_of(node.ledger.tickets[ticket_id]).state_slots
+    return [block.hash for slot in slots for block in node.ledger.tree.by_hash.values() if block.slot == slot]
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+async def test_a_state_comes_behind_its_block(tiered: bool) -> None:
+    node = FetchingNode(ListedTier([*PROMPT, *PAGES]) if tiered else None)
+    if not tiered:
+        node.add("a", 8)
+    ticket_id = going_on(node)
+    assert await node.bring(ticket_id, *node.sources, hashes=PROMPT[:6]) == 6
+    ticket = node.ledger.tickets[ticket_id]
+    assert (ticket.reserved, state_of(node, ticket_id)) == (8, PAGES)
+    assert [block_hash for block_hash, block in node.ledger.tree.by_hash.items() if block.page] == PAGES
+    assert node.ledger.tree.protected == 8
+    node.check()
+    node.ledger.release(node.gateway, [ticket_id])
+    assert node.ledger.tree.protected == 0
+    # A second prompt finds them without asking anybody.
+    assert node.ledger.tickets[going_on(node)].blocks == 6
+
+
+async def test_a_page_that_fails_loses_the_state_and_not_the_blocks() -> None:
+    node = FetchingNode()
+    node.add("a", 8).flip = {PAGES[1]}
+    ticket_id = going_on(node)
+    assert await node.bring(ticket_id, "a", hashes=PROMPT[:6]) == 0
+    assert (node.fetcher.counts.corrupt_blocks, node.ledger.tickets[ticket_id].reserved) == (1, 14)
+    node.check()
+    # The blocks and the first page are cached, and pinned by nobody.
+    assert (len(node.ledger.tree), node.ledger.tree.protected) == (7, 0)
+    node.sources["a"].flip.clear()
+    assert await node.bring(ticket_id, "a", hashes=PROMPT[:6]) == 6
+    assert node.sources["a"].reads == [8, 1]
+    node.check()
+
+
+async def test_a_ticket_that_is_released_ends_the_fetch_of_its_state() -> None:
+    node = FetchingNode()
+    source = node.add("a", 8)
+    source.gate.clear()
+    ticket_id = going_on(node)
+    bringing = asyncio.create_task(node.bring(ticket_id, "a", hashes=PROMPT[:6]))
+    await loop_turns(10)
+    node.ledger.release(node.gateway, [ticket_id])
+    source.gate.set()
+    with pytest.raises(NotFound):
+        await bringing
+    node.check()
+    assert node.ledger.tree.protected == 0

@@ -1,0 +1,143 @@
+"""Models with states on two nodes, and below their pools: states move as blocks do, and answers stay transformers'."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion import Client, Delta
+from testbed.conditions import wait_for
+from testbed.faults.board import FaultBoard, hook_environment
+from testbed.faults.points import BY_NAME
+from testbed.hosts import Hosts, hosts
+from tests.support.families import make_model, tokens_of
+from tests.support.hybrids import HYBRIDS
+from tests.support.oracle import Oracle, first_difference
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("own_cache")]
+
+PROMPTS = [tokens_of(70, 2), tokens_of(200, 3), tokens_of(33, 4)]
+TOKENS, MORE = 20, tokens_of(20, 9)
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        yield pathlib.Path(name)
+
+
+class StateReader:
+    """Reads answers of a cluster, and holds them to transformers'."""
+
+    def __init__(self, model: pathlib.Path, cluster: Hosts, target: str) -> None:
+        self._oracle = Oracle(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
+        self._cluster = cluster
+        self.target = target
+
+    def read(self, prompt: list[int], salt: str = "") -> Delta:
+        """Returns the last message of an answer."""
+        options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+        with Client(self.target) as client:
+            deltas = list(client.generate(prompt, cache_salt=salt, **options))
+        tokens = [token for delta in deltas for token in delta.token_ids]
+        assert first_difference(self._oracle.greedy(prompt, TOKENS), tokens, 1e-3) == ""
+        return deltas[-1]
+
+    def wanted(self, prompt: list[int]) -> tuple[int, ...]:
+        return self._oracle.greedy(prompt, TOKENS).tokens
+
+    def idle(self, *nodes: str) -> None:
+        for node_id in nodes:
+            wait_for(f"all slots back at {node_id}", lambda name=node_id: self._cluster.idle(name))
+
+
+def cached(last: Delta) -> int:
+    assert last.usage is not None
+    return last.usage.cached_tokens
+
+
+def whole(prompt: list[int]) -> int:
+    """Returns how many tokens of a prompt may be found."""
+    return (len(prompt) - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "falcon-h1"])
+def test_states_move_between_nodes(folder: pathlib.Path, name: str) -> None:
+    model = make_model(folder / "model", HYBRIDS[name])[0]
+    flags = ("--kv-pool-bytes", "16MiB", "--fetch-timeout-ms", "60000")
+    with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "512") as cluster:
+        cluster.environ.update(hook_environment(folder / "board"))
+        for node_id in ("kv-a", "kv-b"):
+            cluster.node(node_id, *flags)
+        decode, prefill = cluster.worker("decode", "kv-b"), cluster.worker("prefill", "kv-a")
+        target = cluster.gateway("--chunk-size", "64", "--heartbeat-timeout-ms", "1000")
+        cluster.sees(target, prefill, decode)
+        reader = StateReader(model, cluster, target)
+
+        # The state at a range's end comes over with its blocks.
+        for prompt in PROMPTS:
+            last = reader.read(prompt)
+            assert last.timings is not None
+            assert (last.timings.prefilled_tokens, last.timings.replays) == (whole(prompt), 0)
+        reader.idle("kv-a", "kv-b")
+
+        # A decode worker of kv-a gets the states at the ends of the answers, which only kv-b has.
+        second = cluster.worker("decode", "kv-a")
+        cluster.stop(decode)
+        cluster.sees(target, prefill, second)
+        turns = [[*prompt, *reader.wanted(prompt), *MORE] for prompt in PROMPTS]
+        for turn in turns:
+            assert cached(reader.read(turn)) == (len(turn) - len(MORE) - 1) // 16 * 16
+        at_a = cluster.node_status("kv-a")
+        assert at_a.fetched_blocks > 0
+        assert at_a.corrupt_blocks == 0
+        reader.idle("kv-a", "kv-b")
+
+        # Of two decode workers the one is found whose node has the longer state, at the end of the turn.
+        decode = cluster.worker("decode", "kv-b")
+        cluster.sees(target, prefill, second, decode)
+        for turn in turns:
+            last = reader.read(turn)
+            assert last.timings is not None
+            assert (cached(last), last.timings.decode_worker) == (whole(turn), second)
+        assert cluster.node_status("kv-a").fetched_blocks == at_a.fetched_blocks
+
+        # kv-a dies while a range's blocks come over from it.
+        cluster.stop(second)
+        cluster.sees(target, prefill, decode)
+        board = FaultBoard(folder / "board")
+        board.arm(0, BY_NAME["kvnode, before a fetch"], 2, signal.SIGKILL, cluster.processes["kv-a"].pid)
+        reader.read(tokens_of(400, 7))
+        assert board.fired(0) is not None
+        cluster.stop("kv-a", kill=True)
+        reader.idle("kv-b")
+
+
+def test_states_come_back_from_disk(folder: pathlib.Path) -> None:
+    model = make_model(folder / "model", HYBRIDS["granite-hybrid"])[0]
+    # The pool holds a few of the texts, and the disk all.
+    flags = ("--kv-pool-bytes", "2MiB", "--disk-path", str(folder / "disk"), "--fetch-timeout-ms", "60000")
+    # A lease never waits for what leaves, so nothing is lost on the way.
+    flags += ("--low-watermark-percent", "20", "--high-watermark-percent", "40")
+    with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "256") as cluster:
+        cluster.node("kv-a", *flags)
+        decode = cluster.worker("decode", "kv-a")
+        target = cluster.gateway("--split-policy", "colocated")
+        cluster.sees(target, decode)
+        reader = StateReader(model, cluster, target)
+        prompts = [tokens_of(100, seed) for seed in range(10, 34)]
+        for prompt in prompts:
+            reader.read(prompt)
+        reader.idle("kv-a")
+        status = cluster.node_status("kv-a")
+        assert status.evicted_blocks > 0
+        for prompt in prompts:
+            assert cached(reader.read(prompt)) == whole(prompt)
+        assert cluster.node_status("kv-a").restored_blocks > 0
+        reader.idle("kv-a")

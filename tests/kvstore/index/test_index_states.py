@@ -1,0 +1,111 @@
+"""States in the index: a ledger's events go into a real Redis, and the last state of each node comes out."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from pillion.errors import Unavailable
+from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
+from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.v1.kvnode_pb2 import CommitRun
+from testbed.redis import RedisServer
+from testbed.redis_kinds import PortServer, running_cluster
+from tests.support.redis_nodes import Chain, FakeNode, fake_nodes
+
+pytestmark = pytest.mark.usefixtures("patient")
+
+BLOCKS = 2 * SEGMENT_BLOCKS + 6
+CHAIN = Chain(range(BLOCKS))
+
+
+async def commits(node: FakeNode, blocks: int, places: list[int], pages: int) -> None:
+    """Announces what a ledger has after the commit of so many blocks, and of states after some of them."""
+    ledger = Ledger(itertools.count(1).__next__, 0)
+    ledger.shape(blocks + len(places) * pages + 1)
+    worker = ledger.attach("worker", "decode")
+    ticket = ledger.admit(worker, 1, [], blocks + len(places) * pages)
+    assert ticket is not None
+    runs = [(CHAIN.hashes[:blocks], b"")]
+    runs += [([state_page(CHAIN.hashes[at - 1], page) for page in range(pages)], CHAIN.hashes[at - 1]) for at in places]
+    for hashes, after in runs:
+        slots = ledger.adopt(worker, ticket.ticket_id, len(hashes)).leased_slots
+        run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(hashes), after=after)
+        (result,) = ledger.commit(worker, [run])
+        assert not result.refusal
+    await node.writer.announce(node.entry, ledger.drain_events())
+
+
+async def check_last_states(nodes: list[FakeNode], index: Index, places: dict[str, list[int]]) -> None:
+    for node in nodes:
+        await commits(node, BLOCKS, places[node.record.node_id], 3)
+    for asked in (1, 31, 32, 33, 63, 64, 65, BLOCKS):
+        last = {name: max((at for at in there if at <= asked), default=0) for name, there in places.items()}
+        expected = [PrefixHit(name, blocks) for name, blocks in last.items() if blocks]
+        found = await index.longest_state(CHAIN.head(asked))
+        assert found == sorted(expected, key=lambda hit: (-hit.blocks, hit.node_id)), asked
+
+
+async def test_the_last_state_of_each_node_is_found_at_every_place_of_a_segment(
+    redis: RedisServer, index: Index
+) -> None:
+    rng = random.Random(3)
+    names = [f"n{number}" for number in range(6)]
+    # A state's first page is in the chain's segment, but for the places after a segment's last block.
+    places = {name: sorted(rng.sample(range(1, BLOCKS + 1), 6)) for name in names}
+    places |= {"n0": [31], "n1": [32], "n2": [33, 64], "n3": []}
+    await check_last_states(await fake_nodes(redis.url, *names), index, places)
+
+
+@pytest.fixture
+def servers() -> Iterator[list[PortServer]]:
+    with running_cluster() as made:
+        yield made
+
+
+@pytest.mark.long
+async def test_a_cluster_of_redis_answers_the_same(servers: list[PortServer]) -> None:
+    url = "redis+cluster://" + ",".join(f"127.0.0.1:{server.port}" for server in servers)
+    index = Index(url)
+    try:
+        nodes = await fake_nodes(url, "a", "b")
+        await check_last_states(nodes, index, {"a": [5, 32, 40], "b": [31, 64]})
+    finally:
+        await index.aclose()
+
+
+async def test_a_state_without_its_blocks_is_no_hit(redis: RedisServer, index: Index) -> None:
+    a, b = await fake_nodes(redis.url, "a", "b")
+    await commits(a, 10, [4, 8], 1)
+    await commits(b, 10, [6], 1)
+    assert await index.longest_state(CHAIN.packed) == [PrefixHit("a", 8), PrefixHit("b", 6)]
+    await a.lost(CHAIN, 7)
+    assert await index.longest_state(CHAIN.packed) == [PrefixHit("b", 6)]
+    assert await index.longest_state(b"") == []
+
+
+async def test_what_was_found_stands_in_while_redis_is_away(
+    redis: RedisServer, index: Index, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [a] = await fake_nodes(redis.url, "a")
+    await commits(a, 10, [6], 2)
+    assert await index.longest_state(CHAIN.packed) == [PrefixHit("a", 6)]
+
+    async def gone(*_: object) -> dict[str, int]:
+        raise Unavailable("no Redis")
+
+    monkeypatch.setattr(index, "_reached", gone)
+    assert await index.longest_state(CHAIN.packed) == [PrefixHit("a", 6)]
+    assert not index.available
+    # A prefix of it ends before the state.
+    assert await index.longest_state(CHAIN.head(5)) == []
+
+
+def test_a_hit_that_ends_with_a_state_is_remembered_at_its_end_alone() -> None:
+    hot = HotPrefixes()
+    hot.remember(CHAIN.packed, [("a", 9)], states=True)
+    assert [hot.find(CHAIN.head(blocks)) for blocks in (8, 9, 20)] == [{}, {"a": 9}, {"a": 9}]
