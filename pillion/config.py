@@ -59,15 +59,35 @@ DTYPE_CHOICES = ("auto", "bfloat16", "float16", "half", "float32", "float")
 TOOL_PARSER_CHOICES = (
     "auto",
     "none",
+    "deepseek_v3",
+    "deepseek_v31",
     "generic",
+    "glm45",
+    "granite",
     "hermes",
+    "hunyuan_a13b",
+    "kimi_k2",
     "llama3_json",
+    "minimax_m2",
     "mistral",
     "openai",
     "qwen3_coder",
     "qwen3_xml",
+    "seed_oss",
 )
-REASONING_PARSER_CHOICES = ("auto", "none", "deepseek_r1", "mistral", "openai_gptoss", "qwen3", "seed_oss")
+REASONING_PARSER_CHOICES = (
+    "auto",
+    "none",
+    "deepseek_r1",
+    "deepseek_v3",
+    "glm45",
+    "kimi_k2",
+    "minimax_m2",
+    "mistral",
+    "openai_gptoss",
+    "qwen3",
+    "seed_oss",
+)
 EVICTION_CHOICES = ("lru", "lfu")
 ADVERTISE = "Address that others reach it at. Default: the one it listens on; of 0.0.0.0 or ::, the one towards Redis."
 ALSO_MODEL = (

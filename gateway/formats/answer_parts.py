@@ -69,10 +69,10 @@ class AnswerParts:
         self._held[:] = ["\n\n"] if between else []
         self._bare = True
 
-    def begin(self, name: str) -> None:
-        """Begins the next call of a tool."""
+    def begin(self, name: str, written_id: str = "") -> None:
+        """Begins the next call of a tool, whose id may be one that the model has written."""
         self.mark()
-        made = call_id(self.request_id, self.answer, self.calls, self.short_ids)
+        made = written_id or call_id(self.request_id, self.answer, self.calls, self.short_ids)
         self._deltas.append(ToolCallDelta(self.calls, made, name))
         self.calls += 1
 

@@ -209,17 +209,22 @@ class LlamaCalls(JsonCalls):
                 return
 
 
-class MistralCalls(JsonCalls):
-    """Reads an answer of a model of Mistral's: after the mark comes a list of objects or, since its tokenizer v11, a
-    name, perhaps an id, and the arguments."""
+class ListCalls(JsonCalls):
+    """Reads an answer whose calls are one list of objects after a mark."""
 
     def _after_mark(self) -> Generator[None, None, bool]:
-        if (yield from self._text.past_space()) == "[":
-            return (yield from self._list())
-        return (yield from self._named())
+        text = self._text
+        if not (yield from self._list()):
+            return False
+        yield from text.past_space()
+        if self._end and (yield from text.has(self._end)):
+            yield from text.past_space()
+        return True
 
     def _list(self) -> Generator[None, None, bool]:
         text = self._text
+        if (yield from text.past_space()) != "[":
+            return False
         text.step()
         if not (yield from self._call()):
             return False
@@ -233,6 +238,16 @@ class MistralCalls(JsonCalls):
                     self._parts.content(text.leave())
                 break
         return True
+
+
+class MistralCalls(ListCalls):
+    """Reads an answer of a model of Mistral's: after the mark comes a list of objects or, since its tokenizer v11, a
+    name, perhaps an id, and the arguments."""
+
+    def _after_mark(self) -> Generator[None, None, bool]:
+        if (yield from self._text.past_space()) == "[":
+            return (yield from self._list())
+        return (yield from self._named())
 
     def _named(self) -> Generator[None, None, bool]:
         text = self._text

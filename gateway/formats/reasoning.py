@@ -50,9 +50,12 @@ class ReasoningFormat:
 
 
 HARMONY = "openai_gptoss"
+_THINK = ReasoningFormat("<think>", "</think>")
 # The formats have the names that vLLM gives them. `auto` takes the first format whose marks are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
-    "qwen3": ReasoningFormat("<think>", "</think>"),
+    "qwen3": _THINK,
+    # Other models have the same marks.
+    **dict.fromkeys(("deepseek_v3", "glm45", "kimi_k2", "minimax_m2"), _THINK),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", assumed=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
 from pillion.gateway.formats.harmony import CALL, CHANNEL, FUNCTIONS, HARMONY_MARKS, HarmonyAnswer
-from pillion.gateway.formats.json_calls import JsonCalls, LlamaCalls, MistralCalls
-from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_MARKS, XmlCalls
+from pillion.gateway.formats.json_calls import JsonCalls, ListCalls, LlamaCalls, MistralCalls
+from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls, NamedForm
+from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_FORMS, XmlCalls, XmlForm
 
 # This maps the names of a request's tools to the schemas of their arguments.
 ToolSchemas = Mapping[str, Mapping[str, Any]]
@@ -42,8 +44,20 @@ def _read_hermes(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> G
     return JsonCalls(text, parts, frozenset(tools), TOOL_CALL, END_TOOL_CALL).read()
 
 
-def _read_xml(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
-    return XmlCalls(text, parts, tools).read()
+def _read_xml(form: XmlForm, text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    return XmlCalls(text, parts, tools, form).read()
+
+
+def _read_named(
+    form: NamedForm, text: PendingText, parts: AnswerParts, tools: ToolSchemas
+) -> Generator[None, None, None]:
+    return NamedCalls(text, parts, frozenset(tools), form).read()
+
+
+def _read_list(
+    marks: tuple[str, str], text: PendingText, parts: AnswerParts, tools: ToolSchemas
+) -> Generator[None, None, None]:
+    return ListCalls(text, parts, frozenset(tools), *marks).read()
 
 
 def _read_mistral(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
@@ -59,15 +73,51 @@ def _read_harmony(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> 
 
 
 GENERIC, OPENAI = "generic", "openai"
-_XML = ToolFormat(
-    TOOL_CALL, END_TOOL_CALL, _read_xml, (("<function=", "<parameter="),), (TOOL_CALL, END_TOOL_CALL), inner=XML_MARKS
-)
+# Chat templates of these formats of elements have these texts.
+_XML_FOUND = {
+    "glm45": ("<arg_key>",),
+    "minimax_m2": ("<minimax:tool_call>",),
+    "seed_oss": ("<seed:tool_call>",),
+    "qwen3_coder": ("<function=", "<parameter="),
+    "qwen3_xml": ("<function=", "<parameter="),
+}
+# So have those of the formats of names between marks, and of lists between marks.
+_NAMED_FOUND = {
+    "deepseek_v3": (DEEPSEEK_SEPARATOR, FENCE),
+    "deepseek_v31": (DEEPSEEK_SEPARATOR,),
+    "kimi_k2": ("<|tool_calls_section_begin|>",),
+}
+LIST_MARKS = {"granite": ("<|tool_call|>", ""), "hunyuan_a13b": ("<tool_calls>", "</tool_calls>")}
 # The formats have the names that vLLM gives them, but for the generic one, which is for models whose chat templates
 # know no tools, or call tools in a way that Pillion does not read. `auto` takes the first format that the chat template
 # speaks of.
 TOOL_FORMATS: dict[str, ToolFormat] = {
-    "qwen3_coder": _XML,
-    "qwen3_xml": _XML,
+    **{
+        name: ToolFormat(
+            form.begin,
+            form.end,
+            partial(_read_xml, form),
+            (_XML_FOUND[name],),
+            (form.begin, form.end, *form.inner),
+            inner=form.inner,
+        )
+        for name, form in XML_FORMS.items()
+    },
+    **{
+        name: ToolFormat(
+            named.section,
+            named.end_section,
+            partial(_read_named, named),
+            (_NAMED_FOUND[name],),
+            (named.section, named.end_section, *named.inner),
+            inner=named.inner,
+        )
+        for name, named in NAMED_FORMS.items()
+    },
+    **{
+        name: ToolFormat(*marks, partial(_read_list, marks), ((marks[0],),), tuple(filter(None, marks)))
+        for name, marks in LIST_MARKS.items()
+    },
     "hermes": ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes, ((TOOL_CALL,),), (TOOL_CALL, END_TOOL_CALL)),
     "mistral": ToolFormat(
         "[TOOL_CALLS]", "", _read_mistral, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), True

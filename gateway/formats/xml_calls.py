@@ -1,6 +1,7 @@
-"""Reads calls as Qwen3-Coder writes them: a text for each parameter, whose type the tool's schema gives. Sans-IO (I9).
+"""Reads calls as XML-like elements: a text for each parameter, whose type the tool's schema gives. Sans-IO (I9).
 
-<tool_call> <function=NAME> <parameter=KEY> text </parameter> ... </function> </tool_call>
+<tool_call> <function=NAME> <parameter=KEY> text </parameter> ... </function> </tool_call>     Qwen3-Coder
+<tool_call>NAME <arg_key>KEY</arg_key> <arg_value>text</arg_value> ... </tool_call>            GLM
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -16,17 +18,72 @@ from pillion.gateway.formats.answer_parts import MAX_HELD_CHARS, AnswerParts, Ma
 from pillion.gateway.formats.json_calls import NAME
 
 TOOL_CALL, END_TOOL_CALL = "<tool_call>", "</tool_call>"
-FUNCTION, END_FUNCTION = "<function=", "</function>"
-PARAMETER, END_PARAMETER = "<parameter=", "</parameter>"
-XML_MARKS = (FUNCTION, END_FUNCTION, PARAMETER, END_PARAMETER)
 MAX_KEY_CHARS = 256
 # The types of this many parameters are remembered for one answer.
 _KEPT_TYPES = 1024
 
-_BEGINS = Marks(TOOL_CALL, FUNCTION)
-# Models write a parameter's text on lines of its own.
-_ENDS_PARAMETER = Marks("\n" + END_PARAMETER, END_PARAMETER)
-_BEHIND_WORD = re.compile(r"[>\n<]")
+
+@dataclass(frozen=True, slots=True)
+class XmlForm:
+    """Names the marks of one format of elements.
+
+    Attributes:
+        begin, end: what stands around a call or, with ``together``, around several.
+        function, named, end_function: what stands before and behind a name, and behind the parameters; "" for nothing.
+        parameter, keyed, end_parameter: what stands before and behind a parameter's key, of which white space may
+            separate the parts, and behind its text.
+        lines: whether a parameter's text stands on lines of its own.
+        together: whether several calls stand between one ``begin`` and one ``end``.
+    """
+
+    begin: str
+    end: str
+    function: str
+    named: str
+    end_function: str
+    parameter: str
+    keyed: tuple[str, ...]
+    end_parameter: str
+    lines: bool = False
+    together: bool = False
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """Gives the marks within a call."""
+        found = (self.function, self.end_function, self.parameter, *self.keyed, self.end_parameter)
+        return tuple(mark for mark in found if len(mark) > len('">'))
+
+
+_QWEN = XmlForm(
+    TOOL_CALL, END_TOOL_CALL, "<function=", ">", "</function>", "<parameter=", (">",), "</parameter>", lines=True
+)
+# The formats have the names that vLLM gives them.
+XML_FORMS: dict[str, XmlForm] = {
+    "glm45": XmlForm(TOOL_CALL, END_TOOL_CALL, "", "", "", "<arg_key>", ("</arg_key>", "<arg_value>"), "</arg_value>"),
+    "minimax_m2": XmlForm(
+        "<minimax:tool_call>",
+        "</minimax:tool_call>",
+        '<invoke name="',
+        '">',
+        "</invoke>",
+        '<parameter name="',
+        ('">',),
+        "</parameter>",
+        together=True,
+    ),
+    "seed_oss": XmlForm(
+        "<seed:tool_call>",
+        "</seed:tool_call>",
+        "<function=",
+        ">",
+        "</function>",
+        "<parameter=",
+        (">",),
+        "</parameter>",
+    ),
+    "qwen3_coder": _QWEN,
+    "qwen3_xml": _QWEN,
+}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dict: "object", list: "array"}
 
@@ -34,17 +91,25 @@ _TYPE_OF = {str: "string", bool: "boolean", int: "integer", float: "number", dic
 class XmlCalls:
     """Reads an answer whose calls are XML-like elements. ``schemas`` are the tools' schemas of arguments by name."""
 
-    def __init__(self, text: PendingText, parts: AnswerParts, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(
+        self, text: PendingText, parts: AnswerParts, schemas: Mapping[str, Mapping[str, Any]], form: XmlForm
+    ) -> None:
         self._text = text
         self._parts = parts
         self._schemas = schemas
+        self._form = form
+        self._begins = Marks(*filter(None, (form.begin, form.function)))
+        ends = ("\n" + form.end_parameter, form.end_parameter) if form.lines else (form.end_parameter,)
+        self._ends_parameter = Marks(*ends)
+        # A name or a key ends before one of these characters.
+        self._behind_word = re.compile(rf"[{form.named[:1]}\n<]")
         # Types are kept by tool and parameter, because a schema may be long, and a model may write a parameter often.
         self._types: dict[tuple[str, str], set[str]] = {}
 
     def read(self) -> Generator[None, None, None]:
         """Reads the whole answer."""
         text, parts = self._text, self._parts
-        while mark := (yield from text.until(_BEGINS, parts.content)):
+        while mark := (yield from text.until(self._begins, parts.content)):
             text.attempt()
             if not (yield from self._call(mark)) and not text.drop_half():
                 parts.content(mark + text.leave())
@@ -52,12 +117,12 @@ class XmlCalls:
     def _call(self, mark: str) -> Generator[None, None, bool]:
         """Reads a call, from after its mark on, and adds it to the answer's calls. Returns False where it is none, and
         leaves it to the caller to end the trial read."""
-        text = self._text
-        if mark == TOOL_CALL:
+        text, form = self._text, self._form
+        if mark == form.begin:
             yield from text.past_space()
-            if not (yield from text.has(FUNCTION)):
+            if not (yield from text.has(form.function)):
                 return False
-        name = yield from self._word()
+        name = yield from self._name()
         if not NAME.fullmatch(name):
             return False
         text.take()
@@ -68,15 +133,28 @@ class XmlCalls:
         if (yield from text.some()):
             # The arguments of a call that is cut short stay an unfinished object, so that nobody takes them for whole.
             self._parts.arguments("{}" if opened == "{" else "}")
-        for end in (END_FUNCTION, END_TOOL_CALL):
+        for end in filter(None, (form.end_function, form.end)):
             if (yield from text.has(end)):
                 yield from text.past_space()
         return True
 
-    def _word(self) -> Generator[None, None, str]:
-        """Reads up to and with the next ``>``; returns the text before it, "" where there is none."""
-        word = yield from self._text.up_to(_BEHIND_WORD, MAX_KEY_CHARS)
-        return word if (yield from self._text.has(">")) else ""
+    def _name(self) -> Generator[None, None, str]:
+        """Reads a tool's name and what stands behind it, which is a mark, the next one where the format has none of its
+        own; returns "" where none is there."""
+        name = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+        if self._form.named:
+            return name if (yield from self._text.has(self._form.named)) else ""
+        return name.strip() if (yield from self._text.past_space()) == "<" else ""
+
+    def _key(self) -> Generator[None, None, str]:
+        """Reads a parameter's key and what stands behind it; returns "" where that is not there."""
+        key = yield from self._text.up_to(self._behind_word, MAX_KEY_CHARS)
+        for number, mark in enumerate(self._form.keyed):
+            if number:
+                yield from self._text.past_space()
+            if not (yield from self._text.has(mark)):
+                return ""
+        return key
 
     def _parameter(self, name: str, opened: str) -> Generator[None, None, bool]:
         """Reads the next parameter of the tool ``name``; returns False where there is none."""
@@ -84,16 +162,17 @@ class XmlCalls:
         # White space in a call is no content.
         yield from text.past_space()
         text.attempt()
-        key = (yield from self._word()) if (yield from text.has(PARAMETER)) else ""
+        key = (yield from self._key()) if (yield from text.has(self._form.parameter)) else ""
         if not key:
             if not text.drop_half():
                 parts.content(text.leave())
             return False
         text.take()
         parts.arguments(f"{opened}{json.dumps(key, ensure_ascii=False)}: ")
-        yield from text.has("\n")
+        if self._form.lines:
+            yield from text.has("\n")
         value = _Value(self._types_of(name, key), parts.arguments)
-        mark = yield from text.until(_ENDS_PARAMETER, value.push)
+        mark = yield from text.until(self._ends_parameter, value.push)
         value.end(whole=bool(mark))
         return True
 

@@ -16,16 +16,10 @@ from typing import Any
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
 from pillion.gateway.formats.model_formats import ModelFormats, schema_of
+from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
 from pillion.gateway.formats.reasoning import ReasoningFormat
-from pillion.gateway.formats.tool_formats import OPENAI
-from pillion.gateway.formats.xml_calls import (
-    END_FUNCTION,
-    END_PARAMETER,
-    FUNCTION,
-    MAX_KEY_CHARS,
-    PARAMETER,
-    types_of,
-)
+from pillion.gateway.formats.tool_formats import LIST_MARKS, OPENAI
+from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS, XML_FORMS, XmlForm, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
 from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.structured_outputs import json_piece
@@ -35,8 +29,6 @@ from pillion.types import Tool, ToolOptions
 # A grammar limits a text's length only where the bound is at most this large; larger bounds are left out.
 MAX_COUNTED_CHARS = 1024
 _TEXT = "/(?s:.*)/"
-# This follows the mark of the end of a custom tool's input.
-_END = f"\n{END_FUNCTION}"
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -243,15 +235,31 @@ class _TaggedWriter(_Writer):
 
 
 class _XmlWriter(_TaggedWriter):
-    """Writes the grammar of calls as XML-like elements, as the format qwen3_coder has them."""
+    """Writes the grammar of calls as XML-like elements, as the formats of XML_FORMS have them."""
+
+    @property
+    def form(self) -> XmlForm:
+        """Gives the format's marks."""
+        return XML_FORMS[self.asked.formats.tool_parser]
+
+    def all(self) -> str:
+        form, calls = self.form, self.any
+        if self.several and form.together:
+            calls = f'{calls} ("\\n" {calls})*'
+        # A name that stands by itself follows the mark at once, and each parameter ends its line.
+        line = '"\\n"' if form.function else ""
+        self.rules.append(f"call: {line} {calls} {line} {self.asked.term(form.end)}")
+        begin = self.asked.term(form.begin)
+        return f'{begin} call ("\\n" {begin} call)*' if self.several and not form.together else f"{begin} call"
 
     def one(self, tool: Tool, number: int) -> str:
-        schema = self.asked.schema(tool)
+        schema, form = self.asked.schema(tool), self.form
         properties = schema.get("properties")
         known = properties if isinstance(properties, dict) else {}
+        head = literal(f"{form.function}{tool.name}{form.named}\n")
+        end = literal(form.end_function) if form.end_function else ""
         if (grammar := _input_grammar(schema)) is not None:
-            value = self._input(*grammar, number)
-            return f"{literal(f'{FUNCTION}{tool.name}>{chr(10)}{PARAMETER}{INPUT}>{chr(10)}')} {value} {literal(_END)}"
+            return f'{head} {self._head(literal(INPUT))} {self._input(*grammar, number)} "\\n" {end}'
         required = schema.get("required")
         needed = required if isinstance(required, list) else []
         parts = []
@@ -260,38 +268,107 @@ class _XmlWriter(_TaggedWriter):
             name = f"parameter_{number}_{m}"
             self.rules += self._parameter(name, key, value, schema, number)
             parts.append(name if key in needed else f"{name}?")
-        if not known:
+        if not known and schema.get("additionalProperties") is not False:
             # The tool's schema says nothing of its parameters.
             name = f"parameter_{number}"
-            self.rules += _text(name, f'{literal(PARAMETER)} /[^<>\\n]{{1,{MAX_KEY_CHARS}}}/ ">\\n"', {})
+            self.rules += self._text(name, self._head(f'/[^<>"\\n]{{1,{MAX_KEY_CHARS}}}/'), {})
             parts.append(f"{name}*")
-        return f"{literal(f'{FUNCTION}{tool.name}>{chr(10)}')} {' '.join(parts)} {literal(END_FUNCTION)}"
+        return f"{head} {' '.join(parts)} {end}"
+
+    def _head(self, key: str) -> str:
+        """Returns a rule for what stands before a parameter's text; ``key`` is that of its key."""
+        form = self.form
+        keyed = ' "\\n" '.join(map(self.asked.term, form.keyed))
+        return f"{self.asked.term(form.parameter)} {key} {keyed}" + (' "\\n"' if form.lines else "")
+
+    def _tail(self) -> str:
+        """Returns a rule for what stands behind a parameter's value."""
+        return ('"\\n" ' if self.form.lines else "") + self.asked.term(self.form.end_parameter)
+
+    def _up_to_end(self, name: str, value: str) -> tuple[str, list[str]]:
+        """Returns a rule for a text that matches ``value`` and the mark behind it, and the further rules it needs. A
+        mark that is no token is the first one that is written."""
+        line, end = "\\n" if self.form.lines else "", self.form.end_parameter
+        if end in self.asked.formats.mark_ids:
+            return f"/{value}/ {self._tail()}", []
+        mark = end.replace("/", "\\/")
+        ended = f"/{value}{line}{mark}/ & ~/(?s:.*){mark}(?s:.+)/"
+        return name, [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {ended}"]
 
     def _input(self, syntax: str, text: str, number: int) -> str:
-        """Returns a rule for a custom tool's input, up to the line end before its mark."""
+        """Returns a rule for a custom tool's input, and the mark behind it."""
         if syntax == "lark":
-            return f'{self.client_grammar(text, number)} "\\n{END_PARAMETER}"'
-        field, end = f"tools.tools[{number}].parameters", END_PARAMETER.replace("/", "\\/")
+            return f"{self.client_grammar(text, number)} {self._tail()}"
+        field = f"tools.tools[{number}].parameters"
         self.sources[field] = None
-        name = f"input_text_{number}"
-        value = f"/(?:{expression(text, field)[1:-1]})\\n{end}/ & ~/(?s:.*){end}(?s:.+)/"
-        self.rules += [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {value}"]
-        return name
+        rule, rules = self._up_to_end(f"input_text_{number}", f"(?:{expression(text, field)[1:-1]})")
+        self.rules += rules
+        return rule
 
     def _parameter(
         self, name: str, key: str, schema: Mapping[str, Any], root: Mapping[str, Any], number: int
     ) -> list[str]:
         """Returns the grammar rules of one parameter: a text up to its end, one of some values, or JSON. Raises
         InvalidRequest."""
-        begin, end = literal(f"{PARAMETER}{key}>\n"), literal(f"\n{END_PARAMETER}\n")
+        begin, end = self._head(literal(key)), f'{self._tail()} "\\n"'
         values = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
         if isinstance(values, list) and values:
             texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
             return [f"{name}: {begin} ({' | '.join(map(literal, texts))}) {end}"]
         if "string" in types_of({"properties": {key: schema}}, key):
-            return _text(name, begin, schema)
+            return self._text(name, begin, schema)
         shared = {word: root[word] for word in ("$defs", "definitions") if word in root}
         return [f"{name}: {begin} {self.json({**shared, **schema}, number, f'.properties.{key}')} {end}"]
+
+    def _text(self, name: str, begin: str, schema: Mapping[str, Any]) -> list[str]:
+        """Returns the grammar rules of a parameter that is a text: everything up to the mark of its end, of as many
+        characters as the schema allows."""
+        least, most = (schema.get(word) for word in ("minLength", "maxLength"))
+        low = least if isinstance(least, int) and 0 <= least <= MAX_COUNTED_CHARS else 0
+        high = most if isinstance(most, int) and low <= most <= MAX_COUNTED_CHARS else ""
+        rule, rules = self._up_to_end(f"{name}_text", f"(?s:.{{{low},{high}}})")
+        return [f'{name}: {begin} {rule} "\\n"', *rules]
+
+
+class _NamedWriter(_TaggedWriter):
+    """Writes the grammar of calls with a name before their arguments, as the formats of NAMED_FORMS have them. Nothing
+    follows the section of all calls."""
+
+    def one(self, tool: Tool, number: int) -> str:
+        form, term = NAMED_FORMS[self.asked.formats.tool_parser], self.asked.term
+        begin, end, arguments = term(form.begin), term(form.end), self.arguments(tool, number)
+        if form.numbered:
+            name = f"{literal(f'{FUNCTIONS}{tool.name}:')} /[0-9]{{1,3}}/"
+            return f"{begin} {name} {term(form.separator)} {arguments} {end}"
+        if form.fenced:
+            head = f'"function" {term(DEEPSEEK_SEPARATOR)} {literal(f"{tool.name}{chr(10)}{FENCE}{chr(10)}")}'
+            return f"{begin} {head} {arguments} {literal(f'{chr(10)}{END_FENCE}')} {end}"
+        return f"{begin} {literal(tool.name)} {term(form.separator)} {arguments} {end}"
+
+    def all(self) -> str:
+        form, calls = NAMED_FORMS[self.asked.formats.tool_parser], self.any
+        if self.several:
+            calls = f'{calls} ("\\n" {calls})*' if form.fenced else f"{calls}+"
+        self.rules.append(f"call: {calls} {self.asked.term(form.end_section)}")
+        return f"{self.asked.term(form.section)} call"
+
+    def amid_text(self) -> tuple[str, tuple[str, ...]]:
+        section = NAMED_FORMS[self.asked.formats.tool_parser].section
+        return _amid_text(section, "call", False, self.asked.formats.mark_ids)
+
+
+class _ListWriter(_TaggedWriter):
+    """Writes the grammar of calls in one list of objects between marks, as the formats of LIST_MARKS have them."""
+
+    def all(self) -> str:
+        begin, end = LIST_MARKS[self.asked.formats.tool_parser]
+        more = f'(", " {self.any})*' if self.several else ""
+        self.rules.append(f'call: "[" {self.any} {more} "]" {self.asked.term(end) if end else ""}')
+        return f"{self.asked.term(begin)} call"
+
+    def amid_text(self) -> tuple[str, tuple[str, ...]]:
+        begin, _ = LIST_MARKS[self.asked.formats.tool_parser]
+        return _amid_text(begin, "call", False, self.asked.formats.mark_ids)
 
 
 class _LlamaWriter(_Writer):
@@ -365,8 +442,9 @@ class _HarmonyWriter(_Writer):
 _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = {
     "hermes": _TaggedWriter,
     "generic": _TaggedWriter,
-    "qwen3_coder": _XmlWriter,
-    "qwen3_xml": _XmlWriter,
+    **dict.fromkeys(XML_FORMS, _XmlWriter),
+    **dict.fromkeys(NAMED_FORMS, _NamedWriter),
+    **dict.fromkeys(LIST_MARKS, _ListWriter),
     "llama3_json": _LlamaWriter,
     "mistral": _MistralWriter,
     OPENAI: _HarmonyWriter,
@@ -387,14 +465,3 @@ def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> 
         rules.append(f"text_and_mark[lazy]: TEXT_AND_MARK\nTEXT_AND_MARK: {_TEXT} {literal(begin)}")
     body = f"({head} {call})* TEXT" if several else f"TEXT | {head} {call}"
     return body, tuple(rules)
-
-
-def _text(name: str, begin: str, schema: Mapping[str, Any]) -> list[str]:
-    """Returns the grammar rules of a parameter that is a text: everything up to the mark of its end, of as many
-    characters as the schema allows."""
-    least, most = (schema.get(word) for word in ("minLength", "maxLength"))
-    low = least if isinstance(least, int) and 0 <= least <= MAX_COUNTED_CHARS else 0
-    high = most if isinstance(most, int) and low <= most <= MAX_COUNTED_CHARS else ""
-    end = END_PARAMETER.replace("/", "\\/")
-    value = f"/(?s:.{{{low},{high}}})\\n{end}/ & ~/(?s:.*){end}(?s:.+)/"
-    return [f'{name}: {begin} {name}_text "\\n"', f"{name}_text[lazy]: {name.upper()}", f"{name.upper()}: {value}"]

@@ -128,6 +128,24 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [("f", '{"a": 1}'), ("g", "{}")],
     ),
     ("mistral", "[TOOL_CALLS] [1, 2]", "[TOOL_CALLS] [1, 2]", []),
+    ("glm45", "<tool_call> is a mark, and so on", "<tool_call> is a mark, and so on", []),
+    ("glm45", "<tool_call>word", "<tool_call>word", []),
+    ("glm45", "a<tool_call>g</tool_call>b", "ab", [("g", "{}")]),
+    (
+        "glm45",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>3</arg_value><arg_key>s</arg_key><arg_value>3</arg_value></tool_call>",
+        "",
+        [("f", '{"a": 3, "s": "3"}')],
+    ),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key>x", "<arg_key>a</arg_key>x", [("f", "{}")]),
+    ("minimax_m2", '<invoke name="f"><parameter name="b">True</parameter></invoke>', "", [("f", '{"b": true}')]),
+    ("minimax_m2", "<minimax:tool_call>nothing", "<minimax:tool_call>nothing", []),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜> so", "so", [("f", "{}")]),
+    ("deepseek_v31", "<｜tool▁calls▁begin｜>none", "<｜tool▁calls▁begin｜>none", []),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", []),
+    ("granite", '<|tool_call|> [{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
+    ("granite", "<|tool_call|> a list", "<|tool_call|> a list", []),
+    ("hunyuan_a13b", '<tool_calls>[{"name": "f"}]</tool_calls> so', "so", [("f", "{}")]),
     ("mistral", "[TOOL_CALLS]f and no more", "[TOOL_CALLS]f and no more", []),
     (
         "qwen3_coder",
@@ -297,6 +315,12 @@ FALSE_CALLS = {
     "parameters": ("qwen3_coder", "<function=f><parameter=a>1"),
     "white space": ("hermes", "      "),
     "white space after marks": ("mistral", "[TOOL_CALLS]      "),
+    "names of GLM": ("glm45", "<tool_call>f "),
+    "keys of GLM": ("glm45", "<tool_call>f\n<arg_key>a</arg_key><arg_"),
+    "calls of MiniMax": ("minimax_m2", '<minimax:tool_call><invoke name="f'),
+    "sections": ("deepseek_v31", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+    "numbers": ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
+    "lists": ("hunyuan_a13b", '<tool_calls>[{"a":[\\"'),
     "reasoning": ("hermes", "</thin"),
     "channels": ("openai", "<|channel|>commentary to=functions.f "),
     "starts": ("openai", "<|start|>assistant<"),
@@ -455,6 +479,13 @@ WRITTEN = {
     "<function=g>\n</function>\n</tool_call>",
     "mistral": '[TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
     "llama3_json": '<|python_tag|>{"name": "f", "parameters": {"a": 1}}; {"name": "g", "parameters": {}}',
+    "glm45": "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>x</arg_value>\n</tool_call>\n<tool_call>g\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="f">\n<parameter name="s">x</parameter>\n</invoke>\n'
+    '<invoke name="g">\n</invoke>\n</minimax:tool_call>',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```"
+    "<｜tool▁call▁end｜>\n"
+    '<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
+    "hunyuan_a13b": '<tool_calls>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</tool_calls>',
 }
 
 

@@ -22,7 +22,9 @@ from pillion.errors import InvalidRequest
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
+from pillion.gateway.formats.named_calls import NAMED_FORMS
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
+from pillion.gateway.formats.xml_calls import XML_FORMS
 from pillion.gateway.grammars.answer_grammar import Piece, join
 from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.tool_pieces import answer_pieces
@@ -50,11 +52,23 @@ TOOLS = (
     Tool(name="weather", parameters=json.dumps(SCHEMA)),
     Tool(name="now", parameters='{"type": "object", "properties": {}, "additionalProperties": false}'),
 )
+DEEPSEEK, KIMI = (
+    (form.section, form.end_section, *form.inner) for form in (NAMED_FORMS["deepseek_v3"], NAMED_FORMS["kimi_k2"])
+)
 # A format, its special tokens and its other added ones.
 MODELS: dict[str, tuple[str, list[str], list[str]]] = {
     "hermes": ("hermes", [], []),
     "hermes with tokens": ("hermes", [], ["<tool_call>", "</tool_call>", "<think>", "</think>"]),
     "coder": ("qwen3_coder", [], ["<tool_call>", "</tool_call>"]),
+    "glm": ("glm45", [], ["<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"]),
+    "glm without tokens": ("glm45", [], []),
+    "minimax": ("minimax_m2", ["<minimax:tool_call>", "</minimax:tool_call>"], []),
+    "seed": ("seed_oss", ["<seed:tool_call>", "</seed:tool_call>"], []),
+    "deepseek": ("deepseek_v3", [*DEEPSEEK], []),
+    "deepseek v3.1": ("deepseek_v31", [], [*DEEPSEEK]),
+    "kimi": ("kimi_k2", [*KIMI], []),
+    "granite": ("granite", ["<|tool_call|>"], []),
+    "hunyuan": ("hunyuan_a13b", [], ["<tool_calls>", "</tool_calls>"]),
     "llama": ("llama3_json", ["<|python_tag|>"], []),
     "mistral": ("mistral", ["[TOOL_CALLS]"], []),
     "mistral v11": ("mistral", ["[TOOL_CALLS]", "[ARGS]"], []),
@@ -353,7 +367,18 @@ def test_a_hostile_grammar_is_read_once(kind: str) -> None:
             spelled(HOSTILE[kind], "tools")
 
 
+_IN_DEEPSEEK = "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>%s<｜tool▁call▁end｜><｜tool▁calls▁end｜>"
 CALL = {
+    "glm45": "<tool_call>patch\n<arg_key>input</arg_key>\n<arg_value>%s</arg_value>\n</tool_call>",
+    "minimax_m2": '<minimax:tool_call>\n<invoke name="patch">\n<parameter name="input">%s</parameter>\n</invoke>\n'
+    "</minimax:tool_call>",
+    "seed_oss": "<seed:tool_call>\n<function=patch>\n<parameter=input>%s</parameter>\n</function>\n</seed:tool_call>",
+    "deepseek_v3": _IN_DEEPSEEK % 'function<｜tool▁sep｜>patch\n```json\n{"input": %s}\n```',
+    "deepseek_v31": _IN_DEEPSEEK % 'patch<｜tool▁sep｜>{"input": %s}',
+    "kimi_k2": "<|tool_calls_section_begin|><|tool_call_begin|>functions.patch:0<|tool_call_argument_begin|>"
+    '{"input": %s}<|tool_call_end|><|tool_calls_section_end|>',
+    "granite": '<|tool_call|>[{"name": "patch", "arguments": {"input": %s}}]',
+    "hunyuan_a13b": '<tool_calls>[{"name": "patch", "arguments": {"input": %s}}]</tool_calls>',
     "hermes": '<tool_call>\n{"name": "patch", "arguments": {"input": %s}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=patch>\n<parameter=input>\n%s\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "patch", "parameters": {"input": %s}}',
@@ -385,7 +410,7 @@ def test_the_input_of_a_custom_tool_is_held_to_its_grammar(model: str, kind: str
     for text in good + bad:
         own = bool(re.fullmatch(meant, text))
         assert own is (text in good), text
-        written = call % (text if model == "coder" else json.dumps(text, ensure_ascii=False))
+        written = call % (text if MODELS[model][0] in XML_FORMS else json.dumps(text, ensure_ascii=False))
         assert accepts(codec, grammar, written) is own, (text, written)
         if own:
             content, calls, _ = read(codec, formats, request, "", codec.encode(written).ids)

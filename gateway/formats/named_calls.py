@@ -1,0 +1,124 @@
+"""Reads calls whose names stand before their arguments, each between marks of its own, as DeepSeek and Kimi write them.
+Sans-IO (I9).
+
+section mark --> call mark NAME separator {...} call's end mark --> the next call, or the section's end mark
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from dataclasses import dataclass
+
+from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
+from pillion.gateway.formats.json_calls import MAX_NAME_CHARS, NAME, JsonCalls
+
+FENCE, END_FENCE = "```json", "```"
+FUNCTIONS = "functions."
+_NOT_NAME = re.compile(r"[^A-Za-z0-9_.:-]")
+_NUMBER = re.compile(r":[0-9]+$")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedForm:
+    """Names the marks of one format.
+
+    Attributes:
+        section, end_section: what stands around all calls.
+        begin, end: what stands around one call.
+        kind: what stands before the name, behind ``begin``; "" for nothing.
+        separator: what stands before the arguments; "" where ``kind`` has the mark.
+        fenced: whether arguments are a block of code in Markdown.
+        numbered: whether a name is part of an id, ``functions.NAME:NUMBER``, which the call has.
+    """
+
+    section: str
+    end_section: str
+    begin: str
+    end: str
+    kind: str = ""
+    separator: str = ""
+    fenced: bool = False
+    numbered: bool = False
+
+    @property
+    def inner(self) -> tuple[str, ...]:
+        """Gives the marks within the section."""
+        return tuple(filter(None, (self.begin, self.separator or DEEPSEEK_SEPARATOR, self.end)))
+
+
+DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
+_DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+# The formats have the names that vLLM gives them.
+NAMED_FORMS: dict[str, NamedForm] = {
+    "deepseek_v3": NamedForm(*_DEEPSEEK, kind=f"function{DEEPSEEK_SEPARATOR}", fenced=True),
+    "deepseek_v31": NamedForm(*_DEEPSEEK, separator=DEEPSEEK_SEPARATOR),
+    "kimi_k2": NamedForm(
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_end|>",
+        separator="<|tool_call_argument_begin|>",
+        numbered=True,
+    ),
+}
+
+
+class NamedCalls(JsonCalls):
+    """Reads an answer whose calls have the marks of ``form``. The marks of the section may be left out."""
+
+    def __init__(self, text: PendingText, parts: AnswerParts, known: frozenset[str], form: NamedForm) -> None:
+        super().__init__(text, parts, known, form.begin, form.end)
+        self._form = form
+        self._begin = Marks(form.section, form.begin)
+        self._ids: set[str] = set()
+
+    def read(self) -> Generator[None, None, None]:
+        """Reads the whole answer."""
+        text, parts = self._text, self._parts
+        while mark := (yield from text.until(self._begin, parts.content)):
+            text.attempt()
+            if not (yield from self._named(mark)):
+                if not text.drop_half():
+                    parts.content(mark + text.leave())
+                continue
+            for end in (self._form.end, self._form.end_section):
+                # White space around marks is no content.
+                yield from text.past_space()
+                yield from text.has(end)
+            yield from text.past_space()
+
+    def _named(self, mark: str) -> Generator[None, None, bool]:
+        """Reads a call from after ``mark`` up to the end of its arguments. Returns False where it is none, and leaves
+        it to the caller to end the trial read."""
+        text, form = self._text, self._form
+        if mark == form.section:
+            yield from text.past_space()
+            if not (yield from text.has(form.begin)):
+                return False
+        yield from text.past_space()
+        if not (yield from text.has(form.kind)):
+            return False
+        written = yield from text.up_to(_NOT_NAME, MAX_NAME_CHARS)
+        name = _NUMBER.sub("", written.removeprefix(FUNCTIONS)) if form.numbered else written
+        yield from text.past_space()
+        if not NAME.fullmatch(name) or not (yield from text.has(form.separator)):
+            return False
+        yield from text.past_space()
+        if form.fenced:
+            yield from text.has(FENCE)
+        if (yield from text.past_space()) != "{":
+            return False
+        text.take()
+        # A model that tells ids apart is told those that it wrote.
+        self._parts.begin(name, written if form.numbered and written not in self._ids else "")
+        self._ids.add(written)
+        yield from self._stream()
+        if form.fenced:
+            text.attempt()
+            yield from text.past_space()
+            if (yield from text.has(END_FENCE)):
+                text.take()
+            elif not text.drop_half():
+                self._parts.content(text.leave())
+        return True
