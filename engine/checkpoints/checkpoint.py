@@ -33,7 +33,8 @@ _IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "masked_bias", "attn.bias", "attenti
 # These are scales for a KV cache in 8 bits. Pillion's KV cache is in more bits, or has scales of its own.
 _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("scale", "zero_point")))
 _OF_PICTURES = (
-    *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "vision_embedder.", "embed_vision."),
+    *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "vision_embedder."),
+    "embed_vision.",
     *("audio_tower.", "embed_audio."),
 )
 _IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
@@ -170,11 +171,20 @@ class TensorSource(Protocol):
     def take_matrix(self, key: str, dtype: torch.dtype) -> Matrix: ...
 
 
+@dataclass(frozen=True, slots=True)
+class FileTensor:
+    """Names a tensor of an open file."""
+
+    handle: Any
+    name: str
+    path: Path
+
+
 class Checkpoint:
     """Holds the open weight files of one folder, checked against a config. Tensors are views of mapped files."""
 
-    def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, tuple[Any, str]]) -> None:
-        """Takes ``handles``, name -> (open file, the tensor's name in it). Raises ConfigError if they do not fit."""
+    def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, FileTensor]) -> None:
+        """Takes ``handles``, the tensors of all files by their plain names. Raises ConfigError if they do not fit."""
         self._folder = folder
         self._family = config.family
         # Layers after the model's last one only guess tokens (multi-token prediction), in families that may have them.
@@ -186,7 +196,7 @@ class Checkpoint:
         self._idle = re.compile(rf"model\.layers\.({idle})\.self_attn\.[kv]_(proj|norm)\." if idle else r"(?!)")
         self._handles = handles
         self._format: WeightFormat | None = choose_format(config)
-        self._headers = {plain_name: _header(handle, name) for plain_name, (handle, name) in handles.items()}
+        self._headers = {plain_name: _header(found) for plain_name, found in handles.items()}
         # For a plain name these are the names of the tensors in few bits that stand for it.
         self._stored: dict[str, tuple[str, ...]] = {}
         wanted = decoder_tensors(config)
@@ -215,19 +225,24 @@ class Checkpoint:
         if self._stored.get(wanted.name):
             assert self._format is not None
             rows, columns = wanted.shape[-2:]
-            with self._named_folder():
+            with self._named_place(wanted.name):
                 return self._format.read(wanted.name, (rows, columns), lambda name: self._tensor(name, wanted.part))
         tensor = self._tensor(wanted.name, wanted.part).to(dtype)
         if not finite(tensor):
             kind = str(dtype).removeprefix("torch.")
-            name = self._handles[wanted.name][1]
-            raise ConfigError(f"{self._folder}: {name} holds NaN or infinite numbers in {kind}")
+            raise ConfigError(f"{self._place(wanted.name)} holds NaN or infinite numbers in {kind}")
         return tensor.mT if wanted.transposed else tensor
 
     def _tensor(self, plain_name: str, part: int | None) -> torch.Tensor:
-        handle, name = self._handles[plain_name]
+        stored = self._handles[plain_name]
+        handle, name = stored.handle, stored.name
         found: torch.Tensor = handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
         return found
+
+    def _place(self, plain_name: str) -> str:
+        """Returns a tensor's file and its name there, for errors."""
+        found = self._handles[plain_name]
+        return f"{found.path}: {found.name}"
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields the plain tensors that the model has, by their names in the checkpoint and in the file's type."""
@@ -239,15 +254,17 @@ class Checkpoint:
         return key in self._spellings
 
     def _choose(self, wanted: dict[str, tuple[Spelling, ...]]) -> dict[str, Spelling]:
-        """Chooses each tensor's first complete spelling. Raises ConfigError if a tensor has none."""
+        """Chooses each tensor's first complete spelling. Raises ConfigError if a tensor has none; where all of one is
+        missing, the error names the layer that the family's checkpoints have in place of several."""
 
         def absent(spelling: Spelling) -> list[str]:
             return [tensor.name for tensor in spelling if not self._has(tensor)]
 
-        chosen = {
-            key: min(spellings, key=lambda spelling: len(absent(spelling)) / len(spelling))
-            for key, spellings in wanted.items()
-        }
+        def lack(spelling: Spelling) -> tuple[float, int]:
+            share = len(absent(spelling)) / len(spelling)
+            return share, len(spelling) if share == 1 else 0
+
+        chosen = {key: min(spellings, key=lack) for key, spellings in wanted.items()}
         missing = sorted({name for spelling in chosen.values() for name in absent(spelling)})
         if missing:
             raise ConfigError(f"{self._folder} lacks {names_in_words(missing)}, which a {self._family} model needs")
@@ -256,17 +273,21 @@ class Checkpoint:
     def _has(self, wanted: CheckpointTensor) -> bool:
         """Returns whether the files hold a tensor, plain or in few bits."""
         if self._format is not None and wanted.name not in self._stored and len(wanted.shape) > 1:
-            with self._named_folder():
+            with self._named_place(wanted.name):
                 self._stored[wanted.name] = self._format.stored(wanted.name, wanted.shape, self._headers)
         return bool(self._stored.get(wanted.name)) or wanted.name in self._handles
 
     @contextmanager
-    def _named_folder(self) -> Iterator[None]:
-        """Adds the folder's name to errors that a weight format raises within the block."""
+    def _named_place(self, name: str) -> Iterator[None]:
+        """Adds to errors that a weight format raises within the block the file that has all parts of a matrix, or the
+        folder where several have some."""
         try:
             yield
         except ConfigError as error:
-            raise ConfigError(f"{self._folder}: {error.message}") from None
+            module = name.removesuffix(".weight")
+            paths = {found.path for plain_name, found in self._handles.items() if plain_name.startswith(module)}
+            place = paths.pop() if len(paths) == 1 else self._folder
+            raise ConfigError(f"{place}: {error.message}") from None
 
     def _check_names(self) -> None:
         wanted = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
@@ -275,9 +296,9 @@ class Checkpoint:
         left = (name for name in left if not self._guesses.match(name) and not self._idle.match(name))
         unknown = sorted(name for name in left if not self._is_idle_bias(name))
         if unknown:
-            raise ConfigError(
-                f"{self._folder} holds {names_in_words(unknown)}, which a {self._family} model does not have"
-            )
+            paths = {self._handles[name].path for name in unknown}
+            place = paths.pop() if len(paths) == 1 else self._folder
+            raise ConfigError(f"{place} holds {names_in_words(unknown)}, which a {self._family} model does not have")
 
     def _is_idle_bias(self, name: str) -> bool:
         """Returns whether a tensor is a bias of zeros beside a matrix in few bits, which old quantizers give to all
@@ -291,18 +312,18 @@ class Checkpoint:
         for plain_name, shape in shapes.items():
             if self._stored.get(plain_name):
                 continue
-            found, name = self._headers[plain_name], self._handles[plain_name][1]
+            found, place = self._headers[plain_name], self._place(plain_name)
             if found.shape != shape:
-                raise ConfigError(f"{self._folder}: {name} is {list(found.shape)}, config.json wants {list(shape)}")
+                raise ConfigError(f"{place} is {list(found.shape)}, config.json wants {list(shape)}")
             if found.dtype not in FLOATS:
-                raise ConfigError(f"{self._folder}: {name} is {found.dtype}; only {', '.join(FLOATS)} are read")
+                raise ConfigError(f"{place} is {found.dtype}; only {', '.join(FLOATS)} are read")
 
 
 @contextmanager
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
     """Opens all weight files of a folder. Raises ConfigError if they do not fit the config."""
     with ExitStack() as stack:
-        handles: dict[str, tuple[Any, str]] = {}
+        handles: dict[str, FileTensor] = {}
         for path in weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
@@ -311,15 +332,15 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
                 raise ConfigError(f"{path} ({size}) is cut short, or no safetensors file: {error}") from None
             for name in handle.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
                 if not name.startswith(_IGNORED_PREFIXES):
-                    handles[_plain(name)] = (handle, name)
+                    handles[_plain(name)] = FileTensor(handle, name, path)
         prefix = FAMILIES[config.family].bare_prefix
         if prefix and not any(name.startswith(prefix) for name in handles):
             handles = {prefix + name: found for name, found in handles.items()}
         yield Checkpoint(folder, config, handles)
 
 
-def _header(handle: Any, name: str) -> TensorHeader:
-    found = handle.get_slice(name)
+def _header(stored: FileTensor) -> TensorHeader:
+    found = stored.handle.get_slice(stored.name)
     return TensorHeader(found.get_dtype(), tuple(found.get_shape()))
 
 

@@ -75,6 +75,10 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
     "gpt-oss": ("openai", [*HARMONY_MARKS], []),
 }
 
+# These differ from others by their marks.
+_ALIKE = ("glm without tokens", "seed", "deepseek v3.1", "granite")
+CASES = [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in MODELS]
+
 
 def codec_of(model: str) -> Tokenizer:
     codec = byte_tokenizer()
@@ -120,7 +124,7 @@ def fit(calls: list[list[str]]) -> None:
         jsonschema.validate(json.loads(arguments), schema)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("choice", ["required", "named", "auto"])
 @pytest.mark.parametrize("several", [True, False])
 def test_calls_are_whole_and_fit_their_schemas(model: str, choice: str, several: bool) -> None:
@@ -166,7 +170,7 @@ def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
     return state.forced, state.completes, masks.bits.tobytes()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_a_worker_goes_on_in_the_middle_of_a_call(model: str, choice: str, tmp_path: pathlib.Path) -> None:
     """After a preemption or a killed worker the place is found by the answer's tokens alone, wherever it stood."""
@@ -394,7 +398,7 @@ def accepts(codec: Tokenizer, grammar: str, text: str) -> bool:
     return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", CASES)
 @pytest.mark.parametrize("kind", INPUTS)
 @pytest.mark.parametrize("choice", ["required", "auto"])
 def test_the_input_of_a_custom_tool_is_held_to_its_grammar(model: str, kind: str, choice: str) -> None:
