@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -22,6 +22,7 @@ from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_states import state_bytes, states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope_config import served_variant
+from pillion.engine.models.state_places import StatePlaces, state_places
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
@@ -126,6 +127,8 @@ class KVLayout:
     other, each with its own numbers. A layer that is None there has no place in the slot.
 
     What layers carry from token to token has ``state_bytes``, and lies in ``state_pages`` slots of its own.
+    ``state_places`` are those of its pieces in these slots, for backends that have it in pieces; None where a slot is
+    too small.
     """
 
     version: str
@@ -137,6 +140,7 @@ class KVLayout:
     planes: int = 2
     layers: tuple[LayerHeads | None, ...] = ()
     state_bytes: int = 0
+    state_places: StatePlaces | None = None
 
     def heads(self, layer: int) -> LayerHeads | None:
         """Returns the KV heads that have a place for a layer; None where the layer has no place."""
@@ -217,7 +221,7 @@ def kv_layout(
     rope = served_variant(config.ropes, prepared.max_model_len)
     if not config.kv_layers:
         raise ConfigError(f"{config.family}: models without any layer with keys and values are not supported yet")
-    return KVLayout(
+    layout = KVLayout(
         version=f"{inside}/rope-{rope}" if rope else inside,
         num_layers=config.num_layers,
         num_kv_heads=config.num_kv_heads,
@@ -226,8 +230,13 @@ def kv_layout(
         dtype=EIGHT_BIT_KV.get(kv_cache_dtype, prepared.dtype),
         planes=config.kv_planes,
         layers=config.kv_places,
-        state_bytes=0 if config.linear is None else state_bytes(states_of(layers_of(config))),
     )
+    if config.linear is None:
+        return layout
+    states = states_of(layers_of(config))
+    places = state_places(states, layout.block_bytes)
+    nbytes = state_bytes(states) if places is None else places.nbytes
+    return replace(layout, state_bytes=nbytes, state_places=places)
 
 
 def checked_memory(memory: PoolPlace, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:

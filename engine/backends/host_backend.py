@@ -6,12 +6,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from pillion.engine.backends.backend import (
     AdaptedBackend,
     KVLayout,
     PoolPlace,
+    StateSlots,
     StepBatch,
     checked_copies,
     checked_memory,
@@ -106,10 +108,13 @@ class HostBackend(AdaptedBackend, ABC):
     def warm_up(self, max_tokens: int) -> None:
         """Reads all weights and lets buffers grow to a step of so many tokens, over a pool of its own. A larger step
         lets them grow when it comes."""
-        block_size = self.layout.block_size
-        pool = torch.zeros(-(-max_tokens // block_size), self.layout.block_bytes, dtype=torch.uint8)
+        block_size, pages = self.layout.block_size, self.layout.state_pages
+        blocks = -(-max_tokens // block_size)
+        pool = torch.zeros(blocks + pages, self.layout.block_bytes, dtype=torch.uint8)
+        writes = np.arange(blocks, blocks + pages, dtype=np.int32)[None]
+        states = StateSlots(np.full_like(writes, -1), writes) if pages else None
         for batch in warm_up_batches(max_tokens, block_size):
-            self._run(pool, batch)
+            self._run(pool, replace(batch, states=states))
 
     def close(self) -> None:
         """Releases the pool, so that its mapping can be closed. Idempotent."""

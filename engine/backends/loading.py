@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from pillion.config import ComputeFlags, PrepareFlags, WorkerFlags
 from pillion.core_lending_table import CoreLendingTable, CoreShare
 from pillion.cores import MAX_CPU_THREADS, parse_cores, usable_cores
-from pillion.engine.backends.backend import Backend
+from pillion.engine.backends.backend import Backend, kv_layout
 from pillion.engine.backends.devices import resolve_device, with_budgets
 from pillion.engine.backends.step_memory import check_host_steps
 from pillion.engine.checkpoints.model_cache import ModelCache
@@ -331,6 +331,8 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
     else:
         reason = unsupported(config, flags.block_size)
+        if not reason and config.linear is not None and kv_layout(prepared, flags.block_size).state_places is None:
+            reason = f"pieces of states do not fit into blocks of {flags.block_size} tokens"
     if isa is not None and not reason:
         return isa, ""
     if flags.kv_cache_dtype != "auto":
@@ -346,8 +348,8 @@ def check_adapters(config: ModelConfig) -> None:
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
     """Returns why the CPU kernels cannot run a model of this shape, or ""."""
-    if config.linear is not None:
-        return "layers with states have no kernels yet"
+    if config.linear is not None and config.linear.heads:
+        return "layers whose states are matrices have no kernels yet"
     latents = config.latents
     if latents is not None and (latents.rank % PANEL_COLUMNS or latents.values % PANEL_COLUMNS):
         return f"products by head need a multiple of {PANEL_COLUMNS} latents and values"

@@ -22,10 +22,12 @@ class LayerState:
     Attributes:
         inputs: how many inputs of its convolution it keeps, those of the last tokens, and how many channels each has.
         memory: how many matrices it has, and their rows and columns; () for none.
+        turned: whether kernels have a matrix by columns, because its columns are what its sums run over.
     """
 
     inputs: tuple[int, int]
     memory: tuple[int, ...] = ()
+    turned: bool = False
 
     @property
     def values(self) -> int:
@@ -42,7 +44,7 @@ def layer_state(layer: Layer) -> LayerState | None:
             case DeltaRule(taps=taps, heads=heads, key_dim=rows, head_dim=columns):
                 return LayerState(_inputs(taps), (heads, rows, columns))
             case StateSpace(taps=taps, heads=heads, head_dim=rows, state_dim=columns):
-                return LayerState(_inputs(taps), (heads, rows, columns))
+                return LayerState(_inputs(taps), (heads, rows, columns), turned=True)
     return None
 
 

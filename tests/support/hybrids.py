@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pillion.engine.backends.backend import StateSlots
+from pillion.engine.backends.backend import StateSlots, StepBatch
 from tests.support.torch_model import BackendDriver
 
 ATTENTION, LINEAR = "full_attention", "linear_attention"
@@ -181,7 +181,17 @@ class StateDriver(BackendDriver):
         super().__init__(*args, **options)
         self._places: dict[int, list[tuple[int, ...]]] = {}
 
+    def state(self, number: int) -> bytes:
+        """Returns the bytes of a text's state."""
+        rows = np.frombuffer(self.memory, np.uint8).reshape(-1, self.backend.layout.block_bytes)
+        return rows[list(self._places[number][0])].tobytes()[: self.backend.layout.state_bytes]
+
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
+        logits: torch.Tensor = self.backend.forward(self.batch(*parts, sample=sample)).clone()
+        return logits
+
+    def batch(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> StepBatch:
+        """Returns a step with these parts; their states then stand after it."""
         batch, pages = self.sequences.step(parts, sample), self.backend.layout.state_pages
         assert pages > 0
         for number, _ in parts:
@@ -193,5 +203,4 @@ class StateDriver(BackendDriver):
         reads[~begun] = -1
         for number, _ in parts:
             self._places[number].reverse()
-        logits: torch.Tensor = self.backend.forward(replace(batch, states=StateSlots(reads, writes))).clone()
-        return logits
+        return replace(batch, states=StateSlots(reads, writes))

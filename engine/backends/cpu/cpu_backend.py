@@ -56,6 +56,7 @@ from pillion.kernels.cpu.runtime.program import (
     check_batch,
 )
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
+from pillion.kernels.cpu.states.pieces import STATE_LAYOUT_VERSION
 from pillion.rooms import Seam, require
 
 log = logging.getLogger("pillion.worker")
@@ -103,6 +104,8 @@ def load_cpu_model(
     cache = cache or ModelCache()
     config = load_config(prepared.folder)
     version = LAYOUT_VERSION if kv_cache_dtype == "auto" else EIGHT_BIT_VERSION
+    if config.linear is not None:
+        version += f"/{STATE_LAYOUT_VERSION}"
     layout = kv_layout(prepared, block_size, version, kv_cache_dtype)
     shard = shard or whole_model(config)
     weights = load_cpu_weights(prepared, config, progress, cache, shard)
@@ -170,7 +173,9 @@ class CpuBackend(HostBackend):
         # This says whether buffers were replaced since the program was bound to them.
         self._unbound = False
         angles = max(len(cos) for cos, _ in model.plan.ropes)
-        self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, model.layout.block_size, angles)
+        layout = model.layout
+        sizes = layout.block_size, angles, layout.state_pages
+        self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, *sizes)
         # These are views of the logits' buffer without its padding, by number of rows.
         self._logits: dict[int, torch.Tensor] = {}
         # This is how long the kernels of the last step ran; the rest of the step's time is the host's.
@@ -303,11 +308,15 @@ class CpuBackend(HostBackend):
             for (place, number), records in zip(fields, (plan.items, plan.merges), strict=True):
                 step.point(place, records)
                 step.count(number, len(records))
+        if batch.states is not None:
+            step.point("state_reads", batch.states.reads)
+            step.point("state_writes", batch.states.writes)
         step.point_pool(pool.data_ptr(), pool.nbytes)
         step.count("num_tokens", batch.num_tokens)
         step.count("num_seqs", batch.num_seqs)
         step.count("num_samples", len(rows))
         step.count("table_stride", batch.block_tables.shape[1])
+        step.count("state_pages", self.layout.state_pages)
 
 
 def _plan_fields(number: int) -> list[tuple[str, str]]:

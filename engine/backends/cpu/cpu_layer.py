@@ -25,6 +25,7 @@ from typing import Any
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
+from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, convolved, inputs_of
 from pillion.engine.models.layer_operations import (
     AddToResidual,
     AddUp,
@@ -46,6 +47,7 @@ from pillion.engine.models.layer_operations import (
     NormValues,
     Rotate,
     ScaleResidual,
+    ShortConvolution,
 )
 from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
@@ -95,12 +97,15 @@ class LayerEmitter:
         self._rope: int | None = None
         self._norm_last, self._grows, self._kept = False, False, builder.hidden
         self._norm_values, self._adds_up = False, False
+        # So many operations that mix tokens are left, each of which leaves something for later steps.
+        self._mixers = 0
         # These are the rows of the layer's router, which are not rounded to the model's type.
         self._unrounded: Buffer | None = None
 
     def emit(self, layer: Layer, rows: Buffer | None = None) -> Iterator[Operation]:
         """Yields the kernels of the operations, the first of which takes ``rows``."""
         self._rows = rows or self._rows
+        self._mixers = sum(isinstance(operation, _MIXERS) for operation in layer)
         for operation, following in zip_longest(layer, layer[1:]):
             yield from _EMIT[type(operation)](self, operation, following)
 
@@ -114,7 +119,11 @@ class LayerEmitter:
         if isinstance(following, AddToResidual):
             yield from self._add_product(name, x, following)
             return
-        self._rows = projections(self._builder, self._index)
+        if isinstance(following, ShortConvolution):
+            channels = following.taps.shape[0]
+            self._rows = inputs_of(self._builder, self._prefix + name, channels, 2 * channels)
+        else:
+            self._rows = projections(self._builder, self._index)
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
 
     def norm_heads(self, operation: NormHeads, _: LayerOperation | None) -> Iterator[Operation]:
@@ -154,13 +163,22 @@ class LayerEmitter:
         }
         queries = builder.wide("queries", builder.config.num_heads * shape.head_dim, builder.row_dtype)
         yield from self._rotate_and_write(shape, queries, places)
-        if self._index == builder.last_kept_layer:
-            # Without a sampled row, no later step needs what follows.
-            self._builder = builder = replace(builder, wanted=True)
+        self._left_for_later()
         yield from self._attention(operation, shape, queries, places)
-        self._rows = self._attended(builder)
-        if self._last:
-            yield self._gather_samples()
+        yield from self._go_on_with(self._attended)
+
+    def short_convolution(self, operation: ShortConvolution, _: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernel of a convolution, which also writes its last inputs into the pool."""
+        yield from StateEmitter(self._builder, self._index).short_convolution(operation, self._rows)
+        self._left_for_later()
+        yield from self._go_on_with(lambda builder: convolved(builder, operation.taps.shape[0]))
+
+    def _left_for_later(self) -> None:
+        """Notes that one operation has written what later steps need. After the last one of all layers, nothing is
+        needed of a step without a sampled row."""
+        self._mixers -= 1
+        if not self._mixers and self._index == self._builder.last_kept_layer:
+            self._builder = replace(self._builder, wanted=True)
 
     def attend_latents(self, operation: AttendLatents, _: LayerOperation | None) -> Iterator[Operation]:
         """Yields the kernels of attention over latents, from normed rows to the results of all heads."""
@@ -204,10 +222,9 @@ class LayerEmitter:
         spec = WriteLatents(*widths, heads, shape.block_size, builder.bf16, shape.codes, operation.grows)
         yield Operation(spec, values)
         places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
+        self._mixers -= 1
         yield from self._attention(Attend(0), shape, queries, places)
-        self._rows = self._attended(builder)
-        if self._last:
-            yield self._gather_samples()
+        yield from self._go_on_with(self._attended)
         steps = latents.rank * shape.element_bytes, latents.values * shape.element_bytes
         found = self._builder.buffer("found_values", heads * latents.values, builder.row_dtype)
         yield from self._builder.gemm(f"{ups}.values", self._rows, found, "act_none", steps=steps)
@@ -466,20 +483,24 @@ class LayerEmitter:
         yield Operation(Attention(shape, config.attention_softcap > 0, *kind), values, when)
         yield Operation(AttentionMerge(shape, *kind), shared, step_field("num_merges", plan))
 
-    def _gather_samples(self) -> Operation:
-        """Gathers the sampled rows of hidden and attended, from which the layer goes on."""
+    def _go_on_with(self, rows: BufferOf) -> Iterator[Operation]:
+        """Goes on with ``rows``, which an operation has made; in the last layer, after the last operation that mixes
+        tokens, with the sampled ones of them and of hidden, which a kernel gathers."""
         builder, sampled = self._builder, self._sampled
-        attended, sampled_attended = self._attended(builder), self._attended(sampled)
+        self._rows = made = rows(builder)
+        if not self._last or self._mixers:
+            return
+        chosen = rows(sampled)
         values = {
             "hidden": builder.hidden,
-            "attended": attended,
+            "attended": made,
             "sampled_hidden": sampled.hidden,
-            "sampled_attended": sampled_attended,
+            "sampled_attended": chosen,
             "hidden_stride": builder.hidden.stride,
-            "attended_stride": attended.stride,
+            "attended_stride": made.stride,
         }
-        self._builder, self._rows = sampled, sampled_attended
-        return Operation(GatherRows(), values, "num_samples")
+        self._builder, self._rows = sampled, chosen
+        yield Operation(GatherRows(), values, "num_samples")
 
     def _attended(self, builder: OperationBuilder) -> Buffer:
         """Returns the buffer for the results of the layer's attention."""
@@ -488,6 +509,7 @@ class LayerEmitter:
         return builder.wide("attended", config.num_heads * width, builder.row_dtype)
 
 
+_MIXERS = (Attend, AttendLatents, ShortConvolution)
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation]]] = {
     Norm: LayerEmitter.norm,
     Multiply: LayerEmitter.multiply,
@@ -498,6 +520,7 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     GrowQueries: LayerEmitter.grow,
     Attend: LayerEmitter.attend,
     AttendLatents: LayerEmitter.attend_latents,
+    ShortConvolution: LayerEmitter.short_convolution,
     Mlp: LayerEmitter.mlp,
     Keep: LayerEmitter.keep,
     Again: LayerEmitter.again,

@@ -53,6 +53,7 @@ from pillion.kernels.cpu.products.packing import (
     panel_bytes,
 )
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
+from pillion.kernels.cpu.states.convolutions import pack_taps
 from pillion.kernels.torch.quantized_matrix import (
     LEAST_CODE,
     MOST_CODE,
@@ -267,6 +268,11 @@ class MatrixPacker:
                 # float32.
                 router = weights.tensor(tensor)
                 self._write(name, [pack_linear(router, exact_kind([router], "fp32"))])
+            case Role.TAPS:
+                taps = weights.taps(tensor)
+                self.writer.tensor(name, pack_taps(taps.factors))
+                if taps.bias is not None:
+                    self.writer.tensor(f"{name}.bias", pack_taps(taps.bias[:, None]))
             case Role.HEAD_MATRICES:
                 self._latent_up(name, weights.tensor(tensor))
             case Role.VECTOR:

@@ -584,6 +584,19 @@ class Kernel:
         """Returns 1 / (1 + e**-x)."""
         return self.vector(1.0) / (self.exp2(self.smaller(x * -LOG2E, 126.0)) + 1.0)
 
+    def softplus(self, x: Vec) -> Vec:
+        """Returns log(1 + e**x), within 1e-6 of it. NaN stays NaN."""
+        size = self.larger(x, x * -1.0)
+        power = self.exp2(size * -LOG2E)
+        # log(1 + y) is twice the inverse hyperbolic tangent of y / (2 + y), which is at most a third.
+        part = power / (power + 2.0)
+        square, series = part * part, self.vector(1 / 15)
+        for odd in range(13, 0, -2):
+            series = self.fma(series, square, self.vector(1 / odd))
+        curve = self.larger(x, 0.0) + part * 2.0 * series
+        is_number = Bool(self, self.builder.fcmp_ordered("ord", x.ir, x.ir))
+        return self.select(is_number, curve, x)  # type: ignore[no-any-return]
+
     def tanh(self, x: Vec) -> Vec:
         """Returns tanh(x) = 1 - 2 / (1 + e**2x), within 1e-6 absolutely, as soft caps and gelu need it. NaN stays
         NaN."""

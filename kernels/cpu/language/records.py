@@ -101,6 +101,10 @@ STEP = RecordLayout(
         "items_2",
         "merges_2",
         "pool",  # pool is the paged cache
+        # The slots are int32 [S, state_pages]: those that hold each sequence's state, -1 where it has none, and those
+        # that get the state after the step's tokens.
+        "state_reads",
+        "state_writes",
     ),
     numbers=(
         "num_tokens",
@@ -111,5 +115,6 @@ STEP = RecordLayout(
         "num_merges",
         "num_items_2",
         "num_merges_2",
+        "state_pages",
     ),
 )

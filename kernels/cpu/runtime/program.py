@@ -58,6 +58,19 @@ class Buffer:
 
 
 @dataclass(frozen=True, slots=True)
+class Columns:
+    """Represents the columns of a buffer from ``offset`` bytes in each row on."""
+
+    buffer: Buffer
+    offset: int
+
+    @property
+    def stride(self) -> int:
+        """Returns bytes from row to row."""
+        return self.buffer.stride
+
+
+@dataclass(frozen=True, slots=True)
 class HeadStride:
     """Represents a number of bytes that grows with a buffer: ``row_bytes`` for each row that the buffer holds."""
 
@@ -67,8 +80,8 @@ class HeadStride:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Names one kernel with its arguments. Values may be arrays, buffers or numbers; ``when`` names a number of the
-    step's record that must be above 0 for the kernel to run."""
+    """Names one kernel with its arguments. Values may be arrays, buffers, columns of them or numbers; ``when`` names
+    a number of the step's record that must be above 0 for the kernel to run."""
 
     spec: KernelSpec
     values: Mapping[str, Any]
@@ -150,6 +163,8 @@ class Program:
     def _resolved(self, value: Any) -> Any:
         if isinstance(value, Buffer):
             return self._workspace.array(value)
+        if isinstance(value, Columns):
+            return self._workspace.array(value.buffer)[value.offset :]
         if isinstance(value, HeadStride):
             return self._workspace.rows.get(value.unit, 0) * value.row_bytes
         return value
@@ -183,13 +198,23 @@ class CpuStepRecord:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Holds upper bounds of a batch's values."""
+    """Holds upper bounds of a batch's values, and the number of slots that a sequence's state takes."""
 
     vocab_size: int
     num_slots: int
     max_tokens: int
     block_size: int
     rope_rows: int
+    state_pages: int = 0
+
+
+class StepStateSlots(Protocol):
+    """Holds the slots of a step's states; ``pillion.engine.backends.backend.StateSlots`` documents them."""
+
+    @property
+    def reads(self) -> Int32: ...
+    @property
+    def writes(self) -> Int32: ...
 
 
 class BatchArrays(RaggedBatch, Protocol):
@@ -201,6 +226,8 @@ class BatchArrays(RaggedBatch, Protocol):
     def sample_rows(self) -> Int32: ...
     @property
     def rope_rows(self) -> Int32 | None: ...
+    @property
+    def states(self) -> StepStateSlots | None: ...
 
 
 def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
@@ -235,6 +262,21 @@ def check_batch(batch: BatchArrays, bounds: Bounds) -> None:
         raise Internal("a token id is not of the vocabulary")
     if len(samples) and _greatest(samples) >= tokens:
         raise Internal("a sampled row is not of the batch")
+    if bounds.state_pages:
+        _check_states(batch.states, (seqs, bounds.state_pages), bounds.num_slots)
+
+
+def _check_states(states: StepStateSlots | None, shape: tuple[int, int], num_slots: int) -> None:
+    """Raises Internal where a kernel could leave the pool with these slots of states."""
+    if states is None:
+        raise Internal("a batch names no slots for its sequences' states")
+    reads, writes = states.reads, states.writes
+    for array in (reads, writes):
+        if array.dtype != _INT32 or not array.flags.c_contiguous or array.shape != shape:
+            raise Internal(f"slots of states must be contiguous int32 {list(shape)}")
+    begun = reads[:, 0] >= 0
+    if _greatest(writes) >= num_slots or (begun.any() and _greatest(reads[begun]) >= num_slots):
+        raise Internal(f"a state leaves the pool of {num_slots} slots")
 
 
 def _greatest(array: Int32) -> int:

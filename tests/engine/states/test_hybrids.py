@@ -1,19 +1,26 @@
-"""Random small hybrid models against transformers, token by token and in chunks: cuts, mixed steps, whole answers."""
+"""Random small hybrid models against transformers, token by token and in chunks: cuts, mixed steps, whole answers; on
+torch and on the CPU kernels."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from pillion.config import ModelFlags
+from pillion.engine.backends.backend import StateSlots
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import parse_config
-from pillion.errors import ConfigError
+from pillion.errors import ConfigError, Internal
+from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import PROMPT_TOKENS, make_model, tokens_of
 from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR, StateDriver
 from tests.support.oracle import Oracle, first_difference
@@ -23,15 +30,24 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 # Logits are of the order of 10; transformers' chunks of the delta rule round otherwise than its tokens.
 TOLERANCE = 1e-3
 SOME = ("lfm2", "qwen3-next", "granite-hybrid")
+# What the CPU kernels run so far.
+ON_KERNELS = tuple(name for name in HYBRIDS if name.startswith("lfm2"))
+# Those that differ in what their kernels do.
+SAME_BITS = ("lfm2-biases", "lfm2-moe")
 
 
 @dataclasses.dataclass(frozen=True)
 class HybridCase:
     prepared: PreparedModel
     model: Any
+    kernels: str
 
-    def driver(self, block_size: int = 16, num_slots: int = 64) -> StateDriver:
-        return StateDriver(self.prepared, block_size, num_slots)
+    def driver(self, block_size: int = 16, num_slots: int = 64, **options: Any) -> StateDriver:
+        if self.kernels == "torch":
+            return StateDriver(self.prepared, block_size, num_slots)
+        # The CPU kernels have 16 lanes and need blocks of whole vectors.
+        backend = cpu_backend(self.prepared, max(16, block_size), **{"threads": 2, **options})
+        return StateDriver(self.prepared, max(16, block_size), num_slots, backend=backend)
 
     @torch.inference_mode()
     def logits(self, text: list[int]) -> torch.Tensor:
@@ -44,20 +60,40 @@ class HybridCase:
         return torch.stack(found)
 
 
-def made(folder: Any, name: str) -> HybridCase:
-    flags = make_model(folder, HYBRIDS[name])[1]
-    model = AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
-    return HybridCase(prepare(flags), model)
+@pytest.fixture(scope="module")
+def made(own_cache, tmp_path_factory):
+    """Makes a family's model, once."""
+
+    @functools.cache
+    def make(name: str) -> tuple[ModelFlags, Any]:
+        flags = make_model(tmp_path_factory.mktemp("model"), HYBRIDS[name])[1]
+        return flags, AutoModelForCausalLM.from_pretrained(flags.model, dtype=torch.float32).eval()
+
+    def case_of(name: str, kernels: str, dtype: str = "float32") -> HybridCase:
+        flags, model = make(name)
+        return HybridCase(prepare(dataclasses.replace(flags, dtype=dtype)), model, kernels)
+
+    return case_of
 
 
-@pytest.fixture(params=HYBRIDS, scope="module")
-def case(request, own_cache, tmp_path_factory):
-    return made(tmp_path_factory.mktemp("model"), request.param)
+def cases(names: Iterable[str], kernels: Iterable[str] = ("torch", "cpu")) -> list[Any]:
+    """Parameters: each model on torch, and on the CPU kernels where these run it."""
+    return [
+        pytest.param((name, each), id=f"{name}-{each}", marks=needs_kernels if each == "cpu" else ())
+        for name in names
+        for each in kernels
+        if each == "torch" or name in ON_KERNELS
+    ]
 
 
-@pytest.fixture(params=SOME, scope="module")
-def some_case(request, own_cache, tmp_path_factory):
-    return made(tmp_path_factory.mktemp("model"), request.param)
+@pytest.fixture(params=cases(HYBRIDS))
+def case(request, made):
+    return made(*request.param)
+
+
+@pytest.fixture(params=cases(SOME))
+def some_case(request, made):
+    return made(*request.param)
 
 
 def close(got, wanted):
@@ -93,6 +129,69 @@ def test_greedy_continuation(some_case):
     prompt = tokens_of(40, 5)
     got = some_case.driver(num_slots=60).greedy(prompt, 12)
     assert not first_difference(Oracle(some_case.model).greedy(prompt, 12), got, 1e-3)
+
+
+@needs_kernels
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_a_text_has_the_same_bits_however_it_is_cut(made, name, dtype):
+    """Logits and states, alone and beside others, in every chunk and thread pool, and in checked mode."""
+    case, text = made(name, "cpu", dtype), tokens_of(PROMPT_TOKENS, 2)
+    alone = case.driver(num_slots=100, threads=1)
+    (number,) = alone.sequences.add()
+    wanted = alone.run_all(number, text, [])
+    for threads, checked, chunks in ((2, False, [1] * 20 + [16]), (3, True, [33, 2, 1])):
+        driver = case.driver(num_slots=200, threads=threads, checked=checked)
+        mine, *others = driver.sequences.add(4)
+        driver.check_among_others(mine, text, chunks, wanted, others)
+        assert driver.state(mine) == alone.state(number)
+        driver.backend.check_integrity()
+        driver.backend.close()
+
+
+@needs_kernels
+def test_models_in_bfloat16_are_near(made):
+    for name in SAME_BITS:
+        case, text = made(name, "cpu", "bfloat16"), tokens_of(PROMPT_TOKENS, 2)
+        wanted = case.logits(text)
+        driver = case.driver(num_slots=100)
+        found = driver.run_all(driver.sequences.add()[0], text, [33])
+        assert (found - wanted).abs().mean() < 0.05 * wanted.std()
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", SAME_BITS)
+def test_a_step_writes_its_blocks_and_states_and_nothing_else(made, name):
+    driver = made(name, "cpu").driver(num_slots=40)
+    text, (number,) = tokens_of(40, 2), driver.sequences.add()
+    driver.step((number, text[:20]))
+    before = np.frombuffer(driver.memory, np.uint8).reshape(40, -1).copy()
+    batch = driver.batch((number, text[20:]))
+    driver.backend.forward(batch)
+    pool = np.frombuffer(driver.memory, np.uint8).reshape(40, -1)
+    mine = {*batch.block_tables[0].tolist(), *batch.states.writes[0].tolist()}
+    assert {slot for slot in range(40) if (pool[slot] != before[slot]).any()} <= mine
+    assert (pool[batch.states.writes[0]] != before[batch.states.writes[0]]).any(1).all()
+
+
+@needs_kernels
+def test_states_that_could_leave_the_pool_are_refused(made):
+    driver = made("lfm2", "cpu").driver(num_slots=40)
+    (number,) = driver.sequences.add()
+    driver.step((number, [1, 2, 3]))
+    batch = driver.batch((number, [4]))
+    reads, writes = batch.states.reads, batch.states.writes
+    for wrong, words in (
+        (None, "names no slots"),
+        (StateSlots(reads, writes + 40), "leaves the pool"),
+        (StateSlots(reads, writes - 41), "leaves the pool"),
+        (StateSlots(reads + 40, writes), "leaves the pool"),
+        (StateSlots(reads.astype(np.int64), writes), "int32"),
+        (StateSlots(reads, np.concatenate((writes, writes))), r"int32 \[1, 1\]"),
+    ):
+        with pytest.raises(Internal, match=words):
+            driver.backend.forward(dataclasses.replace(batch, states=wrong))
+    assert driver.backend.forward(batch).shape == (1, 258)
 
 
 def test_the_text_part_of_qwens_model_of_text_and_pictures(tmp_path):

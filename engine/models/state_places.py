@@ -1,0 +1,91 @@
+"""Says where the slots of a sequence's state have the pieces of each layer's. Imports no torch.
+
+A state is whole pieces: of each layer the last inputs of its convolution, PIECE_CHANNELS channels a piece, and of each
+head's matrix PIECE_COLUMNS columns a piece. They are placed one after the other, layer after layer. No piece crosses
+the end of a slot, nor do a head's pieces where all of them fit into one, so one address finds a piece.
+
+    inputs of a piece   [taps - 1, PIECE_CHANNELS] float32, the oldest token's first
+    columns of a head   [rows, PIECE_COLUMNS] float32
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pillion.engine.models.layer_states import STATE_ITEM_BYTES, LayerState
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPieces:
+    """Holds the places of the pieces of one layer's state: of each the page, which counts the state's slots, and the
+    offset there in bytes. Those of ``memory`` are ordered by heads, and each head's by columns."""
+
+    inputs: tuple[tuple[int, int], ...]
+    memory: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StatePlaces:
+    """Holds the places of a state's pieces by layer, None where a layer has no state, and how many bytes they take,
+    with what stays empty at the ends of slots."""
+
+    layers: tuple[LayerPieces | None, ...]
+    nbytes: int
+
+
+def state_places(states: Iterable[LayerState | None], block_bytes: int) -> StatePlaces | None:
+    """Returns the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
+    slot, or where a matrix has no whole pieces. The CPU kernels need them to."""
+    cursor = _Cursor(block_bytes)
+    layers: list[LayerPieces | None] = []
+    for state in states:
+        if state is None:
+            layers.append(None)
+            continue
+        tokens, channels = state.inputs
+        rows, columns, heads = _matrix(state)
+        piece = rows * PIECE_COLUMNS * STATE_ITEM_BYTES
+        inputs_bytes = tokens * PIECE_CHANNELS * STATE_ITEM_BYTES
+        if columns % PIECE_COLUMNS or max(piece, inputs_bytes) > block_bytes:
+            return None
+        inputs = [place for _ in range(-(-channels // PIECE_CHANNELS)) for place in cursor.take(1, inputs_bytes)]
+        memory = [place for _ in range(heads) for place in cursor.take(columns // PIECE_COLUMNS, piece)]
+        layers.append(LayerPieces(tuple(inputs), tuple(memory)))
+    return StatePlaces(tuple(layers), cursor.nbytes)
+
+
+def _matrix(state: LayerState) -> tuple[int, int, int]:
+    """Returns the rows and columns of a head's matrix as kernels have it, and the number of heads; zeros where there
+    are convolutions alone."""
+    if not state.memory:
+        return 0, 0, 0
+    heads, rows, columns = state.memory
+    return (columns, rows, heads) if state.turned else (rows, columns, heads)
+
+
+class _Cursor:
+    """Gives out places, one after the other."""
+
+    def __init__(self, block_bytes: int) -> None:
+        self._block_bytes = block_bytes
+        self._page = self._offset = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._page * self._block_bytes + self._offset
+
+    def take(self, count: int, piece_bytes: int) -> list[tuple[int, int]]:
+        """Returns the places of ``count`` pieces, all of them in one slot where that can be."""
+        if count * piece_bytes > self._block_bytes:
+            return [self._room(piece_bytes) for _ in range(count)]
+        page, first = self._room(count * piece_bytes)
+        return [(page, first + number * piece_bytes) for number in range(count)]
+
+    def _room(self, size: int) -> tuple[int, int]:
+        if self._offset + size > self._block_bytes:
+            self._page, self._offset = self._page + 1, 0
+        found = self._page, self._offset
+        self._offset += size
+        return found

@@ -1,0 +1,60 @@
+"""Where slots have the pieces of a state: none over another, none over a slot's end, a head in one slot if it fits."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.engine.models.layer_states import LayerState
+from pillion.engine.models.state_places import state_places
+from tests.support.examples import examples
+
+MATRICES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 4).map(lambda count: 16 * count))
+STATES = st.builds(
+    LayerState,
+    st.tuples(st.integers(1, 4), st.integers(1, 300)),
+    st.one_of(st.just(()), MATRICES),
+)
+
+
+def swapped(state: LayerState) -> LayerState:
+    """The same state of a layer whose matrices kernels have by columns."""
+    heads, rows, columns = state.memory
+    return LayerState(state.inputs, (heads, columns, rows), turned=True)
+
+
+@settings(max_examples=examples(100))
+@given(st.lists(st.one_of(st.none(), STATES), min_size=1, max_size=6), st.integers(1, 200).map(lambda n: 64 * n))
+def test_pieces_of_states(states: list[LayerState | None], block_bytes: int) -> None:
+    sizes = [0 if state is None else state.inputs[0] * 256 for state in states]
+    columns = [0 if state is None or not state.memory else state.memory[1] * 64 for state in states]
+    places = state_places(states, block_bytes)
+    assert (places is None) == (max(*sizes, *columns) > block_bytes)
+    if places is None:
+        return
+    pieces = []
+    for state, layer, inputs_bytes, piece_bytes in zip(states, places.layers, sizes, columns, strict=True):
+        assert (state is None) == (layer is None)
+        if state is None or layer is None:
+            continue
+        assert len(layer.inputs) == -(-state.inputs[1] // 64)
+        pieces += [(page, first, first + inputs_bytes) for page, first in layer.inputs]
+        heads = state.memory[0] if state.memory else 0
+        each = len(layer.memory) // heads if heads else 0
+        assert each * 16 == (state.memory[2] if heads else 0)
+        for head in range(heads):
+            mine = layer.memory[head * each : (head + 1) * each]
+            assert len({page for page, _ in mine}) == 1 or each * piece_bytes > block_bytes
+            pieces += [(page, first, first + piece_bytes) for page, first in mine]
+    assert all(first >= 0 and end <= block_bytes and first % 64 == 0 for _, first, end in pieces)
+    for (page, _, end), (next_page, first, _) in pairwise(pieces):
+        assert (next_page, first) == (page, end) or (next_page, first) == (page + 1, 0)
+    assert places.nbytes == (pieces[-1][0] * block_bytes + pieces[-1][2] if pieces else 0)
+    turned = [swapped(state) if state is not None and state.memory else state for state in states]
+    assert state_places(turned, block_bytes) == places
+
+
+def test_matrices_without_whole_pieces_have_no_places() -> None:
+    assert state_places([LayerState((3, 64), (2, 24, 40))], 2**20) is None
