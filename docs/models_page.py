@@ -86,8 +86,8 @@ a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA ada
 `attention_k_eq_v`) have no adapters yet. An answer of each family of these goes on, with the
 tokens of transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`).
 
-Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on torch's
-operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`). The CPU kernels, GPUs,
+Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on the CPU kernels
+and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`). GPUs,
 ranks, drafts, adapters, KV in 8 bits and quantized checkpoints are not there for them yet, and are refused by name.
 Their prompts go on from states that are kept at the ends of prompts and answers, wherever these are: on the worker's
 own node, on another one or on disk (`tests/cluster/test_states_on_nodes.py`). In a bucket they are not looked for.
@@ -166,7 +166,7 @@ def options(family: ModelFamily) -> str:
     if layer.get("sinks"):
         said.append("attention sinks")
     if family.linear is not None:
-        said.append(f"{STATES[family.linear.__name__]} (torch alone)")
+        said.append(STATES[family.linear.__name__])
     if layer.get("gated_queries"):
         said.append("attention whose results pass a gate")
     if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():

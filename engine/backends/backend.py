@@ -22,7 +22,7 @@ from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_states import state_bytes, states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope_config import served_variant
-from pillion.engine.models.state_places import StatePlaces, state_places
+from pillion.engine.models.state_layout import StateLayout, state_layout
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.kv_codes import KV_SCALE_BYTES
@@ -127,7 +127,7 @@ class KVLayout:
     other, each with its own numbers. A layer that is None there has no place in the slot.
 
     What layers carry from token to token has ``state_bytes``, and lies in ``state_pages`` slots of its own.
-    ``state_places`` are those of its pieces in these slots, for backends that have it in pieces; None where a slot is
+    ``state_layout`` are those of its pieces in these slots, for backends that have it in pieces; None where a slot is
     too small.
     """
 
@@ -140,7 +140,7 @@ class KVLayout:
     planes: int = 2
     layers: tuple[LayerHeads | None, ...] = ()
     state_bytes: int = 0
-    state_places: StatePlaces | None = None
+    state_layout: StateLayout | None = None
 
     def heads(self, layer: int) -> LayerHeads | None:
         """Returns the KV heads that have a place for a layer; None where the layer has no place."""
@@ -234,9 +234,9 @@ def kv_layout(
     if config.linear is None:
         return layout
     states = states_of(layers_of(config))
-    places = state_places(states, layout.block_bytes)
+    places = state_layout(states, layout.block_bytes)
     nbytes = state_bytes(states) if places is None else places.nbytes
-    return replace(layout, state_bytes=nbytes, state_places=places)
+    return replace(layout, state_bytes=nbytes, state_layout=places)
 
 
 def checked_memory(memory: PoolPlace, num_slots: int, layout: KVLayout) -> tuple[memoryview, int]:

@@ -24,6 +24,7 @@ from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS
+from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 from pillion.kvstore.hashing import namespace_base
 from pillion.kvstore.memory.domain import CPU
 from pillion.observability.metrics import Reading
@@ -331,7 +332,7 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
     else:
         reason = unsupported(config, flags.block_size)
-        if not reason and config.linear is not None and kv_layout(prepared, flags.block_size).state_places is None:
+        if not reason and config.linear is not None and kv_layout(prepared, flags.block_size).state_layout is None:
             reason = f"pieces of states do not fit into blocks of {flags.block_size} tokens"
     if isa is not None and not reason:
         return isa, ""
@@ -348,8 +349,8 @@ def check_adapters(config: ModelConfig) -> None:
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
     """Returns why the CPU kernels cannot run a model of this shape, or ""."""
-    if config.linear is not None and config.linear.heads:
-        return "layers whose states are matrices have no kernels yet"
+    if config.linear is not None and config.linear.head_dim % PIECE_COLUMNS:
+        return f"states need heads of a multiple of {PIECE_COLUMNS} values, not {config.linear.head_dim}"
     latents = config.latents
     if latents is not None and (latents.rank % PANEL_COLUMNS or latents.values % PANEL_COLUMNS):
         return f"products by head need a multiple of {PANEL_COLUMNS} latents and values"

@@ -12,6 +12,7 @@ import logging
 from pathlib import Path
 
 from pillion.config import OfflineFlags, PrefillFlags, ServeFlags, StepFlags, WorkerFlags
+from pillion.engine.backends.backend import kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
@@ -19,6 +20,7 @@ from pillion.engine.models.layer_states import state_bytes, states_of
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.language.isa import choose_isa, host_features
 
 log = logging.getLogger("pillion.worker")
 
@@ -39,6 +41,10 @@ def step_bytes(config: ModelConfig, dtype: str, tokens: int, logit_rows: int, ra
     inner = max(config.widest_mlp, hidden)
     row = ranks * (item * 4 * hidden + 12 * hidden) + (8 * ranks * hidden if ranks > 1 else 0)
     row += item * (2 * projected + 2 * heads + 4 * inner) + 4 * projected
+    if config.linear is not None:
+        values = config.linear.heads * config.linear.head_dim or hidden
+        sides = 2 * config.linear.key_heads * config.linear.key_dim
+        row += 4 * (4 * values + 3 * sides) + item * values
     if config.token_inputs is not None:
         row += ranks * 3 * 4 * config.num_layers * config.token_inputs.width
     if config.moe is not None:
@@ -66,8 +72,7 @@ def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: Prepar
     if isinstance(flags, StepFlags):
         rows, count = logit_rows_of(flags, prepared.vocab_size), serve.decode_workers if serve else 1
         total += count * step_bytes(config, prepared.dtype, flags.max_num_batched_tokens, rows, ranks)
-        if config.linear is not None:
-            # A step has a copy of the state of each of its sequences.
+        if config.linear is not None and _copies_states(flags, prepared):
             total += count * flags.max_num_seqs * state_bytes(states_of(layers_of(config)))
     if isinstance(flags, PrefillFlags):
         count = serve.prefill_workers if serve else 1
@@ -77,6 +82,13 @@ def steps_bytes(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: Prepar
         passed = (stages - 1) * ranks * tokens * 4 * config.hidden_size
         total += count * stages * (step_bytes(config, prepared.dtype, tokens, 0, ranks) + passed)
     return total
+
+
+def _copies_states(flags: WorkerFlags | ServeFlags | OfflineFlags, prepared: PreparedModel) -> bool:
+    """Returns whether a step has a copy of the state of each of its sequences, as on torch's operators. The CPU kernels
+    read and write states where they are."""
+    kernels = choose_isa(flags.cpu_kernels, host_features())
+    return kernels is None or kv_layout(prepared, flags.block_size).state_layout is None
 
 
 def check_host_steps(flags: WorkerFlags, prepared: PreparedModel) -> None:

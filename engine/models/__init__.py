@@ -4,7 +4,7 @@
     layer_operations.py  the words in which a family describes a layer;  llama_layer.py: the layer of most families
     latent_layer.py      attention over latents (MLA);  gemma4_layer.py: the layers of Gemma 4
     linear_layer.py      layers with a state (hybrid models);  layer_states.py: what such a state is
-    state_places.py      where slots of the pool have the pieces of a state
+    state_layout.py      where slots of the pool have the pieces of a state
     model_config.py      what a config says of a model
     config_parser.py     ``config.json`` -> ModelConfig;  rope_config.py: its rotary embeddings
     layer_config.py      what a config says of single layers, in families whose layers differ

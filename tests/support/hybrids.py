@@ -18,7 +18,7 @@ DELTA = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
     "linear_key_head_dim": 24,
-    "linear_value_head_dim": 40,
+    "linear_value_head_dim": 48,
 }
 QWEN_EXPERTS = {
     "num_experts": 5,

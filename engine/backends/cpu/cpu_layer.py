@@ -25,7 +25,7 @@ from typing import Any
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
-from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, convolved, inputs_of
+from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, convolved, gated, inputs_of
 from pillion.engine.models.layer_operations import (
     AddToResidual,
     AddUp,
@@ -33,9 +33,12 @@ from pillion.engine.models.layer_operations import (
     ApplyTokenInputs,
     Attend,
     AttendLatents,
+    DeltaRule,
     Experts,
+    Gate,
     GrowQueries,
     Keep,
+    KeepGate,
     Layer,
     LayerOperation,
     LayerTensor,
@@ -48,6 +51,7 @@ from pillion.engine.models.layer_operations import (
     Rotate,
     ScaleResidual,
     ShortConvolution,
+    StateSpace,
 )
 from pillion.engine.models.model_config import ModelConfig
 from pillion.kernels.cpu.attention.attention_rows import AttentionShape
@@ -64,7 +68,8 @@ from pillion.kernels.cpu.rows.latents import WriteLatents
 from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.cpu.rows.rows import GatherRows
 from pillion.kernels.cpu.rows.token_inputs import ScaleRows, WeighByTokenInputs
-from pillion.kernels.cpu.runtime.program import Buffer, HeadStride, Operation
+from pillion.kernels.cpu.runtime.program import Buffer, Columns, HeadStride, Operation
+from pillion.kernels.cpu.states.gates import GateRows
 
 # For each activation this is the epilogue of a product of gate and up, and of one without a gate.
 GATED_EPILOGUE = {"silu": "gated_silu", "gelu_tanh": "gated_gelu"}
@@ -97,6 +102,8 @@ class LayerEmitter:
         self._rope: int | None = None
         self._norm_last, self._grows, self._kept = False, False, builder.hidden
         self._norm_values, self._adds_up = False, False
+        # These rows begin with gates of attention's results, which take so many bytes.
+        self._gates, self._gate_bytes = builder.hidden, 0
         # So many operations that mix tokens are left, each of which leaves something for later steps.
         self._mixers = 0
         # These are the rows of the layer's router, which are not rounded to the model's type.
@@ -106,6 +113,9 @@ class LayerEmitter:
         """Yields the kernels of the operations, the first of which takes ``rows``."""
         self._rows = rows or self._rows
         self._mixers = sum(isinstance(operation, _MIXERS) for operation in layer)
+        if self._last and not self._mixers:
+            yield self._gather(None, None)
+            self._rows = self._builder.hidden
         for operation, following in zip_longest(layer, layer[1:]):
             yield from _EMIT[type(operation)](self, operation, following)
 
@@ -172,6 +182,34 @@ class LayerEmitter:
         yield from StateEmitter(self._builder, self._index).short_convolution(operation, self._rows)
         self._left_for_later()
         yield from self._go_on_with(lambda builder: convolved(builder, operation.taps.shape[0]))
+
+    def delta_rule(self, operation: DeltaRule, _: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernels of a gated delta net, which also write its state into the pool."""
+        yield from StateEmitter(self._builder, self._index).delta_rule(operation, self._rows)
+        self._left_for_later()
+        yield from self._go_on_with(lambda builder: gated(builder, operation.heads * operation.head_dim))
+
+    def state_space(self, operation: StateSpace, _: LayerOperation | None) -> Iterator[Operation]:
+        """Yields the kernels of a state space, which also write its state into the pool."""
+        yield from StateEmitter(self._builder, self._index).state_space(operation, self._rows)
+        self._left_for_later()
+        yield from self._go_on_with(lambda builder: gated(builder, operation.heads * operation.head_dim))
+
+    def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> Iterator[Operation]:
+        """Notes that the rows before attention begin with gates of its results."""
+        self._gates, self._gate_bytes = self._rows, operation.values.size * 4
+        yield from ()
+
+    def apply_gate(self, _: Gate, __: LayerOperation | None) -> Iterator[Operation]:
+        builder, x, gates = self._builder, self._rows, self._gates
+        values = {
+            "x": x,
+            "gates": gates,
+            "width": self._gate_bytes // 4,
+            "x_stride": x.stride,
+            "gates_stride": gates.stride,
+        }
+        yield Operation(GateRows(builder.bf16, builder.rows_of), values, builder.when)
 
     def _left_for_later(self) -> None:
         """Notes that one operation has written what later steps need. After the last one of all layers, nothing is
@@ -337,7 +375,8 @@ class LayerEmitter:
         gather |= {"scores": scores if scaled else None, "places": places if scaled else None}
         yield Operation(GatherGroups(chosen, builder.rows_of, scaled, scaled and builder.bf16), gather, builder.when)
         gate_up, clamped = prefix + operation.gate_up.name, operation.clamped
-        epilogue = GATED_EPILOGUE[operation.activation] if clamped is None else "gated_clamped"
+        epilogues = GATED_EPILOGUE if operation.gated else EPILOGUE
+        epilogue = epilogues[operation.activation] if clamped is None else "gated_clamped"
         yield from builder.gemm(gate_up, grouped, activated, epilogue, group_starts=starts, clamped=clamped)
         yield from builder.gemm(prefix + operation.down.name, activated, found, "store", group_starts=starts)
         assert isinstance(following, AddToResidual | AddUp)
@@ -435,7 +474,7 @@ class LayerEmitter:
         cos, sin = (None, None) if rope is None else builder.ropes[rope]
         norms = (builder.weights.tensors[self._prefix + name] if kind else None for name in ("q_norm", "k_norm"))
         values = {
-            "qkv": qkv,
+            "qkv": Columns(qkv, self._gate_bytes),
             "queries": queries,
             "cos": cos,
             "sin": sin,
@@ -486,21 +525,24 @@ class LayerEmitter:
     def _go_on_with(self, rows: BufferOf) -> Iterator[Operation]:
         """Goes on with ``rows``, which an operation has made; in the last layer, after the last operation that mixes
         tokens, with the sampled ones of them and of hidden, which a kernel gathers."""
-        builder, sampled = self._builder, self._sampled
-        self._rows = made = rows(builder)
+        self._rows = made = rows(self._builder)
         if not self._last or self._mixers:
             return
-        chosen = rows(sampled)
+        self._rows = rows(self._sampled)
+        yield self._gather(made, self._rows)
+
+    def _gather(self, rows: Buffer | None, chosen: Buffer | None) -> Operation:
+        """Gathers the sampled rows of hidden, and of ``rows`` into ``chosen``; the layer goes on with them alone."""
+        builder, self._builder = self._builder, self._sampled
         values = {
             "hidden": builder.hidden,
-            "attended": made,
-            "sampled_hidden": sampled.hidden,
+            "attended": rows,
+            "sampled_hidden": self._sampled.hidden,
             "sampled_attended": chosen,
             "hidden_stride": builder.hidden.stride,
-            "attended_stride": made.stride,
+            "attended_stride": 0 if rows is None else rows.stride,
         }
-        self._builder, self._rows = sampled, chosen
-        yield Operation(GatherRows(), values, "num_samples")
+        return Operation(GatherRows(alone=rows is None), values, "num_samples")
 
     def _attended(self, builder: OperationBuilder) -> Buffer:
         """Returns the buffer for the results of the layer's attention."""
@@ -509,7 +551,7 @@ class LayerEmitter:
         return builder.wide("attended", config.num_heads * width, builder.row_dtype)
 
 
-_MIXERS = (Attend, AttendLatents, ShortConvolution)
+_MIXERS = (Attend, AttendLatents, ShortConvolution, DeltaRule, StateSpace)
 _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[Operation]]] = {
     Norm: LayerEmitter.norm,
     Multiply: LayerEmitter.multiply,
@@ -521,6 +563,10 @@ _EMIT: dict[type, Callable[[LayerEmitter, Any, LayerOperation | None], Iterator[
     Attend: LayerEmitter.attend,
     AttendLatents: LayerEmitter.attend_latents,
     ShortConvolution: LayerEmitter.short_convolution,
+    DeltaRule: LayerEmitter.delta_rule,
+    StateSpace: LayerEmitter.state_space,
+    KeepGate: LayerEmitter.keep_gate,
+    Gate: LayerEmitter.apply_gate,
     Mlp: LayerEmitter.mlp,
     Keep: LayerEmitter.keep,
     Again: LayerEmitter.again,

@@ -1,21 +1,34 @@
 """Makes the CPU kernels of layers that carry a state from token to token, whose pieces lie in slots of the pool.
 
-x --conv.in--> convolution_inputs --gate, convolve, gate--> convolved --conv.out--> hidden               (LFM2)
+    x --conv.in--> convolution_inputs --gate, convolve, gate--> convolved                                  (LFM2)
+
+    x --in--> convolution_inputs --convolve--> mixed --unit length--> units --delta rule--> remembered
+    x --rates--> rates --> learns, forgets         remembered, gates of convolution_inputs --norm, gate--> gated
+
+    x --in--> convolution_inputs --convolve--> mixed --state space--> remembered --gate, norm--> gated
+
+The product after them adds to the residual stream, like attention's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
-from pillion.engine.models.layer_operations import LayerTensor, ShortConvolution
-from pillion.engine.models.state_places import LayerPieces
+from pillion.engine.models.layer_operations import DeltaRule, LayerTensor, ShortConvolution, StateSpace
+from pillion.engine.models.state_layout import LayerPieces
+from pillion.kernels.cpu.language.emit import LOG2E
+from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 from pillion.kernels.cpu.states.convolutions import Convolve
+from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
+from pillion.kernels.cpu.states.gates import NormGated
 from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
+from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunStateSpace
 
 # Such a function makes a buffer of a builder: that for all tokens, or for sampled rows.
 BufferOf = Callable[[OperationBuilder], Buffer]
@@ -33,12 +46,23 @@ def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -
     return builder.buffer("convolution_inputs", width, "float32")
 
 
+@dataclass(frozen=True, slots=True)
+class NormGroups:
+    """Describes the groups of a row's values that are normed: how many, and how many values each has. They have one
+    vector of weights, or each its own; they are gated after the norm, or first."""
+
+    count: int
+    width: int
+    own_weights: bool = False
+    gate_first: bool = False
+
+
 class StateEmitter:
     """Emits the kernels of the layer ``index`` that read and write its state."""
 
     def __init__(self, builder: OperationBuilder, index: int) -> None:
         self._builder, self._prefix = builder, f"layers.{index}."
-        places = builder.layout.state_places
+        places = builder.layout.state_layout
         found = None if places is None else places.layers[index]
         assert found is not None
         self._pieces: LayerPieces = found
@@ -47,6 +71,112 @@ class StateEmitter:
         """Yields the kernel from the three parts of ``x`` to :func:`convolved`."""
         channels = operation.taps.shape[0]
         yield self._convolve(operation.taps, x, convolved(self._builder, channels), part_bytes=channels * 4)
+
+    def delta_rule(self, operation: DeltaRule, x: Buffer) -> Iterator[Operation]:
+        """Yields the kernels from normed rows ``x`` to :func:`gated`."""
+        builder, prefix = self._builder, self._prefix
+        keys, values = operation.key_heads * operation.key_dim, operation.heads * operation.head_dim
+        made = inputs_of(builder, prefix + operation.inputs.name, 2 * keys + values, 0)
+        yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
+        rates = builder.buffer("rates", 2 * operation.heads, "float32")
+        yield from builder.gemm(prefix + operation.rates.name, x, rates, "store")
+        mixed = builder.buffer("mixed", in_pieces(2 * keys + values), "float32")
+        yield self._convolve(operation.taps, made, mixed)
+        lanes = -(-operation.key_dim // LANES) * LANES
+        units = builder.buffer("units", 2 * operation.key_heads * lanes, "float32")
+        learns, forgets = (builder.buffer(name, operation.heads, "float32") for name in ("learns", "forgets"))
+        made_of_rows = {"units": units, "learns": learns, "forgets": forgets}
+        prepare = {
+            "mixed": mixed,
+            "rates": rates,
+            "decay": self._decay(operation.decay),
+            "shift": builder.weights.tensors[prefix + operation.shift.name],
+            **made_of_rows,
+            "mixed_stride": mixed.stride,
+            "rates_stride": rates.stride,
+            "units_stride": units.stride,
+            "heads_stride": learns.stride,
+        }
+        heads = operation.key_heads, operation.heads, operation.key_dim
+        yield Operation(PrepareDelta(*heads, operation.doubled), prepare, builder.when)
+        remembered = builder.buffer("remembered", values, "float32")
+        run = {
+            **made_of_rows,
+            "values": Columns(mixed, 2 * keys * 4),
+            "out": remembered,
+            "units_stride": units.stride,
+            "heads_stride": learns.stride,
+            "values_stride": mixed.stride,
+            "out_stride": remembered.stride,
+            **self._places(self._pieces.memory),
+        }
+        yield Operation(RunDeltaRule(*heads, operation.head_dim), run, builder.when)
+        gates = Columns(made, (2 * keys + values) * 4)
+        groups = NormGroups(operation.heads, operation.head_dim)
+        yield self._norm_gated(remembered, gates, operation.norm, operation.eps, groups)
+
+    def state_space(self, operation: StateSpace, x: Buffer) -> Iterator[Operation]:
+        """Yields the kernels from normed rows ``x`` to :func:`gated`."""
+        builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
+        values, sides = operation.heads * operation.head_dim, operation.groups * operation.state_dim
+        # Steps of time, which come last, are read in whole vectors, and there are fewer than a piece's channels more.
+        made = inputs_of(builder, prefix + operation.inputs.name, values + 2 * sides + operation.heads, values)
+        yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
+        mixed = builder.buffer("mixed", in_pieces(values + 2 * sides), "float32")
+        yield self._convolve(operation.taps, Columns(made, values * 4), mixed)
+        times, keeps = (builder.buffer(name, operation.heads, "float32") for name in ("times", "keeps"))
+        prepare = {
+            "steps": Columns(made, (2 * values + 2 * sides) * 4),
+            "decay": self._decay(operation.decay),
+            "shift": tensors[prefix + operation.shift.name],
+            "times": times,
+            "keeps": keeps,
+            "steps_stride": made.stride,
+            "heads_stride": times.stride,
+        }
+        yield Operation(PrepareSpace(operation.heads), prepare, builder.when)
+        remembered = builder.buffer("remembered", values, "float32")
+        run = {
+            "mixed": mixed,
+            "times": times,
+            "keeps": keeps,
+            "skip": tensors[prefix + operation.skip.name],
+            "out": remembered,
+            "mixed_stride": mixed.stride,
+            "heads_stride": times.stride,
+            "out_stride": remembered.stride,
+            **self._places(self._pieces.memory),
+        }
+        shape = operation.heads, operation.head_dim, operation.groups, operation.state_dim
+        yield Operation(RunStateSpace(*shape), run, builder.when)
+        count = 1 if operation.norm is None else operation.groups
+        groups = NormGroups(count, values // count, own_weights=True, gate_first=operation.gate_first)
+        yield self._norm_gated(remembered, Columns(made, 0), operation.norm, operation.eps, groups)
+
+    def _norm_gated(
+        self, x: Buffer, gates: Columns, norm: LayerTensor | None, eps: float, groups: NormGroups
+    ) -> Operation:
+        """Returns the norm of ``groups`` of the values of ``x``, gated. Without a norm rows are gated alone."""
+        out = gated(self._builder, groups.count * groups.width)
+        values = {
+            "x": x,
+            "gates": gates,
+            "weight": None if norm is None else self._builder.weights.tensors[self._prefix + norm.name],
+            "out": out,
+            "groups": groups.count,
+            "width": groups.width,
+            "x_stride": x.stride,
+            "gates_stride": gates.stride,
+            "out_stride": out.stride,
+            "weight_bytes": groups.width * 4 if groups.own_weights else 0,
+            "eps": eps,
+        }
+        spec = NormGated(self._builder.bf16, groups.gate_first, norm is not None)
+        return Operation(spec, values, self._builder.when)
+
+    def _decay(self, decay: LayerTensor) -> torch.Tensor:
+        """Returns how fast heads forget, of their logarithms, in the way in which kernels multiply by it."""
+        return self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
 
     def _convolve(self, taps: LayerTensor, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
         """Returns the convolution of ``x``; that of the first and the third of its parts, which the second multiplies,
@@ -70,6 +200,11 @@ class StateEmitter:
     def _places(self, pieces: tuple[tuple[int, int], ...]) -> dict[str, Any]:
         """Returns the fields of a record that say where pieces are."""
         return {"places": torch.tensor(pieces, dtype=torch.int32), "slot_bytes": self._builder.layout.block_bytes}
+
+
+def gated(builder: OperationBuilder, values: int) -> Buffer:
+    """Returns the buffer for what heads with states have found, gated."""
+    return builder.buffer("gated", values, builder.row_dtype)
 
 
 def convolved(builder: OperationBuilder, channels: int) -> Buffer:

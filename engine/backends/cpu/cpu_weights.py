@@ -296,7 +296,7 @@ class MatrixPacker:
     def _gated(self, prefix: str, operation: Mlp | Experts, weights: LayerWeights) -> None:
         """Packs an MLP, or all experts of a layer; their panels are of one kind. The order of a down projection's
         inputs becomes the order of the outputs before it."""
-        gates, plain_order, gated = [], [], not isinstance(operation, Mlp) or operation.gated
+        gates, plain_order, gated = [], [], operation.gated
         ups, downs = weights.linears(operation.gate_up), weights.linears(operation.down)
         for up, down in zip(ups, downs, strict=True):
             weight, order = up.weight, _inner_order(down)

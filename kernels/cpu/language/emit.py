@@ -585,7 +585,7 @@ class Kernel:
         return self.vector(1.0) / (self.exp2(self.smaller(x * -LOG2E, 126.0)) + 1.0)
 
     def softplus(self, x: Vec) -> Vec:
-        """Returns log(1 + e**x), within 1e-6 of it. NaN stays NaN."""
+        """Returns log(1 + e**x), within 1e-5 of its size where that is no less than e**-85. NaN stays NaN."""
         size = self.larger(x, x * -1.0)
         power = self.exp2(size * -LOG2E)
         # log(1 + y) is twice the inverse hyperbolic tangent of y / (2 + y), which is at most a third.

@@ -158,7 +158,8 @@ class NormAdd(KernelSpec):
 class GatherRows(KernelSpec):
     """Copies the sampled rows of the residual stream and of attention's result: [T, ...] -> [R, ...].
 
-    A row is copied with its padding, so strides are multiples of 64 bytes and equal on both sides.
+    A row is copied with its padding, so strides are multiples of 64 bytes and equal on both sides. With ``alone`` there
+    are rows of the residual stream alone.
     """
 
     layout = RecordLayout(
@@ -167,10 +168,12 @@ class GatherRows(KernelSpec):
         numbers=("hidden_stride", "attended_stride"),
     )
 
+    alone: bool = False
+
     def emit(self, call: KernelCall) -> None:
         k, args, rows = call.k, call.args, call.step.pointer("sample_rows")
         count = call.step.number("num_samples")
-        for name in ("hidden", "attended"):
+        for name in ("hidden",) if self.alone else ("hidden", "attended"):
             source, target = args.pointer(name), args.pointer(f"sampled_{name}")
             stride = args.number(f"{name}_stride")
             with call.even_share(count) as i:

@@ -13,7 +13,7 @@ from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.loading import check_adapters, unsupported
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config, parse_config
-from pillion.engine.models.model_config import LayerHeads, TokenInputs
+from pillion.engine.models.model_config import LayerHeads, LinearConfig, TokenInputs
 from pillion.engine.stages.stage_loading import Stages
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
@@ -123,3 +123,7 @@ def test_what_the_cpu_kernels_lack_is_told():
     )
     inputs = TokenInputs(width=24, vocab_size=9)
     assert "multiple of 16 values, not 24" in unsupported(dataclasses.replace(config, token_inputs=inputs), 16)
+    states = LinearConfig(layers=(True, False, False), taps=4, heads=2, head_dim=40, key_heads=2, key_dim=16)
+    assert "states need heads of a multiple of 16 values, not 40" in unsupported(
+        dataclasses.replace(config, linear=states), 16
+    )

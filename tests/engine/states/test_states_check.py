@@ -8,16 +8,12 @@ import pytest
 
 from pillion.config import DecodeFlags, WorkerFlags
 from pillion.engine.backends.loading import choose_kernels, load_model
+from pillion.engine.backends.step_memory import steps_bytes
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
-<<<<<<< HEAD
-from tests.support.families import make_model
-=======
-from pillion.supervisor.local_cluster import without_prefill_of_states
 from tests.support.cpu_model import needs_kernels
-from tests.support.families import FAMILIES, make_model
->>>>>>> f2cc246e (Run short convolutions over pages of states on the CPU kernels)
+from tests.support.families import make_model
 from tests.support.hybrids import HYBRIDS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -49,11 +45,6 @@ def test_refusals(folder: str, flags: WorkerFlags, words: str) -> None:
 def test_states_are_part_of_the_layout(folder: str, kernels: str) -> None:
     loaded = load_model(replace(DECODE, model=folder, cpu_kernels=kernels), 1)
     # Two states of two convolutions of 64 channels and three taps.
-<<<<<<< HEAD
-    assert loaded.operators == "torch"
-    assert loaded.backend.layout.state_bytes == 2 * 2 * 64 * 4
-    assert loaded.backend.layout.working_pages == 3
-=======
     layout = loaded.backend.layout
     assert layout.state_bytes == 2 * 2 * 64 * 4
     assert layout.working_pages == 3
@@ -65,17 +56,17 @@ def test_states_are_part_of_the_layout(folder: str, kernels: str) -> None:
 
 
 @needs_kernels
+def test_steps_of_torch_alone_copy_states(folder: str) -> None:
+    flags = replace(DECODE, model=folder, max_num_seqs=7)
+    on_kernels, on_torch = (
+        steps_bytes(replace(flags, cpu_kernels=kernels), prepare(flags)) for kernels in ("auto", "torch")
+    )
+    assert on_torch - on_kernels == 7 * 2 * 2 * 64 * 4
+
+
+@needs_kernels
 def test_pieces_that_fit_into_no_block_are_left_to_torch(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = replace(DECODE, model=folder)
     assert choose_kernels(flags, prepare(flags))[0] is not None
-    monkeypatch.setattr("pillion.engine.backends.backend.state_places", lambda states, block_bytes: None)
+    monkeypatch.setattr("pillion.engine.backends.backend.state_layout", lambda states, block_bytes: None)
     assert choose_kernels(flags, prepare(flags)) == (None, "pieces of states do not fit into blocks of 16 tokens")
-
-
-def test_no_prefill_worker_starts_unasked(folder: str, tmp_path: pathlib.Path) -> None:
-    flags = ServeFlags(model=folder, dtype="float32", prefill_workers=1)
-    assert without_prefill_of_states(flags).prefill_workers == 0
-    assert without_prefill_of_states(replace(flags, split_policy="disaggregated")).prefill_workers == 1
-    llama = make_model(tmp_path / "llama", FAMILIES["llama-gqa-tied"])[0]
-    assert without_prefill_of_states(replace(flags, model=str(llama))).prefill_workers == 1
->>>>>>> f2cc246e (Run short convolutions over pages of states on the CPU kernels)

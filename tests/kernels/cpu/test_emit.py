@@ -34,7 +34,8 @@ class Apply(KernelSpec):
 
 @pytest.fixture(scope="module", params=[name for name in ISAS if isa_runs(name)] or ISAS)
 def runner(request):
-    found = Runner([Apply(name) for name in ("exp2", "sigmoid", "tanh", "to_bf16")], isa_or_skip(request.param), False)
+    functions = ("exp2", "sigmoid", "tanh", "softplus", "to_bf16")
+    found = Runner([Apply(name) for name in functions], isa_or_skip(request.param), False)
     yield found
     found.close()
 
@@ -60,6 +61,14 @@ def test_curves_that_end_flat(runner, function, exact):
     assert np.isnan(apply(runner, "tanh", np.full(LANES, np.nan, np.float32))).all()
     ends = np.resize(np.array([-np.inf, np.inf, -3e38, 3e38], np.float32), LANES)
     np.testing.assert_allclose(apply(runner, function, ends), exact(np.clip(ends, -80, 80)), atol=1e-6)
+
+
+def test_softplus(runner):
+    x = np.concatenate([np.linspace(-85, 95, 1 << 16), np.linspace(-1, 1, 1 << 12)]).astype(np.float32)
+    np.testing.assert_allclose(apply(runner, "softplus", x), np.logaddexp(x.astype(np.float64), 0), rtol=1e-5)
+    ends = np.resize(np.array([-np.inf, np.inf, -3e38, 3e38, np.nan], np.float32), 5 * LANES)
+    wanted = np.resize(np.array([0, np.inf, 0, 3e38, np.nan], np.float32), 5 * LANES)
+    np.testing.assert_array_equal(apply(runner, "softplus", ends), wanted)
 
 
 def test_bfloat16_is_rounded_as_torch_does(runner):

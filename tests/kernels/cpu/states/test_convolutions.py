@@ -9,7 +9,7 @@ from torch.nn.functional import silu
 from pillion.kernels.cpu.states.convolutions import PIECE_CHANNELS, Convolve, pack_taps
 from pillion.kernels.torch.recurrences import Taps, convolve
 from tests.support.kernel_runner import normal, runner_of, stride
-from tests.support.state_pool import StatePool
+from tests.support.piece_pool import PiecePool
 
 SPECS = [
     Convolve(4, bias=True),
@@ -27,7 +27,7 @@ runner = runner_of(SPECS)
 def test_rows_and_states(runner, spec):
     tokens, parts, width = sum(COUNTS), 3 if spec.gated else 1, PIECES * PIECE_CHANNELS
     x, taps = normal(tokens, parts, width), Taps(normal(CHANNELS, spec.taps, seed=1), normal(CHANNELS, seed=2))
-    pool = StatePool(COUNTS, FOUND, [(spec.taps - 1, PIECE_CHANNELS)] * PIECES)
+    pool = PiecePool(COUNTS, FOUND, [(spec.taps - 1, PIECE_CHANNELS)] * PIECES)
     kind = torch.bfloat16 if spec.bf16 else torch.float32
     out = torch.full((tokens + 1, width), 7.0, dtype=kind)
     values = {

@@ -14,7 +14,7 @@ from tests.support.kernel_runner import normal, rows_step
 SLOT_VALUES = 2048
 
 
-class StatePool:
+class PiecePool:
     """Holds states of ``pieces`` of these shapes, two of which share a slot where they fit, for sequences with
     ``counts`` rows each; ``found`` says which have a state before them."""
 

@@ -27,7 +27,7 @@ class LayerPieces:
 
 
 @dataclass(frozen=True, slots=True)
-class StatePlaces:
+class StateLayout:
     """Holds the places of a state's pieces by layer, None where a layer has no state, and how many bytes they take,
     with what stays empty at the ends of slots."""
 
@@ -35,7 +35,7 @@ class StatePlaces:
     nbytes: int
 
 
-def state_places(states: Iterable[LayerState | None], block_bytes: int) -> StatePlaces | None:
+def state_layout(states: Iterable[LayerState | None], block_bytes: int) -> StateLayout | None:
     """Returns the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
     slot, or where a matrix has no whole pieces. The CPU kernels need them to."""
     cursor = _Cursor(block_bytes)
@@ -53,7 +53,7 @@ def state_places(states: Iterable[LayerState | None], block_bytes: int) -> State
         inputs = [place for _ in range(-(-channels // PIECE_CHANNELS)) for place in cursor.take(1, inputs_bytes)]
         memory = [place for _ in range(heads) for place in cursor.take(columns // PIECE_COLUMNS, piece)]
         layers.append(LayerPieces(tuple(inputs), tuple(memory)))
-    return StatePlaces(tuple(layers), cursor.nbytes)
+    return StateLayout(tuple(layers), cursor.nbytes)
 
 
 def _matrix(state: LayerState) -> tuple[int, int, int]:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.models.layer_states import LayerState
-from pillion.engine.models.state_places import state_places
+from pillion.engine.models.state_layout import state_layout
 from tests.support.examples import examples
 
 MATRICES = st.tuples(st.integers(1, 5), st.integers(1, 40), st.integers(1, 4).map(lambda count: 16 * count))
@@ -30,7 +30,7 @@ def swapped(state: LayerState) -> LayerState:
 def test_pieces_of_states(states: list[LayerState | None], block_bytes: int) -> None:
     sizes = [0 if state is None else state.inputs[0] * 256 for state in states]
     columns = [0 if state is None or not state.memory else state.memory[1] * 64 for state in states]
-    places = state_places(states, block_bytes)
+    places = state_layout(states, block_bytes)
     assert (places is None) == (max(*sizes, *columns) > block_bytes)
     if places is None:
         return
@@ -53,8 +53,8 @@ def test_pieces_of_states(states: list[LayerState | None], block_bytes: int) -> 
         assert (next_page, first) == (page, end) or (next_page, first) == (page + 1, 0)
     assert places.nbytes == (pieces[-1][0] * block_bytes + pieces[-1][2] if pieces else 0)
     turned = [swapped(state) if state is not None and state.memory else state for state in states]
-    assert state_places(turned, block_bytes) == places
+    assert state_layout(turned, block_bytes) == places
 
 
 def test_matrices_without_whole_pieces_have_no_places() -> None:
-    assert state_places([LayerState((3, 64), (2, 24, 40))], 2**20) is None
+    assert state_layout([LayerState((3, 64), (2, 24, 40))], 2**20) is None

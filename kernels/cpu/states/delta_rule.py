@@ -1,0 +1,149 @@
+"""Defines the kernels of the gated delta rule (arXiv 2412.06464), token by token.
+
+    mixed, rates --unit length, sigmoid, decay--> units, learns, forgets --each sequence and head--> out
+
+A head's matrix [key_dim, head_dim] is in pieces of PIECE_COLUMNS columns. A thread takes one piece through all rows of
+a sequence: the first row reads it from where it lies, and each row leaves it in the slot that is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.cpu.rows.rows import vectors_of
+from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
+from pillion.kernels.cpu.states.state_pages import (
+    STATE_NUMBERS,
+    STATE_POINTERS,
+    Memory,
+    added_up,
+    each_sequence_and,
+    zeros,
+)
+
+# Queries and keys are normed with this number.
+_L2_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareDelta(KernelSpec):
+    """Makes what :class:`RunDeltaRule` reads, of T rows.
+
+    mixed    [T, ...] float32: queries [key_heads, key_dim], then keys of the same shape
+    rates    [T, ...] float32: for each head what makes how much it learns, then what makes how much it forgets
+    decay, shift  [heads] float32: how fast each head forgets, times -log2(e), and what is added to its rate
+    units    [T, 2 * key_heads, key_dim up to the next multiple of 16] float32: queries and keys of unit length, queries
+             divided by the root of key_dim; zeros behind each
+    learns, forgets  [T, heads] float32: the share that is learnt, and the factor of what is kept
+    """
+
+    layout = RecordLayout(
+        "prepare_delta",
+        pointers=("mixed", "rates", "decay", "shift", "units", "learns", "forgets"),
+        numbers=("mixed_stride", "rates_stride", "units_stride", "heads_stride"),
+    )
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    doubled: bool = False
+
+    def emit(self, call: KernelCall) -> None:
+        # Each query and each key of a row is a work item, and the rates of its heads are one more.
+        k, items = call.k, 2 * self.key_heads + 1
+        with call.even_share(call.step.number("num_tokens") * items) as item:
+            row, head = item // items, item % items
+            with k.when(head < 2 * self.key_heads):
+                self._unit(call, row, head)
+            with k.when(head.equals(2 * self.key_heads)):
+                self._rates(call, row)
+
+    def _unit(self, call: KernelCall, row: Int, head: Int) -> None:
+        k, args = call.k, call.args
+        vectors = -(-self.key_dim // LANES)
+        source = args.pointer("mixed") + row * args.number("mixed_stride") + head * (self.key_dim * 4)
+        target = args.pointer("units") + row * args.number("units_stride") + head * (vectors * VECTOR_BYTES)
+        values, squares = [], k.vector(0.0)
+        for vector in range(vectors):
+            value = k.load(source + vector * VECTOR_BYTES)
+            inside = k.below(k.int(vector * LANES), k.int(self.key_dim))
+            values.append(k.select(inside, value, k.vector(0.0)))
+            squares = k.fma(values[-1], values[-1], squares)
+        factor = k.vector(1.0) / k.sqrt(k.sum(squares) + _L2_EPS)
+        scaled = k.variable(factor)
+        with k.when(head < self.key_heads):
+            scaled.value = factor * self.key_dim**-0.5
+        for vector, value in enumerate(values):
+            k.store(target + vector * VECTOR_BYTES, value * scaled.value)
+
+    def _rates(self, call: KernelCall, row: Int) -> None:
+        k, args = call.k, call.args
+        rates = args.pointer("rates") + row * args.number("rates_stride")
+        at_row = row * args.number("heads_stride")
+        with k.range(vectors_of(k.int(self.heads))) as vector:
+            at = vector * VECTOR_BYTES
+            learns = k.sigmoid(k.load(rates + at)) * (2.0 if self.doubled else 1.0)
+            k.store(args.pointer("learns") + at_row + at, learns)
+            rate = k.softplus(k.load(rates + self.heads * 4 + at) + k.load(args.pointer("shift") + at))
+            k.store(args.pointer("forgets") + at_row + at, k.exp2(rate * k.load(args.pointer("decay") + at)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunDeltaRule(KernelSpec):
+    """Runs the rule over the rows of each sequence, from its state to its next state.
+
+    units, learns, forgets   what :class:`PrepareDelta` made; neighbouring heads share a query and a key
+    values   [T, heads * head_dim] float32
+    out      [T, heads * head_dim] float32
+
+    Each sum over a key has the same order for every token. head_dim is a multiple of PIECE_COLUMNS.
+    """
+
+    layout = RecordLayout(
+        "run_delta_rule",
+        pointers=("units", "learns", "forgets", "values", "out", *STATE_POINTERS),
+        numbers=("units_stride", "heads_stride", "values_stride", "out_stride", *STATE_NUMBERS),
+    )
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    head_dim: int
+
+    def emit(self, call: KernelCall) -> None:
+        k, pieces = call.k, self.head_dim // PIECE_COLUMNS
+        with each_sequence_and(call, self.heads) as (state, head), k.range(pieces) as column:
+            memory = state.memory(head * pieces + column, self.key_dim)
+            with k.range(state.end, state.begin) as row:
+                self._row(call, memory, row, head, column)
+
+    def _row(self, call: KernelCall, memory: Memory, row: Int, head: Int, column: Int) -> None:
+        k, args = call.k, call.args
+        unit_bytes = -(-self.key_dim // LANES) * VECTOR_BYTES
+        query = args.pointer("units") + row * args.number("units_stride")
+        query = query + head // (self.heads // self.key_heads) * unit_bytes
+        key = query + self.key_heads * unit_bytes
+        of_head = row * args.number("heads_stride") + head * 4
+        learns = k.broadcast(args.pointer("learns") + of_head)
+        forgets = k.broadcast(args.pointer("forgets") + of_head)
+        place = head * (self.head_dim * 4) + column * VECTOR_BYTES
+        value = k.load(args.pointer("values") + row * args.number("values_stride") + place)
+        sums = zeros(k, self.key_dim)
+        with k.range(self.key_dim, step=len(sums)) as first:
+            for part, total in enumerate(sums):
+                held = memory.load(first + part)
+                total.value = k.fma(held, k.broadcast(key + (first + part) * 4), total.value)
+        learnt = (value - added_up(sums) * forgets) * learns
+        sums = zeros(k, self.key_dim)
+        with k.range(self.key_dim, step=len(sums)) as first:
+            for part, total in enumerate(sums):
+                at = (first + part) * 4
+                held = k.fma(k.broadcast(key + at), learnt, memory.load(first + part) * forgets)
+                memory.store(first + part, held)
+                total.value = k.fma(held, k.broadcast(query + at), total.value)
+        memory.stands()
+        k.store(args.pointer("out") + row * args.number("out_stride") + place, added_up(sums))

@@ -1,0 +1,88 @@
+"""Defines the kernels that gate and norm what layers with a state have found, and what attention has found beside them.
+
+Strides are bytes from row to row. ``width`` is a multiple of 16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.cpu.rows.rows import norm_factor
+
+
+@dataclass(frozen=True, slots=True)
+class NormGated(KernelSpec):
+    """Computes RMS norms of rows of groups, gated by silu of ``gates``.
+
+    x        [T, groups, width] float32, overwritten
+    gates    [T, groups, width] float32
+    weight   [width] float32 for each group, ``weight_bytes`` apart
+    out      [T, groups, width] of the model's type
+
+    ``gate_first``: gated rows are normed, not normed rows gated. Without ``normed`` rows are gated alone, and there is
+    no weight.
+    """
+
+    layout = RecordLayout(
+        "norm_gated",
+        pointers=("x", "gates", "weight", "out"),
+        numbers=("groups", "width", "x_stride", "gates_stride", "out_stride", "weight_bytes"),
+        reals=("eps",),
+    )
+
+    bf16: bool
+    gate_first: bool = False
+    normed: bool = True
+
+    def emit(self, call: KernelCall) -> None:
+        k, args, size = call.k, call.args, 2 if self.bf16 else 4
+        groups, width = args.number("groups"), args.number("width")
+        with call.even_share(call.step.number("num_tokens") * groups) as item:
+            row, group = item // groups, item % groups
+            x = args.pointer("x") + row * args.number("x_stride") + group * width * 4
+            gates = args.pointer("gates") + row * args.number("gates_stride") + group * width * 4
+            weight = args.pointer("weight") + group * args.number("weight_bytes")
+            out = args.pointer("out") + row * args.number("out_stride") + group * width * size
+            squares = k.variable(k.vector(0.0))
+            first = self.gate_first or not self.normed
+            with k.range(width // LANES) as i:
+                value = k.load(x + i * VECTOR_BYTES)
+                if first:
+                    gate = k.load(gates + i * VECTOR_BYTES)
+                    value = value * (gate * k.sigmoid(gate))
+                    k.store(x + i * VECTOR_BYTES, value)
+                squares.value = k.fma(value, value, squares.value)
+            factor = norm_factor(k, squares.value, width, args.real("eps"))
+            with k.range(width // LANES) as i:
+                value = k.load(x + i * VECTOR_BYTES)
+                if self.normed:
+                    value = value * factor * k.load(weight + i * VECTOR_BYTES)
+                if not first:
+                    gate = k.load(gates + i * VECTOR_BYTES)
+                    value = value * (gate * k.sigmoid(gate))
+                k.store_float(out + i * (LANES * size), value, self.bf16)
+
+
+@dataclass(frozen=True, slots=True)
+class GateRows(KernelSpec):
+    """Multiplies ``x`` [rows, width], bfloat16 or float32, by the sigmoid of ``gates`` [T, width] float32, in place."""
+
+    layout = RecordLayout("gate_rows", pointers=("x", "gates"), numbers=("width", "x_stride", "gates_stride"))
+
+    bf16: bool
+    rows_of: str = "tokens"
+
+    def emit(self, call: KernelCall) -> None:
+        k, args, samples, size = call.k, call.args, call.step.pointer("sample_rows"), 2 if self.bf16 else 4
+        with call.even_share(call.step.number(f"num_{self.rows_of}")) as row:
+            token = k.load_int(samples + row * 4, 32) if self.rows_of == "samples" else row
+            x = args.pointer("x") + row * args.number("x_stride")
+            gates = args.pointer("gates") + token * args.number("gates_stride")
+            with k.range(args.number("width") // LANES) as i:
+                at = x + i * (LANES * size)
+                gated = k.load_float(at, self.bf16) * k.sigmoid(k.load(gates + i * VECTOR_BYTES))
+                k.store_float(at, gated, self.bf16)

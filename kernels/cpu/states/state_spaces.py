@@ -1,0 +1,107 @@
+"""Defines the kernels of state spaces with a decay for each token (Mamba-2, arXiv 2405.21060), token by token.
+
+    steps --softplus, decay--> times, keeps        mixed, times, keeps --each sequence and head--> out
+
+A head's matrix [state_dim, head_dim] is in pieces of PIECE_COLUMNS columns, its values, so that what is read of it is a
+sum of vectors. A thread takes one piece through all rows of a sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int
+from pillion.kernels.cpu.language.isa import LANES
+from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
+from pillion.kernels.cpu.language.records import RecordLayout
+from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
+from pillion.kernels.cpu.states.state_pages import (
+    STATE_NUMBERS,
+    STATE_POINTERS,
+    Memory,
+    added_up,
+    each_sequence_and,
+    zeros,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareSpace(KernelSpec):
+    """Makes the steps of time of T rows, and by how much each head's matrix is kept.
+
+    steps    [T, ...] float32: for each head what makes its step of time
+    decay, shift  [heads] float32: how fast each head forgets, times -log2(e), and what is added to its step
+    times, keeps  [T, heads] float32
+    """
+
+    layout = RecordLayout(
+        "prepare_space",
+        pointers=("steps", "decay", "shift", "times", "keeps"),
+        numbers=("steps_stride", "heads_stride"),
+    )
+
+    heads: int
+
+    def emit(self, call: KernelCall) -> None:
+        k, args, vectors = call.k, call.args, -(-self.heads // LANES)
+        with call.even_share(call.step.number("num_tokens") * vectors) as item:
+            row, at = item // vectors, item % vectors * VECTOR_BYTES
+            steps = k.load(args.pointer("steps") + row * args.number("steps_stride") + at)
+            time = k.softplus(steps + k.load(args.pointer("shift") + at))
+            target = row * args.number("heads_stride") + at
+            k.store(args.pointer("times") + target, time)
+            k.store(args.pointer("keeps") + target, k.exp2(time * k.load(args.pointer("decay") + at)))
+
+
+@dataclass(frozen=True, slots=True)
+class RunStateSpace(KernelSpec):
+    """Runs the space over the rows of each sequence, from its state to its next state.
+
+    mixed    [T, ...] float32: values [heads, head_dim], then what writes and what reads, both [groups, state_dim];
+             neighbouring heads share a group
+    times, keeps  what :class:`PrepareSpace` made
+    skip     [heads] float32: how much of its values is added to a head's results
+    out      [T, heads * head_dim] float32
+
+    head_dim is a multiple of PIECE_COLUMNS.
+    """
+
+    layout = RecordLayout(
+        "run_state_space",
+        pointers=("mixed", "times", "keeps", "skip", "out", *STATE_POINTERS),
+        numbers=("mixed_stride", "heads_stride", "out_stride", *STATE_NUMBERS),
+    )
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+
+    def emit(self, call: KernelCall) -> None:
+        k, pieces = call.k, self.head_dim // PIECE_COLUMNS
+        with each_sequence_and(call, self.heads) as (state, head), k.range(pieces) as column:
+            memory = state.memory(head * pieces + column, self.state_dim)
+            with k.range(state.end, state.begin) as row:
+                self._row(call, memory, row, head, column)
+
+    def _row(self, call: KernelCall, memory: Memory, row: Int, head: Int, column: Int) -> None:
+        k, args = call.k, call.args
+        mixed = args.pointer("mixed") + row * args.number("mixed_stride")
+        group = head // (self.heads // self.groups) * (self.state_dim * 4)
+        writes = mixed + self.heads * self.head_dim * 4 + group
+        reads = writes + self.groups * self.state_dim * 4
+        of_head = row * args.number("heads_stride") + head * 4
+        keeps = k.broadcast(args.pointer("keeps") + of_head)
+        place = head * (self.head_dim * 4) + column * VECTOR_BYTES
+        value = k.load(mixed + place)
+        written = value * k.broadcast(args.pointer("times") + of_head)
+        sums = zeros(k, self.state_dim)
+        with k.range(self.state_dim, step=len(sums)) as first:
+            for part, total in enumerate(sums):
+                at = (first + part) * 4
+                held = k.fma(k.broadcast(writes + at), written, memory.load(first + part) * keeps)
+                memory.store(first + part, held)
+                total.value = k.fma(held, k.broadcast(reads + at), total.value)
+        memory.stands()
+        found = k.fma(value, k.broadcast(args.pointer("skip") + head * 4), added_up(sums))
+        k.store(args.pointer("out") + row * args.number("out_stride") + place, found)

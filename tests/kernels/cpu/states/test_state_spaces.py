@@ -1,0 +1,52 @@
+"""The kernels of state spaces, against their reference in torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from pillion.kernels.cpu.language.emit import LOG2E
+from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunStateSpace
+from pillion.kernels.torch.recurrences import SpaceRows, state_space, steps_of_time
+from tests.support.kernel_runner import normal, runner_of, stride
+from tests.support.piece_pool import PiecePool
+
+HEADS, GROUPS, HEAD_DIM, COUNTS, FOUND = 18, 2, 32, (2, 1, 8), (False, True, True)
+RUN = [RunStateSpace(HEADS, HEAD_DIM, GROUPS, state_dim) for state_dim in (24, 23)]
+
+runner = runner_of([PrepareSpace(HEADS), *RUN])
+
+
+@pytest.mark.parametrize("run", RUN, ids=lambda spec: spec.name)
+def test_rows_and_states(runner, run):
+    tokens, columns, values = sum(COUNTS), run.state_dim, HEADS * HEAD_DIM
+    pool = PiecePool(COUNTS, FOUND, [(columns, 16)] * (values // 16))
+    mixed, steps = normal(tokens, values + 2 * GROUPS * columns), normal(tokens, 32, seed=1) * 6
+    decay, shift, skip = normal(32, seed=2).exp(), normal(32, seed=3), normal(32, seed=4)
+    times, keeps = torch.full((tokens + 1, 32), 7.0), torch.full((tokens + 1, 32), 7.0)
+    fields = {"steps": steps, "decay": -decay * LOG2E, "shift": shift, "times": times, "keeps": keeps}
+    runner.run(PrepareSpace(HEADS), {**fields, "steps_stride": stride(steps), "heads_stride": stride(times)}, pool.step)
+    wanted = steps_of_time(steps[:, :HEADS], shift[:HEADS])
+    torch.testing.assert_close(times[:tokens, :HEADS], wanted, atol=0, rtol=2e-6)
+    torch.testing.assert_close(keeps[:tokens, :HEADS], (-wanted * decay[:HEADS]).exp(), atol=1e-6, rtol=1e-5)
+    assert (times[tokens] == 7).all()
+
+    out = torch.full((tokens + 1, values), 7.0)
+    fields = {"mixed": mixed, "times": times, "keeps": keeps, "skip": skip, "out": out, **pool.fields}
+    fields |= {"mixed_stride": stride(mixed), "heads_stride": stride(times), "out_stride": stride(out)}
+    runner.run(run, fields, pool.step)
+    writes, reads = mixed[:, values:].view(tokens, 2, GROUPS, columns).unbind(1)
+    rows = SpaceRows(mixed[:, :values].view(tokens, HEADS, HEAD_DIM), writes, reads, wanted)
+    for sequence, mine in enumerate(pool.rows):
+        memory = matrices(pool.old(sequence))
+        found = state_space(rows.of(mine), -decay[:HEADS], skip[:HEADS], memory)
+        torch.testing.assert_close(out[mine].view(found.shape), found, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(matrices(pool.new(sequence)), memory, atol=1e-4, rtol=1e-4)
+    assert (out[tokens] == 7).all()
+    pool.check_others_unchanged()
+
+
+def matrices(pieces):
+    """Returns the heads' matrices [heads, head_dim, columns] of their pieces, which have them by columns."""
+    each = len(pieces) // HEADS
+    return torch.stack([torch.cat(pieces[head * each : (head + 1) * each], 1).t() for head in range(HEADS)])
