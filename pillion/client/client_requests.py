@@ -196,6 +196,8 @@ def message_of(message: Message, where: str) -> ChatMessage:
     # An answer may be sent back as it came, with null in the fields that are empty.
     given = {name: value for name, value in message.items() if value is not None}
     calls = given.pop("tool_calls", ())
+    if isinstance(given.get("content"), list | tuple):
+        given["content"] = _text_of_parts(given["content"], f"{where}.content")
     for name, text in given.items():
         if not isinstance(text, str):
             raise InvalidRequest.of(FieldViolation(f"{where}.{name}", f"a text, not {type(text).__name__}"))
@@ -209,6 +211,22 @@ def message_of(message: Message, where: str) -> ChatMessage:
         name=given.get("name", ""),
         reasoning=given.get("reasoning") or given.get("reasoning_content", ""),
     )
+
+
+def _text_of_parts(parts: Sequence[Any], where: str) -> str:
+    """Returns the text of a content that came in parts, joined as the HTTP door joins them. Raises InvalidRequest,
+    which names ``where``, for images and all else that is no text."""
+    texts = []
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        text = part.get("text") if kind == "text" else None
+        if not isinstance(text, str):
+            told = (
+                'a part is {"type": "text", "text": TEXT}' if kind == "text" else f"Pillion takes text alone, no {kind}"
+            )
+            raise InvalidRequest.of(FieldViolation(f"{where}[{number}]", told))
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _called(call: ToolCall | Mapping[str, Any], where: str) -> ToolCall:

@@ -43,7 +43,7 @@ from pillion.client.client_requests import (
 )
 from pillion.client.outputs import OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
-from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PillionError
+from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PermissionDenied, PillionError
 from pillion.offline.vllm_options import (
     LoRARequest,
     check_producer,
@@ -198,6 +198,7 @@ class LLM:
         """Gives a name to the LoRA adapter in a folder, as PEFT writes it, for calls from now on. Needs
         ``enable_lora=True``. With ``in_place`` the name may belong to another adapter already, which then loses it.
         Raises PillionError with the reason why the adapter cannot be served."""
+        self._need_adapters()
         gateway = self._thread.cluster.gateway
         folder = str(Path(path).expanduser().resolve())
         work = self._thread.submit(gateway.load_adapter(None, name, folder, in_place=in_place))
@@ -206,6 +207,7 @@ class LLM:
 
     def unload_adapter(self, name: str) -> None:
         """Takes the name of an adapter away; calls that run with it go on. Raises NotFound."""
+        self._need_adapters()
         self._thread.submit(self._thread.cluster.gateway.unload_adapter(None, name)).result()
 
     def status(self) -> ClusterStatus:
@@ -228,6 +230,10 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+    def _need_adapters(self) -> None:
+        if not self.flags.enable_lora:
+            raise PermissionDenied("this LLM serves no adapters: make it as LLM(..., enable_lora=True)")
 
     def _bring(self, wanted: LoRARequest | Sequence[LoRARequest | None], lora: str | Sequence[str]) -> str | list[str]:
         """Loads adapters that have not come before; returns their names."""

@@ -33,6 +33,7 @@ from pillion.kvstore.client.attachment import Attachment, attach
 from pillion.kvstore.node.kv_node import KVNode, start_kvnode
 from pillion.observability import metric_catalog as names
 from pillion.prefill_service.prefill_server import start_prefill
+from pillion.speculative_config import parse_speculative_config
 from pillion.types import Delta, GenerateRequest, SamplingParams
 from testbed.cluster import PATIENT_MS
 from testbed.conditions import until, within
@@ -214,7 +215,9 @@ async def test_workers_of_every_shape_prefill_for_a_decode_worker(tmp_path: path
             workers[name] = await start_prefill(PrefillFlags(**every, **own, **sizes, **budget))
             stack.push_async_callback(workers[name].stop, 0.0)
         own = {"component_id": "decode", "listen": f"unix:{folder}/decode.sock"}
-        workers["decode"] = await start_decode(DecodeFlags(**every, **own))
+        # Guesses are the decode worker's, and meet blocks of stages.
+        guesses = {"speculative_config": parse_speculative_config('{"method": "ngram", "num_speculative_tokens": 3}')}
+        workers["decode"] = await start_decode(DecodeFlags(**every, **own, **guesses))
         stack.push_async_callback(workers["decode"].stop, 0.0)
         shown = GatewayFlags(**shape_of(model))
         prepared = prepare(shown)

@@ -75,7 +75,7 @@ def test_one_call_mixes_adapters_and_the_model(kernels, ranks, made):
 
 def test_what_cannot_work_is_refused(made):
     folder, adapters = made
-    with offline(folder, cpu_kernels="torch") as llm, pytest.raises(PermissionDenied, match="enable-lora"):
+    with offline(folder, cpu_kernels="torch") as llm, pytest.raises(PermissionDenied, match="enable_lora=True"):
         llm.load_adapter("a", adapters[0])
     with offline(folder, enable_lora=True, max_lora_rank=4, cpu_kernels="torch") as llm:
         with pytest.raises(InvalidRequest, match="has rank 5, and --max-lora-rank is 4"):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from pillion import LLM, ConfigError, EngineArgs, InvalidRequest, SamplingParams
+from pillion import LLM, ConfigError, EngineArgs, InvalidRequest, LoRARequest, PermissionDenied, SamplingParams
 from pillion.engine.quantized.quantization import OWN_METHOD
 from pillion.engine.quantized.quantization_methods import METHODS
 from pillion.offline.llm import read_options
@@ -179,6 +179,25 @@ def test_another_folders_tokenizer_and_template_are_used(folder: pathlib.Path, t
         assert output.prompt_token_ids[-1] == vocab[first]
         (talk,) = llm.chat([{"role": "user", "content": "Hm"}], GREEDY, False)
         assert talk.prompt == "Hm!"
+
+
+def test_a_message_may_come_in_parts_of_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "Look."}, {"type": "text", "text": "Who is it?"}]
+    found = [
+        llm.chat([{"role": "user", "content": content}], GREEDY, False)[0].prompt
+        for content in (parts, "Look.\nWho is it?")
+    ]
+    assert found[0] == found[1]
+
+
+def test_adapters_are_refused_in_words_of_a_program(llm: LLM) -> None:
+    for call in (
+        lambda: llm.generate("x", GREEDY, False, lora_request=LoRARequest("a", 1, "/nowhere")),
+        lambda: llm.load_adapter("a", "/nowhere"),
+        lambda: llm.unload_adapter("a"),
+    ):
+        with pytest.raises(PermissionDenied, match=r"LLM\(\.\.\., enable_lora=True\)"):
+            call()
 
 
 def test_a_call_may_have_a_template_of_its_own(llm: LLM) -> None:
