@@ -41,12 +41,11 @@ LEFT_OUT = {
     "a router with other arithmetic (experts that share a norm, several experts for each place)": """
         aria_text cohere2_moe dbrx""",
     "experts chosen by the router's product and a bias, not by its score": "kolibri1",
-    "a rule of its own for the layers that have a window, where the config does not list them": "flint",
     "residuals whose weights depend on the layer, and attention whose results pass a gate": "beam",
     "layers that run several times for each token": "hrm_text",
     "a bias of attention's results that only the last of its layers has": "gpt_neox_japanese",
-    "fixed positions, ALiBi, or a rule of its own for scores or windows beside learned positions": """
-        biogpt bloom cpmant ctrl gpt_neo mpt openai-gpt xglm""",
+    "fixed positions, ALiBi, or a rule of its own for scores": """
+        biogpt bloom cpmant ctrl mpt openai-gpt xglm""",
     "nothing: its checkpoints are of `gpt2`": "gpt-sw3",
     "an encoder, or attention to another text": """
         bart bert bert-generation big_bird bigbird_pegasus blenderbot blenderbot-small camembert data2vec-text electra

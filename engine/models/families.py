@@ -389,6 +389,42 @@ def _mistral4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
+def _gpt_neo(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for GPT-Neo, whose scores are not scaled, and whose config lists groups of layers by whether
+    they have the window. Raises ConfigError for another list."""
+    layers = size(raw, "num_hidden_layers")
+    kinds: list[str] = []
+    for group in raw["attention_types"] or [[["global", "local"], 12]]:
+        match group:
+            case [list(names), int(times)]:
+                kinds += names * times
+            case _:
+                raise ConfigError(f"gpt_neo: config.json has attention_types with {group!r}, not supported here")
+    known = {"global": "full_attention", "local": "sliding_attention"}
+    if len(kinds) != layers or not known.keys() >= set(kinds) or raw.get("attention_layers") not in (None, kinds):
+        raise ConfigError(
+            f"gpt_neo: config.json has attention_types = {raw['attention_types']!r}, which must be local or global for"
+            f" each of num_layers = {layers} layers"
+        )
+    return {
+        **_one_kv_head_each(raw),
+        "layer_types": [known[kind] for kind in kinds],
+        "sliding_window": raw["window_size"],
+        "attention_multiplier": 1.0,
+        "intermediate_size": raw.get("intermediate_size") or 4 * size(raw, "hidden_size"),
+    }
+
+
+def _flint(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what follows for Flint: its first two layers, every fourth and the last one have no window, and the first
+    two no experts, where its config says nothing."""
+    layers = size(raw, "num_hidden_layers")
+    full = {0, layers - 1, *range(1, layers, 4)}
+    kinds = ["full_attention" if layer in full else "sliding_attention" for layer in range(layers)]
+    dense = raw["mlp_only_layers"]
+    return {"layer_types": raw["layer_types"] or kinds, "mlp_only_layers": [0, 1] if dense is None else dense}
+
+
 def _bigcode(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for GPT-BigCode, whose query heads may share one KV head."""
     return {"num_key_value_heads": 1 if raw["multi_query"] else raw["num_attention_heads"]}
@@ -739,6 +775,34 @@ FAMILIES: dict[str, ModelFamily] = {
         ),
         biases=("qkv_bias", "", ""),
         window_pattern=2,
+    ),
+    "flint": ModelFamily(
+        {
+            "max_position_embeddings": 262_144,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "attention_bias": False,
+            "sliding_window": 513,
+            "layer_types": None,
+            "num_experts": 256,
+            "num_experts_per_tok": 6,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 1024,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": None,
+        },
+        layer=partial(
+            llama_layer,
+            qk_norm="head",
+            sinks=True,
+            shared_mlp=(("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"), "mlp.shared_expert.down_proj"),
+        ),
+        norm="wide",
+        nope_if_full=True,
+        sigmoid_router=True,
+        derived=_flint,
+        names=(("self_attn.sinks", "self_attn.softmax_offset"),),
     ),
     "phi3": ModelFamily(
         {
@@ -1472,6 +1536,34 @@ FAMILIES: dict[str, ModelFamily] = {
         },
     ),
     "gpt2": _GPT2,
+    "gpt_neo": replace(
+        _GPT2,
+        defaults={
+            "max_position_embeddings": 2048,
+            "layer_norm_epsilon": 1e-5,
+            "activation_function": "gelu_new",
+            "attention_types": None,
+            "window_size": 256,
+            "tie_word_embeddings": True,
+        },
+        qkv_bias=False,
+        keys={
+            "num_layers": "num_hidden_layers",
+            "num_heads": "num_attention_heads",
+            "activation_function": "hidden_act",
+        },
+        fused=(),
+        turned=False,
+        derived=_gpt_neo,
+        names=(
+            ("self_attn.o_proj", "attn.attention.out_proj"),
+            ("self_attn.", "attn.attention."),
+            *(names for names in _GPT_NAMES if not names[0].startswith("self_attn")),
+        ),
+        # transformers writes the second of these from the other list of layers.
+        ignored=("resid_dropout", "attention_layers", "embed_dropout", *_SUMMARIES),
+        fixed={},
+    ),
     "gpt_bigcode": replace(
         _GPT2,
         defaults={**_GPT2.defaults, "activation_function": "gelu_pytorch_tanh", "multi_query": True},

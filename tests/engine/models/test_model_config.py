@@ -34,6 +34,7 @@ BASE = {
 REQUIRED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_layers": 2, "num_heads": 4},
     "gpt_neox": {"rotary_pct": 0.5},
     "gptj": {"rotary_dim": 4},
     # With their own values other keys would count for nothing in models this small.
@@ -155,6 +156,8 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
         given["num_attention_heads"] = 4  # It rotates a quarter of each head.
     if name == "lfm2":
         given["block_auto_adjust_ff_dim"] = False  # It is another width where it is adjusted.
+    if name == "gpt_neo":
+        given["num_heads"] = given["num_attention_heads"]  # These are one number.
     latents = "kv_lora_rank" in FAMILIES[name].defaults
     if latents or name in (
         "qwen2",
@@ -190,6 +193,9 @@ def test_missing_keys_have_the_defaults_of_transformers(name):
     assert [rope.theta for rope in ours.ropes] == [parameters["rope_theta"] for parameters in by_type]
     kinds = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
     window = getattr(theirs, "attention_chunk_size", None) or getattr(theirs, "sliding_window", None) or 0
+    if name == "gpt_neo":
+        kinds, window = ["full_attention", "sliding_attention"], theirs.window_size
+        assert theirs.attention_layers == ["global", "local"]
     assert ours.sliding_windows == tuple(window if kind != "full_attention" else 0 for kind in kinds)
     if ours.learned_positions or "position_embedding_type" in FAMILIES[name].defaults:
         assert ours.layer_ropes == (None,) * ours.num_layers
