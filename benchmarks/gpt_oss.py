@@ -122,16 +122,21 @@ def random_weights(config: ModelConfig, dtype: str) -> HeldMatrices:
         packer.norm("final_norm", load_final_norm(source, config, wide))
         packer.layer("layers.0.", layers_of(config)[0], load_layer(source, config, wide, 0, Linear.plain))
         for layer in range(1, config.num_layers):
-            prefix = f"layers.{layer}."
-            for name in [name for name in held.tensors if name.startswith("layers.0.")]:
-                held.tensor(prefix + name.removeprefix("layers.0."), held.tensors[name].clone())
-            for name in [name for name in held.numbers if name.startswith("layers.0.")]:
-                held.number(prefix + name.removeprefix("layers.0."), held.numbers[name])
+            copy_layer(held, layer)
         # All steps are of one token, so that the system gives memory to a few pages of the embedding only.
         embedding = torch.zeros(config.vocab_size, config.hidden_size, dtype=wide)
         embedding[:16].uniform_(-1, 1)
         held.tensor("embedding", embedding)
     return held
+
+
+def copy_layer(held: HeldMatrices, layer: int) -> None:
+    """Make ``layer`` a copy of the first one, in memory of its own."""
+    prefix = f"layers.{layer}."
+    for name in [name for name in held.tensors if name.startswith("layers.0.")]:
+        held.tensor(prefix + name.removeprefix("layers.0."), held.tensors[name].clone())
+    for name in [name for name in held.numbers if name.startswith("layers.0.")]:
+        held.number(prefix + name.removeprefix("layers.0."), held.numbers[name])
 
 
 def random_model(prepared: PreparedModel, isa: Isa) -> CpuModel:
