@@ -9,6 +9,9 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU
 
+# Guesses by these methods need no model of their own.
+LOOKED_UP = ("ngram", "suffix")
+
 
 def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
     """Raises ConfigError where a worker's flags ask for something that models with states cannot do yet."""
@@ -28,5 +31,6 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
         yield f"--tensor-parallel-size {flags.tensor_parallel_size}"
     if flags.pipeline_parallel_size > 1:
         yield f"--pipeline-parallel-size {flags.pipeline_parallel_size}"
-    if isinstance(flags, StepFlags) and flags.speculative_config.method:
-        yield "--speculative-config"
+    method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
+    if method not in ("", *LOOKED_UP):
+        yield f"--speculative-config with the method {method}"

@@ -28,6 +28,8 @@ WHOLE = [64, 48, 32, 0, 0]
 FLAGS = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB")
 CHUNKED = (*FLAGS, "--chunk-size", "32", "--max-num-batched-prefill-tokens", "32")
 TOKENS, HELD_AT_STEP = 24, 12
+# An answer is asked for again at most so often, until some of its tokens were guessed.
+MOST_ASKED = 50
 AMID_RANGE, AMID_COMMIT = "prefill, before a launch", "kvnode, after a commit"
 
 
@@ -111,4 +113,30 @@ def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
         assert cached(answers.check(PROMPTS)) == WHOLE
         cluster.arm(HELD_AT_STEP, signal.SIGKILL)
         answers.check(PROMPTS, kill=True)
+        wait_for("all slots back", cluster.idle)
+
+
+@pytest.mark.long
+def test_guesses_change_no_token(tmp_path: pathlib.Path) -> None:
+    """Guessed tokens that were wrong leave no trace in a state, also where a decode worker dies amid answers."""
+    folder = make_model(tmp_path / "model", HYBRIDS["lfm2"])[0]
+    guessing = "--speculative-config", '{"method": "suffix", "num_speculative_tokens": 4}'
+    looping = [tokens_of(12, 7) * 4, *PROMPTS]
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as short,
+        served(pathlib.Path(short), str(folder), *CHUNKED, *guessing, split_policy="colocated", faults=True) as cluster,
+    ):
+        answers = HybridAnswers(folder, cluster)
+        answers.check(looping)
+        # The measured costs decide how much is guessed, for one stream the most.
+        guessed = right = 0
+        for _ in range(MOST_ASKED):
+            for delta in answers.check(looping[:1]):
+                assert delta.usage is not None
+                guessed, right = guessed + delta.usage.guessed_tokens, right + delta.usage.accepted_tokens
+            if right:
+                break
+        assert 0 < right <= guessed
+        cluster.arm(HELD_AT_STEP // 2, signal.SIGKILL)
+        answers.check(looping, kill=True)
         wait_for("all slots back", cluster.idle)

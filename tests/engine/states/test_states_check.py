@@ -19,7 +19,7 @@ from tests.support.hybrids import HYBRIDS
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 DECODE = DecodeFlags(dtype="float32", device="cpu")
-GUESSES = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
+GUESSES = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +33,7 @@ def folder(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> str:
         (replace(DECODE, kv_cache_dtype="int8"), "--kv-cache-dtype int8"),
         (replace(DECODE, enable_lora=True), "--enable-lora"),
         (replace(DECODE, tensor_parallel_size=2), "--tensor-parallel-size 2"),
-        (replace(DECODE, speculative_config=GUESSES), "--speculative-config"),
+        (replace(DECODE, speculative_config=GUESSES), "--speculative-config with the method eagle3"),
     ],
 )
 def test_refusals(folder: str, flags: WorkerFlags, words: str) -> None:
