@@ -555,8 +555,8 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         25, "Share of the pool that one tenant's pins may have.", least=0, most=90, room="prefix pins"
     )
     state_percent: int = flag(
-        10,
-        "Share of the pool that states of hybrid models may have, apart from those that running requests hold.",
+        100,
+        "Most of the pool that states of hybrid models may have, apart from those that running requests hold.",
         least=0,
         most=100,
         room="states",

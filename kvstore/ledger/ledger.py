@@ -455,8 +455,7 @@ class Ledger:
     def _evicted(self, block: Block) -> int:
         self.evicted_ever += 1
         self.prefix_pins.went(block)
-        if block.page:
-            self.states.went(block)
+        self.states.went(block)
         self._events.append(IndexEvent(block.hash, here=False, segment=block.segment))
         return block.slot
 

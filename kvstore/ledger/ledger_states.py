@@ -25,8 +25,8 @@ class LedgerStates:
     def came(self, page: Block) -> None:
         """Notes that a page was committed, or restored from the node's earlier life. It is protected."""
 
-    def went(self, page: Block) -> None:
-        """Notes that a page was evicted, and that the tree has forgotten it."""
+    def went(self, block: Block) -> None:
+        """Notes that a block was evicted, a page or another one, and that the tree has forgotten it."""
 
     def check(self) -> Iterator[str]:
         """Yields a line for each thing that does not add up. O(blocks of the pool)."""

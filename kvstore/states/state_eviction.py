@@ -1,20 +1,23 @@
-"""Evicts the states that save the least, where those that no request holds have more than their share of the pool.
+"""Evicts blocks of pools with states: first what no state makes use of, then the states that save the least.
 
     root --b--b--b(S)--b--b--b--b(T)--b        S and T stand after blocks; without T, a text that goes on from it
                      '--b--b(U)                computes the four blocks between S and T again: the gap of T
 
-What a state saves for each byte is its gap, since all states of a pool have the same size. What is used again is mostly
-what was used lately, so the gap is weighted by the state's rank: 1 for the state that lost its protection first
-(Marconi, arXiv 2411.19379, weights both, too). Above the share the state with the smallest product goes, page by page
-from its last one; below it pages leave in the order of all blocks.
+A text goes on from a state alone, so a block after which no state stands anywhere is of no use: the last block above,
+or T's four when T is gone, or the pages of a state that lacks one. Useless blocks leave first, the ends of chains
+before their heads. The next to leave is the state with the smallest product of its rank, 1 for the state that lost its
+protection first, and the square of what it saves for each block that it frees: what is used again is mostly what was
+used lately (Marconi, arXiv 2411.19379, weights both, too; ``python -m benchmarks.state_hits`` chose the square). A
+state frees its pages; at a chain's end it frees its gap, too. States that no request holds leave in this order before
+useless blocks where they have more than their share of the pool.
 
-A state of which a page is gone is of no use, so its other pages go before all states. Sans-IO (I9).
+In a pool without states, blocks leave in the order of ``plain``. Sans-IO (I9).
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Container, Iterator
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from pillion.config import KVNodeFlags
@@ -22,8 +25,7 @@ from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.ledger_states import LedgerStates
 from pillion.kvstore.ledger.records import Block
 
-# A victim is looked for among so many states that lost their protection first. The search mostly ends long before,
-# at the rank that is above the least product found so far.
+# A victim is looked for among at most so many states that lost their protection first.
 MAX_LOOKED_AT = 1024
 
 
@@ -49,63 +51,78 @@ class KeptState:
 class StateEviction(LedgerStates):
     """Implements an eviction policy around ``plain``, which knows all blocks that it knows, and learns of pages.
 
-    A search of the next victim is O(gap of the first state), as many states as that are looked at; a state that comes
-    takes O(its gap), and, where blocks stand after its own, O(states after the one before it).
+    A search of the next state is O(states that are looked at); a state that comes takes O(its gap), and, where blocks
+    stand after its own, O(states after the one before it).
 
     Args:
         percent: the share of the pool that states without protection may have.
     """
 
-    def __init__(self, plain: EvictionPolicy, percent: int) -> None:
+    def __init__(self, plain: EvictionPolicy, percent: float) -> None:
         super().__init__(self)
         self.plain = plain
         self.evicted_states = 0
         self._percent = percent
         self._max_pages = 0
-        # The known pages: those without protection. A state is idle if its last page is one.
+        # The known pages: those without protection. A whole state is idle if its last page is one.
         self._known: set[Block] = set()
         self._idle: OrderedDict[KeptState, None] = OrderedDict()
+        self._idle_pages = 0
+        # These known blocks have no child, and are no last page of a whole state. Those in front leave first.
+        self._useless: OrderedDict[Block, None] = OrderedDict()
         self._by_block: dict[Block, KeptState] = {}
         self._by_page: dict[Block, KeptState] = {}
         # These states have no other one before them on their chains.
         self._first: set[KeptState] = set()
+        # Whether the pool's model has states.
+        self._in_use = False
 
     # The ledger calls the following methods.
 
     def shape(self, num_slots: int) -> None:
         """Sets the bound in pages, once the pool's number of slots is known."""
-        self._max_pages = num_slots * self._percent // 100
+        self._max_pages = int(num_slots * self._percent / 100)
 
     def came(self, page: Block) -> None:
+        if not self._in_use:
+            self._in_use = True
+            self._useless.update((block, None) for block in self.plain if self._is_useless(block))
         behind = page.parent
         assert behind is not None, "a page stands behind a block"
         state = self._by_page.get(behind) or self._by_block.get(behind)
         if state is None:
             state = self._begun(behind)
-        self._idle.pop(state, None)
+        self._wake(state)
         state.pages.append(page)
         state.missing = max(0, state.missing - 1)
         self._by_page[page] = state
 
-    def went(self, page: Block) -> None:
-        state = self._by_page.pop(page)
-        state.pages.remove(page)
-        self._idle.pop(state, None)
-        if not state.pages:
-            self._ended(state)
-            return
-        state.missing += 1
-        if state.pages[-1] in self._known:
-            self._idle[state] = None
-            self._idle.move_to_end(state, last=False)
+    def went(self, block: Block) -> None:
+        left = block.parent
+        if block.page:
+            state = self._by_page.pop(block)
+            state.pages.remove(block)
+            state.missing += 1
+            if not state.pages:
+                self._ended(state)
+        # What is left of the chain goes next, before the ends of others.
+        if left is not None and self._is_useless(left) and not (left.holds or left.prefix_pins):
+            self._useless[left] = None
+            self._useless.move_to_end(left, last=False)
 
     def check(self) -> Iterator[str]:
         """Yields a line for each thing that does not add up."""
         if any(page not in self._by_page for page in self._known):
             yield "a page without protection is of no state"
-        idle = {state for state in self._by_block.values() if state.pages and state.pages[-1] in self._known}
+        whole = [state for state in self._by_block.values() if not state.missing]
+        idle = {state for state in whole if state.pages and state.pages[-1] in self._known}
         if idle != self._idle.keys():
             yield f"{len(self._idle)} states are counted as idle of {len(idle)}"
+        if self._idle_pages != sum(len(state.pages) for state in idle):
+            yield f"{self._idle_pages} pages are counted as those of idle states"
+        useless = {block for block in self.plain if self._is_useless(block)}
+        if useless != self._useless.keys():
+            yield f"{len(self._useless)} ends of chains are counted as useless of {len(useless)}"
         pages = Counter(page for state in self._by_block.values() for page in state.pages)
         if pages != Counter(self._by_page.keys()):
             yield "the pages of states are not those that are filed"
@@ -127,22 +144,26 @@ class StateEviction(LedgerStates):
         self.plain.add(block)
         if block.page:
             self._known.add(block)
+        if self._is_useless(block):
+            self._useless[block] = None
+        elif block.page and not block.children:
             state = self._by_page[block]
-            if state.pages[-1] is block:
-                self._idle[state] = None
-                self._idle.move_to_end(state, last=not state.missing)
+            self._idle[state] = None
+            self._idle_pages += len(state.pages)
 
     def remove(self, block: Block) -> None:
         self.plain.remove(block)
         self._forget(block)
 
     def pop(self) -> Block:
-        if len(self._known) <= self._max_pages:
-            block = self.plain.pop()
+        over = self._idle_pages > self._max_pages or not self._useless
+        if over and self._idle:
+            block = self._worst((), {}).pages[-1]
+        elif self._useless:
+            block = next(iter(self._useless))
         else:
-            block = self._worst(()).pages[-1]
-            self.plain.drop(block)
-        self._forget(block)
+            return self.plain.pop()
+        self.drop(block)
         return block
 
     def drop(self, block: Block) -> None:
@@ -153,46 +174,74 @@ class StateEviction(LedgerStates):
         return len(self.plain)
 
     def __iter__(self) -> Iterator[Block]:
-        gone: dict[KeptState, None] = {}
-        left = len(self._known)
-        first: dict[Block, None] = {}
-        while left > self._max_pages:
-            state = self._worst(gone)
-            for page in reversed(state.pages):
-                if left > self._max_pages and page in self._known:
-                    first[page] = None
-                    left -= 1
-                    yield page
-            gone[state] = None
-        yield from (block for block in self.plain if block not in first)
+        """Iterates over the known blocks as if each that is yielded was evicted."""
+        gone: dict[Block, None] = {}
+        states: dict[KeptState, None] = {}
+        pages = self._idle_pages
+        useless = deque(self._useless)
+        fewer: Counter[Block] = Counter()
+        while useless or len(states) < len(self._idle):
+            over = pages > self._max_pages or not useless
+            if over and len(states) < len(self._idle):
+                state = self._worst(states, fewer)
+                states[state] = None
+                block = state.pages[-1]
+                pages -= len(state.pages)
+            else:
+                block = useless.popleft()
+            gone[block] = None
+            yield block
+            left = block.parent
+            if left is not None:
+                fewer[left] += 1
+                if left.children == fewer[left] and not (left.holds or left.prefix_pins):
+                    useless.appendleft(left)
+        yield from (block for block in self.plain if block not in gone)
+
+    def _wake(self, state: KeptState) -> None:
+        """Notes that a state is idle no more, or is whole no more."""
+        if state in self._idle:
+            del self._idle[state]
+            self._idle_pages -= len(state.pages)
 
     def _forget(self, block: Block) -> None:
+        self._useless.pop(block, None)
         if block.page:
             self._known.remove(block)
-            self._idle.pop(self._by_page[block], None)
+            if not block.children:
+                self._wake(self._by_page[block])
 
-    def _worst(self, gone: Container[KeptState]) -> KeptState:
-        """Returns the idle state with the smallest product of gap and rank, as if those that are ``gone`` were."""
-        least, worst, rank = 0, None, 0
+    def _is_useless(self, block: Block) -> bool:
+        """Returns whether nothing stands after a block, which is not the last page of a whole state."""
+        if block.children or not self._in_use:
+            return False
+        return not block.page or self._by_page[block].missing > 0
+
+    def _worst(self, gone: Container[KeptState], fewer: Mapping[Block, int]) -> KeptState:
+        """Returns the idle state that saves the least, as if those that are ``gone`` were, and blocks had so many
+        children ``fewer``."""
+        least, worst, rank = 0.0, None, 0
         for state in self._idle:
             if state in gone:
                 continue
             rank += 1
-            # A gap has at least one block, so no later state has a smaller product than its rank.
-            if worst is not None and (rank >= least or rank > MAX_LOOKED_AT):
+            # A state saves at least a block for those that it frees.
+            if worst is not None and (rank > MAX_LOOKED_AT or rank >= least * (len(state.pages) + 1) ** 2):
                 break
-            product = 0 if state.missing else rank * self._gap(state, gone)
+            product = rank * self._saved(state, gone, fewer) ** 2
             if worst is None or product < least:
                 least, worst = product, state
-        assert worst is not None, "a page without protection is of no idle state"
+        assert worst is not None, "no state is idle"
         return worst
 
-    def _gap(self, state: KeptState, gone: Container[KeptState]) -> int:
-        """Returns the blocks between a state and the one before it on its chain."""
+    def _saved(self, state: KeptState, gone: Container[KeptState], fewer: Mapping[Block, int]) -> float:
+        """Returns how many blocks a state saves for each that it frees."""
         before = state.before
         while before is not None and (before in gone or before.missing):
             before = before.before
-        return state.behind.depth - (-1 if before is None else before.behind.depth)
+        gap = state.behind.depth - (-1 if before is None else before.behind.depth)
+        # Its pages are one of the children.
+        return gap / (len(state.pages) + (gap if state.behind.children - fewer.get(state.behind, 0) == 1 else 0))
 
     def _before(self, block: Block) -> KeptState | None:
         """Returns the last state before a block's end on its chain."""

@@ -74,17 +74,20 @@ class StatePool:
         return self.ledger.tree.by_hash.get(pages_of(block.hash)[-1])
 
     def next_victims(self) -> list[Block]:
-        """The blocks that may go next: one, or the last pages of states of which a page is gone."""
-        order = list(self.states.plain)
-        if sum(block.page for block in order) <= self.max_pages:
-            return order[:1]
-        known = set(order)
-        ends = [block for block in self.released if block in known and block.page and not block.children]
-        broken = [block for block in ends if block.hash != pages_of(behind(block).hash)[-1]]
-        if broken:
-            return broken
-        products = [rank * self.gap(behind(end)) for rank, end in enumerate(ends, 1)]
+        """The blocks that may go next: one, or all ends of chains that are of no use."""
+        known = set(self.states.plain)
+        leaves = [block for block in self.released if block in known and not block.children]
+        ends = [block for block in leaves if block.page and block.hash == pages_of(behind(block).hash)[-1]]
+        useless = [block for block in leaves if block not in ends]
+        if useless and len(ends) * PAGES <= self.max_pages:
+            return useless
+        products = [rank * self.saved(behind(end)) ** 2 for rank, end in enumerate(ends, 1)]
         return [ends[products.index(min(products))]]
+
+    def saved(self, block: Block) -> float:
+        """The blocks that the state after a block saves, for each that it frees."""
+        gap = self.gap(block)
+        return gap / (PAGES + (gap if block.children == 1 else 0))
 
     def gap(self, block: Block) -> int:
         """The blocks between the state after a block and the whole state before it."""
@@ -207,27 +210,42 @@ def check_integrity_of_nothing(states: StateEviction) -> None:
         states.pop()
 
 
-def test_above_their_share_the_state_that_saves_least_goes_first() -> None:
+def test_the_state_that_saves_least_goes_first_and_its_blocks_with_it() -> None:
     """The states of longer texts stay, though they are older."""
-    pool = StatePool(num_slots=30, percent=14)
+    pool = StatePool(num_slots=30, percent=100)
     pool.serve(1, 2, 3, 4, 5, 6)
     pool.serve(9, 8)
     pool.serve(7)
-    pool.need(len(pool.ledger.free) + 1)
+    pool.need(len(pool.ledger.free) + 3)
     assert [pool.hit(1, 2, 3, 4, 5, 6), pool.hit(9, 8), pool.hit(7)] == [6, 2, 0]
-    assert pool.ledger.tree.longest_prefix(prompt(7)).blocks == 1
+    assert pool.ledger.tree.longest_prefix(prompt(7)).blocks == 0
+    pool.need(len(pool.ledger.free) + 4)
+    assert [pool.hit(1, 2, 3, 4, 5, 6), pool.hit(9, 8)] == [6, 0]
 
 
-def test_below_their_share_states_leave_like_blocks() -> None:
-    pool = StatePool(num_slots=30, percent=20)
-    pool.serve(1, 2, 3, 4, 5, 6)
-    pool.serve(9, 8)
-    pool.need(len(pool.ledger.free) + 1)
-    assert pool.hit(1, 2, 3, 4, 5, 6) == 0
-    assert pool.hit(9, 8) == 2
+def test_what_has_no_state_goes_before_states() -> None:
+    """Blocks after the last state are of no use, however lately they were used; those before it stay with it."""
+    pool = StatePool(num_slots=30, percent=100)
+    pool.serve(1, 2, 3, 4)
+    pool.serve(5, 6, keep=[])
+    pool.serve(1, 2, 3, 4, 8, 8, keep=[])
+    pool.need(len(pool.ledger.free) + 4)
+    assert pool.hit(1, 2, 3, 4) == 4
+    assert len(pool.ledger.tree.by_hash) == 6
 
 
-def test_states_that_requests_hold_are_not_of_the_share() -> None:
+def test_in_a_pool_without_states_blocks_leave_by_the_pools_policy() -> None:
+    pool = StatePool(num_slots=8)
+    pool.serve(1, 2, 3, keep=[])
+    pool.serve(4, 5, keep=[])
+    pool.serve(1, 2, 3, keep=[])
+    pool.need(len(pool.ledger.free) + 2)
+    assert pool.ledger.tree.longest_prefix(prompt(1, 2, 3)).blocks == 3
+    assert pool.ledger.tree.longest_prefix(prompt(4, 5)).blocks == 0
+
+
+def test_above_their_share_states_go_before_what_is_of_no_use() -> None:
+    """States that requests hold are not of the share."""
     pool = StatePool(num_slots=40, percent=5)
     held = [pool.open(prompt(first, 2, 3), [3]) for first in range(4)]
     pool.serve(6, 6, 6, keep=[])
@@ -238,19 +256,19 @@ def test_states_that_requests_hold_are_not_of_the_share() -> None:
     for ticket_id in held:
         assert ticket_id is not None
         pool.close(ticket_id)
-    # Now there are five states for one that may stay, and the first of three blocks has the least product.
+    # Now there are five states for one that may stay.
     pool.need(len(pool.ledger.free) + 8)
-    assert [pool.hit(first, 2, 3) for first in range(4)] == [0, 0, 0, 3]
-    assert pool.hit(9, 8) == 0
+    assert sum(pool.hit(first, 2, 3) for first in range(4)) + pool.hit(9, 8) == 3
+    assert pool.ledger.tree.longest_prefix(prompt(6, 6, 6)).blocks == 2
 
 
 def test_a_state_in_the_middle_makes_the_next_one_worth_less() -> None:
     """Where texts part a state comes between two others; a text that goes on from the later one saves less then."""
-    pool = StatePool(num_slots=40, percent=12)
+    pool = StatePool(num_slots=40, percent=100)
     pool.serve(1, 2, 3, 4, 5, 6)
     pool.serve(5, 5, 5)
     pool.serve(1, 2, 3, 4, 5, 7, keep=[5])
-    pool.need(len(pool.ledger.free) + 1)
+    pool.need(len(pool.ledger.free) + 2)
     assert pool.hit(1, 2, 3, 4, 5, 6) == 5
     assert pool.hit(5, 5, 5) == 3
 
