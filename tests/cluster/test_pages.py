@@ -84,6 +84,7 @@ FOREIGN_FLAGS = {
     *("--namespace", "--create-namespace", "--set", "--timeout"),  # helm, kubectl
     *("--strict", "--all", "--time-s"),  # mypy; pillion.kernels.gpu.build; benchmarks.gpu
     *("--careful", "--mutate"),  # pillion.simulator
+    "--chat-template-path",  # vLLM's example of a chat
 }
 # What the code of a page prints, among the rest.
 PRINTED = {
