@@ -44,6 +44,7 @@ IN_BFLOAT16 = [
     pytest.param("mixtral", marks=pytest.mark.long),
     pytest.param("youtu", marks=pytest.mark.long),
     pytest.param("deepseek-v3", marks=pytest.mark.long),
+    pytest.param("mistral4", marks=pytest.mark.long),
     pytest.param("qwen2-moe-window", marks=pytest.mark.long),
     pytest.param("gpt-oss", marks=pytest.mark.long),
     pytest.param("llama4", marks=pytest.mark.long),
