@@ -125,6 +125,19 @@ def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:
         harness.run_all()
 
 
+def test_siblings_go_on_from_the_state_at_the_prompts_last_whole_block() -> None:
+    """They read it where their parent has left it, and each writes states of its own."""
+    harness = StateHarness(2, slots=200)
+    harness.submit(prompt(1, 42), 6, sibling_seeds=(3, 4))
+    first: dict[int, int] = {}
+    while harness.scheduler.sequences:
+        for piece in harness.answered_step().pieces:
+            first.setdefault(piece.sequence.seq_id, piece.start)
+    harness.settle()
+    harness.check_answers()
+    assert first == {1: 0, 2: 40, 3: 40}
+
+
 def test_a_state_is_kept_where_a_prompt_ends_before_its_answer_does() -> None:
     harness = StateHarness(2, slots=80)
     harness.submit(prompt(1, 18), 30)
