@@ -37,6 +37,7 @@ from testbed.redis import running_redis
 from tests.support.components import until_known
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import FAMILIES, FIRST, make_model, tokens_of
+from tests.support.hybrids import HYBRIDS
 from tests.support.oracle import Oracle, first_difference
 from tests.support.patient_calls import patient_calls
 from tests.support.redis_nodes import patient
@@ -50,7 +51,9 @@ EPSILON = 1e-3
 WORKER = "decode-0"
 SHOWN_LINES = 40
 # `make test` runs the family of the day, `make test-long` all.
-EVERY = tuple(FIRST.values())
+CASES = {**FAMILIES, **HYBRIDS}
+HYBRIDS_FIRST = {options["model_type"]: name for name, options in reversed(HYBRIDS.items())}
+EVERY = (*FIRST.values(), *HYBRIDS_FIRST.values())
 OF_THE_DAY = EVERY[datetime.date.today().toordinal() % len(EVERY)]
 
 
@@ -154,7 +157,7 @@ async def test_an_answer_goes_on_after_a_kill(names: tuple[str, ...], tmp_path: 
     with tempfile.TemporaryDirectory(prefix="pil-") as short, running_redis() as redis, patient_calls():
         async with forked_workers(pathlib.Path(short)) as workers:
             for name in names:
-                model, _ = make_model(tmp_path / name, FAMILIES[name])
+                model, _ = make_model(tmp_path / name, CASES[name])
                 folder = pathlib.Path(tempfile.mkdtemp(dir=short))
                 deltas = await answer_over_a_kill(workers, folder, redis.url, str(model))
                 wrong[name] = wrong_with(model, deltas)
