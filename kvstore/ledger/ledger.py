@@ -75,8 +75,8 @@ class Ledger:
         self.num_slots = 0
         self.decode_reserve = 0
         self.free: list[int] = []
-        self.states = states(policy if policy is not None else LruEviction())
-        self.tree = BlockTree(self.states.policy)
+        plain = policy if policy is not None else LruEviction()
+        self.tree, self.states = BlockTree(plain), states(plain)
         self.prefix_pins = pins(self.tree)
         self.holders: dict[int, Holder] = {}
         self.tickets: dict[int, TicketState] = {}
@@ -449,6 +449,7 @@ class Ledger:
         parent = b"" if block.parent is None else block.parent.hash
         self._events.append(IndexEvent(block.hash, here=True, segment=block.segment, parent=parent))
         if block.page:
+            self.tree.order_by(self.states.policy)
             self.states.came(block)
         self.prefix_pins.came(block)
 

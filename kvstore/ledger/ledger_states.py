@@ -13,7 +13,7 @@ class LedgerStates:
     eviction policy, like all blocks.
 
     Attributes:
-        policy: the policy that the block tree feeds: the pool's own, or one around it.
+        policy: the policy that the block tree feeds from the first page on: the pool's own, or one around it.
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:

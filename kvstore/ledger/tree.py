@@ -46,7 +46,8 @@ class BlockTree:
     It feeds ``policy`` with every block that loses or regains its protection.
 
     ``plain`` knows the blocks among them that may leave ahead of need: all of them, unless another policy is put around
-    it that makes some blocks leave last (:mod:`pillion.kvstore.ledger.ledger_pins`).
+    it that makes some blocks leave last (:mod:`pillion.kvstore.ledger.ledger_pins`). Another one takes its place when
+    the pool gets its first state (:mod:`pillion.kvstore.ledger.ledger_states`).
     """
 
     def __init__(self, policy: EvictionPolicy) -> None:
@@ -57,6 +58,12 @@ class BlockTree:
 
     def __len__(self) -> int:
         return len(self.by_hash)
+
+    def order_by(self, plain: EvictionPolicy) -> None:
+        """Puts ``plain``, which knows the blocks that ``self.plain`` knows, in its place. Idempotent."""
+        if self.policy is self.plain:
+            self.policy = plain
+        self.plain = plain
 
     def longest_prefix(self, hashes: Sequence[bytes]) -> Match:
         """Walks ``hashes`` as long as each is committed as the child of the one before."""

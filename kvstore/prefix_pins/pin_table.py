@@ -108,7 +108,7 @@ class PrefixPinTable(LedgerPins):
         self.blocks = 0
         self.lapsed_ever = self.refused_ever = self.hits_ever = 0
         self._tree = tree
-        tree.policy = PrefixPinEviction(tree.policy)
+        tree.policy = PrefixPinEviction(tree)
         self._percents = percent, owner_percent
         self.max_blocks = self.max_owner_blocks = 0
         self._owner_blocks: Counter[str] = Counter()
@@ -353,15 +353,15 @@ class PrefixPinTable(LedgerPins):
 
 
 class PrefixPinEviction:
-    """Evicts prefix-pinned blocks last: first the blocks of ``plain`` by its rule, and only when none is left there,
-    the prefix-pinned block that lost its protection, or was prefix-pinned, first.
+    """Evicts prefix-pinned blocks last: first the blocks of the tree's ``plain`` by its rule, and only when none is left
+    there, the prefix-pinned block that lost its protection, or was prefix-pinned, first.
 
     ``Block.prefix_pins`` says which part knows a block. It changes only while the block is in neither. Every ancestor
     of a prefix-pinned block is prefix-pinned too, so both parts keep the chain rule, and so do they together.
     """
 
-    def __init__(self, plain: EvictionPolicy) -> None:
-        self.plain = plain
+    def __init__(self, tree: BlockTree) -> None:
+        self._tree = tree
         self._pinned = LruEviction()
 
     def add(self, block: Block) -> None:
@@ -371,17 +371,17 @@ class PrefixPinEviction:
         self._part(block).remove(block)
 
     def pop(self) -> Block:
-        return self.plain.pop() if len(self.plain) else self._pinned.pop()
+        return self._tree.plain.pop() if len(self._tree.plain) else self._pinned.pop()
 
     def drop(self, block: Block) -> None:
         self._part(block).drop(block)
 
     def __len__(self) -> int:
-        return len(self.plain) + len(self._pinned)
+        return len(self._tree.plain) + len(self._pinned)
 
     def __iter__(self) -> Iterator[Block]:
-        yield from self.plain
+        yield from self._tree.plain
         yield from self._pinned
 
     def _part(self, block: Block) -> EvictionPolicy:
-        return self._pinned if block.prefix_pins else self.plain
+        return self._pinned if block.prefix_pins else self._tree.plain
