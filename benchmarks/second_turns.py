@@ -101,7 +101,8 @@ class PillionServer:
 
     def answer(self, prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
         with Client(self._target) as client:
-            begin, first, found = time.perf_counter(), 0.0, []
+            begin, first = time.perf_counter(), 0.0
+            found: list[int] = []
             for part in client.generate(prompt, temperature=0.0, max_tokens=tokens, ignore_eos=True):
                 if part.token_ids and not found:
                     first = time.perf_counter() - begin

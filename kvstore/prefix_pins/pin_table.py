@@ -353,8 +353,8 @@ class PrefixPinTable(LedgerPins):
 
 
 class PrefixPinEviction:
-    """Evicts prefix-pinned blocks last: first the blocks of the tree's ``plain`` by its rule, and only when none is left
-    there, the prefix-pinned block that lost its protection, or was prefix-pinned, first.
+    """Evicts prefix-pinned blocks last: first the blocks of the tree's ``plain`` by its rule, and only when none is
+    left there, the prefix-pinned block that lost its protection, or was prefix-pinned, first.
 
     ``Block.prefix_pins`` says which part knows a block. It changes only while the block is in neither. Every ancestor
     of a prefix-pinned block is prefix-pinned too, so both parts keep the chain rule, and so do they together.
