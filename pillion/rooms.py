@@ -117,8 +117,9 @@ ROOMS: tuple[Room, ...] = (
     Room(
         "states",
         paths=(
-            *("engine/states", "kvstore/states"),
+            *("engine/states", "kvstore/states", "benchmarks/state_hits.py"),
             *("tests/engine/states", "tests/kvstore/states", "tests/cluster/test_states.py"),
+            "tests/cluster/test_states_on_nodes.py",
         ),
         entries={
             "engine.worker.features": "pillion.engine.states.states:load_states",
