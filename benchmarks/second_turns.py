@@ -72,7 +72,7 @@ REQUEST_TIMEOUT_S = 600.0
 MAX_MODEL_LEN_TOKENS = 8192
 
 
-class System(Protocol):
+class TurnServer(Protocol):
     """A server that answers prompts of token ids."""
 
     def answer(self, prompt: Sequence[int], tokens: int) -> tuple[float, list[int]]:
@@ -168,7 +168,7 @@ def vllm(program: str, model: pathlib.Path, flags: Sequence[str]) -> Iterator[tu
         stop_session(process)
 
 
-def chat(system: System, seed: str, args: argparse.Namespace) -> tuple[float, float]:
+def chat(system: TurnServer, seed: str, args: argparse.Namespace) -> tuple[float, float]:
     """Return the seconds to the first token of a chat's first and second turn."""
     draw = random.Random(seed)
     prompt = [draw.randrange(*TOKEN_RANGE) for _ in range(args.history)]
@@ -185,7 +185,7 @@ def measure(model: pathlib.Path, args: argparse.Namespace) -> dict[str, list[tup
         peer, group = stack.enter_context(vllm(args.vllm, model, shlex.split(args.vllm_flags)))
         flags = ("--max-model-len", str(MAX_MODEL_LEN_TOKENS), "--dtype", "bfloat16", *shlex.split(args.pillion_flags))
         own = PillionServer(stack.enter_context(served(model, str(model), *flags, split_policy="")).target)
-        systems: dict[str, System] = {"vllm": peer, "pillion": own}
+        systems: dict[str, TurnServer] = {"vllm": peer, "pillion": own}
         for turn in range(args.rounds + 1):
             for name, system in systems.items():
                 if name == "pillion":
