@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pathlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -187,7 +187,7 @@ def test_states_are_the_inputs_of_layers_and_change_no_bit(main: pathlib.Path) -
     hidden = model(torch.from_numpy(tokens[None].astype(np.int64)), output_hidden_states=True).hidden_states
     wanted = torch.cat([hidden[layer][0] for layer in (2, 6, 0)], -1)
     for adapters in (None, np.array([-1], np.int32)):
-        step = StepBatch(*(getattr(batch, name) for name in batch.__slots__[:-1]), adapters)
+        step = replace(batch, adapters=adapters)
         states = keeping.launch(step, (), greedy_rows(2)).wait().states
         assert states is not None
         assert torch.equal(keeping.forward(step), logits[0])
