@@ -22,12 +22,13 @@ from tests.faults.fault_runs import (
 from tests.faults.places import ROLES, WHOLE_WITHIN_S, fault_place
 
 # Each fault comes at the first passing of a point that a new prompt is sure to come to, where every prompt goes to a
-# prefill worker first.
+# prefill worker first. Adoptions and acknowledgements come first, while the gateway is sure to know a prefill worker:
+# after a kill it may plan without one until the next has said that it lives.
 ASKED = ("long prompt", "adapter", "n", "logprobs", "chat", "regex")
 FAULTS = (
+    DrawnFault(BY_NAME["decode, before an adoption"], 1, signal.SIGSTOP, "", 0.3),
     DrawnFault(BY_NAME["prefill, after an acknowledgement"], 1, signal.SIGKILL, "", 0.0),
     DrawnFault(BY_NAME["kvnode, after a commit"], 1, signal.SIGKILL, "", 0.0),
-    DrawnFault(BY_NAME["decode, before an adoption"], 1, signal.SIGSTOP, "", 0.3),
     DrawnFault(BY_NAME["decode, after a commit"], 1, signal.SIGKILL, "", 0.0),
 )
 
