@@ -152,25 +152,43 @@ def vllm_system(
 
     @contextlib.contextmanager
     def start(folder: pathlib.Path) -> Iterator[RunningSystem]:
-        port, log = free_port(), folder / "vllm.log"
-        command = [program, "serve", str(model), "--served-model-name", "peer", "--host", HOST, "--port", str(port)]
-        command += ["--dtype", dtype, "--max-model-len", str(VLLM_MAX_MODEL_LEN_TOKENS), "--block-size", "32"]
-        command += ["--hf-overrides", json.dumps(VLLM_OVERRIDES), *flags]
-        with log.open("wb") as out:
-            process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=vllm_environment(isa), start_new_session=True
-            )
-        try:
-            version = wait_for("vLLM to serve", lambda: _vllm_version(process, port), VLLM_START_TIMEOUT_S)
-            stream = over(lambda: OpenAITarget("peer", True, 0.0, target=f"http://{HOST}:{port}"))
-            yield RunningSystem(version, stream, about_vllm(process.pid, isa), group=process.pid)
-        except BaseException:
-            sys.stderr.write(tail(log))
-            raise
-        finally:
-            stop_session(process)
+        usual = ("--max-model-len", str(VLLM_MAX_MODEL_LEN_TOKENS), "--block-size", "32")
+        overrides = ("--hf-overrides", json.dumps(VLLM_OVERRIDES))
+        log = folder / "vllm.log"
+        with serving_vllm(program, model, dtype, (*usual, *overrides, *flags), log, isa) as (url, version, pid):
+            stream = over(lambda: OpenAITarget("peer", True, 0.0, target=url))
+            yield RunningSystem(version, stream, about_vllm(pid, isa), group=pid)
 
     return System(name, tuple(flags), start, takes, stays=True)
+
+
+@contextlib.contextmanager
+def serving_vllm(
+    program: str, model: pathlib.Path, dtype: str, flags: Sequence[str], log: pathlib.Path, isa: str = ""
+) -> Iterator[tuple[str, str, int]]:
+    """Run `vllm serve` until the block ends; yield its URL, its version, and its process group's number.
+
+    It serves the model as "peer" and writes to ``log``, whose end is shown where something fails. ``isa``: a key of
+    PEER_ISAS.
+    """
+    port = free_port()
+    command = [program, "serve", str(model), "--served-model-name", "peer", "--host", HOST, "--port", str(port)]
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "--dtype", dtype, *flags],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=vllm_environment(isa),
+            start_new_session=True,
+        )
+    try:
+        version = wait_for("vLLM to serve", lambda: _vllm_version(process, port), VLLM_START_TIMEOUT_S)
+        yield f"http://{HOST}:{port}", version, process.pid
+    except BaseException:
+        sys.stderr.write(tail(log))
+        raise
+    finally:
+        stop_session(process)
 
 
 def about_vllm(pid: int, isa: str) -> str:

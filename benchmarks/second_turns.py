@@ -23,24 +23,21 @@ import shlex
 import shutil
 import signal
 import statistics
-import subprocess
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from rich.table import Table
 
 from benchmarks.closed_loop import TOKEN_RANGE
-from benchmarks.peers import HOST, VLLM_START_TIMEOUT_S, stop_session, tail, vllm_environment
+from benchmarks.peers import serving_vllm
 from benchmarks.report import save, show_table, spread
 from pillion import Client
 from testbed.cluster import served
-from testbed.conditions import wait_for
 from testbed.plain_model import plain_folder
-from testbed.ports import free_port
 
 # What the config of Qwen/Qwen3.5-0.8B says of shapes, with the demo tokenizer's vocabulary.
 SHAPE: dict[str, Any] = {
@@ -59,7 +56,7 @@ SHAPE: dict[str, Any] = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 32_768,
 }
-# Of the last layer; two experts and the shared one are as wide as the MLP of the others.
+# The last layer has experts: two of them and the shared one are as wide as the other layers' MLP.
 EXPERTS: dict[str, Any] = {
     "mlp_only_layers": list(range(SHAPE["num_hidden_layers"] - 1)),
     "num_experts": 4,
@@ -141,33 +138,6 @@ class VllmServer:
         return first, found
 
 
-@contextlib.contextmanager
-def vllm(program: str, model: pathlib.Path, flags: Sequence[str]) -> Iterator[tuple[VllmServer, int]]:
-    """Serve the checkpoint with vLLM; yield it and its process group, which may be paused."""
-    port, log = free_port(), model / "vllm.log"
-    command = [program, "serve", str(model), "--served-model-name", "peer", "--host", HOST, "--port", str(port)]
-    command += ["--dtype", "bfloat16", "--max-model-len", str(MAX_MODEL_LEN_TOKENS), *flags]
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, env=vllm_environment(), start_new_session=True
-        )
-
-    def healthy() -> bool:
-        assert process.poll() is None, f"vLLM ended with status {process.returncode}"
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"http://{HOST}:{port}/health", timeout=5.0):
-            return True
-        return False
-
-    try:
-        wait_for("vLLM to serve", healthy, VLLM_START_TIMEOUT_S)
-        yield VllmServer(f"http://{HOST}:{port}"), process.pid
-    except BaseException:
-        print(tail(log))
-        raise
-    finally:
-        stop_session(process)
-
-
 def chat(system: TurnServer, seed: str, args: argparse.Namespace) -> tuple[float, float]:
     """Return the seconds to the first token of a chat's first and second turn."""
     draw = random.Random(seed)
@@ -182,10 +152,12 @@ def measure(model: pathlib.Path, args: argparse.Namespace) -> dict[str, list[tup
     """Return each system's chats: seconds to the first token of both turns."""
     found: dict[str, list[tuple[float, float]]] = {"vllm": [], "pillion": []}
     with contextlib.ExitStack() as stack:
-        peer, group = stack.enter_context(vllm(args.vllm, model, shlex.split(args.vllm_flags)))
+        peer_flags = ("--max-model-len", str(MAX_MODEL_LEN_TOKENS), *shlex.split(args.vllm_flags))
+        serving = serving_vllm(args.vllm, model, "bfloat16", peer_flags, model / "vllm.log")
+        url, _, group = stack.enter_context(serving)
         flags = ("--max-model-len", str(MAX_MODEL_LEN_TOKENS), "--dtype", "bfloat16", *shlex.split(args.pillion_flags))
         own = PillionServer(stack.enter_context(served(model, str(model), *flags, split_policy="")).target)
-        systems: dict[str, TurnServer] = {"vllm": peer, "pillion": own}
+        systems: dict[str, TurnServer] = {"vllm": VllmServer(url), "pillion": own}
         for turn in range(args.rounds + 1):
             for name, system in systems.items():
                 if name == "pillion":

@@ -91,7 +91,7 @@ def ask_by_grpc(client: Client, found: dict[int, list[str]]) -> dict[int, list[s
 
 
 def ask_by_http(client: openai.OpenAI, found: dict[int, list[str]]) -> dict[int, list[str]]:
-    """The same answers through the other door."""
+    """Asks over HTTP what is asked over gRPC, and adds each choice's reasoning, text and calls to ``found``."""
     asked: dict[str, Any] = {
         "model": client.models.list().data[0].id,
         "messages": [{"role": "user", "content": "Bonn?"}],

@@ -20,7 +20,7 @@ STATES = st.builds(
 
 
 def swapped(state: LayerState) -> LayerState:
-    """The same state of a layer whose matrices kernels have by columns."""
+    """A layer's state with rows and columns of its matrices exchanged, as kernels hold them."""
     heads, rows, columns = state.memory
     return LayerState(state.inputs, (heads, columns, rows), turned=True)
 
