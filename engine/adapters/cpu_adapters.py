@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -114,7 +114,7 @@ class AdapterTable:
     def place(self, number: int, packed: CpuAdapter) -> None:
         """Writes a packed adapter into a slot."""
         self._words[:, number] = packed.words
-        VIRTUAL.fill(self.virtual[number], {"values": packed.virtual})
+        VIRTUAL.fill(self.virtual[number], {"values": packed.virtual, "prefixed": packed.prefixed})
         self.tokens[:, number] = packed.embedded, packed.prefixed
 
 
@@ -165,13 +165,13 @@ class CpuAdapters(PlainAdapters):
         """Gives the kernels the adapters of a step. Raises Internal for adapter slots that do not exist."""
         step, tokens = self._table.step, self._table.tokens
         slots = self._rows.fill(step, batch, sample_rows)
-        found = 0
-        for kind, most in zip(("embedded", "prefixed"), tokens, strict=True) if tokens.any() else ():
-            rows = virtual_rows(slots, batch.positions, most)
-            step.point(f"{kind}_rows", rows)
-            step.count(f"num_{kind}_rows", len(rows))
-            found += len(rows)
-        self.program = self.programs[found > 0]
+        self.program, *others = self.programs
+        if tokens.any():
+            embedded, prefixed = (virtual_rows(slots, batch.positions, most) for most in tokens)
+            step.point("embedded_rows", embedded)
+            step.count("num_embedded_rows", len(embedded))
+            if len(embedded) + len(prefixed):
+                (self.program,) = others
 
     def form(self) -> AdapterForm:
         """Returns the form of packed tiles for the kernels; a process with a part of the model gets adapters in the
@@ -231,6 +231,12 @@ def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Seque
     layer_bytes = 2 * config.num_kv_heads * config.head_dim * 4
     embedded, layer = None, model.shard.own_layers(model.config).start
     for operation in operations:
+        if isinstance(operation.spec, RotateWrite):
+            where = {"token_bytes": config.num_layers * layer_bytes, "layer_begin": layer * layer_bytes}
+            spec = VirtualWrite(*(getattr(operation.spec, each.name) for each in fields(operation.spec)))
+            yield replace(operation, spec=spec, values={**operation.values, **both, **where})
+            layer += 1
+            continue
         yield operation
         if isinstance(operation.spec, Embed):
             # Where ranks share the table, each has the embeddings after the next operation, their sum.
@@ -242,15 +248,6 @@ def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Seque
             width = padded(config.hidden_size, TILE_COLUMNS)
             yield Operation(VirtualEmbed(), {**both, "hidden": hidden, "width": width, "hidden_stride": hidden.stride})
             embedded = None
-        if isinstance(operation.spec, RotateWrite):
-            whole = operation.spec
-            spec = VirtualWrite(
-                whole.head_dim, 0, whole.kv_heads, whole.block_size, whole.bf16, rope=False, codes=whole.codes
-            )
-            values = dict.fromkeys(RotateWrite.layout.pointers) | {"qkv_stride": 0}
-            where = {"token_bytes": config.num_layers * layer_bytes, "layer_begin": layer * layer_bytes}
-            yield Operation(spec, {**operation.values, **values, **both, **where})
-            layer += 1
 
 
 def inner_orders(model: CpuModel) -> dict[str, torch.Tensor]:

@@ -94,14 +94,18 @@ class RotateWrite(KernelSpec):
         with call.even_share(call.step.number("num_tokens") * items) as item:
             row, first = writer.row(item // items), item % items
             with k.range(first + self.kv_heads // items, first) as head:
-                writer.write_queries(row, head)
-                if not self.queries_only:
-                    writer.write_keys(row, head)
-                    writer.write_values(row, head)
+                self.write(call, writer, row, head)
+
+    def write(self, call: KernelCall, writer: RowWriter, row: StepRow, head: Int) -> None:
+        """Writes what a row has of one KV head: its queries, its key and its value."""
+        writer.write_queries(row, head)
+        if not self.queries_only:
+            writer.write_keys(row, head)
+            writer.write_values(row, head)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class StepRow:
     """Represents one row of the step.
 
     Attributes:
@@ -151,7 +155,7 @@ class RowWriter:
         self._group_bytes, self._lines_bytes = group_bytes(spec.head_dim, kind), lines_bytes(spec.head_dim, kind)
         self._piece = spec.block_size // LANES * self._group_bytes
 
-    def row(self, index: Int) -> _Row:
+    def row(self, index: Int) -> StepRow:
         """Looks up a row's source, its angles, and its place in the pool."""
         k, spec = self._k, self._spec
         source = self._qkv + index * self._qkv_stride
@@ -171,7 +175,7 @@ class RowWriter:
         elif spec.qk_norm == "projection":
             both = (source, spec.heads), (source + self._keys_at, spec.kv_heads)
             factors = tuple(row_factor(k, at, k.int(heads * spec.head_dim), self._eps) for at, heads in both)
-        return _Row(
+        return StepRow(
             index=index,
             source=source,
             angles=k.load_int(self._arrays["rope_rows"] + index * 4, 32) * (self._wide_head // 2),
@@ -182,7 +186,7 @@ class RowWriter:
             clears=behind.equals(index + 1) & (index - offset >= first),
         )
 
-    def write_queries(self, row: _Row, kv_head: Int) -> None:
+    def write_queries(self, row: StepRow, kv_head: Int) -> None:
         """Writes all queries of ``kv_head``'s group, side by side, to the row's place in the buffer."""
         k = self._k
         target = self._queries + kv_head * self._head_stride + row.index * (self._group * self._head)
@@ -193,7 +197,7 @@ class RowWriter:
                 value = value if row.growth is None else value * row.growth
                 k.store_float(target + i * self._head + vector * LANES * self._size, value, self._spec.bf16)
 
-    def write_keys(self, row: _Row, kv_head: Int) -> None:
+    def write_keys(self, row: StepRow, kv_head: Int) -> None:
         """Writes a key. 16 tokens are 16 lanes in K, so a key's values, or bfloat16 pairs, are a vector apart."""
         k = self._k
         group = row.piece + (kv_head * self._piece + row.offset // LANES * self._group_bytes)
@@ -205,12 +209,12 @@ class RowWriter:
         for vector, value in enumerate(keys):
             scatter_key(k, target, vector, value, self._spec.bf16)
 
-    def _write_key_codes(self, row: _Row, group: Ptr, keys: list[Vec]) -> None:
+    def _write_key_codes(self, row: StepRow, group: Ptr, keys: list[Vec]) -> None:
         """Writes a key's codes, pair by pair, and its scale."""
         for vector, codes in enumerate(self._codes(row, group, keys)):
             scatter_key_codes(self._k, group, row.offset % LANES, vector, codes)
 
-    def _codes(self, row: _Row, group: Ptr, values: list[Vec]) -> list[Any]:
+    def _codes(self, row: StepRow, group: Ptr, values: list[Vec]) -> list[Any]:
         """Writes the scale of ``values`` into ``group``; returns their codes, vector by vector."""
         k, kind = self._k, self._spec.codes
         scale = scale_of(k, values, kind)
@@ -218,7 +222,7 @@ class RowWriter:
         k.store_first(group + (self._lines_bytes + row.offset % LANES * 4), scale)
         return [encode(k, value * inverse, kind) for value in values]
 
-    def write_values(self, row: _Row, kv_head: Int) -> None:
+    def write_values(self, row: StepRow, kv_head: Int) -> None:
         """Writes V of a token: float32 values in order, or bfloat16 values each beside the neighbour token's value."""
         k, bf16 = self._k, self._spec.bf16
         source = row.source + self._values_at + kv_head * self._wide_head
@@ -236,7 +240,7 @@ class RowWriter:
         with k.when(row.clears):
             self._clear(piece, row.offset)
 
-    def _write_value_codes(self, row: _Row, source: Ptr, piece: Ptr) -> None:
+    def _write_value_codes(self, row: StepRow, source: Ptr, piece: Ptr) -> None:
         """Writes the codes of V, each beside those of three neighbour tokens, and its scale; zeroes scales after it
         where the row clears."""
         k, group = self._k, piece + row.offset // LANES * self._group_bytes
@@ -277,7 +281,7 @@ class RowWriter:
         with k.range(k.int(self._piece // VECTOR_BYTES), behind * self._head // VECTOR_BYTES) as i:
             k.store(piece + i * VECTOR_BYTES, k.vector(0.0))
 
-    def _changed(self, row: _Row, heads: Ptr, head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
+    def _changed(self, row: StepRow, heads: Ptr, head: Int, weight: Ptr, factor: Vec | None) -> list[Vec]:
         """Loads a head of ``heads`` as vectors, and norms and rotates it."""
         values = [self._k.load(heads + head * self._wide_head + i * VECTOR_BYTES) for i in range(self._vectors)]
         if self._spec.norm_last:
@@ -304,7 +308,7 @@ class RowWriter:
             found = [value + k.load(biases + i * VECTOR_BYTES) for i, value in enumerate(found)]
         return found
 
-    def _turned(self, row: _Row, head: list[Vec]) -> list[Vec]:
+    def _turned(self, row: StepRow, head: list[Vec]) -> list[Vec]:
         """Returns head * cos + (head with swapped halves) * signed sin, as in
         :func:`pillion.engine.models.rope.rotate`."""
         if not self._spec.rope:

@@ -12,9 +12,12 @@ import torch
 
 from pillion.engine.adapters.adapter_files import AdapterFiles
 from pillion.engine.adapters.adapter_store import AdapterStore
+from pillion.engine.adapters.cpu_adapters import adapter_table, compile_with_adapters, inner_orders
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.adapters.virtual_rows import VirtualWrite
+from pillion.kernels.cpu.rows.rotate import RotateWrite
 from tests.engine.adapters.test_peft import BACKENDS, TOLERANCE, driver_with, logits_of
 from tests.support.adapters import VIRTUAL, adapted_model, edit_config, edit_tensors, make_adapter, make_virtual
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
@@ -140,6 +143,18 @@ def test_bits_depend_on_no_other_row_step_or_thread(kv_cache_dtype, tmp_path):
     driver.backend.check_integrity()
     driver.backend.close()
     alone.backend.close()
+
+
+@needs_kernels
+def test_each_layer_writes_its_keys_and_values_once(tmp_path):
+    """A rank that wrote others first would do so while another rank of the same KV head reads them."""
+    _, flags = make_model(tmp_path / "model", FAMILIES["llama-mqa-biases"])
+    model = cpu_backend(prepare(flags)).model
+    _, programs = compile_with_adapters(model, adapter_table(model, inner_orders(model), 1, 1), lambda line: None)
+    for operations in programs:
+        writes = [each for each in operations if isinstance(each.spec, RotateWrite)]
+        assert len(writes) == model.config.num_layers
+    assert all(isinstance(each.spec, VirtualWrite) for each in writes)
 
 
 @pytest.mark.parametrize(
