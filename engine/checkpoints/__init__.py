@@ -1,6 +1,7 @@
 """Leads from a ``--model`` flag to weights in memory.
 
     prepare.py            finds, converts and fingerprints a model: the entry for every component
+    fingerprint.py        names a model by what decides its numbers
     model_files.py        resolves the flag; lists weight files
     generation_config.py  the sampling values that a model recommends, and the flags about them
     model_cache.py        the cache on disk of prepared models

@@ -30,8 +30,8 @@ from pillion.errors import ConfigError
 # results stay on the disk.
 CONVERSION_VERSION = 4
 # Raise this when what is written beside a converted model's weights changes: the model is then converted again, into
-# weights with the same fingerprint.
-TEXTS_VERSION = 1
+# weights with the same fingerprint. So do it when configs are read in another way, because records are kept.
+TEXTS_VERSION = 2
 # Raise this when the layout of packed weights changes: older files are then removed.
 PACKING_VERSION = 9
 

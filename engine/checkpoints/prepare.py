@@ -9,12 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from pillion.config import DTYPE_CHOICES, ModelFlags
 from pillion.engine.checkpoints.convert import check_vocabulary, link_with_tokenizer
+from pillion.engine.checkpoints.fingerprint import fingerprint
 from pillion.engine.checkpoints.model_cache import (
     CONVERSION_VERSION,
     TEXTS_VERSION,
@@ -237,7 +238,7 @@ def _examine(cache: ModelCache, source: ModelSource, kind: WeightKind, progress:
     weights = weight_files(folder)
     progress("fingerprinting weights")
     small = _small_files(folder)
-    return _record_of(folder, config, _fingerprint(weights, config, kind.dtype), stamp([*sources, *small, *weights]))
+    return _record_of(folder, config, fingerprint(weights, config, kind.dtype), stamp([*sources, *small, *weights]))
 
 
 def _small_files(folder: Path) -> list[Path]:
@@ -254,7 +255,7 @@ def _quantized(cache: ModelCache, source: ModelSource, folder: Path, kind: Weigh
     # Models with the same weights may have other texts, such as chat templates, and the folder has copies of these.
     texts = (folder / name for name in TEXT_FILES)
     files = (*weight_files(folder), *(path for path in texts if path.is_file()))
-    digest = _fingerprint(files, config, f"{kind}")[:32]
+    digest = fingerprint(files, config, f"{kind} {TEXTS_VERSION}")[:32]
 
     def fill(into: Path) -> None:
         quantize = require(QUANTIZER, FEW_BITS_ROOM, f"--quantization {kind.quantization}")
@@ -279,7 +280,7 @@ def _record_of_dummy(source: ModelSource, kind: WeightKind) -> ModelRecord:
     if kind.quantization != "none":
         raise ConfigError(f"--quantization {kind.quantization} needs weights, which --load-format dummy does not read")
     config = load_config(source.path)
-    return _record_of(source.path, config, _fingerprint((), config, f"{kind.dtype} dummy"), ())
+    return _record_of(source.path, config, fingerprint((), config, f"{kind.dtype} dummy"), ())
 
 
 def _record_of(
@@ -321,14 +322,6 @@ def _with_tokenizer(folder: Path, tokenizer: Path, vocab_size: int, progress: Pr
 
 def _stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
     return stamp(path for path in sorted(folder.iterdir()) if path.is_file())
-
-
-def _fingerprint(weights: tuple[Path, ...], config: ModelConfig, dtype: str) -> str:
-    digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}\n".encode())
-    digest.update(json.dumps(asdict(config), sort_keys=True).encode() + b"\n")
-    for path in weights:
-        digest.update(f"{path.name} {digest_file(path)}\n".encode())
-    return digest.hexdigest()
 
 
 def _eos_token_ids(folder: Path, config: ModelConfig) -> tuple[int, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 import textwrap
@@ -20,8 +21,9 @@ from pillion.config import ModelFlags
 from pillion.engine.backends.backend import kv_layout
 from pillion.engine.backends.loading import precision_notes
 from pillion.engine.backends.torch_backend import TorchBackend
+from pillion.engine.checkpoints import fingerprint as fingerprint_module
 from pillion.engine.checkpoints import model_cache
-from pillion.engine.checkpoints import prepare as prepare_module
+from pillion.engine.checkpoints.fingerprint import fingerprint
 from pillion.engine.checkpoints.model_cache import ModelCache
 from pillion.engine.checkpoints.model_files import locate
 from pillion.engine.checkpoints.prepare import choose_dtype, prepare
@@ -29,6 +31,7 @@ from pillion.engine.checkpoints.weights import load_weights
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
+from tests.support.published_configs import SERVED
 from tests.support.torch_model import BackendDriver
 
 
@@ -77,7 +80,7 @@ def test_a_complete_folder_is_used_as_it_is(folder):
 
 def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatch):
     first = prepare(flags(folder))
-    monkeypatch.setattr(prepare_module, "digest_file", lambda *_: pytest.fail("fingerprinted again"))
+    monkeypatch.setattr(fingerprint_module, "digest_file", lambda *_: pytest.fail("fingerprinted again"))
     progress = []
     assert prepare(flags(folder), progress.append) == first
     assert not progress
@@ -104,6 +107,40 @@ def test_the_fingerprint_follows_weights_config_and_type_alone(folder):
     assert changed != first
     edit_tensors(copy / "model.safetensors", lambda tensors: tensors["model.norm.weight"].add_(1))
     assert prepare(flags(copy)).fingerprint not in (first, changed)
+
+
+RELEASED = json.loads(pathlib.Path(__file__).with_name("released_fingerprints.json").read_text())
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_fingerprints_are_those_of_the_last_release(name, tmp_path):
+    """Version 0.2.0 wrote the oracle, of configs without weights. Where one differs, an upgrade loses its cache."""
+    (tmp_path / "config.json").write_text(json.dumps(SERVED[name]))
+    assert fingerprint((), load_config(tmp_path), "bfloat16") == RELEASED[name]
+
+
+def test_a_models_later_fields_change_its_fingerprint(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SERVED["Llama-3.1-8B-Instruct"]))
+    config = load_config(tmp_path)
+    first = fingerprint((), config, "bfloat16")
+    assert fingerprint((), dataclasses.replace(config, chunked=True), "bfloat16") != first
+    assert fingerprint((), dataclasses.replace(config, layer_widths=(1, 2)), "bfloat16") != first
+
+
+def test_norms_that_0_2_0_rounded_are_in_the_fingerprint(folder):
+    """They are weights in another type than the model's, of norms that are applied in float32."""
+    config, files = load_config(folder), (folder / "model.safetensors",)
+    wide = dataclasses.replace(config, norm="wide")
+
+    def same(kind, other):
+        as_now = fingerprint(files, kind, other)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fingerprint_module, "_has_wider_vectors", lambda path: False)
+            return fingerprint(files, kind, other) == as_now
+
+    assert [same(config, "bfloat16"), same(wide, "float32"), same(wide, "bfloat16")] == [True, True, False]
+    edit_tensors(files[0], lambda tensors: tensors.update({k: v.bfloat16() for k, v in tensors.items()}))
+    assert same(wide, "bfloat16")
 
 
 def test_max_model_len(folder):

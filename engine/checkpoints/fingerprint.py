@@ -1,0 +1,73 @@
+"""Names a model by all that decides its numbers, so that components, tiers and versions agree on whose KV a block is.
+
+A fingerprint is part of every block's hash (I2), and a gateway serves with workers of its own fingerprint alone. So it
+stays the same from one release to the next where the numbers do: otherwise an upgrade would find nothing of what is on
+disks, in buckets and at other nodes, and gateways would pass over the workers that are still to be replaced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from pillion.engine.checkpoints.model_cache import CONVERSION_VERSION, digest_file
+from pillion.engine.models.model_config import ModelConfig
+
+# These fields have defaults, and 0.2.0 wrote them into fingerprints all the same. These rows never grow: a field that
+# is added is written only where it differs from its default, which therefore has to mean what held before the field.
+_ALWAYS_WRITTEN = {
+    "ModelConfig": "tie_word_embeddings qkv_bias o_bias mlp_bias gated activation norm norm_bias qk_norm post_norm"
+    " parallel attention_softcap logit_softcap embedding_scale residual_scale logit_divisor moe bos_token_id"
+    " eos_token_ids quantization",
+    "RopeConfig": "kind theta interleaved factor original_max_position low_freq_factor high_freq_factor"
+    " attention_factor beta_fast beta_slow mscale mscale_all_dim truncate short_factors long_factors",
+    "MoeConfig": "sigmoid scale shared",
+    "MatrixScheme": "kind group rows symmetric ordered activations row_codes row_zeros",
+    "Quantization": "schemes weights row_codes",
+}
+# The first bytes of a safetensors file say how long its header is, and no header is longer than the format's limit.
+_HEADER_LENGTH = struct.Struct("<Q")
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def fingerprint(weights: Sequence[Path], config: ModelConfig, dtype: str) -> str:
+    """Returns the SHA-256, in hexadecimal, of a model that is computed in ``dtype`` from these files, safetensors and
+    texts; there are none for a model with random weights."""
+    # Weights of norms that are applied in float32 were rounded to bfloat16 by 0.2.0.
+    rounded = config.norm != "plain" and dtype == "bfloat16" and any(map(_has_wider_vectors, weights))
+    digest = hashlib.sha256(f"pillion model {CONVERSION_VERSION} {dtype}{' wide-norms' * rounded}\n".encode())
+    digest.update(json.dumps(_written(config), sort_keys=True).encode() + b"\n")
+    for path in weights:
+        digest.update(f"{path.name} {digest_file(path)}\n".encode())
+    return digest.hexdigest()
+
+
+def _has_wider_vectors(path: Path) -> bool:
+    """Returns whether a safetensors file has a vector in a type other than bfloat16, as norms may be."""
+    with path.open("rb") as file:
+        (length,) = _HEADER_LENGTH.unpack(file.read(_HEADER_LENGTH.size))
+        header = json.loads(file.read(min(length, _MAX_HEADER_BYTES)))
+    tensors = (tensor for name, tensor in header.items() if name != "__metadata__")
+    return any(len(tensor["shape"]) == 1 and tensor["dtype"] in ("F16", "F32") for tensor in tensors)
+
+
+def _written(value: Any) -> Any:
+    """Returns a part of a config as JSON has it, without the later fields that have their defaults."""
+    if is_dataclass(value):
+        always = _ALWAYS_WRITTEN.get(type(value).__name__, "").split()
+        named = ((one, getattr(value, one.name)) for one in fields(value))
+        return {one.name: _written(content) for one, content in named if one.name in always or content != _default(one)}
+    if isinstance(value, Mapping):
+        return {key: _written(content) for key, content in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_written(content) for content in value]
+    return value
+
+
+def _default(field: Any) -> Any:
+    return field.default_factory() if field.default_factory is not MISSING else field.default
