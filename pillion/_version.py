@@ -3,6 +3,8 @@
 VERSION = "0.2.0"
 
 # The number of the protocol grows by one when a message changes meaning (see protos/pillion/v1/common.proto), and by
-# two when components of the release before could not even read it. With 7, decode workers open tickets, and lease slots
-# with the same call, which KV nodes of protocol 5 do not do.
-PROTOCOL = 7
+# two when components of the release before could not even read it. With 7, which 0.2.0 speaks, decode workers open
+# tickets, and lease slots with the same call. With 8, KV nodes keep states of hybrid models; nodes of 7 would take a
+# state for blocks of the chain, so workers of such models refuse them.
+PROTOCOL = 8
+STATES_PROTOCOL = 8

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from pillion._version import STATES_PROTOCOL
 from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.memory.memory import HOST
 from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
@@ -99,6 +100,7 @@ class Attachment(SharedMemory):
         block_bytes: int,
         place: int = 0,
         block_tokens: int = 0,
+        has_states: bool = False,
     ) -> None:
         """Maps the memory behind ``memory_fds``, unless it is a shard's, and keeps duplicates of them. With ``place``,
         the file of the places is opened anew and locked there: that of memory on the host, or the one that comes after
@@ -126,6 +128,7 @@ class Attachment(SharedMemory):
         self._block_tokens = block_tokens
         self.pool_id = reply.pool_id
         self._kv_rows = self._kv_heads = 0
+        self._has_states = has_states
 
     @property
     def node_gone(self) -> bool:
@@ -170,6 +173,7 @@ class Attachment(SharedMemory):
                     if reply.error or reply.pool_id != self.pool_id:
                         reason = reply.error or "its pool is another one"
                         raise ConfigError(f"the KV node refused {component_id}: {reason}")
+                    _check_states(reply, self._has_states)
                 break
             except Unavailable:
                 # A node may die before it has answered, and then a further one follows it.
@@ -246,12 +250,13 @@ def attach(
     kv_heads: int = 0,
     block_tokens: int = 0,
     processes: int = 1,
+    has_states: bool = False,
 ) -> Attachment:
     """Attaches to the node behind ``socket_path``; blocks for up to ``timeout_s`` and waits for the node if need be.
 
     ``kv_rows`` and ``kv_heads`` are rows of a block and pieces in a row, by which a node may divide blocks over GPUs.
     ``block_tokens`` are the tokens of a block, which the node tells the followers of its blocks. ``processes`` is how
-    many processes of the worker will use the pool.
+    many processes of the worker will use the pool. ``has_states`` says that the worker's model is a hybrid one.
 
     Raises, in one line, ConfigError if the node refuses, and Unavailable if it does not answer, ends meanwhile or does
     not exist: a worker that is started once more may find it again.
@@ -275,11 +280,22 @@ def attach(
         reply = attach_reply_from_line(line)
         if reply.error:
             raise ConfigError(f"the KV node refused {component_id}: {reply.error}")
+        _check_states(reply, has_states)
         place = reply.epoch if reply.pool_id else 0
-        attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens)
+        attachment = Attachment(sock, fds, reply, block_bytes, place, block_tokens, has_states)
         attachment._kv_rows, attachment._kv_heads = kv_rows, kv_heads
     sock.setblocking(False)
     return attachment
+
+
+def _check_states(reply: AttachReply, has_states: bool) -> None:
+    """Raises ConfigError where the worker's model has states, and the node is of a version that keeps none: it would
+    take a state for blocks."""
+    if has_states and reply.protocol < STATES_PROTOCOL:
+        raise ConfigError(
+            f"{reply.node_id} is Pillion {reply.version} and speaks protocol {reply.protocol}, in which nodes keep no"
+            f" states of hybrid models ({STATES_PROTOCOL} does): upgrade KV nodes before the workers of such a model"
+        )
 
 
 def _pidfd(pid: int) -> int:

@@ -17,6 +17,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from pillion._version import PROTOCOL, STATES_PROTOCOL
 from pillion.errors import ConfigError, Conflict, Unavailable
 from pillion.kvstore.client.attachment import attach
 from pillion.kvstore.memory.segment import Segment, map_shared
@@ -72,6 +73,7 @@ class AttachNode:
 
     def __init__(self, folder: str) -> None:
         self.exit_is_proof = False
+        self.protocol = PROTOCOL
         self.path = f"{folder}/sub/attach.sock"
         self.pool = Pool(
             pool_bytes=POOL_BYTES,
@@ -92,7 +94,9 @@ class AttachNode:
 
     async def admit(self, hello: AttachHello) -> AttachReply:
         epoch, num_slots = self.pool.attach(hello)
-        return AttachReply(node_id="n", node_address="unix:nowhere", epoch=epoch, num_slots=num_slots)
+        return AttachReply(
+            node_id="n", node_address="unix:nowhere", epoch=epoch, num_slots=num_slots, protocol=self.protocol
+        )
 
 
 @pytest.fixture
@@ -242,8 +246,28 @@ async def test_refusals_are_one_line(node: AttachNode, block_bytes: int, why: st
 
 
 async def test_a_foreign_protocol_is_refused(node: AttachNode) -> None:
-    reply = await asyncio.to_thread(speak, node.path, b'{"protocol":9,"component_id":"w","role":"x","block_bytes":1}\n')
+    hello = b'{"protocol":%d,"component_id":"w","role":"x","block_bytes":1}\n' % (PROTOCOL + 2)
+    reply = await asyncio.to_thread(speak, node.path, hello)
     assert b"upgrade one version at a time" in reply
+
+
+async def test_a_worker_with_states_refuses_a_node_that_keeps_none(node: AttachNode) -> None:
+    """Such a node would take a state for blocks. Workers of other models use it."""
+
+    async def attached(*, has_states: bool) -> None:
+        words = {"component_id": "w", "role": "decode", "block_bytes": BLOCK_BYTES, "timeout_s": WITHIN_S}
+        worker = await asyncio.to_thread(attach, node.path, **words, has_states=has_states)
+        worker.close()
+        await until("the worker's end", lambda: not node.pool.ledger.holders)
+
+    for protocol in (STATES_PROTOCOL - 1, STATES_PROTOCOL):
+        node.protocol = protocol
+        await attached(has_states=False)
+    await attached(has_states=True)
+    node.protocol = STATES_PROTOCOL - 1
+    with pytest.raises(ConfigError, match=r"n is Pillion .* speaks protocol 7.*upgrade KV nodes before the workers"):
+        await attached(has_states=True)
+    await until("the worker's end", lambda: not node.pool.ledger.holders)
 
 
 @pytest.mark.parametrize(
