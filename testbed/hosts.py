@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import pathlib
+import socket
 import subprocess
 import sys
 import threading
@@ -30,7 +31,8 @@ class Hosts:
     because Unix sockets are in it.
 
     ``caches`` has the model cache of a node's machine, which its workers share, by the node's name, where it is not
-    that of this process. ``environ`` is added to the environment of all processes.
+    that of this process. ``environ`` is added to the environment of all processes. ``packages`` has a folder with the
+    ``pillion`` of another version by the process's name, from which that process runs; others run this tree.
     """
 
     def __init__(self, folder: pathlib.Path, redis: RedisServer, model: tuple[str, ...]) -> None:
@@ -39,9 +41,17 @@ class Hosts:
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         self.caches: dict[str, pathlib.Path] = {}
         self.environ: dict[str, str] = {}
+        self.packages: dict[str, pathlib.Path] = {}
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
         self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", str(PATIENT_MS))
         self._model = model
+
+    def keeper(self, name: str = "keeper") -> str:
+        """Start a keeper of pools; it listens when this returns. Returns its socket, for a node's --keeper-socket."""
+        path = self.folder / f"{name}.sock"
+        self._start(name, "keeper", str(path))
+        wait_for(f"{name} to listen", lambda: _listens(path))
+        return str(path)
 
     def node(self, node_id: str, *flags: str) -> None:
         """Start a KV node; it answers when this returns."""
@@ -128,6 +138,20 @@ class Hosts:
         (process.kill if kill else process.terminate)()
         process.wait(WITHIN_S)
 
+    def replace(self, name: str, packages: pathlib.Path | None) -> None:
+        """End a process and begin to start it again from ``packages``, or from this tree, with the same flags."""
+        command, machine = self._commands[name]
+        if name in self.processes:
+            self.stop(name)
+        self.packages.pop(name, None)
+        if packages is not None:
+            self.packages[name] = packages
+        self._start(name, *command, machine=machine)
+        if command[0] == "kvnode":
+            wait_for(f"{name} to answer", lambda: self._ask(name), READY_TIMEOUT_S)
+        elif command[0] == "keeper":
+            wait_for(f"{name} to listen", lambda: _listens(pathlib.Path(command[1])))
+
     def stop_all(self) -> None:
         """Stops gateways and workers first, because these end when their node does."""
         for name in reversed(tuple(self.processes)):
@@ -140,13 +164,18 @@ class Hosts:
     def _start(self, name: str, *command: str, machine: str = "") -> None:
         self._commands[name] = command, machine
         role, *own = command
+        # A keeper takes no flags.
+        common = () if role == "keeper" else self._common
         environment = {**os.environ, **self.environ}
         environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
+        if name in self.packages:
+            # Without the second variable, packages in the working directory would go before those.
+            environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
         with self._log(name).open("ab") as out:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "pillion", role, *self._common, *own],
+                [sys.executable, "-m", "pillion", role, *common, *own],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,
@@ -169,6 +198,11 @@ class Hosts:
         with contextlib.suppress(PillionError), Client(target) as client:
             return client.status()
         return None
+
+
+def _listens(path: pathlib.Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
 
 
 @contextlib.contextmanager

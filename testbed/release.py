@@ -1,4 +1,4 @@
-"""Says which commit the last release was made from, takes its tree out of git, and keeps the shape of its protos.
+"""Says which commit the last release was made from, installs it beside this tree, and keeps the shape of its protos.
 
 `make release-protos` runs this program: it writes ``protos/release.binpb``, the descriptors of the last release's
 protos, so that a test can hold the protos of this tree to them without any history of git.
@@ -10,8 +10,10 @@ import io
 import pathlib
 import re
 import subprocess
+import sys
 import tarfile
 import tempfile
+import zipfile
 from typing import NamedTuple
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -45,6 +47,21 @@ def take_out(release: Release, folder: pathlib.Path) -> str:
         return f"the history has no commit {release.commit[:12]} of {release.version}: {done.stderr.decode().strip()}"
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tree:
         tree.extractall(folder, filter="tar")
+    return ""
+
+
+def install(release: Release, folder: pathlib.Path) -> str:
+    """Unpacks the release's wheel, which this builds, into ``folder``: a component runs from there with the folder as
+    its PYTHONPATH, and with this environment's packages for all else. Returns "", or why the tree is not there."""
+    with tempfile.TemporaryDirectory() as place:
+        tree, wheels = pathlib.Path(place, "tree"), pathlib.Path(place, "wheels")
+        if missing := take_out(release, tree):
+            return missing
+        words = ["-q", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "-w", str(wheels), str(tree)]
+        subprocess.run([sys.executable, "-m", "pip", "wheel", *words], check=True, capture_output=True)
+        (wheel,) = wheels.iterdir()
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(folder)
     return ""
 
 

@@ -1,0 +1,160 @@
+"""The last release and this tree in one cluster: each component is replaced in the middle of answers of every kind, by
+the next version and by the last one again, and no answer, token or cached block is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from pillion import Client
+from testbed.conditions import wait_for
+from testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
+from testbed.release import install, last_release
+from testbed.tiny_model import byte_prompt, save_model
+from tests.support.adapters import make_adapter
+from tests.support.hybrids import HYBRIDS
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "look",
+        "parameters": {"type": "object", "properties": {"x": {"enum": [1, 2]}}, "required": ["x"]},
+    },
+}
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 40}
+SAID = [{"role": "user", "content": "The harbour at night was quiet, and the lamps burned. " * 6}]
+LONG = {"max_tokens": 150, "ignore_eos": True}
+# Each kind of answer: the method of the client, its prompt, and what is asked.
+KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "greedy": ("generate", byte_prompt(1, 500), {"temperature": 0.0, **LONG}),
+    "sampled": ("generate", byte_prompt(2, 400), {"temperature": 1.0, "seed": 7, "logprobs": 2, **LONG}),
+    "chat": ("chat", SAID, {"temperature": 0.7, "seed": 3, **LONG}),
+    "siblings": ("generate", byte_prompt(3, 300), {"n": 3, "temperature": 1.0, "seed": 5, **LONG}),
+    "adapter": ("generate", byte_prompt(4, 300), {"model": "red", "temperature": 0.0, **LONG}),
+    "structured": ("chat", SAID, {"schema": NUMBERS, "temperature": 1.0, "seed": 9, "max_tokens": 150}),
+    "tool": ("chat", SAID, {"tools": [TOOL], "tool_choice": "required", "temperature": 1.0, "seed": 4}),
+}
+# Nothing computes these prompts again but a look whether they are still cached, which asks for one token.
+KEPT = [byte_prompt(seed, 700) for seed in (11, 12, 13)]
+COMPONENTS = ("keeper", "kv-a", "prefill-kv-a", "decode-kv-a", "gateway")
+RELEASED_PROTOCOL = 7
+Answer = dict[int, list[int]]
+
+
+@pytest.fixture
+def folder() -> Iterator[pathlib.Path]:
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        yield pathlib.Path(name)
+
+
+@pytest.fixture(scope="module")
+def released(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """The folder that the last release is installed in. It is another version than this tree."""
+    folder = tmp_path_factory.mktemp("released")
+    if missing := install(last_release(), folder):
+        pytest.skip(missing)
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-m", "pillion", "version"]
+    said = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
+    assert said == f"pillion {last_release().version} (protocol {RELEASED_PROTOCOL})\n"
+    return folder
+
+
+def ask(target: str, kind: str, begun: threading.Event) -> Answer:
+    """Reads an answer: the tokens of each index. Sets ``begun`` with the first tokens."""
+    method, prompt, asked = KINDS[kind]
+    tokens: Answer = {}
+    with Client(target) as client:
+        for delta in getattr(client, method)(prompt, timeout_s=READY_TIMEOUT_S, **asked):
+            tokens.setdefault(delta.index, []).extend(delta.token_ids)
+            if delta.token_ids:
+                begun.set()
+    return tokens
+
+
+@contextlib.contextmanager
+def answers(target: str) -> Iterator[dict[str, Answer]]:
+    """Begins an answer of each kind; the block runs when each has its first tokens. Afterwards all are read."""
+    begun = {kind: threading.Event() for kind in KINDS}
+    read: dict[str, Answer] = {}
+    with ThreadPoolExecutor(len(KINDS)) as pool:
+        asked = {kind: pool.submit(ask, target, kind, begun[kind]) for kind in KINDS}
+        for kind in KINDS:
+            wait_for(f"first tokens of {kind}", lambda one=kind: begun[one].is_set() or asked[one].done())
+        yield read
+        read.update({kind: future.result(READY_TIMEOUT_S) for kind, future in asked.items()})
+
+
+def hit_share(target: str) -> float:
+    """Returns the share of the kept prompts' whole blocks that is found; what is not found is computed."""
+    cached = 0
+    with Client(target) as client:
+        for prompt in KEPT:
+            *_, last = client.generate(prompt, temperature=0.0, max_tokens=1, timeout_s=READY_TIMEOUT_S)
+            assert last.usage is not None
+            cached += last.usage.cached_tokens // 16
+    return cached / sum((len(prompt) - 1) // 16 for prompt in KEPT)
+
+
+def started(running: Hosts, released: pathlib.Path, adapter: pathlib.Path) -> str:
+    """Starts a cluster of the last release, and returns where its gateway is."""
+    running.packages.update(dict.fromkeys(COMPONENTS, released))
+    running.node("kv-a", "--kv-pool-bytes", "64MiB", "--keeper-socket", running.keeper())
+    lora = ("--enable-lora", "--max-loras", "1")
+    workers = [running.worker(role, "kv-a", *lora) for role in ("prefill", "decode")]
+    target = running.gateway("--chunk-size", "64", *lora, "--lora-modules", f"red={adapter}")
+    running.sees(target, *workers)
+    return target
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+def test_each_component_is_replaced_under_load_in_both_directions(folder: pathlib.Path, released: pathlib.Path) -> None:
+    model = save_model(folder / "tiny")
+    adapter = make_adapter(model, folder / "red", r=4)
+    with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "2048") as running:
+        target = started(running, released, adapter)
+        with answers(target) as expected:
+            hit_share(target)
+        assert hit_share(target) == 1
+        for packages in (None, released):
+            for name in COMPONENTS:
+                with answers(target) as found:
+                    running.replace(name, packages)
+                assert found == expected, f"{name} was replaced"
+                running.sees(target, "prefill-kv-a", "decode-kv-a")
+                assert hit_share(target) >= 0.95, f"{name} was replaced"
+                if name == "kv-a":
+                    # Node and keeper are of one version here, the others of another one.
+                    with answers(target) as found:
+                        running.redis.kill()
+                        running.redis.start()
+                    assert found == expected
+                    wait_for("blocks that are announced again", lambda: hit_share(target) >= 0.95)
+        wait_for("all slots back", lambda: running.idle("kv-a"))
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+def test_a_worker_of_a_hybrid_model_refuses_the_last_releases_node(
+    folder: pathlib.Path, released: pathlib.Path
+) -> None:
+    model = str(save_model(folder / "hybrid", **HYBRIDS["lfm2"]))
+    with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "512") as running:
+        running.packages["kv-a"] = released
+        running.node("kv-a", "--kv-pool-bytes", "64MiB")
+        worker = running.processes[running.worker("decode", "kv-a")]
+        assert worker.wait(READY_TIMEOUT_S) != 0
+        why = "kv-a is Pillion 0.2.0 and speaks protocol 7, in which nodes keep no states of hybrid models (8 does)"
+        assert why in running.logs()
+        assert running.node_status("kv-a").committed_blocks == 0
