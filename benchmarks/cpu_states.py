@@ -23,8 +23,8 @@ import numpy as np
 import torch
 from rich.table import Table
 
-from benchmarks.cpu_limits import ReadAll
-from benchmarks.cpu_steps import BLOCK_SIZE, PAGE_BYTES, SINK_THREADS, fastest
+from benchmarks.cpu_limits import PeakDots, ReadAll
+from benchmarks.cpu_steps import BLOCK_SIZE, PAGE_BYTES, SINK_THREADS, dots_rate, fastest
 from benchmarks.gpt_oss import READ_BYTES, RandomTensors, copy_layer
 from benchmarks.report import save, show_table
 from pillion.config import ModelFlags
@@ -112,7 +112,8 @@ class StateBench:
             shard, length, weights = whole_model(config), prepared.max_model_len, random_weights(config)
             plan = plan_model(config, weights, layout, prepared.dtype, length, shard)
             code = ModelCache().make("kernels")
-            kernels = compile_kernels([*(one.spec for one in plan.operations), ReadAll()], isa, cache_folder=code)
+            specs = [*(one.spec for one in plan.operations), ReadAll(), PeakDots("bf16")]
+            kernels = compile_kernels(specs, isa, cache_folder=code)
             model = CpuModel(config, shard, isa, layout, prepared.dtype, length, weights, plan, kernels, False, code)
         self.backend = CpuBackend(model, threads)
         self._run()
@@ -139,27 +140,52 @@ class StateBench:
         )
         self.backend.forward(batch)
 
-    def measure(self, rounds: int) -> dict[str, float]:
-        """Returns the quickest of all layers' steps and of the read, in ms a layer, and what they read."""
-        layers = list(mixers(self.backend.model.plan.operations))
-        weights = [one.values["weights"] for layer in layers for one in layer if isinstance(one.spec, Gemm)]
-        state_bytes = STREAMS * self.backend.layout.state_bytes
+    def measure(self, rounds: int, threads: int) -> dict[str, float]:
+        """Returns the quickest of all layers' steps and of the read, in ms a layer, what they read, and the parts of a
+        step beside what limits them."""
+        operations = [one for layer in mixers(self.backend.model.plan.operations) for one in layer]
+        products = [one for one in operations if isinstance(one.spec, Gemm)]
+        others = [one for one in operations if not isinstance(one.spec, Gemm)]
+        weights = [one.values["weights"] for one in products]
         reads = [self._read(data, data.numel() * data.element_size()) for data in weights]
-        reads.append(self._read(self._states, state_bytes))
-        step = self.backend.again([one for layer in layers for one in layer])
-        read = self.backend.again(reads)
-        step_s = read_s = float("inf")
+        state_bytes = STREAMS * self.backend.layout.state_bytes
+        of_states = self._read(self._states, state_bytes)
+        parts = [operations, [*reads, of_states], products, others, [of_states]]
+        runs, best, rate = [self.backend.again(part) for part in parts], [float("inf")] * len(parts), 0.0
         for _ in range(rounds):
-            step_s, read_s = min(step_s, fastest(step, 1)), min(read_s, fastest(read, 1))
-        mib = sum(one.values["bytes"] for one in reads) / LAYERS / 2**20
-        states_mib = state_bytes / LAYERS / 2**20
-        found = {"step_ms": step_s * 1e3 / LAYERS, "read_ms": read_s * 1e3 / LAYERS, "ratio": step_s / read_s}
-        return {**found, "mib": mib, "states_mib": states_mib}
+            best = [min(least, fastest(run, 1)) for least, run in zip(best, runs, strict=True)]
+            rate = max(rate, dots_rate(self.backend, threads, "bf16"))
+        step, read, multiplied, rest, states = (seconds * 1e3 / LAYERS for seconds in best)
+        work = sum(2 * STREAMS * data.numel() for data in weights) / LAYERS
+        return {
+            "step_ms": step,
+            "read_ms": read,
+            "ratio": step / read,
+            "mib": sum(one.values["bytes"] for one in parts[1]) / LAYERS / 2**20,
+            "states_mib": state_bytes / LAYERS / 2**20,
+            "products_ms": multiplied,
+            "registers_ms": work / rate * 1e3,
+            "others_ms": rest,
+            "states_read_ms": states,
+        }
 
     @staticmethod
     def _read(data: Any, size: int) -> Operation:
         sink = np.ones(16 * SINK_THREADS, np.float32)
         return Operation(ReadAll(), {"data": data, "sink": sink, "bytes": size // READ_BYTES * READ_BYTES})
+
+
+_COLUMNS = (
+    "step_ms",
+    "read_ms",
+    "mib",
+    "states_mib",
+    "ratio",
+    "products_ms",
+    "registers_ms",
+    "others_ms",
+    "states_read_ms",
+)
 
 
 def random_weights(config: ModelConfig) -> HeldMatrices:
@@ -204,14 +230,14 @@ def main() -> None:
     found = {}
     for name, shape in SHAPES.items():
         bench = StateBench(shape, isa, args.threads)
-        found[name] = bench.measure(args.rounds)
+        found[name] = bench.measure(args.rounds, args.threads)
         bench.backend.close()
     table = Table(title=f"a layer with a state, {STREAMS} streams, {isa.name}, {args.threads} threads")
-    for heading in ("shape", "step ms", "read ms", "MiB", "of which states", "step / read"):
+    headings = ("shape", "step ms", "read ms", "MiB", "of which states", "step / read")
+    for heading in (*headings, "products ms", "registers ms", "the rest ms", "states' read ms"):
         table.add_column(heading, justify="right")
     for name, row in found.items():
-        cells = (f"{row['step_ms']:.2f}", f"{row['read_ms']:.2f}", f"{row['mib']:.1f}", f"{row['states_mib']:.1f}")
-        table.add_row(name, *cells, f"{row['ratio']:.2f}")
+        table.add_row(name, *(f"{row[key]:.2f}" for key in _COLUMNS))
     show_table(table)
     save("cpu_states", {"kernels": isa.name, "threads": args.threads, "shapes": found})
 

@@ -2,7 +2,8 @@
 
 A state is whole pieces: of each layer the last inputs of its convolution, PIECE_CHANNELS channels a piece, and of each
 head's matrix PIECE_COLUMNS columns a piece. They are placed one after the other, layer after layer. No piece crosses
-the end of a slot, nor do a head's pieces where all of them fit into one, so one address finds a piece.
+the end of a slot, nor do a head's pieces where all of them fit into one, so one address finds a piece. A piece begins
+at a cache line, because kernels write states line by line past the caches.
 
     inputs of a piece   [taps - 1, PIECE_CHANNELS] float32, the oldest token's first
     columns of a head   [rows, PIECE_COLUMNS] float32
@@ -14,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pillion.engine.models.layer_states import STATE_ITEM_BYTES, LayerState
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
+from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, PIECE_CHANNELS, PIECE_COLUMNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,9 @@ class StateLayout:
 
 def state_layout(states: Iterable[LayerState | None], block_bytes: int) -> StateLayout | None:
     """Returns the places of the pieces of a state in slots of ``block_bytes``; None where a piece does not fit into a
-    slot, or where a matrix has no whole pieces. The CPU kernels need them to."""
+    slot, where slots are no whole cache lines, or where a matrix has no whole pieces. The CPU kernels need them so."""
+    if block_bytes % PIECE_ALIGNMENT_BYTES:
+        return None
     cursor = _Cursor(block_bytes)
     layers: list[LayerPieces | None] = []
     for state in states:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.kernels.cpu.runtime.program import aligned_bytes
 from tests.support.batches import Sequences
 
 
@@ -43,9 +44,12 @@ class BackendDriver:
         self.sequences = Sequences(num_slots, block_size, seed)
 
     def bind(self, num_slots: int) -> None:
-        """Binds a pool of bytes 0xff, NaN in bf16 and fp32, so that reading an unwritten row shows in the results."""
-        self.memory: Any = bytearray(b"\xff" * (num_slots * self.backend.layout.block_bytes))
-        self.backend.bind_pool(memoryview(self.memory), num_slots)
+        """Binds a pool of bytes 0xff, NaN in bf16 and fp32, so that reading an unwritten row shows in the results. It
+        begins at a cache line, as a KV node's does."""
+        pool = aligned_bytes(num_slots * self.backend.layout.block_bytes)
+        pool[:] = 0xFF
+        self.memory: Any = memoryview(pool)
+        self.backend.bind_pool(self.memory, num_slots)
 
     def step(self, *parts: tuple[int, Sequence[int]], sample: Sequence[int] | None = None) -> torch.Tensor:
         """Runs one batch; returns the logits of each part's last token, or of ``sample``."""

@@ -41,6 +41,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.sampling.sampling_rows import States
+from pillion.errors import Internal
 from pillion.kernels.cpu.attention.cpu_attention import step_field
 from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
 from pillion.kernels.cpu.language.isa import Isa
@@ -56,7 +57,7 @@ from pillion.kernels.cpu.runtime.program import (
     check_batch,
 )
 from pillion.kernels.cpu.runtime.thread_pool import ThreadPool
-from pillion.kernels.cpu.states.pieces import STATE_LAYOUT_VERSION
+from pillion.kernels.cpu.states.pieces import PIECE_ALIGNMENT_BYTES, STATE_LAYOUT_VERSION
 from pillion.rooms import Seam, require
 
 log = logging.getLogger("pillion.worker")
@@ -251,6 +252,8 @@ class CpuBackend(HostBackend):
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         if self._bounds.num_slots != len(pool):
             self._bounds = replace(self._bounds, num_slots=len(pool))
+        if self.layout.state_pages and pool.data_ptr() % PIECE_ALIGNMENT_BYTES:
+            raise Internal("a pool with states must begin at a cache line, past which kernels write them")
         check_batch(batch, self._bounds)
 
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:

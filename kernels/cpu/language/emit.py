@@ -342,6 +342,27 @@ class Kernel:
         """Stores the 16 float32 of a vector."""
         self.write(ptr, value.ir, 4)
 
+    def stream(self, ptr: Ptr, value: Vec) -> None:
+        """Stores the 16 float32 of a vector past the caches, at a multiple of 64: the line is not read before, and
+        takes no other line's place. Other threads see it after :meth:`drain`."""
+        address = self.builder.inttoptr(self._checked(ptr, VECTOR_BYTES), VF.as_pointer())
+        stored = self.builder.store(value.ir, address)
+        stored.align = VECTOR_BYTES
+        stored.set_metadata("nontemporal", self._module.add_metadata([I32(1)]))
+
+    def drain(self) -> None:
+        """Lets other threads see what :meth:`stream` has stored when they see what is stored after it."""
+        if self.isa.machine == "x86_64":
+            self.builder.call(self.function("llvm.x86.sse.sfence", ir.VoidType(), []), [])
+
+    def either(self, condition: Bool, yes: Ptr, no: Ptr) -> Ptr:
+        """Returns one of two pointers, with its bounds."""
+        chosen = [
+            None if one is None else self.builder.select(condition.ir, one, other)
+            for one, other in ((yes.ir, no.ir), (yes.begin, no.begin), (yes.end, no.end))
+        ]
+        return Ptr(self, *chosen)
+
     def load_pairs(self, ptr: Ptr) -> Pairs:
         """Loads 32 bfloat16 as 16 pairs."""
         return Pairs(self, self.read(ptr, VI, 4))

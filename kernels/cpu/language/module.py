@@ -54,6 +54,25 @@ class KernelCall:
             yield begin, k.least(begin + chunk, count)
 
     @contextmanager
+    def items_ahead(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
+        """Yields the work items of 0 .. count that this call draws, ``chunk`` at a time, each with the item after it,
+        whose memory may be prefetched. A kernel may use it once."""
+        k = self.k
+        chunk = k.most(chunk, 1)
+        # A call draws its next range before it works on this one, so that it knows which memory to prefetch.
+        drawn = k.variable(k.fetch_add(self.counter, chunk))
+        with k.forever() as behind:
+            begin = drawn.value
+            k.leave(behind, begin >= count)
+            following = k.fetch_add(self.counter, chunk)
+            drawn.value = following
+            end = k.least(begin + chunk, count)
+            with k.range(end, begin) as item:
+                after = k.select(item + 1 < end, item + 1, following)
+                # After the last item there is nothing to prefetch, so it is yielded as its own successor.
+                yield item, k.select(after < count, after, item)
+
+    @contextmanager
     def even_share(self, count: Int) -> Iterator[Int]:
         """Appends a loop over this call's even share of 0 .. count, and yields its index."""
         begin, end = count * self.thread // self.threads, count * (self.thread + 1) // self.threads

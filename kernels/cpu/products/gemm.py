@@ -14,8 +14,6 @@ over rising inputs (gemm_tiles), and all rows share the epilogue's code.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -156,7 +154,7 @@ class GemmBody:
         tiles = self._tiles(rows)
         blocks = k.least(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
         count = pairs * blocks
-        with self._items(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
+        with call.items_ahead(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
             panel = item // blocks
             block = item - panel * blocks
             cut = RowCut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks)
@@ -171,7 +169,7 @@ class GemmBody:
         group_bytes = call.args.number("group_bytes")
         # One group may have all the work, so the length of a range follows from one group's panels.
         chunk = pairs // (call.threads * GROUP_RANGES_PER_THREAD)
-        with self._items(pairs * call.args.number("num_groups"), chunk) as (item, after):
+        with call.items_ahead(pairs * call.args.number("num_groups"), chunk) as (item, after):
             group, next_group = item // pairs, after // pairs
             panel, next_panel = item - group * pairs, after - next_group * pairs
             begin = k.load_int(starts + group * 4, 32)
@@ -187,7 +185,7 @@ class GemmBody:
         k, call, pairs, x, out = self.k, self.call, self.pairs, self.x, self.out
         rows, group_bytes = call.step.number(self.spec.rows_of), call.args.number("group_bytes")
         tiles, count = self._tiles(rows), pairs * call.args.number("num_groups")
-        with self._items(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
+        with call.items_ahead(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
             head, next_head = item // pairs, after // pairs
             panel, next_panel = item - head * pairs, after - next_head * pairs
             weights = self.weights + (head * group_bytes + panel * self.panels.panel_bytes)
@@ -199,25 +197,6 @@ class GemmBody:
         """Returns into how many tiles so many rows are cut."""
         highest = self.panels.most_rows()
         return (rows + (highest - 1)) // highest
-
-    @contextmanager
-    def _items(self, count: Int, chunk: Int) -> Iterator[tuple[Int, Int]]:
-        """Yields the work items of 0 .. count that this thread draws, ``chunk`` at a time, each with the item after
-        it."""
-        k = self.k
-        chunk = k.most(chunk, 1)
-        # A thread draws its next range before it works on this one, so that it knows which memory to prefetch.
-        drawn = k.variable(k.fetch_add(self.call.counter, chunk))
-        with k.forever() as behind:
-            begin = drawn.value
-            k.leave(behind, begin >= count)
-            following = k.fetch_add(self.call.counter, chunk)
-            drawn.value = following
-            end = k.least(begin + chunk, count)
-            with k.range(end, begin) as item:
-                after = k.select(item + 1 < end, item + 1, following)
-                # After the last item there is nothing to prefetch, so it is yielded as its own successor.
-                yield item, k.select(after < count, after, item)
 
     def _panel(self, cut: RowCut, panel: Int, column: Int, weights: Ptr, ahead: Ptr) -> None:
         """Multiplies some tiles of rows by one panel. ``panel`` is its number in out, ``column`` its place in the

@@ -19,9 +19,10 @@ from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 from pillion.kernels.cpu.states.state_pages import (
     STATE_NUMBERS,
     STATE_POINTERS,
+    HeadPiece,
     Memory,
     added_up,
-    each_sequence_and,
+    each_piece,
     zeros,
 )
 
@@ -115,14 +116,12 @@ class RunDeltaRule(KernelSpec):
     head_dim: int
 
     def emit(self, call: KernelCall) -> None:
-        k, pieces = call.k, self.head_dim // PIECE_COLUMNS
-        with each_sequence_and(call, self.heads) as (state, head), k.range(pieces) as column:
-            memory = state.memory(head * pieces + column, self.key_dim)
-            with k.range(state.end, state.begin) as row:
-                self._row(call, memory, row, head, column)
+        with each_piece(call, self.heads, self.head_dim // PIECE_COLUMNS) as piece:
+            for row, memory in piece.memories(self.key_dim):
+                self._row(call, memory, row, piece)
 
-    def _row(self, call: KernelCall, memory: Memory, row: Int, head: Int, column: Int) -> None:
-        k, args = call.k, call.args
+    def _row(self, call: KernelCall, memory: Memory, row: Int, piece: HeadPiece) -> None:
+        k, args, head, column = call.k, call.args, piece.head, piece.column
         unit_bytes = -(-self.key_dim // LANES) * VECTOR_BYTES
         query = args.pointer("units") + row * args.number("units_stride")
         query = query + head // (self.heads // self.key_heads) * unit_bytes
@@ -145,5 +144,4 @@ class RunDeltaRule(KernelSpec):
                 held = k.fma(k.broadcast(key + at), learnt, memory.load(first + part) * forgets)
                 memory.store(first + part, held)
                 total.value = k.fma(held, k.broadcast(query + at), total.value)
-        memory.stands()
         k.store(args.pointer("out") + row * args.number("out_stride") + place, added_up(sums))

@@ -17,24 +17,39 @@ from pillion.kernels.cpu.language.module import KernelCall
 STATE_POINTERS, STATE_NUMBERS = ("places",), ("slot_bytes",)
 
 
+# While a piece of a matrix is written, the piece so many places after it is prefetched. A state lies in slots all over
+# the pool, so the processor cannot foresee the next piece.
+_PIECES_AHEAD = 2
+# Each thread draws this many ranges of a kernel's items, where there are items enough.
+_RANGES_PER_THREAD = 16
+
+
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Represents a piece of a head's matrix in a kernel's code: rows of one vector. ``distance`` is how far before the
-    place that is written, ``new``, the piece is still read, in bytes."""
+    """Represents a piece of a head's matrix in a kernel's code, rows of one vector, which one token changes.
+
+    Attributes:
+        source, target: where the piece is read, and where it is written.
+        ahead: the piece that is prefetched meanwhile, by the last token of a sequence; None for other tokens. What the
+            last token writes is the sequence's state, and goes past the caches: they would read each line before it is
+            written, and the next step finds weights in its place.
+    """
 
     k: Kernel
-    new: Ptr
-    distance: KernelVariable
+    source: Ptr
+    target: Ptr
+    ahead: Ptr | None
 
     def load(self, row: Int) -> Vec:
-        return self.k.load(self.new + self.distance.value + row * VECTOR_BYTES)
+        return self.k.load(self.source + row * VECTOR_BYTES)
 
     def store(self, row: Int, value: Vec) -> None:
-        self.k.store(self.new + row * VECTOR_BYTES, value)
-
-    def stands(self) -> None:
-        """Notes that all rows were stored: from now on they are read there."""
-        self.distance.value = self.k.int(0)
+        at = row * VECTOR_BYTES
+        if self.ahead is None:
+            self.k.store(self.target + at, value)
+            return
+        self.k.prefetch(self.ahead + at, near=False)
+        self.k.stream(self.target + at, value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +86,6 @@ class CarriedState:
         """Returns where a piece of the state after the step goes."""
         return self._piece(self.writes, piece)
 
-    def memory(self, piece: Int, rows: int) -> Memory:
-        """Returns a piece [rows, PIECE_COLUMNS] of a head's matrix, filled with zeros where there is no state yet."""
-        k, old, new = self.call.k, self.old(piece), self.new(piece)
-        with k.when(self.fresh), k.range(rows) as row:
-            k.store(new + row * VECTOR_BYTES, k.vector(0.0))
-        distance = Int(k, k.builder.sub(old.ir, new.ir))
-        return Memory(k, new, k.variable(k.select(self.found, distance, k.int(0))))
-
     def _piece(self, slots: Ptr, piece: Int) -> Ptr:
         k, args = self.call.k, self.call.args
         place = args.pointer("places") + piece * 8
@@ -92,6 +99,45 @@ def each_sequence_and(call: KernelCall, count: Int | int) -> Iterator[tuple[Carr
     count = call.k.int(count)
     with call.shared_range(call.step.number("num_seqs") * count, 1) as (item, _):
         yield CarriedState.of(call, item // count), item % count
+
+
+@dataclass(frozen=True, slots=True)
+class HeadPiece:
+    """Represents the columns number ``column`` of a head's matrix in the state of one sequence; ``number`` counts the
+    layer's pieces. ``ahead`` is the piece that the thread comes to soon."""
+
+    state: CarriedState
+    head: Int
+    column: Int
+    number: Int
+    ahead: Ptr
+
+    def memories(self, rows: int) -> Iterator[tuple[Int, Memory]]:
+        """Yields a row, and the piece [rows, PIECE_COLUMNS], twice: for the code of all rows of the sequence but the
+        last, between which the piece is in scratch memory, and for the code of the last one. Where there is no state
+        yet, the first row reads zeros."""
+        state, k, between = self.state, self.state.call.k, self.state.call.scratch
+        old, new, last = state.old(self.number), state.new(self.number), state.end - 1
+        with k.when(state.fresh), k.range(rows) as row:
+            k.store(between + row * VECTOR_BYTES, k.vector(0.0))
+        with k.range(last, state.begin) as row:
+            yield row, Memory(k, k.either(state.found & row.equals(state.begin), old, between), between, None)
+        yield last, Memory(k, k.either(state.found & last.equals(state.begin), old, between), new, self.ahead)
+
+
+@contextmanager
+def each_piece(call: KernelCall, heads: int, pieces: int) -> Iterator[HeadPiece]:
+    """Yields the pieces of matrices that a thread draws, all ``pieces`` of a sequence's head one after the other."""
+    k, count = call.k, call.step.number("num_seqs") * heads
+    with call.items_ahead(count, count // (call.threads * _RANGES_PER_THREAD)) as (item, after):
+        state, head = CarriedState.of(call, item // heads), item % heads
+        with k.range(pieces) as column:
+            ahead = column + _PIECES_AHEAD
+            mine = ahead < pieces
+            place, then = k.select(mine, ahead, ahead - pieces), k.select(mine, item, after)
+            coming = CarriedState.of(call, then // heads).old(then % heads * pieces + k.least(place, pieces - 1))
+            yield HeadPiece(state, head, column, head * pieces + column, coming)
+    k.drain()
 
 
 def zeros(k: Kernel, rows: int) -> list[KernelVariable]:

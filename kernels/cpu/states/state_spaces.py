@@ -18,9 +18,10 @@ from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS
 from pillion.kernels.cpu.states.state_pages import (
     STATE_NUMBERS,
     STATE_POINTERS,
+    HeadPiece,
     Memory,
     added_up,
-    each_sequence_and,
+    each_piece,
     zeros,
 )
 
@@ -78,14 +79,12 @@ class RunStateSpace(KernelSpec):
     state_dim: int
 
     def emit(self, call: KernelCall) -> None:
-        k, pieces = call.k, self.head_dim // PIECE_COLUMNS
-        with each_sequence_and(call, self.heads) as (state, head), k.range(pieces) as column:
-            memory = state.memory(head * pieces + column, self.state_dim)
-            with k.range(state.end, state.begin) as row:
-                self._row(call, memory, row, head, column)
+        with each_piece(call, self.heads, self.head_dim // PIECE_COLUMNS) as piece:
+            for row, memory in piece.memories(self.state_dim):
+                self._row(call, memory, row, piece)
 
-    def _row(self, call: KernelCall, memory: Memory, row: Int, head: Int, column: Int) -> None:
-        k, args = call.k, call.args
+    def _row(self, call: KernelCall, memory: Memory, row: Int, piece: HeadPiece) -> None:
+        k, args, head, column = call.k, call.args, piece.head, piece.column
         mixed = args.pointer("mixed") + row * args.number("mixed_stride")
         group = head // (self.heads // self.groups) * (self.state_dim * 4)
         writes = mixed + self.heads * self.head_dim * 4 + group
@@ -102,6 +101,5 @@ class RunStateSpace(KernelSpec):
                 held = k.fma(k.broadcast(writes + at), written, memory.load(first + part) * keeps)
                 memory.store(first + part, held)
                 total.value = k.fma(held, k.broadcast(reads + at), total.value)
-        memory.stands()
         found = k.fma(value, k.broadcast(args.pointer("skip") + head * 4), added_up(sums))
         k.store(args.pointer("out") + row * args.number("out_stride") + place, found)

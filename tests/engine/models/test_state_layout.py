@@ -56,5 +56,7 @@ def test_pieces_of_states(states: list[LayerState | None], block_bytes: int) -> 
     assert state_layout(turned, block_bytes) == places
 
 
-def test_matrices_without_whole_pieces_have_no_places() -> None:
+def test_matrices_without_whole_pieces_and_slots_without_whole_lines_have_no_places() -> None:
     assert state_layout([LayerState((3, 64), (2, 24, 40))], 2**20) is None
+    assert state_layout([LayerState((3, 64))], 1056) is None
+    assert state_layout([LayerState((3, 64))], 1088) is not None

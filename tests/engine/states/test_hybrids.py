@@ -203,6 +203,17 @@ def test_states_that_could_leave_the_pool_are_refused(made):
     assert driver.backend.forward(batch).shape == (1, 258)
 
 
+@needs_kernels
+def test_a_pool_that_begins_within_a_cache_line_is_refused(made):
+    driver = made("lfm2", "cpu").driver(num_slots=40)
+    (number,) = driver.sequences.add()
+    shifted = np.zeros(len(driver.memory) + 16, np.uint8)
+    shifted = shifted[8 if shifted.ctypes.data % 64 == 0 else 0 :]
+    driver.backend.bind_pool(memoryview(shifted), 40)
+    with pytest.raises(Internal, match="cache line"):
+        driver.step((number, [1, 2, 3]))
+
+
 def test_the_text_part_of_qwens_model_of_text_and_pictures(tmp_path):
     folder, flags = make_model(tmp_path / "text", HYBRIDS["qwen3-5"])
     text, found = tokens_of(PROMPT_TOKENS, 2), []

@@ -7,7 +7,10 @@ import torch
 from torch.nn.functional import softplus
 
 from pillion.kernels.cpu.language.emit import LOG2E
+from pillion.kernels.cpu.language.isa import BY_NAME
+from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
+from pillion.kernels.cpu.states.state_spaces import RunStateSpace
 from pillion.kernels.torch.recurrences import DeltaRows, delta_rule
 from tests.support.kernel_runner import normal, runner_of, stride
 from tests.support.piece_pool import PiecePool
@@ -61,6 +64,13 @@ def test_rows_and_states(runner, prepare, run):
         torch.testing.assert_close(matrices(pool.new(sequence)), memory, atol=1e-5, rtol=1e-5)
     assert (out[tokens] == 7).all()
     pool.check_others_unchanged()
+
+
+@pytest.mark.parametrize("run", [*RUN, RunStateSpace(18, 32, 2, 24)], ids=lambda spec: spec.name)
+def test_the_last_row_writes_states_past_the_caches(run):
+    text = assembly([run], BY_NAME["avx512_bf16"])[run.name]
+    assert "vmovntps" in text
+    assert text.index("vmovntps") < text.index("sfence")
 
 
 def matrices(pieces):
