@@ -13,7 +13,7 @@
     partial_blocks/ last blocks of answers that are not full, kept for the next turns
     states/        what hybrid models carry from token to token: the states of running sequences
     ranks/         workers of several processes, each with a share of the model;  gpu_ranks/: those on GPUs
-    stages/        prefill workers of several processes, each with some of the layers
+    stages/        prefill workers of several processes, each with some of the layers;  gpu_stages/: those on GPUs
     backends/      a step on a device: torch, cpu, gpu
 
 Open first: scheduling/scheduler.py for a decision, worker/step_loop.py for the loop schedule -> launch -> wait ->

@@ -616,6 +616,11 @@ class WorkerFlags(LoraFlags, ThreadFlags, RequestServerFlags, InternalServerFlag
     )
 
     @property
+    def processes(self) -> int:
+        """Gives the number of processes that a worker is: the ranks of all of its stages."""
+        return self.pipeline_parallel_size * self.tensor_parallel_size
+
+    @property
     def step_budget_tokens(self) -> int:
         """Gives the token budget of a step; each kind of worker has a flag for it. It is 0 until
         :func:`pillion.engine.backends.devices.with_budgets` has chosen one."""

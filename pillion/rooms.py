@@ -208,6 +208,12 @@ ROOMS: tuple[Room, ...] = (
         needs=("ranks",),
     ),
     Room(
+        "stages on GPUs",
+        paths=("engine/gpu_stages",),
+        entries={"engine.stages.gpu": "pillion.engine.gpu_stages.gpu_stage_loading:GpuStages"},
+        needs=("stages", "ranks", "ranks on GPUs", "GPU"),
+    ),
+    Room(
         "formats",
         paths=(
             "gateway/formats",

@@ -23,15 +23,15 @@ class Devices(Protocol):
     def resolve(self, flags: ComputeFlags) -> str:
         """Resolves flags as :func:`resolve_device` does."""
 
-    def pool_device(self, ranks: int) -> str:
-        """Returns the ``--kv-device`` of workers of at most ``ranks`` ranks that compute on these devices."""
+    def pool_device(self, processes: int) -> str:
+        """Returns the ``--kv-device`` of workers of at most so many processes that compute on these devices."""
 
     def step_tokens(self, flags: WorkerFlags) -> int:
         """Returns the token budget of a worker's steps that suits the device and the model, which it prepares; 0 where
         that of the CPU does. Raises ConfigError for a model that cannot be prepared."""
 
-    def check_ranks(self, ranks: int) -> None:
-        """Raises ConfigError where a worker of so many ranks cannot compute on these devices."""
+    def check_ranks(self, ranks: int, stages: int = 1) -> None:
+        """Raises ConfigError where a worker of so many stages of so many ranks cannot compute on these devices."""
 
     def words(self) -> str:
         """Names the kernels that run on these devices, and how many devices there are."""
@@ -54,10 +54,10 @@ def resolve_device(flags: ComputeFlags) -> str:
     return CPU
 
 
-def pool_device(device: str, ranks: int = 1) -> str:
-    """Returns the devices on which the KV node of workers on ``device``, of at most ``ranks`` ranks, keeps its pool:
-    ``--kv-device``."""
-    return CPU if device == CPU else devices_beside_cpu(device).pool_device(ranks)
+def pool_device(device: str, processes: int = 1) -> str:
+    """Returns the devices on which the KV node of workers on ``device``, of at most so many processes (ranks of
+    stages), keeps its pool: ``--kv-device``."""
+    return CPU if device == CPU else devices_beside_cpu(device).pool_device(processes)
 
 
 def resolved(flags: F) -> F:

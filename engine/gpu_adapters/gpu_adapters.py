@@ -77,7 +77,9 @@ class GpuAdapters(PlainAdapters):
         self._model = model
         self._layers: dict[str, LayerSlot] = {}
         rank, end = padded_rank(max_rank), 0
-        for name, (outputs, inputs) in adapter_shapes(config).items():
+        own = tuple(f"layers.{index}." for index in model.layers)
+        shapes = {name: shape for name, shape in adapter_shapes(config).items() if name.startswith(own)}
+        for name, (outputs, inputs) in shapes.items():
             ends = _ends(config, name, outputs)
             if any(boundary % RUN_ROWS for boundary in ends[:-1]):
                 raise ConfigError(
@@ -110,13 +112,14 @@ class GpuAdapters(PlainAdapters):
         self._compile()
 
     def _pack(self, weights: AdapterWeights) -> GpuAdapter:
-        """Lays an adapter, or the rank's share of it, out as a slot and copies it to the device; touches nothing that
-        steps use."""
+        """Lays an adapter, or the share of a rank or stage, out as a slot and copies it to the device; touches nothing
+        that steps use."""
         model = self._model
         if model.ranks is not None:
             weights = shard_adapter(weights, model.weights.config, model.ranks.shard, model.inner_values)
         flat = torch.zeros(self.slots.shape[1], dtype=self.slots.dtype)
-        for name, pairs in weights.layers.items():
+        layers = {name: pairs for name, pairs in weights.layers.items() if name in self._layers}
+        for name, pairs in layers.items():
             self._lay_out(flat, name, pairs)
         device, virtual = self.slots.device, weights.virtual
         if virtual is not None:
@@ -126,7 +129,7 @@ class GpuAdapters(PlainAdapters):
             virtual = VirtualTokens(virtual.kv, values)
         affine = {
             name: [(pair.first_output, pair.affine) for pair in pairs if pair.affine is not None]
-            for name, pairs in weights.layers.items()
+            for name, pairs in layers.items()
             if any(pair.affine is not None for pair in pairs)
         }
         if device.type != "cuda":

@@ -56,14 +56,21 @@ class GpuRankGroup:
 
     Attributes:
         shard: the rank and its share of the model.
+        name: what errors call the process.
         capturable: whether CUDA graphs may contain the calls.
         limit_s: longest time of one wait of rank 0.
     """
 
     def __init__(
-        self, shard: ModelShard, group: Any, meeting: int, device: torch.device, aborted: Callable[[], bool]
+        self,
+        shard: ModelShard,
+        group: Any,
+        meeting: int,
+        device: torch.device,
+        aborted: Callable[[], bool],
+        name: str,
     ) -> None:
-        self.shard = shard
+        self.shard, self.name = shard, name
         self.limit_s = START_TIMEOUT_S
         self.capturable = not isinstance(group, _DIST.ProcessGroupGloo)
         self._group, self._meeting = group, meeting
@@ -80,6 +87,7 @@ class GpuRankGroup:
         *,
         own_device: bool,
         aborted: Callable[[], bool] = lambda: False,
+        name: str = "",
     ) -> GpuRankGroup:
         """Meets the other ranks, which takes until the last one is there. Raises ConfigError after MEETING_TIMEOUT_S,
         and soon where a rank has ended.
@@ -89,7 +97,9 @@ class GpuRankGroup:
             device: where the rank's tensors are.
             own_device: whether no two ranks have the same GPU.
             aborted: returns whether a rank has ended; it is called in every wait.
+            name: what errors call the process; "" stands for its rank.
         """
+        name = name or f"rank {shard.rank} of {shard.size}"
         # torch's store opens the file by this path whenever it reads or writes, and once more when the group ends. So
         # the descriptor stays open, even where a thread still waits for the others.
         meeting = os.dup(meeting)
@@ -99,7 +109,7 @@ class GpuRankGroup:
             store.set_timeout(timedelta(seconds=MEETING_TIMEOUT_S))
             return _nccl(store, shard, device) if own_device else _gloo(store, shard)
 
-        failed = f"rank {shard.rank} of {shard.size} did not find the others"
+        failed = f"{name} did not find the others"
         found, waited_s = _in_thread(meet), 0.0
         while not wait([found], HOST_WAIT_S).done:
             waited_s += HOST_WAIT_S
@@ -111,7 +121,7 @@ class GpuRankGroup:
             group = found.result()
         except RuntimeError as error:
             raise ConfigError(f"{failed}: {_first_line(error)}") from None
-        return cls(shard, group, meeting, device, aborted)
+        return cls(shard, group, meeting, device, aborted, name)
 
     def sum(self, values: torch.Tensor) -> None:
         """Adds up the contiguous ``values`` of all ranks, in place; every rank has the same bits then."""
@@ -236,7 +246,7 @@ class GpuRankGroup:
             self._lost = True
             # The end of a gloo group waits for running calls, which may wait for a rank that hangs.
             self._keep(self._group)
-        return BackendLost(f"rank {self.shard.rank} of {self.shard.size}: {reason}")
+        return BackendLost(f"{self.name}: {reason}")
 
     @staticmethod
     def _keep(group: Any) -> None:

@@ -36,6 +36,12 @@ class ModelShard:
         return self.size == 1
 
     @property
+    def gives_logits(self) -> bool:
+        """Says whether the process needs what makes logits: a process with some of the layers is a prefill worker's,
+        which chooses no tokens."""
+        return self.layers is None
+
+    @property
     def leads(self) -> bool:
         """Says whether this process adds what must be added once, such as the biases of sums over all processes."""
         return self.rank == 0

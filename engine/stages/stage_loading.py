@@ -9,9 +9,10 @@ import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pillion.config import PrefillFlags, WorkerFlags
+from pillion.engine.backends.devices import devices_beside_cpu, pool_device, resolve_device
 from pillion.engine.backends.loading import (
     LoadedModel,
     choose_kernels,
@@ -24,8 +25,10 @@ from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.ranks.rank_loading import load_shard, loading_order, whole_prompt_tokens, worker_label
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.stages.stage_shares import StagePlace
-from pillion.errors import ConfigError
+from pillion.errors import ConfigError, InvalidRequest
 from pillion.kvstore.memory.domain import CPU
+from pillion.kvstore.memory.head_shares import shares_of
+from pillion.rooms import Seam, require, require_room
 
 if TYPE_CHECKING:
     # These modules import torch, which a supervisor that asks what can be run does not need.
@@ -33,11 +36,47 @@ if TYPE_CHECKING:
     from pillion.engine.ranks.rank_processes import AbortableMemory
     from pillion.engine.stages.cpu_stage import StageShare
     from pillion.engine.stages.stage_rows import StageLink
+    from pillion.engine.stages.staged_backend import StageBackend
 
 log = logging.getLogger("pillion.worker")
 
 # Between two stages each rank has two ends of a socket: that of the stage before, and that of the stage after.
 Pairs = Sequence[Sequence[tuple[socket.socket, socket.socket]]]
+
+
+class GpuStageLoader(Protocol):
+    """Loads stages on GPUs (the room "stages on GPUs")."""
+
+    def load(self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
+        """Loads a worker of several stages, of which this process is the first. ``order`` is the message by which the
+        other processes load."""
+
+    def load_share(
+        self, flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], descriptors: Sequence[int]
+    ) -> tuple[StageBackend, AbortableMemory]:
+        """Loads the share of another process, and the memory that tells of the end of one. ``descriptors`` are those
+        that the first process has sent."""
+
+
+_ON_GPUS = "stages on GPUs"
+GPU_STAGES = Seam[GpuStageLoader]("engine.stages.gpu")
+
+
+def _gpu_stages(flags: WorkerFlags) -> GpuStageLoader:
+    return require(GPU_STAGES, _ON_GPUS, f"--pipeline-parallel-size {flags.pipeline_parallel_size} on a device")
+
+
+def _check_devices(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
+    """Raises ConfigError where the processes of all stages cannot compute on the machine's GPUs."""
+    stages, heads = flags.pipeline_parallel_size, config.num_kv_heads
+    require_room(_ON_GPUS, f"--pipeline-parallel-size {stages} with --device {device}")
+    devices_beside_cpu(device).check_ranks(flags.tensor_parallel_size, stages)
+    shards = pool_device(device, flags.processes).count(",") + 1
+    try:
+        shares_of(heads, shards)
+    except InvalidRequest as error:
+        # Where each process has a GPU, the KV node's pool is divided over all of these GPUs.
+        raise ConfigError(f"--pipeline-parallel-size {stages} on {shards} GPUs: {error}") from None
 
 
 class Stages:
@@ -60,13 +99,15 @@ class Stages:
         if sys.platform != "linux":
             raise ConfigError(f"{needs} Linux")
         if device != CPU:
-            raise ConfigError(f"{needs} --device cpu: stages on GPUs are not there yet; set --tensor-parallel-size")
-        if reason := choose_kernels(flags, prepared)[1]:
+            _check_devices(flags, device, config)
+        elif reason := choose_kernels(flags, prepared)[1]:
             raise ConfigError(f"{needs} the CPU kernels: {reason}")
 
     @staticmethod
     def load(flags: WorkerFlags, device: str, prepared: PreparedModel, threads: int) -> LoadedModel:
         """Loads a worker of several stages, of which this process is the first. All of them load at the same time."""
+        if device != CPU:
+            return _gpu_stages(flags).load(flags, prepared, loading_order(flags, threads))
         from pillion.engine.ranks.rank_memory import RankMemory
         from pillion.engine.stages.stage_rows import StageLink, StageRows
         from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
@@ -121,14 +162,17 @@ class _StageMemory:
             memory.close()
 
 
-def load_stage(order: dict[str, Any], rows_fd: int, *more: int) -> tuple[StageShare, AbortableMemory]:
+def load_stage(order: dict[str, Any], rows_fd: int, *more: int) -> tuple[StageBackend, AbortableMemory]:
     """Loads the share of a process by the first one's order. The descriptors after that of the rows are those of its
-    sockets, and of the memory in which its stage's ranks meet. Raises ConfigError."""
+    sockets, and of the memory in which its stage's ranks meet; on GPUs they are those that :class:`GpuStageLoader`
+    takes. Raises ConfigError."""
     from pillion.engine.ranks.rank_memory import RankMemory
     from pillion.engine.stages.stage_rows import StageLink, StageRows
 
     flags = WorkerFlags(**order["flags"])
-    prepared = prepare(flags, log.info)
+    device, prepared = resolve_device(flags), prepare(flags, log.info)
+    if device != CPU:
+        return _gpu_stages(flags).load_share(flags, prepared, order, (rows_fd, *more))
     stages, ranks = flags.pipeline_parallel_size, flags.tensor_parallel_size
     place, given = StagePlace.of(order["rank"], stages, ranks), iter(more)
     row_bytes = hidden_bytes(load_config(prepared.folder))

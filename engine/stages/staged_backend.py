@@ -13,15 +13,15 @@ import logging
 import struct
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pillion.engine.backends.backend import PoolPlace, StepBatch
 from pillion.engine.ranks.rank_messages import step_to_bytes
 from pillion.engine.ranks.rank_processes import AbortableMemory, RankProcesses
-from pillion.engine.ranks.ranked_backend import RankedCalls
+from pillion.engine.ranks.ranked_backend import RankedCalls, ShareBackend
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows
-from pillion.engine.stages.cpu_stage import StageShare
 from pillion.engine.stages.stage_clock import StageClock, Worked
 from pillion.engine.stages.stage_shares import StagePlace
 from pillion.errors import Internal
@@ -38,16 +38,36 @@ SLOWER = 4
 WORKED = struct.Struct("<2d")
 
 
+class StageBackend(ShareBackend, Protocol):
+    """Describes the backend of one process of a stage. A forward pass begins with the rows of the stage before and ends
+    when the process's KV is written, and its rows are on their way to the next stage."""
+
+    @property
+    def worked(self) -> Worked:
+        """Says when the last forward pass computed."""
+
+    def check(self, batch: StepBatch) -> None:
+        """Raises Internal for a batch that no stage could run."""
+
+
 class StageProcesses(RankProcesses):
     """Holds the other processes of a worker of several stages. ``clock`` says how long each stage computed and
     waited."""
 
     noun = "stage"
 
-    def __init__(self, stages: int, ranks: int, label: str, memory: AbortableMemory) -> None:
+    def __init__(
+        self,
+        stages: int,
+        ranks: int,
+        label: str,
+        memory: AbortableMemory,
+        environ: Callable[[int], Mapping[str, str] | None] = lambda process: None,
+    ) -> None:
+        """Starts the processes, as :class:`RankProcesses` does."""
         self.stages, self.ranks_each = stages, ranks
         self.clock = StageClock(stages)
-        super().__init__(stages * ranks, label, memory, module=MODULE)
+        super().__init__(stages * ranks, label, memory, environ, module=MODULE)
 
     def name_of(self, rank: int) -> str:
         return StagePlace.of(rank, self.stages, self.ranks_each).name
@@ -64,10 +84,10 @@ class StagedBackend(RankedCalls):
     """Implements a :class:`pillion.engine.backends.backend.Backend` for steps of prompts alone, which choose and score
     no token."""
 
-    own: StageShare
+    own: StageBackend
     ranks: StageProcesses
 
-    def __init__(self, own: StageShare, processes: StageProcesses) -> None:
+    def __init__(self, own: StageBackend, processes: StageProcesses) -> None:
         """Takes the first stage's own share and the other processes, and owns both from now on."""
         super().__init__(own, processes)
         self.max_steps_under_way = processes.stages

@@ -210,7 +210,7 @@ def process_specs(
     # Each component's page of metrics has a port: first those of the gateways, then one port after the other.
     pages = itertools.count(flags.metrics_port + flags.gateway_workers) if flags.metrics_port else itertools.repeat(0)
     listen = f"unix:{folder}/{NODE_SOCKET}"
-    pool = pool_device(flags.device, max(ranks_of(flags).values()))
+    pool = pool_device(flags.device, max(processes_of(flags).values()))
     kept = flags.keep_pool and pool == "cpu" and sys.platform == "linux"
     keeper_spec = entered_one(KEEPER) if kept else None
     place = {"node_listen": listen, "attach_socket": attach, "kv_device": pool}
@@ -236,7 +236,7 @@ def process_specs(
             # back.
             needs = (node.node_id,)
             # Workers of several processes end with their node in any case.
-            survives = keeper_spec is not None and ranks_of(flags)[role] * stages == 1
+            survives = keeper_spec is not None and processes_of(flags)[role] == 1
             # Decode workers compute prompts where there is no prefill worker, so prefill workers are spare.
             more = {"environ": compute, "needs": needs, "survives": survives, "spare": role == "prefill", **standby}
             specs.append(component_spec(role, component_id, worker, listen, level=2, kind=role, **more))
@@ -263,6 +263,14 @@ def ranks_of(flags: ServeFlags) -> dict[str, int]:
     """Returns the number of ranks of a worker of each role; of prefill workers only where there are any."""
     size = flags.tensor_parallel_size
     return {"decode": size} | ({"prefill": flags.prefill_tensor_parallel_size or size} if flags.prefill_workers else {})
+
+
+def processes_of(flags: ServeFlags) -> dict[str, int]:
+    """Returns the number of processes of a worker of each role: the ranks of all of its stages."""
+    return {
+        role: ranks * (flags.pipeline_parallel_size if role == "prefill" else 1)
+        for role, ranks in ranks_of(flags).items()
+    }
 
 
 def check_stages(flags: ServeFlags, prepared: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
 
+from collections.abc import Callable
+
 import torch
 
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
@@ -14,7 +16,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.model_shard import whole_model
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.kvstore.memory.head_shares import shares_of
 from tests.support.torch_model import BackendDriver
 
@@ -57,15 +59,18 @@ def gpu_backend(
     fp8: bool = False,
     eager: bool = False,
     ranks: GpuMeeting | None = None,
+    shard: ModelShard | None = None,
+    make: Callable[..., GpuBackend] = GpuBackend,
 ) -> GpuBackend:
-    """Makes a backend with weights of its own."""
+    """Makes a backend with weights of its own. ``shard``: what it computes, by default its rank's share, or all."""
     config = load_config(prepared.folder)
+    shard = shard or (whole_model(config) if ranks is None else ranks.shard)
     weights = load_gpu_weights(
         prepared.folder,
         config,
         fingerprint=prepared.fingerprint,
         dtype=prepared.dtype,
-        shard=whole_model(config) if ranks is None else ranks.shard,
+        shard=shard,
         memory=own_memory(DEVICE),
     )
     inside, kv = (FP8_LAYOUT_VERSION, "fp8") if fp8 else (LAYOUT_VERSION, "auto")
@@ -73,8 +78,9 @@ def gpu_backend(
     limits = GpuLimits(
         max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
     )
-    model = GpuModel(weights, prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED, max_samples=MAX_SEQS, ranks=ranks)
-    return GpuBackend(model, layout, limits, enforce_eager=eager)
+    sizes = prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED
+    model = GpuModel(weights, *sizes, max_samples=MAX_SEQS, ranks=ranks, shard=shard)
+    return make(model, layout, limits, enforce_eager=eager)
 
 
 class GpuDriver(BackendDriver):

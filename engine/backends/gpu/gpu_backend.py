@@ -45,7 +45,6 @@ from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel, GpuStepA
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
-from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
@@ -83,7 +82,7 @@ class GpuLimits:
     num_speculative_tokens: int = 0
 
 
-class _BoundPool:
+class BoundPool:
     """Holds a pool, and all objects that have its address: attention, the step's record, decoder and graphs."""
 
     def __init__(
@@ -199,7 +198,7 @@ class GpuBackend(AdaptedBackend):
         self._ranks = model.ranks
         leads = model.ranks is None or model.ranks.shard.leads
         self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs) if leads else None
-        self._bound: _BoundPool | None = None
+        self._bound: BoundPool | None = None
         # The memory is held here, because a tensor over host memory does not keep the memory alive.
         self._memory: Any = None
 
@@ -209,7 +208,7 @@ class GpuBackend(AdaptedBackend):
         if not isinstance(memory, memoryview) and num_slots > MAX_ROWS // self.layout.block_size:
             raise ConfigError(f"the GPU kernels address at most {MAX_ROWS} tokens of a pool: lower --kv-pool-bytes")
         if isinstance(memory, DividedPool):
-            parts = parts_of(model.weights.config, self._model_shard, memory.shares)
+            parts = parts_of(model.weights.config, model.shard, memory.shares)
             shards = [self._shard(memory, part, num_slots) for part in parts]
         elif isinstance(memory, memoryview):
             if model.device.type != "cpu":
@@ -355,13 +354,9 @@ class GpuBackend(AdaptedBackend):
         if self._ranks is not None and event is not None:
             self._ranks.wait(event)
 
-    @property
-    def _model_shard(self) -> ModelShard:
-        return whole_model(self._model.weights.config) if self._ranks is None else self._ranks.shard
-
     def _one_part(self) -> list[PoolPart]:
         """Returns the only part that this process has of a pool which is not divided: all of the process's KV heads."""
-        own, heads = self._model_shard, range(self._model.weights.config.num_kv_heads)
+        own, heads = self._model.shard, range(self._model.weights.config.num_kv_heads)
         return [PoolPart(0, heads, own.kv_heads, copied=own.leads)]
 
     def _shard(self, pool: DividedPool, part: PoolPart, num_slots: int) -> torch.Tensor:
@@ -372,10 +367,10 @@ class GpuBackend(AdaptedBackend):
         home = torch.device(device.type, mapped.device_index) if device.type == "cuda" else device
         return _slots_of(tensor_at(mapped, home), num_slots, part_layout(self.layout, part).block_bytes)
 
-    def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> _BoundPool:
-        return _BoundPool(self._model, parts, self.layout, self._limits, eager=eager)
+    def _bind(self, parts: Sequence[tuple[PoolPart, torch.Tensor]], *, eager: bool) -> BoundPool:
+        return BoundPool(self._model, parts, self.layout, self._limits, eager=eager)
 
-    def _bound_or_raise(self) -> _BoundPool:
+    def _bound_or_raise(self) -> BoundPool:
         if self._bound is None:
             raise Internal("a step before bind_pool")
         return self._bound
@@ -387,7 +382,7 @@ class GpuBackend(AdaptedBackend):
         if batch.adapters is not None:
             bound_adapters(self.adapters).check(batch)
 
-    def _forward(self, bound: _BoundPool, batch: StepBatch) -> torch.Tensor:
+    def _forward(self, bound: BoundPool, batch: StepBatch) -> torch.Tensor:
         """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
         self.check_step(batch)
         rows, places = distinct_rows(batch)
@@ -404,8 +399,13 @@ class GpuBackend(AdaptedBackend):
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
                 self._ranks.spread(self._model.sampled[:unknown])
-            logits = bound.graphs.run(shape)[: len(rows)]
+            logits = self._compute(bound, shape, batch.num_tokens)[: len(rows)]
             return logits if places is None else logits.index_select(0, to_device(places, logits.device))
+
+    def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
+        """Runs the step in the record, which had ``num_tokens`` tokens before it was padded to ``shape``; returns its
+        logits."""
+        return bound.graphs.run(shape)
 
 
 def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tensor:

@@ -32,14 +32,15 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def gpu_for_each(ranks: int) -> bool:
-    """Returns whether each rank of a worker has a GPU of its own: rank r the r-th that this process sees."""
-    return 1 < ranks <= device_count()
+def gpu_for_each(processes: int) -> bool:
+    """Returns whether each process of a worker (a rank, a stage, or a rank of one) has a GPU of its own: process p the
+    p-th that this process sees."""
+    return 1 < processes <= device_count()
 
 
-def devices_of(ranks: int) -> int:
-    """Returns how many GPUs share the work of a worker of so many ranks."""
-    return ranks if gpu_for_each(ranks) else 1
+def devices_of(processes: int) -> int:
+    """Returns how many GPUs share the work of a worker of so many processes."""
+    return processes if gpu_for_each(processes) else 1
 
 
 def first_gpu(rank: int) -> dict[str, str]:
@@ -76,23 +77,25 @@ class Gpus:
         return device
 
     @staticmethod
-    def pool_device(ranks: int) -> str:
-        if gpu_for_each(ranks):
-            return ",".join(f"cuda:{index}" for index in range(ranks))
+    def pool_device(processes: int) -> str:
+        if gpu_for_each(processes):
+            return ",".join(f"cuda:{index}" for index in range(processes))
         return "cpu" if interpreted() and not device_count() else "cuda"
 
     @staticmethod
     def step_tokens(flags: WorkerFlags) -> int:
         from pillion.engine.backends.gpu.gpu_roofline import step_tokens
 
-        return 0 if interpreted() else step_tokens(flags, devices_of(flags.tensor_parallel_size))
+        return 0 if interpreted() else step_tokens(flags, devices_of(flags.processes))
 
     @staticmethod
-    def check_ranks(ranks: int) -> None:
-        if 1 < (count := device_count()) < ranks:
+    def check_ranks(ranks: int, stages: int = 1) -> None:
+        if 1 < (count := device_count()) < ranks * stages:
+            each = "rank" if stages == 1 else "stage" if ranks == 1 else "rank of each stage"
+            size = f"--tensor-parallel-size {ranks}" if stages == 1 else f"--pipeline-parallel-size {stages}"
             raise ConfigError(
-                f"--tensor-parallel-size {ranks} needs a GPU for each rank, and there are {count}; choose one by"
-                " CUDA_VISIBLE_DEVICES, on which all ranks compute, or a smaller size"
+                f"{size} needs a GPU for each {each}, and there are {count}; choose one by"
+                f" CUDA_VISIBLE_DEVICES, on which all {each.partition(' ')[0]}s compute, or a smaller size"
             )
 
     @staticmethod

@@ -13,6 +13,7 @@ import logging
 import os
 import shutil
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -33,7 +34,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import NormHeads
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_shard import whole_model
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
@@ -59,7 +60,7 @@ def load_gpu_worker(flags: WorkerFlags, prepared: PreparedModel) -> LoadedModel:
 
 def cost_on_gpu(flags: WorkerFlags, prepared: PreparedModel) -> StepModel | None:
     """Returns what a worker's steps are expected to cost, None in Triton's interpreter."""
-    return None if interpreted() else expected_on_gpu(flags, prepared, devices_of(flags.tensor_parallel_size))[0]
+    return None if interpreted() else expected_on_gpu(flags, prepared, devices_of(flags.processes))[0]
 
 
 def load_gpu_backend(
@@ -68,12 +69,16 @@ def load_gpu_backend(
     prepared: PreparedModel,
     progress: Progress,
     ranks: GpuMeeting | None = None,
+    *,
+    shard: ModelShard | None = None,
+    make: Callable[..., GpuBackend] = GpuBackend,
 ) -> tuple[GpuBackend, str]:
-    """Returns the backend and the name of its kernels. ``ranks`` are the worker's other ranks, where it has any. Raises
-    ConfigError for models and flags it cannot run."""
+    """Returns the backend and the name of its kernels. ``ranks`` are the worker's other ranks, where it has any.
+    ``shard`` is what the process computes: by default the share of its rank, or the whole model. ``make`` makes the
+    backend, as :class:`GpuBackend` does. Raises ConfigError for models and flags it cannot run."""
     began_s = time.monotonic()
     config = load_config(prepared.folder)
-    shard = whole_model(config) if ranks is None else ranks.shard
+    shard = shard or (whole_model(config) if ranks is None else ranks.shard)
     device = step_device()
     inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
     layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
@@ -102,8 +107,9 @@ def load_gpu_backend(
             max(MAX_ANSWERS, 1 + limits.num_speculative_tokens) * limits.max_seqs,
             max_samples=limits.max_samples + limits.max_scored,
             ranks=ranks,
+            shard=shard,
         )
-        backend = GpuBackend(model, layout, limits, enforce_eager=flags.enforce_eager)
+        backend = make(model, layout, limits, enforce_eager=flags.enforce_eager)
         progress("compiling the GPU kernels")
         backend.take_workspace()
     except torch.OutOfMemoryError as error:
@@ -111,6 +117,8 @@ def load_gpu_backend(
     progress(f"steps of up to {limits.max_tokens} tokens take up to {size} beside weights; the KV pool gets the rest")
     arch = "interpreter" if device.type == "cpu" else "sm_{}{}".format(*torch.cuda.get_device_capability(device))
     share = "" if shard.whole else f"rank {shard.rank} of {shard.size}: "
+    if shard.layers is not None:
+        share += f"layers {shard.layers.start} to {shard.layers.stop - 1}: "
     progress(
         f"{share}all operators run on the GPU kernels {arch}; weights {weights.plan.nbytes / 2**20:.0f} MiB; "
         f"ready in {time.monotonic() - began_s:.1f} s"

@@ -9,6 +9,9 @@
 One rank of several (``gpu_meeting.py``) does the same over its share of heads, inner values and tokens. The results of
 embedding, o product and down product are then summed up over the ranks, and rank 0 gathers the logits.
 
+A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds, the others find the rows of the stage
+before in the residual stream's buffer, and leave theirs there.
+
 Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
 few bits are our kernels'. Nothing here synchronises, and nothing but the logits is allocated, so that a step can be
 captured as a CUDA graph. The exceptions (``capturable``) are a mixture of experts, whose group sizes only the device
@@ -51,6 +54,7 @@ from pillion.engine.models.layer_operations import (
 )
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts, soft_cap
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.models.rope import growth_table, rope_tables
 from pillion.kernels.gpu.attention.kv_write import HeadNorm, Rotary
 from pillion.kernels.gpu.attention.latent_write import latent_write
@@ -176,7 +180,9 @@ class GpuModel:
 
     Attributes:
         config: the shape of the model, or of the rank's share of it.
+        shard: what the process computes of the model.
         ranks: the worker's other ranks, None where it has none.
+        layers: the process's layers, by their numbers in the model.
     """
 
     def __init__(
@@ -188,14 +194,15 @@ class GpuModel:
         *,
         max_samples: int = 0,
         ranks: GpuMeeting | None = None,
+        shard: ModelShard | None = None,
     ) -> None:
         """Makes the model. ``max_sampled`` is the most tokens that one step chooses, which the next step may embed.
 
         ``max_samples`` counts the rows of the logits' buffer that all steps share; larger steps allocate their own.
+        ``shard`` is what the process computes: by default the share of its rank, or the whole model.
         """
-        config = weights.config if ranks is None else ranks.shard.local(weights.config)
-        table = weights["embedding"]
-        device, dtype = table.device, table.dtype
+        self.shard = shard or (whole_model(weights.config) if ranks is None else ranks.shard)
+        config, device, dtype = self.shard.local(weights.config), weights.device, weights.dtype
         self.config, self.device, self.dtype = config, device, dtype
         self.max_tokens = max_tokens
         self.ranks = ranks
@@ -212,9 +219,10 @@ class GpuModel:
             for name in names
             if f"{name}.{INNER_VALUES}" in weights
         }
-        self.layers = [_Layer(weights, index, operations) for index, operations in enumerate(layers_of(config))]
+        every = layers_of(config)
+        self.layers = {index: _Layer(weights, index, every[index]) for index in self.shard.own_layers(config)}
         # These are matrices in few bits, their biases, and the type of their products.
-        self._packed = [(*each, dtype) for layer in self.layers for each in layer.packed()]
+        self._packed = [(*each, dtype) for layer in self.layers.values() for each in layer.packed()]
         if isinstance(weights.head, PackedMatrix):
             self._packed.append((weights.head, None, torch.float32))
         self._quantized = QuantizedProduct((each[0] for each in self._packed), max_tokens, dtype, device)
@@ -259,7 +267,7 @@ class GpuModel:
     @property
     def has_sinks(self) -> bool:
         """Says whether the layers have attention sinks, which either all of them have or none."""
-        every = (operation for layer in self.layers for operation in layer.operations)
+        every = (operation for layer in self.layers.values() for operation in layer.operations)
         return any(isinstance(operation, Attend) and operation.sinks is not None for operation in every)
 
     def compile_products(self) -> None:
@@ -282,18 +290,38 @@ class GpuDecoder:
         self._parts = [part for part in parts if isinstance(part, PartRows)]
         self._latents = [part for part in parts if isinstance(part, LatentRows)]
         self._record = record
-        layers = model.layers
-        final = GpuNorm(model.weights["final_norm"], model.weights.get("final_norm.bias"))
-        # After each layer's last sum the residual stream is normed by one of these.
-        self._following = [*(_first_norm(layer) for layer in layers[1:]), final]
+        # After each layer's last sum the residual stream is normed by one of these, but by none after the last layer of
+        # a stage, whose rows are the next stage's to norm.
+        self._following = {index - 1: _first_norm(layer) for index, layer in model.layers.items()}
+        if "final_norm" in model.weights:
+            final = GpuNorm(model.weights["final_norm"], model.weights.get("final_norm.bias"))
+            self._following[model.config.num_layers - 1] = final
 
     def run(self, shape: StepShape) -> torch.Tensor:
-        """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples, vocab_size]."""
-        model, record, config = self._model, self._record, self._model.config
-        tokens = shape.tokens
-        residual = model.residual[:tokens]
+        """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples, vocab_size]. A stage
+        returns none."""
+        model, config = self._model, self._model.config
+        residual = model.residual[: shape.tokens]
+        first, *_ = model.layers.values()
+        if 0 in model.layers:
+            self._embed(residual, shape)
+        step = _LayerStep(residual, self._normed(residual, _first_norm(first)))
+        for index, layer in model.layers.items():
+            self._run_layer(index, layer, step, shape)
+            if step.ended:
+                break
+        if not step.ended and model.shard.gives_logits:
+            return self._logits(step.rows)
+        if model.ranks is not None:
+            # Where there are logits, gathering them shows that all ranks have written their KV.
+            model.ranks.meet()
+        return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
+
+    def _embed(self, residual: torch.Tensor, shape: StepShape) -> None:
+        """Writes the embeddings of the step's tokens into the rows of the residual stream."""
+        model = self._model
         embed(
-            record.token_ids[:tokens],
+            self._record.token_ids[: shape.tokens],
             model.sampled,
             model.weights["embedding"],
             residual,
@@ -303,20 +331,11 @@ class GpuDecoder:
         self._sum(residual)
         if shape.more:
             self._adapters.embed(residual)
-        step = _LayerStep(residual, self._normed(residual, _first_norm(model.layers[0])))
-        for index, layer in enumerate(model.layers):
-            self._run_layer(index, layer, step, shape)
-            if step.ended:
-                if model.ranks is not None:
-                    # Where there are logits, gathering them shows that all ranks have written their KV.
-                    model.ranks.meet()
-                return torch.empty((0, config.vocab_size), dtype=torch.float32, device=model.device)
-        return self._logits(step.rows)
 
     def _run_layer(self, index: int, layer: _Layer, step: _LayerStep, shape: StepShape) -> None:
         """Runs the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
         rotation of heads where keys and values are written."""
-        model, last = self._model, index + 1 == len(self._model.layers)
+        model, last = self._model, self._is_last(index)
         operations = layer.operations
         head_norm: HeadNorm | None = None
         rotary: Rotary | None = None
@@ -363,9 +382,13 @@ class GpuDecoder:
                 case AddToResidual(norm, scale):
                     self._sum(step.rows)
                     following = operations[place + 1] if place + 1 < len(operations) else None
-                    by = _norm_of(layer, following) if following is not None else self._following[index]
+                    by = _norm_of(layer, following) if following is not None else self._following.get(index)
                     post = None if norm is None else layer.norms[norm.name].weight
                     step.rows = self._add(step.residual, step.rows, post, by, scale)
+
+    def _is_last(self, index: int) -> bool:
+        """Says whether a layer is the last one of the model, after whose attention only sampled rows go on."""
+        return index + 1 == self._model.config.num_layers
 
     def _sample(self, step: _LayerStep, shape: StepShape) -> None:
         """Goes on with the sampled rows alone."""
@@ -391,7 +414,7 @@ class GpuDecoder:
         adapters."""
         if shape.adapters:
             # After its attention, the last layer computes the sampled rows alone.
-            sampled = index + 1 == len(self._model.layers) and name not in _BEFORE_ATTENTION
+            sampled = self._is_last(index) and name not in _BEFORE_ATTENTION
             self._adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
 
     @property
@@ -418,7 +441,7 @@ class GpuDecoder:
         model, latents, buffers = self._model, self._model.config.latents, self._model.latents
         assert latents is not None
         assert buffers is not None
-        heads, last = model.config.num_heads, index + 1 == len(model.layers)
+        heads, last = model.config.num_heads, self._is_last(index)
         (ups,) = layer.matrices[operation.up.name]
         assert isinstance(ups, torch.Tensor)
         key_up, value_up = ups.view(heads, -1, latents.rank).tensor_split([latents.still], 1)
@@ -622,11 +645,11 @@ class GpuDecoder:
             model.product(normed, head, None, logits)
         elif fits:
             logits, found = model.logits[:rows], model.head[:rows]
-            torch.mm(normed, head.T, out=found)
+            model.product(normed, head, None, found)
             if model.dtype != torch.float32:
                 logits.copy_(found)
         else:
-            logits = (normed @ head.T).float()
+            logits = model.product(normed, head, None, normed.new_empty(rows, config.vocab_size)).float()
         if config.logit_divisor != 1.0:
             logits = logits.div_(config.logit_divisor)
         return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits
@@ -635,10 +658,7 @@ class GpuDecoder:
         """Returns the logits of all ranks' tokens; at other ranks than the first, none."""
         model, rows = self._model, len(normed)
         head, found = model.weights.head, shares.room(rows)
-        if isinstance(head, PackedMatrix):
-            model.product(normed, head, None, found)
-        else:
-            torch.mm(normed, head.T, out=found)
+        model.product(normed, head, None, found)
         every = shares.gather(rows)
         if not every:
             return model.logits[:0]

@@ -125,7 +125,9 @@ def suitable_budget(
     config = load_config(prepared.folder)
     tokens = suitable_tokens(cost, flags.target_itl_ms if isinstance(flags, DecodeFlags) else AUTO)
     most_bytes = STEP_SHARE * (rates.memory_bytes - weight_bytes(prepared, config) / devices)
-    while tokens > LEAST_SUITABLE_TOKENS and step_bytes(config, prepared.dtype, tokens, 0) / devices > most_bytes:
+    # Ranks share the values of a row, and each stage has whole rows.
+    each = flags.pipeline_parallel_size / devices
+    while tokens > LEAST_SUITABLE_TOKENS and step_bytes(config, prepared.dtype, tokens, 0) * each > most_bytes:
         tokens //= 2
     return tokens
 

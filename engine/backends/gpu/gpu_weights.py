@@ -8,7 +8,8 @@ bits, and their layout may depend on their values: such a checkpoint is packed o
 whose header is the plan. So a second worker of a GPU reads no weights at all. The plan's digest is part of the region's
 key, so versions of this file share nothing.
 
-A rank of several has a plan, a region and a packed file of its own, with its share of every layer and of the tokens.
+A rank of several has a plan, a region and a packed file of its own, with its share of every layer and of the tokens. So
+has a stage, with its own layers: the first one has the embedding, too, and no stage has what makes logits.
 """
 
 from __future__ import annotations
@@ -97,6 +98,7 @@ class GpuWeights(dict[str, torch.Tensor]):
         """Takes ``config`` of the whole model, and ``memory``, uint8, at least ``plan.nbytes`` long, which is
         borrowed."""
         self.config, self.plan = config, plan
+        self.device, self.dtype = memory.device, dtype
         # This function releases the memory; it is called when no step can run any more.
         self.close: Callable[[], None] = lambda: None
         self.embedding_scale = embedding_scale(config, dtype)
@@ -113,10 +115,11 @@ class GpuWeights(dict[str, torch.Tensor]):
         return PackedMatrix(kind, self[f"{name}.words"], self[f"{name}.scales"], offsets, order)
 
     @property
-    def head(self) -> torch.Tensor | PackedMatrix:
-        """Gives the output projection [vocab, hidden]: the embedding if the model ties the two."""
+    def head(self) -> torch.Tensor | PackedMatrix | None:
+        """Gives the output projection [vocab, hidden]: the embedding if the model ties the two. None where the process
+        gives no logits, and has no embedding either."""
         head = self.matrix("lm_head")
-        return self["embedding"] if head is None else head
+        return self.get("embedding") if head is None else head
 
     @property
     def norm_is_wide(self) -> bool:
@@ -241,6 +244,8 @@ def pack_folder(
 
     cache = ModelCache()
     share = "" if shard.whole else f"_rank{shard.name}"
+    if shard.layers is not None:
+        share += f"_layers{shard.layers.start}to{shard.layers.stop}"
     path = cache.packed_weights(fingerprint, f"gpu_{str(dtype).removeprefix('torch.')}{share}")
     return packed_once(path, GpuPackedFile, write, cache, progress)
 
@@ -256,15 +261,20 @@ def _named_tensors(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, shard: ModelShard
 ) -> Iterator[tuple[str, torch.Tensor | PackedMatrix]]:
     """Yields names and weights layer by layer, so that only one layer is in memory at a time."""
-    tokens = shard.vocabulary(config.vocab_size)
+    tokens, layers, own = shard.vocabulary(config.vocab_size), layers_of(config), shard.own_layers(config)
     mine = slice(tokens.start, tokens.stop)
-    embedding = load_embedding(checkpoint, config, dtype)
-    yield "embedding", embedding[mine]
-    head = load_head(checkpoint, config, dtype, embedding)
-    for index, operations in enumerate(layers_of(config)):
+    head = embedding = None
+    if own.start == 0:
+        embedding = load_embedding(checkpoint, config, dtype)
+        yield "embedding", embedding[mine]
+        if shard.gives_logits:
+            head = load_head(checkpoint, config, dtype, embedding)
+    for index in own:
         layer = load_layer(checkpoint, config, dtype, index, Linear.plain)
-        for name, tensor in _layer_tensors(operations, layer, dtype, shard):
+        for name, tensor in _layer_tensors(layers[index], layer, dtype, shard):
             yield f"layers.{index}.{name}", tensor
+    if head is None:
+        return
     yield from _norm_tensors("final_norm", load_final_norm(checkpoint, config, dtype))
     if head is not embedding:
         yield "lm_head", _stored(select_rows(head, mine), dtype)

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pillion import rooms
 from pillion.config import DecodeFlags, PrefillFlags
 from pillion.engine.backends.loading import load_model
 from pillion.engine.checkpoints.prepare import prepare
@@ -37,22 +38,29 @@ def test_the_processes_of_a_stage_follow_one_another():
 
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize(
-    ("kind", "flags", "device", "words"),
+    ("kind", "flags", "words"),
     [
-        (PrefillFlags, {"pipeline_parallel_size": 3}, "cpu", "3 is too much to share 2 layers"),
-        (PrefillFlags, {"cpu_kernels": "torch"}, "cpu", "2 needs the CPU kernels: --cpu-kernels torch"),
-        (PrefillFlags, {}, "cuda", "2 needs --device cpu: stages on GPUs are not there yet"),
-        (DecodeFlags, {}, "cpu", "2 needs a prefill worker: a decode step would wait"),
+        (PrefillFlags, {"pipeline_parallel_size": 3}, "3 is too much to share 2 layers"),
+        (PrefillFlags, {"cpu_kernels": "torch"}, "2 needs the CPU kernels: --cpu-kernels torch"),
+        (DecodeFlags, {}, "2 needs a prefill worker: a decode step would wait"),
     ],
 )
-def test_stages_that_cannot_be_are_refused_by_name(tmp_path, kind, flags, device, words):
+def test_stages_that_cannot_be_are_refused_by_name(tmp_path, kind, flags, words):
     shape = {"model": str(save_model(tmp_path / "model")), "dtype": "float32", "pipeline_parallel_size": 2}
     named = kind(**{**shape, **flags})
     with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
-        Stages.check(named, device, prepare(named))
-    if device == "cpu":
-        with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
-            load_model(named, 1)
+        Stages.check(named, "cpu", prepare(named))
+    with pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}"):
+        load_model(named, 1)
+
+
+def test_stages_on_gpus_without_their_room_are_refused_by_name(tmp_path, monkeypatch):
+    flags = PrefillFlags(model=str(save_model(tmp_path / "model")), dtype="float32", pipeline_parallel_size=2)
+    monkeypatch.setattr(rooms, "ROOMS", ())
+    with pytest.raises(
+        ConfigError, match="--pipeline-parallel-size 2 with --device cuda needs the room 'stages on GPUs'"
+    ):
+        Stages.check(flags, "cuda", prepare(flags))
 
 
 def test_the_ranks_of_a_stage_are_refused_as_ranks_are(tmp_path):

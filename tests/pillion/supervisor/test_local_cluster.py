@@ -170,6 +170,7 @@ def test_prefill_workers_alone_have_stages() -> None:
     specs = {spec.component_id: spec for spec in process_specs(flags, pathlib.Path("/run/x"), None)}
     assert "--pipeline-parallel-size=2" in specs["prefill-0"].argv
     assert "--pipeline-parallel-size=1" in specs["decode-0"].argv
+    assert cluster.processes_of(replace(flags, tensor_parallel_size=3)) == {"prefill": 6, "decode": 3}
 
 
 @pytest.mark.parametrize(

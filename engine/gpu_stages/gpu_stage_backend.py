@@ -1,0 +1,104 @@
+"""Runs a stage on a GPU: its forward pass begins with the rows of the stage before, and ends with its own.
+
+    take --> layers of the stage: their KV into the pool --> wait for that --> give
+
+What passes on is the residual stream's buffer, outside of CUDA graphs, without the rows that a step is padded with. So
+the stages of a worker need not agree on graphs. Where a stage is several ranks, their sums are those of ranks
+(``engine/gpu_ranks``).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from pillion.engine.backends.backend import KVLayout, StepBatch
+from pillion.engine.backends.gpu.device_memory import event_on
+from pillion.engine.backends.gpu.gpu_backend import BoundPool, GpuBackend, GpuLimits
+from pillion.engine.backends.gpu.gpu_model import GpuModel
+from pillion.engine.backends.gpu.gpu_step import StepShape
+from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
+from pillion.engine.stages.stage_clock import Worked
+
+
+class GpuStageBackend(GpuBackend):
+    """Implements :class:`pillion.engine.stages.staged_backend.StageBackend` on a GPU.
+
+    Attributes:
+        worked: when the last forward pass computed.
+    """
+
+    worked = Worked(0.0, 0.0)
+
+    def __init__(
+        self,
+        model: GpuModel,
+        layout: KVLayout,
+        limits: GpuLimits,
+        *,
+        enforce_eager: bool = False,
+        link: GpuStageLink,
+    ) -> None:
+        """Makes the backend, which owns the link from now on."""
+        super().__init__(model, layout, limits, enforce_eager=enforce_eager)
+        # A prefill worker chooses no tokens.
+        self._sampler = None
+        self._link = link
+
+    def check(self, batch: StepBatch) -> None:
+        """Raises Internal for a batch that no stage could run."""
+        self.check_step(batch)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Writes the batch's KV, which is complete at the return, and gives the rows to the next stage, which may take
+        them later. Returns no logits."""
+        return self._forward(self._bound_or_raise(), batch)
+
+    def warm_up(self, max_tokens: int) -> None:
+        """Captures CUDA graphs over the bound pool, and waits for the stages beside this one."""
+        super().warm_up(max_tokens)
+        self._link.begin_steps()
+
+    def settle(self) -> None:
+        """Waits as :meth:`GpuBackend.settle` does, and for no stage that is lost."""
+        if self._model.device.type == "cuda":
+            self._link.wait(event_on(self._model.device))
+        super().settle()
+
+    def close(self) -> None:
+        """Releases what :meth:`GpuBackend.close` does, and leaves the other stages. Idempotent."""
+        super().close()
+        self._link.close()
+
+    def _forward(self, bound: BoundPool, batch: StepBatch) -> torch.Tensor:
+        return super()._forward(bound, replace(batch, sample_rows=batch.sample_rows[:0]))
+
+    def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
+        rows = self._model.residual[:num_tokens]
+        self._link.take(rows)
+        began = self._mark()
+        logits = super()._compute(bound, shape, num_tokens)
+        self.worked = self._worked_since(began)
+        self._link.give(rows)
+        return logits
+
+    def _mark(self) -> Any:
+        """Returns what stands for the end of all that was queued so far: a time of time.monotonic(), or a CUDA
+        event."""
+        if self._model.device.type != "cuda":
+            return time.monotonic()
+        event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._model.device))
+        return event
+
+    def _worked_since(self, began: Any) -> Worked:
+        """Waits for all that was queued, and returns when the device computed what was queued since a mark."""
+        ended = self._mark()
+        if isinstance(ended, float):
+            return Worked(began, ended)
+        self._link.wait(ended)
+        now = time.monotonic()
+        return Worked(now - began.elapsed_time(ended) / 1000, now)

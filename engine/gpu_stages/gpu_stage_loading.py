@@ -1,0 +1,129 @@
+"""Loads the stages of a prefill worker on GPUs, each on its own or all on one, for the room that
+:mod:`pillion.engine.stages.stage_loading` enters.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from pillion.config import WorkerFlags
+from pillion.engine.backends.gpu.gpu_backend import GpuLimits
+from pillion.engine.backends.gpu.gpu_devices import first_gpu, gpu_for_each
+from pillion.engine.backends.gpu.gpu_loading import cost_on_gpu, limits_of, load_gpu_backend, step_device
+from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.gpu_ranks.gpu_rank_loading import join_ranks
+from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
+from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.ranks.rank_loading import worker_label
+from pillion.engine.ranks.rank_memory import RankMemory
+from pillion.engine.stages.stage_shares import StagePlace
+from pillion.engine.stages.staged_backend import StagedBackend, StageProcesses
+
+log = logging.getLogger("pillion.worker")
+
+
+@dataclass(frozen=True, slots=True)
+class StageMeetings:
+    """Holds the descriptors of the files in memory by which the processes of a worker find each other: one for the
+    ranks of each stage, where it has several, and one for each rank between two stages."""
+
+    stages: Sequence[int]
+    between: Sequence[Sequence[int]]
+
+    @classmethod
+    def create(cls, stages: int, ranks: int) -> StageMeetings:
+        """Makes the files."""
+
+        def made(count: int) -> list[int]:
+            return [os.memfd_create("pillion-meeting", os.MFD_CLOEXEC) for _ in range(count)]
+
+        return cls(made(stages if ranks > 1 else 0), [made(ranks) for _ in range(stages - 1)])
+
+    def of(self, place: StagePlace) -> list[int]:
+        """Returns those of a process, in the order in which :func:`load_share_of` takes them."""
+        beside = self.between[max(place.stage - 1, 0) : place.stage + 1]
+        return [*self.stages[place.stage : place.stage + 1], *(each[place.rank] for each in beside)]
+
+    def close(self) -> None:
+        """Closes the descriptors; processes that have met keep their own."""
+        for descriptor in (*self.stages, *(one for each in self.between for one in each)):
+            os.close(descriptor)
+
+
+class GpuStages:
+    """Is a :class:`pillion.engine.stages.stage_loading.GpuStageLoader`."""
+
+    @staticmethod
+    def load(flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any]) -> LoadedModel:
+        """Loads a worker of several stages, of which this process is the first."""
+        stages, ranks, limits = flags.pipeline_parallel_size, flags.tensor_parallel_size, limits_of(flags, prepared)
+        # Steps write nothing to this memory, which only shows whether a process has ended.
+        memory = RankMemory.create(load_config(prepared.folder), flags.processes, 1)
+        apart, meetings = gpu_for_each(flags.processes), StageMeetings.create(stages, ranks)
+        environ = first_gpu if apart else lambda process: None
+        try:
+            processes = StageProcesses(stages, ranks, worker_label(flags), memory, environ)
+
+            def each(process: int) -> list[int]:
+                return [memory.fd, *meetings.of(StagePlace.of(process, stages, ranks))]
+
+            try:
+                with processes.loading({**order, "limits": asdict(limits), "apart": apart}, each=each):
+                    place = StagePlace.of(0, stages, ranks)
+                    own, operators = load_share_of(
+                        flags, limits, prepared, place, memory, meetings.of(place), apart=apart
+                    )
+            except BaseException:
+                processes.close()
+                raise
+        finally:
+            meetings.close()
+        where = "a GPU each" if apart else "one GPU"
+        log.info(
+            "%d stages of %d ranks on %s share the model, processes %s beside this",
+            stages,
+            ranks,
+            where,
+            processes.pids(),
+        )
+        backend, expected = StagedBackend(own, processes), cost_on_gpu(flags, prepared)
+        return LoadedModel(prepared, backend, f"{operators}, {stages} stages", ranks=processes, expected_cost=expected)
+
+    @staticmethod
+    def load_share(
+        flags: WorkerFlags, prepared: PreparedModel, order: dict[str, Any], descriptors: Sequence[int]
+    ) -> tuple[GpuStageBackend, RankMemory]:
+        """Loads the share of another process."""
+        place = StagePlace.of(order["rank"], flags.pipeline_parallel_size, flags.tensor_parallel_size)
+        memory, limits = RankMemory.open(os.dup(descriptors[0])), GpuLimits(**order["limits"])
+        return load_share_of(flags, limits, prepared, place, memory, descriptors[1:], apart=order["apart"])[0], memory
+
+
+def load_share_of(
+    flags: WorkerFlags,
+    limits: GpuLimits,
+    prepared: PreparedModel,
+    place: StagePlace,
+    memory: RankMemory,
+    meetings: Sequence[int],
+    *,
+    apart: bool,
+) -> tuple[GpuStageBackend, str]:
+    """Meets the other processes and makes the backend of the one at ``place``; returns it with the name of its kernels.
+    ``memory`` shows whether a process has ended, ``apart`` says whether each has a GPU of its own. Raises
+    ConfigError."""
+    shard, device, given = place.shard(load_config(prepared.folder)), step_device(), list(meetings)
+    group = join_ranks(shard, given.pop(0), memory, apart=apart) if place.ranks > 1 else None
+    own_device = apart and device.type == "cuda"
+    link = GpuStageLink.join(place, given, device, own_device=own_device, aborted=lambda: memory.aborted)
+    make = partial(GpuStageBackend, link=link)
+    backend, operators = load_gpu_backend(flags, limits, prepared, log.info, group, shard=shard, make=make)
+    assert isinstance(backend, GpuStageBackend)
+    return backend, operators

@@ -1,0 +1,314 @@
+"""Stages of a GPU worker: the KV of one process, bit by bit, and what passes from stage to stage."""
+
+from __future__ import annotations
+
+from tests.support.gpu_model import GpuDriver, gpu_backend  # isort: skip  (before the kernels)
+
+import contextlib
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion.config import ModelFlags, PrefillFlags
+from pillion.engine.adapters.adapter_weights import AdapterWeights
+from pillion.engine.backends.backend import BackendLost, StepBatch
+from pillion.engine.backends.gpu import gpu_devices
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
+from pillion.engine.gpu_stages.gpu_stage_backend import GpuStageBackend
+from pillion.engine.gpu_stages.gpu_stage_link import GpuStageLink
+from pillion.engine.gpu_stages.gpu_stage_loading import StageMeetings
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.stages.stage_loading import Stages
+from pillion.engine.stages.stage_shares import StagePlace
+from pillion.errors import ConfigError
+from testbed.conditions import result_of
+from testbed.tiny_model import save_model
+from tests.gpu.test_backend import close
+from tests.gpu.test_quantized_models import FORMATS
+from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.gpu import DEVICE
+from tests.support.mixed_adapters import RANKS, with_adapters
+from tests.support.quantized import quantize_folder
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+LAYERS, SLOTS = 3, 16
+TEXT = tokens_of(46, 2)
+CUTS = ((0, 12), (12, 13), (13, 25))
+# One family for each thing that stages meet in a way of their own: norms of sums that the next stage would begin with,
+# with and without one; caps and windows; experts; biases; layers that begin with a kept row; latents.
+FAMILY_STAGES = {"llama-gqa-tied": 3, "gemma2": 2, "olmo2": 3, "mixtral": 2, "gpt-oss": 3, "cohere": 2, "youtu": 3}
+
+
+class PassedOn:
+    """The rows between stages that run in one process, one after the other; stands for a GpuStageLink."""
+
+    def __init__(self, before: deque[torch.Tensor] | None, after: deque[torch.Tensor] | None) -> None:
+        self.before, self.after = before, after
+
+    def take(self, rows: torch.Tensor) -> None:
+        if self.before is not None:
+            rows.copy_(self.before.popleft())
+
+    def give(self, rows: torch.Tensor) -> None:
+        if self.after is not None:
+            self.after.append(rows.clone())
+
+    def wait(self, event: Any) -> None:
+        event.synchronize()
+
+    def begin_steps(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class StageChain:
+    """All stages of a worker behind the face of one backend."""
+
+    def __init__(self, prepared: PreparedModel, stages: int, **options: Any) -> None:
+        config = load_config(prepared.folder)
+        between: list[deque[torch.Tensor] | None] = [None, *(deque() for _ in range(stages - 1)), None]
+        self.backends = [
+            gpu_backend(
+                prepared,
+                shard=StagePlace.of(stage, stages, 1).shard(config),
+                make=partial(GpuStageBackend, link=PassedOn(*between[stage : stage + 2])),
+                **options,
+            )
+            for stage in range(stages)
+        ]
+        self.layout, self.vocab_size = self.backends[0].layout, self.backends[0].vocab_size
+
+    def bind_pool(self, memory: Any, num_slots: int) -> None:
+        for backend in self.backends:
+            backend.bind_pool(memory, num_slots)
+
+    def warm_up(self, max_tokens: int) -> None:
+        for backend in self.backends:
+            backend.warm_up(max_tokens)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        return [backend.forward(batch) for backend in self.backends][-1]
+
+    def bind_adapters(self, max_adapters: int, max_rank: int) -> None:
+        for backend in self.backends:
+            backend.bind_adapters(max_adapters, max_rank)
+
+    @property
+    def adapters(self) -> StageChain:
+        return self
+
+    def pack(self, weights: AdapterWeights) -> AdapterWeights:
+        return weights
+
+    def place_adapter(self, slot: int, weights: AdapterWeights) -> None:
+        for backend in self.backends:
+            backend.place_adapter(slot, backend.adapters.pack(weights))
+
+
+def chunks(driver: GpuDriver, *adapters: int) -> Iterator[StepBatch]:
+    """Batches of two texts in chunks, those of all sequences in the same steps."""
+    numbers = [driver.sequences.add(adapter=slot)[0] for slot in adapters or (-1, -1)]
+    for begin, end in CUTS:
+        parts = [(number, TEXT[:: 1 if place % 2 else -1][begin:end]) for place, number in enumerate(numbers)]
+        yield driver.sequences.step(parts, ())
+
+
+def pool_of(driver: GpuDriver) -> torch.Tensor:
+    return driver.memory.tensor.cpu()
+
+
+def driver_of(prepared: PreparedModel, backend: Any) -> GpuDriver:
+    return GpuDriver(prepared, num_slots=SLOTS, backend=backend)
+
+
+def check_blocks(prepared: PreparedModel, stages: int, **options: Any) -> None:
+    """Compares the pool after the chunks with that of one process. Each stage runs ahead of the next one."""
+    driver = driver_of(prepared, gpu_backend(prepared, **options))
+    for batch in chunks(driver):
+        driver.backend.forward(batch)
+    chain = StageChain(prepared, stages, **options)
+    for backend in chain.backends:
+        backend.take_workspace()
+    staged = driver_of(prepared, chain)
+    steps = [*chunks(staged)]
+    for backend in chain.backends:
+        for batch in steps:
+            assert backend.forward(batch).shape == (0, chain.vocab_size)
+            assert backend.worked.began_s < backend.worked.ended_s
+    found, wanted = pool_of(staged), pool_of(driver)
+    if load_config(prepared.folder).moe is None:
+        assert torch.equal(found, wanted)
+    else:
+        # Experts multiply their rows all at once, also those with which the interpreter's steps are padded, and a
+        # product's bits depend on how many there are. A stage's padding has the rows of an earlier step.
+        both = found.view(torch.float32), wanted.view(torch.float32)
+        torch.testing.assert_close(*both, rtol=1e-4, atol=1e-4, equal_nan=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "stages"), FAMILY_STAGES.items())
+def test_stages_write_the_kv_of_one_process_bit_by_bit(family, stages, tmp_path):
+    _, flags = make_model(tmp_path / "model", {**FAMILIES[family], "num_hidden_layers": LAYERS})
+    check_blocks(prepare(flags), stages)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [{"fp8": True}, {"block_size": 32}])
+def test_other_layouts_of_the_pool(options, tmp_path):
+    _, flags = make_model(tmp_path / "model", {**FAMILIES["llama-gqa-tied"], "num_hidden_layers": LAYERS})
+    check_blocks(prepare(flags), 2, **options)
+
+
+@pytest.mark.long
+def test_bfloat16(tmp_path):
+    _, flags = make_model(tmp_path / "model", {**FAMILIES["llama-gqa-tied"], "num_hidden_layers": LAYERS})
+    check_blocks(prepare(replace(flags, dtype="bfloat16")), 3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gptq in an order", "nf4"])
+def test_weights_in_few_bits_are_packed_for_each_stage(name, prepared, tmp_path):
+    producer, _ = FORMATS[name]
+    folder, _ = quantize_folder(prepared.folder, tmp_path, producer)
+    check_blocks(prepare(ModelFlags(model=str(folder), dtype="float32")), 2)
+
+
+def test_a_decode_worker_goes_on_with_the_kv_of_stages(prepared):
+    """It may have written the first blocks, stages write the next ones, and its logits are those of transformers."""
+    driver = driver_of(prepared, gpu_backend(prepared))
+    (number,) = driver.sequences.add()
+    driver.step((number, TEXT[:16]), sample=())
+    chain = StageChain(prepared, 2)
+    chain.bind_pool(driver.memory, SLOTS)
+    chain.warm_up(1)
+    chain.forward(driver.sequences.step([(number, TEXT[16:40])], ()))
+    # Each stage has its own layers, the first one the embedding, and none what makes logits.
+    assert [sorted(each._model.layers) for each in chain.backends] == [[0], [1]]
+    assert ["embedding" in each._model.weights for each in chain.backends] == [True, False]
+    assert not any("final_norm" in each._model.weights for each in chain.backends)
+    found = driver.step((number, TEXT[40:]), sample=range(6))
+    model = AutoModelForCausalLM.from_pretrained(str(prepared.folder), dtype=torch.float32).eval()
+    with torch.inference_mode():
+        close(found, model(torch.tensor([TEXT])).logits[0, 40:].float())
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("affine", [False, True])
+def test_adapters(prepared, affine):
+    """Each stage packs the pairs of its own layers."""
+    slots = (1, -1, 0, 2)[: 2 if affine else 4]
+    pools = []
+    for backend in (gpu_backend(prepared), StageChain(prepared, 2)):
+        driver = with_adapters(driver_of(prepared, backend), affine=affine)
+        for batch in chunks(driver, *slots):
+            driver.backend.forward(batch)
+        pools.append(pool_of(driver))
+    assert torch.equal(*pools)
+    assert max(slots) < len(RANKS)
+
+
+@pytest.mark.parametrize(
+    ("stages", "ranks", "gpus", "words"),
+    [
+        (2, 2, 3, "2 needs a GPU for each rank of each stage, and there are 3; choose one .* all ranks compute"),
+        (3, 1, 2, "3 needs a GPU for each stage, and there are 2; choose one .* on which all stages compute"),
+        (3, 1, 3, "3 on 3 GPUs: 2 KV heads cannot be shared out to 3: at most 2, or a multiple of that"),
+        (3, 1, 1, ""),
+        (2, 2, 4, ""),
+    ],
+)
+def test_gpus_that_are_too_few_or_cannot_share_a_pool_are_refused(tmp_path, monkeypatch, stages, ranks, gpus, words):
+    flags = PrefillFlags(
+        model=str(save_model(tmp_path / "model", num_hidden_layers=3)),
+        dtype="float32",
+        pipeline_parallel_size=stages,
+        tensor_parallel_size=ranks,
+    )
+    monkeypatch.setattr(gpu_devices, "device_count", lambda: gpus)
+    refused = pytest.raises(ConfigError, match=f"--pipeline-parallel-size {words}")
+    with refused if words else contextlib.nullcontext():
+        Stages.check(flags, "cuda", prepare(flags))
+
+
+class Pipeline:
+    """The links of stages that are threads of this process. ``ended`` has something in it when a stage has ended."""
+
+    def __init__(self, stages: int) -> None:
+        self.ended: list[bool] = []
+        self.threads = [ThreadPoolExecutor(1) for _ in range(stages)]
+        self._meetings = StageMeetings.create(stages, 1)
+        places = [StagePlace.of(stage, stages, 1) for stage in range(stages)]
+        joined = [thread.submit(self._join, place) for thread, place in zip(self.threads, places, strict=True)]
+        self.links = [result_of("a stage that has met those beside it", one) for one in joined]
+        self._meetings.close()
+
+    def _join(self, place: StagePlace) -> GpuStageLink:
+        given = self._meetings.of(place)
+        return GpuStageLink.join(place, given, DEVICE, own_device=False, aborted=lambda: bool(self.ended))
+
+    def begin(self, stage: int, call: str, *args: torch.Tensor) -> Future[None]:
+        """Makes a call of a stage's link, on that stage's thread."""
+        return self.threads[stage].submit(getattr(self.links[stage], call), *args)
+
+    def close(self) -> None:
+        self.ended.append(True)
+        for thread in self.threads:
+            thread.shutdown()
+        for link in self.links:
+            link.close()
+            link.close()
+
+
+@pytest.fixture
+def pipeline() -> Iterator[Pipeline]:
+    made = Pipeline(3)
+    yield made
+    made.close()
+
+
+def test_rows_pass_from_each_stage_to_the_next(pipeline):
+    """Also those of steps that follow one another, with other numbers of rows."""
+    for number in range(3):
+        pipeline.begin(number, "begin_steps")
+    given = [torch.randn(rows, 8).to(torch.bfloat16) for rows in (5, 1, 7)]
+    ways = [[rows.clone(), torch.zeros_like(rows), torch.zeros_like(rows)] for rows in given]
+    calls = []
+    for rows in ways:
+        for stage, mine in enumerate(rows):
+            calls += [pipeline.begin(stage, call, mine) for call in ("take", "give")]
+    for call in calls:
+        result_of("rows that pass", call)
+    for rows, wanted in zip(ways, given, strict=True):
+        assert all(torch.equal(found, wanted) for found in rows)
+
+
+def test_the_end_of_a_stage_ends_the_waits_of_the_others(pipeline):
+    """The first stage waits for the second one to take its rows, the third one for rows."""
+    rows = torch.zeros(3, 8)
+    waits = [pipeline.begin(0, "give", rows), pipeline.begin(2, "take", rows.clone())]
+    pipeline.ended.append(True)
+    for stage, wait in zip((0, 2), waits, strict=True):
+        with pytest.raises(BackendLost, match=f"stage {stage}: another rank has ended"):
+            result_of("the end of a wait", wait)
+
+
+def test_each_process_gets_the_meetings_of_its_neighbours():
+    meetings = StageMeetings.create(3, 2)
+    places = [StagePlace.of(process, 3, 2) for process in range(6)]
+    every = [meetings.of(place) for place in places]
+    assert [len(one) for one in every] == [2, 2, 3, 3, 2, 2]
+    for one, other in ((0, 1), (2, 3), (4, 5)):
+        assert every[one][0] == every[other][0], "the ranks of a stage"
+    for rank in (0, 1):
+        before, middle, after = (every[2 * stage + rank][1:] for stage in range(3))
+        assert [*before, *after] == middle
+    assert len({descriptor for one in every for descriptor in one}) == 3 + 4
+    meetings.close()
