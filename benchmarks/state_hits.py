@@ -73,7 +73,7 @@ class TraceNode:
         self.pages, self.hits = pages, TraceHits()
         self._worker = self.ledger.attach("worker", "decode")
         self._nonces = itertools.count(1)
-        self._ends: list[tuple[float, int]] = []
+        self._ends: list[tuple[float, int, int]] = []
 
     def serve(self, request: TraceRequest) -> None:
         """Serves a request at its time; where memory is short it waits for the requests that end first."""
@@ -94,14 +94,17 @@ class TraceNode:
             if end > ticket.blocks:
                 self._commit(ticket, hashes[ticket.blocks : end])
                 self._keep(ticket)
-        self._commit(ticket, [hashlib.sha256(b"%d %d" % (ticket.ticket_id, at)).digest() for at in range(answer)])
-        if answer:
-            self._keep(ticket)
         seconds = request.input_length * PROMPT_TOKEN_S + request.output_length * ANSWER_TOKEN_S
-        heapq.heappush(self._ends, (now + seconds, ticket.ticket_id))
+        heapq.heappush(self._ends, (now + seconds, ticket.ticket_id, answer))
 
     def _end(self) -> None:
-        self.ledger.release(self._worker, [heapq.heappop(self._ends)[1]])
+        """Ends the answer that ends first: its blocks, and the state after them."""
+        _, ticket_id, answer = heapq.heappop(self._ends)
+        ticket = self.ledger.tickets[ticket_id]
+        self._commit(ticket, [hashlib.sha256(b"%d %d" % (ticket_id, at)).digest() for at in range(answer)])
+        if answer:
+            self._keep(ticket)
+        self.ledger.release(self._worker, [ticket_id])
 
     def _commit(self, ticket: TicketState, names: Sequence[bytes]) -> None:
         if names:

@@ -130,6 +130,7 @@ class Scheduler:
         self._on_added = overrides(features, StepFeature.added)
         self._on_joined = overrides(features, StepFeature.joined)
         self._on_end = overrides(features, StepFeature.ends)
+        self._on_preempted = overrides(features, StepFeature.preempted)
         self._on_left = overrides(features, StepFeature.left)
         self._on_sibling = overrides(features, StepFeature.sibling_begins)
         self._on_begin = overrides(features, StepFeature.step_begins)
@@ -590,8 +591,9 @@ class Scheduler:
     def _close(self, sequence: Sequence, now: float, *, commit_rest: bool = False, resume: bool = False) -> None:
         """Takes a sequence out of the queues; owned slots that will not be committed go back to the stock at once."""
         self.queues.leave(sequence)
-        for ends in self._on_end if commit_rest and not resume and sequence.state is SequenceState.RUNNING else ():
-            ends(sequence)
+        if commit_rest and sequence.state is SequenceState.RUNNING:
+            for ends in self._on_preempted if resume else self._on_end:
+                ends(sequence)
         self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         for left in self._on_left:
             left(sequence)

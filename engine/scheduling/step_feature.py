@@ -4,7 +4,7 @@ rooms.
     add       joined, share, added                   schedule  step_begins -> may_choose, may_follow (each decode)
     resumed   joined, share                                    -> proposes, propose -> planned -> masks (of the batch)
     commit    stepped -> judged, accepted -> landed  between   may_run_ahead; step_failed; flush, load
-    closed    ends, left                             memory    lacking_blocks, yield_slots, chain_opened, ...
+    closed    ends, preempted, left                  memory    lacking_blocks, yield_slots, chain_opened, ...
 
 A feature overrides what it needs. The scheduler keeps, for each method, those of the features that have one of their
 own (:func:`overrides`): a method that nobody overrides costs a step nothing. A feature keeps what it knows of a
@@ -88,6 +88,10 @@ class StepFeature:
     def ends(self, sequence: Sequence) -> None:
         """Notes that a running sequence has all of its tokens and is about to let go of its blocks. The feature may cut
         off blocks that will not be committed, whose slots are then its own."""
+
+    def preempted(self, sequence: Sequence) -> None:
+        """Notes that a running sequence is about to let go of its blocks, and will resume under another ticket. The
+        feature may cut off blocks as in :meth:`ends`."""
 
     def left(self, sequence: Sequence) -> None:
         """Notes that a sequence has left the queues: it ends, or is preempted and may join again

@@ -6,8 +6,9 @@
 
 The node says how far it knows the blocks of a prompt (``known_blocks``), which is further than the state that it found
 where nobody has kept one there. So the second text that comes by leaves a state for the third (Marconi, arXiv
-2411.19379). A prefill range's end, an answer's and a preempted stream's are not among the places: a state stands there
-when the sequence ends. Sans-IO (I9).
+2411.19379); where the node remembers from earlier texts that they part, the first one does. A prefill range's end, an
+answer's and a preempted stream's are not among the places: a state stands there when the sequence ends, or is
+preempted. Sans-IO (I9).
 """
 
 from __future__ import annotations

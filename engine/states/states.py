@@ -5,7 +5,8 @@ kept where texts may go on.
     step   --a state that stands where the piece begins is read, a free one is written--> landed
     landed --some of its tokens do not count, so no state stands where the sequence does--> it computes again from an
              older one (Sequence.compute_from)
-    at the last whole block of a prompt, of an answer and of a prefill range, and where texts part (state_places)
+    at the last whole block of a prompt, of an answer, of a prefill range and of what a preempted sequence has, and
+    where texts part (state_places)
            --with its last block's commit--> the state is committed behind it
 
 So nothing is copied, and nothing is lost that a step computes in vain: tokens after a wrong guess, or after a mask that
@@ -181,6 +182,10 @@ class States(StepFeature):
         if state is not None and sequence.may_commit:
             working.standing.remove(state)
             self._keep(sequence, state)
+
+    def preempted(self, sequence: Sequence) -> None:
+        # It resumes from there as long as the pool has room for what was computed.
+        self.ends(sequence)
 
     def left(self, sequence: Sequence) -> None:
         working = self._working.pop(sequence.seq_id, None)

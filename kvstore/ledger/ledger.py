@@ -226,13 +226,14 @@ class Ledger:
         match = self._match(hashes, state_pages)
         if self._missing(match, total_blocks):
             return None
+        known = self.states.opens(hashes, match) if state_pages else match.known
         for pinned in (match.last_block, match.state):
             if pinned is not None:
                 self.tree.pin(pinned)
         self.prefix_pins.used(hashes, match.blocks)
         ticket = self._opened(holder, nonce, match.last_block, total_blocks - match.blocks)
         ticket.state, ticket.state_pages = match.state, state_pages
-        ticket.known_blocks = match.known
+        ticket.known_blocks = known
         return ticket
 
     def _opened(self, holder: Holder, nonce: int, last_block: Block | None, reserved: int) -> TicketState:

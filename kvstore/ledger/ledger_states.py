@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.records import Block
+from pillion.kvstore.ledger.tree import Match
 
 
 class LedgerStates:
@@ -21,6 +22,11 @@ class LedgerStates:
 
     def shape(self, num_slots: int) -> None:
         """Notes that the pool has ``num_slots`` slots, which never changes."""
+
+    def opens(self, hashes: Sequence[bytes], match: Match) -> int:
+        """Notes that a ticket begins with ``match``, which nothing pins for it yet. Returns after how many blocks the
+        text is to leave a state: where texts part, as far as that is known."""
+        return match.known
 
     def came(self, page: Block) -> None:
         """Notes that a page was committed, or restored from the node's earlier life. It is protected."""

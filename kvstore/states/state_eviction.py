@@ -6,10 +6,18 @@
 A text goes on from a state alone, so a block after which no state stands anywhere is of no use: the last block above,
 or T's four when T is gone, or the pages of a state that lacks one. Useless blocks leave first, the ends of chains
 before their heads. The next to leave is the state with the smallest product of its rank, 1 for the state that lost its
-protection first, and the square of what it saves for each block that it frees: what is used again is mostly what was
-used lately (Marconi, arXiv 2411.19379, weights both, too; ``python -m benchmarks.state_hits`` chose the square). A
-state frees its pages; at a chain's end it frees its gap, too. States that no request holds leave in this order before
-useless blocks where they have more than their share of the pool.
+protection first, the square of what it saves for each block that it frees, and the part of the states of its kind that
+texts went on from: what is used again is mostly what was used lately (Marconi, arXiv 2411.19379, weights both, too;
+``python -m benchmarks.state_hits`` chose the square). A state frees its pages; at a chain's end it frees its gap, too.
+States that no request holds leave in this order before useless blocks where they have more than their share of the
+pool.
+
+The kinds are four: whether the chain goes on after a state, and whether a text has gone on from it already. So the pool
+learns which of the two states that a request leaves the next turn of a chat finds, the one at its prompt's end or the
+one at its answer's, which depends on how prompts repeat answers; and that the state of a turn is rarely wanted once the
+next turn has its own, while that of a system prompt is.
+
+The pool remembers where texts part when the state there has left, so the next text that comes by leaves it again.
 
 In a pool without states, blocks leave in the order of ``plain``. Sans-IO (I9).
 """
@@ -17,16 +25,23 @@ In a pool without states, blocks leave in the order of ``plain``. Sans-IO (I9).
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pillion.config import KVNodeFlags
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.ledger_states import LedgerStates
 from pillion.kvstore.ledger.records import Block
+from pillion.kvstore.ledger.tree import Match
 
 # A victim is looked for among at most so many states that lost their protection first.
 MAX_LOOKED_AT = 1024
+# When so many states of a kind are counted, both counts are halved: traffic changes.
+MAX_COUNTED = 256
+# No kind counts for less than this share, so that a kind which was not wanted so far stays long enough to be found.
+LEAST_SHARE = 1 / 16
+# At most so many places where texts part are remembered, of some 100 bytes each.
+MAX_PARTINGS = 16_384
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +54,8 @@ class KeptState:
         before: the state before it on its chain, None where there is none.
         after: the states before which it is the last one.
         missing: pages that have left and are not back; while there are any, the state is of no use.
+        found: whether a text has gone on from it.
+        kind: the number of its kind when it lost its protection.
     """
 
     behind: Block
@@ -46,6 +63,30 @@ class KeptState:
     before: KeptState | None = None
     after: set[KeptState] = field(default_factory=set)
     missing: int = 0
+    found: bool = False
+    kind: int = 0
+
+
+@dataclass(slots=True)
+class KindOfState:
+    """Counts the states of one kind that texts went on from, and those that left the pool before."""
+
+    found: int = 1
+    left: int = 1
+
+    def count(self, *, found: bool) -> None:
+        """Counts one more state."""
+        if self.found + self.left >= MAX_COUNTED:
+            self.found, self.left = max(1, self.found // 2), max(1, self.left // 2)
+        if found:
+            self.found += 1
+        else:
+            self.left += 1
+
+    @property
+    def share(self) -> float:
+        """Gives the part of the states that texts went on from, LEAST_SHARE at least."""
+        return max(LEAST_SHARE, self.found / (self.found + self.left))
 
 
 class StateEviction(LedgerStates):
@@ -76,12 +117,33 @@ class StateEviction(LedgerStates):
         self._first: set[KeptState] = set()
         # Whether the pool's model has states.
         self._in_use = False
+        # By the number of a kind: its counts, and its share when a state last lost its protection.
+        self._kinds = [KindOfState() for _ in range(4)]
+        self._shares = [kind.share for kind in self._kinds]
+        # Hashes of the blocks after which texts part, those that were not met for the longest time first.
+        self._partings: OrderedDict[bytes, None] = OrderedDict()
 
     # The ledger calls the following methods.
 
     def shape(self, num_slots: int) -> None:
         """Sets the bound in pages, once the pool's number of slots is known."""
         self._max_pages = int(num_slots * self._percent / 100)
+
+    def opens(self, hashes: Sequence[bytes], match: Match) -> int:
+        if match.state is not None:
+            state = self._by_page[match.state]
+            if state.found:
+                self._part(hashes[match.blocks - 1])
+            state.found = True
+            if state in self._idle:
+                self._kinds[state.kind].count(found=True)
+        if match.blocks < match.known < len(hashes):
+            self._part(hashes[match.known - 1])
+        if self._partings:
+            for place in range(len(hashes), max(match.known, match.blocks), -1):
+                if hashes[place - 1] in self._partings:
+                    return place
+        return match.known
 
     def came(self, page: Block) -> None:
         if not self._in_use:
@@ -148,6 +210,9 @@ class StateEviction(LedgerStates):
             self._useless[block] = None
         elif block.page and not block.children:
             state = self._by_page[block]
+            # Its pages are one of the children.
+            state.kind = 2 * state.found + (state.behind.children > 1)
+            self._shares = [kind.share for kind in self._kinds]
             self._idle[state] = None
             self._idle_pages += len(state.pages)
 
@@ -167,6 +232,9 @@ class StateEviction(LedgerStates):
         return block
 
     def drop(self, block: Block) -> None:
+        state = self._by_page.get(block)
+        if state is not None and state in self._idle and not block.children:
+            self._kinds[state.kind].count(found=False)
         self.plain.drop(block)
         self._forget(block)
 
@@ -198,6 +266,13 @@ class StateEviction(LedgerStates):
                     useless.appendleft(left)
         yield from (block for block in self.plain if block not in gone)
 
+    def _part(self, block_hash: bytes) -> None:
+        """Remembers that texts part after a block."""
+        self._partings[block_hash] = None
+        self._partings.move_to_end(block_hash)
+        if len(self._partings) > MAX_PARTINGS:
+            self._partings.popitem(last=False)
+
     def _wake(self, state: KeptState) -> None:
         """Notes that a state is idle no more, or is whole no more."""
         if state in self._idle:
@@ -225,10 +300,11 @@ class StateEviction(LedgerStates):
             if state in gone:
                 continue
             rank += 1
-            # A state saves at least a block for those that it frees.
-            if worst is not None and (rank > MAX_LOOKED_AT or rank >= least * (len(state.pages) + 1) ** 2):
+            # A state saves at least a block for those that it frees, and its kind has LEAST_SHARE.
+            enough = rank * LEAST_SHARE >= least * (len(state.pages) + 1) ** 2
+            if worst is not None and (rank > MAX_LOOKED_AT or enough):
                 break
-            product = rank * self._saved(state, gone, fewer) ** 2
+            product = rank * self._shares[state.kind] * self._saved(state, gone, fewer) ** 2
             if worst is None or product < least:
                 least, worst = product, state
         assert worst is not None, "no state is idle"

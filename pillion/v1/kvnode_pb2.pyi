@@ -244,8 +244,8 @@ class AdoptTicketReply(_message.Message):
     last_hash: _builtins.bytes
     """Hash of the chain's last block, empty where the chain is empty."""
     known_blocks: _builtins.int
-    """With OpenTicketRequest.state_pages: the leading blocks of the prompt that were here when the ticket was opened, with those
-    after the last state. They show where texts part.
+    """With OpenTicketRequest.state_pages: after so many leading blocks of the prompt other texts part from it. These blocks were here
+    when the ticket was opened, with those after the last state, or were here earlier.
     """
     @_builtins.property
     def chain_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -103,12 +103,24 @@ def test_a_wrong_guess_is_computed_again_from_the_state_before_it() -> None:
     assert len(set(starts)) < len(starts)
 
 
-def test_a_preempted_sequence_begins_again_with_the_state_of_no_tokens() -> None:
-    harness = StateHarness(2, slots=20, max_num_seqs=2)
+def resumed_at(slots: int) -> int:
+    """Returns after how many tokens a preempted stream computes again, in a pool for less than two streams."""
+    harness = StateHarness(2, slots=slots, max_num_seqs=2)
     for seed in (1, 2):
         harness.submit(prompt(seed, 9), 24)
-    harness.run_all()
+    starts: list[int] = []
+    while harness.scheduler.sequences:
+        pieces = harness.answered_step().pieces
+        starts += [piece.start for piece in pieces if piece.sequence.progress.preemptions]
+    harness.settle()
+    harness.check_answers()
     assert harness.preemptions > 0
+    return starts[0]
+
+
+def test_a_preempted_sequence_goes_on_from_its_last_whole_blocks_state() -> None:
+    """Where the pool has no room for it, the sequence begins again with the state of no tokens."""
+    assert [resumed_at(slots) for slots in (20, 26)] == [0, 28]
 
 
 def test_the_next_turn_goes_on_from_the_state_at_its_historys_end() -> None:

@@ -50,24 +50,50 @@ class StatePool:
         self.nonces = itertools.count(1)
         # This is the order in which blocks lost their protection.
         self.released: dict[Block, None] = {}
-        plain_add = self.states.plain.add
+        # The first pages of states from which texts have gone on, and by last pages the kinds of states.
+        self.found: set[Block] = set()
+        self.kinds: dict[Block, tuple[bool, bool]] = {}
+        # How many states of a kind were found, and how many left; the shares when a state last lost its protection.
+        self.counts = {kind: [1, 1] for kind in itertools.product((False, True), repeat=2)}
+        self.shares = dict.fromkeys(self.counts, 0.5)
+        plain_add, evict, drop = self.states.plain.add, self.ledger.tree.evict, self.ledger.tree.drop
 
         def watched_add(block: Block) -> None:
             self.released.pop(block, None)
             self.released[block] = None
+            if self.is_end(block):
+                first = self.ledger.tree.by_hash[pages_of(behind(block).hash)[0]]
+                self.kinds[block] = first in self.found, behind(block).children > 1
+                self.shares = {kind: max(1 / 16, found / (found + left)) for kind, (found, left) in self.counts.items()}
             plain_add(block)
-
-        self.states.plain.add = watched_add  # type: ignore[method-assign]
-        evict = self.ledger.tree.evict
 
         def watched_evict() -> Block:
             expected = self.next_victims()
             block = evict()
             assert block in expected
+            self.count(block, found=False)
             return block
 
+        def watched_drop(block: Block) -> None:
+            self.count(block, found=False)
+            drop(block)
+
+        self.states.plain.add = watched_add  # type: ignore[method-assign]
         if not pins:
             self.ledger.tree.evict = watched_evict  # type: ignore[method-assign]
+            self.ledger.tree.drop = watched_drop  # type: ignore[method-assign]
+
+    def is_end(self, block: Block) -> bool:
+        """Whether a block is the last page of a whole state."""
+        return block.page and block.hash == pages_of(behind(block).hash)[-1]
+
+    def count(self, block: Block, *, found: bool) -> None:
+        """Counts a state that nothing protected and that is found or leaves, if the block is the last page of one."""
+        if self.is_end(block):
+            counts = self.counts[self.kinds[block]]
+            if sum(counts) >= 256:
+                counts[:] = [max(1, number // 2) for number in counts]
+            counts[not found] += 1
 
     def state_of(self, block: Block) -> Block | None:
         """The last page of the whole state after a block."""
@@ -77,11 +103,13 @@ class StatePool:
         """The blocks that may go next: one, or all ends of chains that are of no use."""
         known = set(self.states.plain)
         leaves = [block for block in self.released if block in known and not block.children]
-        ends = [block for block in leaves if block.page and block.hash == pages_of(behind(block).hash)[-1]]
+        ends = [block for block in leaves if self.is_end(block)]
         useless = [block for block in leaves if block not in ends]
         if useless and len(ends) * PAGES <= self.max_pages:
             return useless
-        products = [rank * self.saved(behind(end)) ** 2 for rank, end in enumerate(ends, 1)]
+        products = [
+            rank * self.shares[self.kinds[end]] * self.saved(behind(end)) ** 2 for rank, end in enumerate(ends, 1)
+        ]
         return [ends[products.index(min(products))]]
 
     def saved(self, block: Block) -> float:
@@ -100,9 +128,17 @@ class StatePool:
         """Serves a text and keeps states after so many of its blocks each. Returns the ticket; None where memory is
         short."""
         want = len(hashes) + PAGES * len(keep)
-        ticket = self.ledger.admit(self.worker, next(self.nonces), hashes, want)
+        state = self.ledger.tree.longest_with_state(hashes, PAGES).state
+        idle = state is not None and not state.holds
+        evicted = self.ledger.evicted_ever
+        ticket = self.ledger.admit(self.worker, next(self.nonces), hashes, want, PAGES)
         if ticket is None:
             return None
+        assert self.ledger.evicted_ever == evicted
+        if state is not None:
+            if idle:
+                self.count(state, found=True)
+            self.found.add(self.ledger.tree.by_hash[pages_of(behind(state).hash)[0]])
         left = hashes[ticket.blocks :]
         slots = list(self.ledger.adopt(self.worker, ticket.ticket_id, ticket.reserved).leased_slots)
         runs = [(left, b""), *((pages_of(hashes[at - 1]), hashes[at - 1]) for at in keep)]
@@ -271,6 +307,41 @@ def test_a_state_in_the_middle_makes_the_next_one_worth_less() -> None:
     pool.need(len(pool.ledger.free) + 2)
     assert pool.hit(1, 2, 3, 4, 5, 6) == 5
     assert pool.hit(5, 5, 5) == 3
+
+
+@pytest.mark.parametrize("goes_on_after", [3, 5])
+def test_the_pool_learns_which_state_of_a_request_is_found(goes_on_after: int) -> None:
+    """Each request leaves a state at its prompt's end and one at its answer's. Where texts go on from one of them, the
+    other one leaves first."""
+    pool = StatePool(num_slots=40, percent=100)
+    for first in range(10, 60):
+        text = [first, 1, 2, 3, 4]
+        pool.serve(*text, keep=[3, 5])
+        pool.serve(*text[:goes_on_after], 9, 9, 9, keep=[])
+    pool.need(40)
+    pool.serve(1, 2, 3, 4, 5, keep=[3, 5])
+    pool.need(len(pool.ledger.free) + 1)
+    assert pool.hit(1, 2, 3, 4, 5) == goes_on_after
+    assert pool.hit(1, 2, 3, 8, 8) == (3 if goes_on_after == 3 else 0)
+
+
+def test_where_texts_part_is_remembered_without_them() -> None:
+    """When all blocks have left, the next text that passes the place is told of it, and others are not."""
+    pool = StatePool(num_slots=40)
+
+    def told(*tokens: int) -> int:
+        ticket_id = pool.open(prompt(*tokens), [])
+        assert ticket_id is not None
+        known = pool.ledger.tickets[ticket_id].known_blocks
+        pool.close(ticket_id)
+        return known
+
+    pool.serve(1, 2, 3, 4)
+    assert told(1, 2, 9, 9) == 2
+    pool.need(40)
+    assert told(1, 2, 7, 7, 7) == 2
+    pool.need(40)
+    assert [told(1, 2), told(6, 2, 7), told(5, 5)] == [2, 0, 0]
 
 
 def test_books_that_are_wrong_are_found() -> None:
