@@ -28,6 +28,34 @@ def call_id(request_id: str, answer: int, number: int, short: bool = False) -> s
     return digest[:9] if short else f"call_{digest[:24]}"
 
 
+class Marks:
+    """Finds marks in an answer. Where two of them begin at one place, the first one of ``texts`` counts.
+
+    Attributes:
+        texts: the marks.
+    """
+
+    __slots__ = ("_heads", "_pattern", "texts")
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = texts
+        self._pattern = re.compile("|".join(map(re.escape, texts)))
+        longest = max(map(len, texts), default=0)
+        # For each number of characters, the largest first, this holds the beginnings of the marks that are longer.
+        self._heads = [tuple(mark[:n] for mark in texts if len(mark) > n) for n in range(longest - 1, 0, -1)]
+
+    def find(self, text: str, at: int) -> re.Match[str] | None:
+        """Finds the first of the marks in ``text`` from ``at`` on."""
+        return self._pattern.search(text, at) if self.texts else None
+
+    def begun(self, text: str, at: int) -> int:
+        """Returns how many of the last characters of ``text``, from ``at`` on, may be the beginning of a mark."""
+        for count, heads in zip(range(len(self._heads), 0, -1), self._heads, strict=True):
+            if text.endswith(heads, at):
+                return count
+        return 0
+
+
 @dataclass(slots=True)
 class AnswerParts:
     """Holds the parts of an answer that became certain and that nobody has taken yet. White space next to calls and
@@ -54,10 +82,52 @@ class AnswerParts:
     # content.
     _held: list[str] = field(default_factory=list)
     _bare: bool = False
+    # These are the marks around the content that are still to come, and text that may begin the next one.
+    _before: str = ""
+    _behind: Marks | None = None
+    _half: str = ""
+
+    def between(self, marks: tuple[str, str], begun: bool) -> None:
+        """Notes that the content may stand between two marks, which are no part of it: the first one before all of the
+        content, unless it has ``begun`` already, and the second one behind it."""
+        begin, end = marks
+        self._before = "" if begun else begin
+        self._behind = Marks(end) if end else None
 
     def content(self, text: str) -> None:
         """Adds text to the content of the answer."""
-        self._add(self._texts, text)
+        self._add(self._texts, text if self._behind is None else self._between(text, self._behind))
+
+    def _between(self, text: str, behind: Marks) -> str:
+        """Returns the text up to where a mark around the content may begin, and behind such marks."""
+        if self._before:
+            begun = self._half + (text if self._half else text.lstrip(_SPACE))
+            if not self._half:
+                # White space waits elsewhere, in case content follows it.
+                self._add(self._texts, text[: len(text) - len(begun)])
+            if self._before.startswith(begun):
+                self._half = begun
+                return ""
+            if not begun.startswith(self._before):
+                self._behind, self._half = None, ""
+                return begun
+            self.mark()
+            text, self._before, self._half = begun.removeprefix(self._before), "", ""
+        text, self._half = self._half + text, ""
+        if (found := behind.find(text, 0)) is not None:
+            self._behind = None
+            self._add(self._texts, text[: found.start()])
+            self.mark()
+            return text[found.end() :]
+        if half := behind.begun(text, 0):
+            text, self._half = text[:-half], text[-half:]
+        return text
+
+    def _whole(self) -> None:
+        """Takes text that has begun like a mark around the content for content."""
+        if self._half:
+            self._behind, text, self._half = None, self._half, ""
+            self._add(self._texts, text)
 
     def think(self, text: str) -> None:
         """Adds text to the answer's reasoning."""
@@ -71,6 +141,7 @@ class AnswerParts:
 
     def begin(self, name: str, written_id: str = "") -> None:
         """Begins the next call of a tool, whose id may be one that the model has written."""
+        self._whole()
         self.mark()
         made = written_id or call_id(self.request_id, self.answer, self.calls, self.short_ids)
         self._deltas.append(ToolCallDelta(self.calls, made, name))
@@ -81,8 +152,11 @@ class AnswerParts:
         if text:
             self._deltas.append(ToolCallDelta(self.calls - 1, arguments=text))
 
-    def end(self) -> None:
-        """Ends the answer: white space after content that no call follows is content too."""
+    def end(self, cut: bool = False) -> None:
+        """Ends the answer: white space after content that no call follows is content too, and half a mark around the
+        content is none where the answer was ``cut``."""
+        if not cut:
+            self._whole()
         if self._held and not (self._bare or self.thinking or self.calls):
             self._texts += self._held
         self._held.clear()
@@ -111,34 +185,6 @@ class AnswerParts:
             self._held.clear()
         if len(kept) < len(text):
             self._held.append(text[len(kept) :])
-
-
-class Marks:
-    """Finds marks in an answer. Where two of them begin at one place, the first one of ``texts`` counts.
-
-    Attributes:
-        texts: the marks.
-    """
-
-    __slots__ = ("_heads", "_pattern", "texts")
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = texts
-        self._pattern = re.compile("|".join(map(re.escape, texts)))
-        longest = max(map(len, texts), default=0)
-        # For each number of characters, the largest first, this holds the beginnings of the marks that are longer.
-        self._heads = [tuple(mark[:n] for mark in texts if len(mark) > n) for n in range(longest - 1, 0, -1)]
-
-    def find(self, text: str, at: int) -> re.Match[str] | None:
-        """Finds the first of the marks in ``text`` from ``at`` on."""
-        return self._pattern.search(text, at) if self.texts else None
-
-    def begun(self, text: str, at: int) -> int:
-        """Returns how many of the last characters of ``text``, from ``at`` on, may be the beginning of a mark."""
-        for count, heads in zip(range(len(self._heads), 0, -1), self._heads, strict=True):
-            if text.endswith(heads, at):
-                return count
-        return 0
 
 
 class PendingText:

@@ -28,6 +28,7 @@ class OutputFormat(AskedOutput):
         tools: the format of their calls; None where they hold none.
         schemas: the tools that may be called.
         visible: the texts of special tokens that are marks, by their ids.
+        answering: whether they begin within content that has marks around it.
     """
 
     reasoning: ReasoningFormat | None
@@ -35,6 +36,7 @@ class OutputFormat(AskedOutput):
     tools: ToolFormat | None
     schemas: ToolSchemas
     visible: Mapping[int, str]
+    answering: bool = False
 
 
 class AnswerReader:
@@ -50,10 +52,13 @@ class AnswerReader:
         self.parts = parts
         parts.thinking = output_format.reasoning is not None and output_format.opened is not False
         self._text = PendingText()
+        if output_format.reasoning is not None:
+            parts.between(output_format.reasoning.answer, output_format.answering)
         marks = [] if output_format.reasoning is None else [*output_format.reasoning.marks]
         if output_format.tools is not None:
             marks += filter(None, (output_format.tools.begin, output_format.tools.end, *output_format.tools.inner))
-        self._marks = Marks(*marks)
+        # Marks that are words begin as other words do, so that half of one is text.
+        self._marks = Marks(*(mark for mark in marks if mark[0] in "<["))
         self._reading = self._read(output_format)
         # The first call lets the reading generator run up to where it needs text.
         next(self._reading, None)
@@ -72,7 +77,7 @@ class AnswerReader:
             text.cut(self._marks)
         text.ended = True
         next(self._reading, None)
-        self.parts.end()
+        self.parts.end(cut)
 
     def _read(self, output_format: OutputFormat) -> Generator[None, None, None]:
         text, parts = self._text, self.parts

@@ -69,6 +69,9 @@ class JsonScan:
 class JsonCalls:
     """Reads an answer whose calls are JSON objects between ``begin`` and ``end``. ``end`` may be left out."""
 
+    # An object has a tool's name by one of these keys.
+    _names: tuple[str, ...] = ("name",)
+
     def __init__(self, text: PendingText, parts: AnswerParts, known: frozenset[str], begin: str, end: str = "") -> None:
         self._text = text
         self._parts = parts
@@ -114,7 +117,7 @@ class JsonCalls:
                 yield from self._rest()
                 return True
             value = yield from self._value(character)
-            if key == "name":
+            if key in self._names:
                 name = _string(value)
                 if not NAME.fullmatch(name) or (only_known and name not in self._known):
                     return False
@@ -238,6 +241,18 @@ class ListCalls(JsonCalls):
                     self._parts.content(text.leave())
                 break
         return True
+
+
+class CohereCalls(ListCalls):
+    """Reads an answer of Cohere's Command models: the calls of its list have a number of their own, and another key for
+    the name. They may come without the list."""
+
+    _names = ("tool_name", "name")
+
+    def _list(self) -> Generator[None, None, bool]:
+        if (yield from self._text.past_space()) == "{":
+            return (yield from self._call())
+        return (yield from super()._list())
 
 
 class MistralCalls(ListCalls):

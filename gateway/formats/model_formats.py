@@ -92,15 +92,15 @@ class ModelFormats(AnswerFormats):
         visible = self._marks_of_tag(request)
         if not request.messages or not self.read_answers(request.tools):
             return OutputFormat(None, None, None, {}, visible) if visible else None
-        reasoning, opened = self.reasoning, None
+        reasoning, opened, answering = self.reasoning, None, False
         tools = self.tools if request.tools.asks_for_calls else None
         if reasoning is not None:
-            opened = reasoning.opened_by(prompt)
+            opened, answering = reasoning.opened_by(prompt), reasoning.answers(prompt)
             if request.chat.continue_final_message:
                 last = request.messages[-1].content
                 opened = last.rfind(reasoning.begin) > last.rfind(reasoning.end)
         schemas = {tool.name: schema_of(tool) for tool in request.tools.tools} if tools is not None else {}
-        return OutputFormat(reasoning, opened, tools, schemas, {**self.visible, **visible})
+        return OutputFormat(reasoning, opened, tools, schemas, {**self.visible, **visible}, answering)
 
     def _marks_of_tag(self, request: GenerateRequest) -> dict[int, str]:
         """Returns the special tokens of which the request's structural tag speaks, with their texts, which clients
@@ -203,9 +203,5 @@ def _tools_in(template: str) -> str:
 
 
 def _reasoning_in(template: str) -> str:
-    """Returns the reasoning format whose marks are in a chat template. Many templates have them for models that do not
-    reason, so a format that takes every answer for reasoning is never found."""
-    for name, form in REASONING_FORMATS.items():
-        if form.end in template and not form.assumed:
-            return name
-    return NONE
+    """Returns the first reasoning format whose marks are in a chat template."""
+    return next((name for name, form in REASONING_FORMATS.items() if form.is_in(template)), NONE)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pillion.gateway.formats.answer_parts import AnswerParts, Marks, PendingText
 from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, HARMONY_MARKS, MESSAGE
@@ -17,6 +17,10 @@ class ReasoningFormat:
         begin, end: the marks before and after the reasoning.
         assumed: whether an answer begins within reasoning unless its prompt says otherwise; some models leave
             ``begin`` out.
+        answer: the marks around the content that follows, which are no part of it; "" for none.
+        others: another spelling of ``begin`` and ``end``.
+        found: texts that a chat template of this format has all of; () for ``end``.
+        parts: special tokens that begin marks.
         channels: the marks of a format whose answers are messages in channels, of which reasoning is one; ``begin`` and
             ``end`` are the heads of such messages then. () for all others.
     """
@@ -24,6 +28,10 @@ class ReasoningFormat:
     begin: str
     end: str
     assumed: bool = False
+    answer: tuple[str, str] = ("", "")
+    others: tuple[str, str] = ("", "")
+    found: tuple[str, ...] = ()
+    parts: tuple[str, ...] = ()
     channels: tuple[str, ...] = ()
 
     @property
@@ -34,7 +42,17 @@ class ReasoningFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         """Gives all marks of the format."""
-        return self.channels or (self.begin, self.end)
+        marks = (self.begin, self.end, *self.others, *self.answer, *self.parts)
+        return self.channels or tuple(filter(None, marks))
+
+    def is_in(self, template: str) -> bool:
+        """Says whether a chat template has the format's marks. Many templates have them for models that do not reason,
+        so a format that takes every answer for reasoning is in none."""
+        return not self.assumed and all(text in template for text in self.found or (self.end,))
+
+    def answers(self, prompt: str) -> bool:
+        """Says whether an answer to ``prompt`` begins within its content, behind the mark of its beginning."""
+        return bool(self.answer[0]) and prompt.rstrip().endswith(self.answer[0])
 
     def opened_by(self, prompt: str) -> bool | None:
         """Returns whether an answer to ``prompt`` begins within reasoning; None where the answer itself has to show it.
@@ -44,7 +62,7 @@ class ReasoningFormat:
         tail = prompt.rstrip()
         if tail.endswith(self.begin):
             return True
-        if tail.endswith(self.end):
+        if tail.endswith(self.end) or self.answers(prompt):
             return False
         return True if self.assumed else None
 
@@ -53,11 +71,22 @@ HARMONY = "openai_gptoss"
 _THINK = ReasoningFormat("<think>", "</think>")
 # The formats have the names that vLLM gives them. `auto` takes the first format whose marks are in the chat template.
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
+    "hunyuan_a13b": replace(_THINK, answer=("<answer>", "</answer>"), found=("</think>", "</answer>")),
+    "ernie45": replace(_THINK, answer=("<response>", "</response>"), found=("</think>", "</response>")),
     "qwen3": _THINK,
     # Other models have the same marks.
     **dict.fromkeys(("deepseek_v3", "glm45", "kimi_k2", "minimax_m2"), _THINK),
     "deepseek_r1": ReasoningFormat("<think>", "</think>", assumed=True),
     "mistral": ReasoningFormat("[THINK]", "[/THINK]"),
+    "gemma4": ReasoningFormat("<|channel>thought", "<channel|>", parts=("<|channel>",)),
+    "cohere_command3": ReasoningFormat(
+        "<|START_THINKING|>", "<|END_THINKING|>", answer=("<|START_RESPONSE|>", "<|END_RESPONSE|>")
+    ),
+    "granite": ReasoningFormat(
+        "Here is my thought process:",
+        "Here is my response:",
+        others=("Here's my thought process:", "Here's my response:"),
+    ),
     "seed_oss": ReasoningFormat("<seed:think>", "</seed:think>"),
     HARMONY: ReasoningFormat(f"{CHANNEL}{ANALYSIS}{MESSAGE}", f"{CHANNEL}final{MESSAGE}", channels=HARMONY_MARKS),
 }
@@ -71,7 +100,7 @@ def read_reasoning(
         return
     text.attempt()
     yield from text.past_space()
-    if (yield from text.has(form.begin)):
+    if (yield from text.has(form.begin)) or (form.others[0] and (yield from text.has(form.others[0]))):
         text.take()
     else:
         parts.content(text.leave())
@@ -79,5 +108,5 @@ def read_reasoning(
             return
     parts.mark()
     parts.thought = True
-    if (yield from text.until(Marks(form.end), parts.think)):
+    if (yield from text.until(Marks(*filter(None, (form.end, form.others[1]))), parts.think)):
         parts.mark()

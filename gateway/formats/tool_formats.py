@@ -9,7 +9,8 @@ from typing import Any
 
 from pillion.gateway.formats.answer_parts import AnswerParts, PendingText
 from pillion.gateway.formats.harmony import CALL, CHANNEL, FUNCTIONS, HARMONY_MARKS, HarmonyAnswer
-from pillion.gateway.formats.json_calls import JsonCalls, ListCalls, LlamaCalls, MistralCalls
+from pillion.gateway.formats.json_calls import CohereCalls, JsonCalls, ListCalls, LlamaCalls, MistralCalls
+from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralCalls, LiteralForm
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, FENCE, NAMED_FORMS, NamedCalls, NamedForm
 from pillion.gateway.formats.xml_calls import END_TOOL_CALL, TOOL_CALL, XML_FORMS, XmlCalls, XmlForm
 
@@ -54,10 +55,15 @@ def _read_named(
     return NamedCalls(text, parts, frozenset(tools), form).read()
 
 
-def _read_list(
-    marks: tuple[str, str], text: PendingText, parts: AnswerParts, tools: ToolSchemas
+def _read_literal(
+    form: LiteralForm, text: PendingText, parts: AnswerParts, tools: ToolSchemas
 ) -> Generator[None, None, None]:
-    return ListCalls(text, parts, frozenset(tools), *marks).read()
+    return LiteralCalls(text, parts, frozenset(tools), form).read()
+
+
+def _read_list(name: str, text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
+    kind = CohereCalls if name == COHERE else ListCalls
+    return kind(text, parts, frozenset(tools), *LIST_MARKS[name]).read()
 
 
 def _read_mistral(text: PendingText, parts: AnswerParts, tools: ToolSchemas) -> Generator[None, None, None]:
@@ -87,7 +93,23 @@ _NAMED_FOUND = {
     "deepseek_v31": (DEEPSEEK_SEPARATOR,),
     "kimi_k2": ("<|tool_calls_section_begin|>",),
 }
-LIST_MARKS = {"granite": ("<|tool_call|>", ""), "hunyuan_a13b": ("<tool_calls>", "</tool_calls>")}
+COHERE, PHI4_MINI = "cohere_command3", "phi4_mini_json"
+LIST_MARKS = {
+    "granite": ("<|tool_call|>", ""),
+    "hunyuan_a13b": ("<tool_calls>", "</tool_calls>"),
+    COHERE: ("<|START_ACTION|>", "<|END_ACTION|>"),
+    # This mark is a word, which counts where a list follows.
+    PHI4_MINI: ("functools", ""),
+}
+# The system prompts that tell models of Python's calls have this example.
+_EXAMPLE = "func_name1("
+_LITERAL_FOUND = {
+    "gemma4": ("<|tool_call>", "call:"),
+    "functiongemma": ("<start_function_call>",),
+    "olmo3": ("<function_calls>",),
+    "llama4_pythonic": (_EXAMPLE, "<|python_start|>"),
+    "pythonic": (_EXAMPLE,),
+}
 # The formats have the names that vLLM gives them, but for the generic one, which is for models whose chat templates
 # know no tools, or call tools in a way that Pillion does not read. `auto` takes the first format that the chat template
 # speaks of.
@@ -115,9 +137,24 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         for name, named in NAMED_FORMS.items()
     },
     **{
-        name: ToolFormat(*marks, partial(_read_list, marks), ((marks[0],),), tuple(filter(None, marks)))
+        name: ToolFormat(*marks, partial(_read_list, name), ((marks[0],),), tuple(filter(None, marks)))
         for name, marks in LIST_MARKS.items()
     },
+    **{
+        name: ToolFormat(
+            literal.begin,
+            literal.end,
+            partial(_read_literal, literal),
+            (found,),
+            tuple(filter(None, (literal.begin, literal.end, literal.quote))),
+            inner=tuple(filter(None, (literal.quote,))),
+        )
+        for name, found in _LITERAL_FOUND.items()
+        for literal in (LITERAL_FORMS[name],)
+    },
+    "ernie45": ToolFormat(
+        TOOL_CALL, END_TOOL_CALL, _read_hermes, ((TOOL_CALL, "<response>"),), (TOOL_CALL, END_TOOL_CALL)
+    ),
     "hermes": ToolFormat(TOOL_CALL, END_TOOL_CALL, _read_hermes, ((TOOL_CALL,),), (TOOL_CALL, END_TOOL_CALL)),
     "mistral": ToolFormat(
         "[TOOL_CALLS]", "", _read_mistral, (("[TOOL_CALLS]",),), ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), True

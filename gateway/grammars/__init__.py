@@ -3,6 +3,7 @@
 answer_grammar.py      joins the pieces of an answer into one text of llguidance's grammars (no I/O)
 structured_outputs.py  the pieces that clients ask for: a JSON schema, a regular expression, choices... (no I/O)
 tool_pieces.py         the pieces of reasoning and of calls of tools (no I/O)
+literal_values.py      the rules of arguments in Python's notation and in Gemma's (no I/O)
 spelled_lark.py        a grammar in Lark, for its texts as JSON spells them (no I/O)
 json_schema.py         what of JSON Schema an answer can be held to (no I/O)
 schema_places.py       where schemas stand within a schema, and where its references lead (no I/O)

@@ -15,20 +15,28 @@ from typing import Any
 
 from pillion.gateway.formats.answer_reader import OutputFormat
 from pillion.gateway.formats.harmony import ANALYSIS, CHANNEL, CONSTRAIN, END, FUNCTIONS, MESSAGE, START
+from pillion.gateway.formats.literal_calls import LITERAL_FORMS, LiteralForm
 from pillion.gateway.formats.model_formats import ModelFormats, schema_of
 from pillion.gateway.formats.named_calls import DEEPSEEK_SEPARATOR, END_FENCE, FENCE, NAMED_FORMS
 from pillion.gateway.formats.reasoning import ReasoningFormat
-from pillion.gateway.formats.tool_formats import LIST_MARKS, OPENAI
+from pillion.gateway.formats.tool_formats import COHERE, LIST_MARKS, OPENAI
 from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS, XML_FORMS, XmlForm, types_of
 from pillion.gateway.grammars.answer_grammar import Piece, expression, literal
+from pillion.gateway.grammars.literal_values import (
+    KEY,
+    MAX_COUNTED_CHARS,
+    GemmaValues,
+    members,
+    plain_key,
+    python_value,
+)
 from pillion.gateway.grammars.spelled_lark import spelled
 from pillion.gateway.grammars.structured_outputs import json_piece
 from pillion.gateway.tokens.tool_prompt import GRAMMAR, INPUT
 from pillion.types import Tool, ToolOptions
 
-# A grammar limits a text's length only where the bound is at most this large; larger bounds are left out.
-MAX_COUNTED_CHARS = 1024
 _TEXT = "/(?s:.*)/"
+_LINE = r"/\n?/"
 _ANY_OBJECT: Mapping[str, Any] = {"type": "object"}
 
 
@@ -50,9 +58,14 @@ def answer_pieces(
     Raises InvalidRequest for a schema that no call can be held to.
     """
     marks = formats.mark_ids
+    around = ("", "")
+    if output_format is not None and output_format.reasoning is not None:
+        around = output_format.reasoning.answer
+    if structured is not None:
+        structured = replace(structured, body=_within(around, structured.body, marks))
     body = structured
     if output_format is not None and output_format.tools is not None:
-        body = _Calls(formats, options, loose, output_format.opened).piece(structured)
+        body = _Calls(formats, options, loose, output_format.opened, around).piece(structured)
     elif body is not None and formats.in_channels and output_format is not None and output_format.opened is not False:
         body = replace(body, body=f"{_message('final', marks)} ({body.body})")
     if body is None:
@@ -62,6 +75,14 @@ def answer_pieces(
     if formats.in_channels:
         return [_channels_piece(output_format.opened, marks), body]
     return [reasoning_piece(output_format.reasoning, output_format.opened, marks), body]
+
+
+def _within(around: tuple[str, str], body: str, marks: Mapping[str, int]) -> str:
+    """Returns a rule for content between the marks that its format has around it, which may be left out."""
+    begin, end = around
+    if not begin:
+        return body
+    return f"({_term(begin, marks)} {_LINE})? ({body}) ({_LINE} {_term(end, marks)})?"
 
 
 def _channels_piece(opened: bool | None, marks: Mapping[str, int]) -> Piece:
@@ -88,7 +109,7 @@ def reasoning_piece(form: ReasoningFormat, opened: bool | None, marks: Mapping[s
     thought = f"{_TEXT} {_term(form.end, marks)}"
     if form.end not in marks:
         thought, rules = "thought", (f"thought[lazy]: THOUGHT\nTHOUGHT: {_TEXT} {literal(form.end)}",)
-    begin = _term(form.begin, marks)
+    begin = _begin(form.begin, marks)
     space = r"/\n{0,2}/"
     if opened:
         return Piece(f"{thought} {space}", rules)
@@ -103,6 +124,7 @@ class _Calls:
     options: ToolOptions
     loose: bool
     opened: bool | None
+    around: tuple[str, str] = ("", "")
 
     def piece(self, structured: Piece | None) -> Piece:
         """Makes the piece for an answer of calls alone, or of content with calls. ``structured`` is the content's own
@@ -124,6 +146,10 @@ class _Calls:
                 f"({writer.calls}) | ({writer.content(structured.body)})", rules + structured.rules, grammars, sources
             )
         body, more = writer.amid_text()
+        begin, end = (_term(mark, self.formats.mark_ids) for mark in self.around)
+        if self.around[0] in self.formats.mark_ids:
+            # Free text has no token that is a mark.
+            body = f"({begin} ({_TEXT} {end})?)? ({body}) ({end})?"
         return Piece(body, rules + more, grammars, writer.sources)
 
     def term(self, mark: str) -> str:
@@ -371,6 +397,107 @@ class _ListWriter(_TaggedWriter):
         return _amid_text(begin, "call", False, self.asked.formats.mark_ids)
 
 
+class _CohereWriter(_ListWriter):
+    """Writes the grammar of Cohere's calls: a list with a line for each call, in which calls have numbers."""
+
+    def one(self, tool: Tool, number: int) -> str:
+        head = f', "tool_name": {json.dumps(tool.name)}, "parameters": '
+        begin, behind = literal('{"tool_call_id": "'), literal(f'"{head}')
+        return f'{begin} /[0-9]{{1,3}}/ {behind} {self.arguments(tool, number)} "}}"'
+
+    def all(self) -> str:
+        begin, end = LIST_MARKS[self.asked.formats.tool_parser]
+        line, next_line = literal("[\n    "), literal(",\n    ")
+        more = f"({next_line} {self.any})*" if self.several else ""
+        self.rules.append(f'call: {line} {self.any} {more} "\\n]" {self.asked.term(end)}')
+        return f"{self.asked.term(begin)} call"
+
+
+class _LiteralWriter(_TaggedWriter):
+    """Writes the grammar of calls whose arguments are keys and values in Python's notation or Gemma's, as the formats
+    of LITERAL_FORMS have them."""
+
+    @property
+    def form(self) -> LiteralForm:
+        """Gives the format's marks."""
+        return LITERAL_FORMS[self.asked.formats.tool_parser]
+
+    def one(self, tool: Tool, number: int) -> str:
+        schema, form, name = self.asked.schema(tool), self.form, f"arguments_{number}"
+        head, end = literal(f"{form.head}{tool.name}{form.opened}"), literal(form.closed)
+        values = GemmaValues(
+            schema,
+            f"{name}_value",
+            (self.asked.term(form.quote), form.quote),
+            form.quote in self.asked.formats.mark_ids,
+            f"tools.tools[{number}].parameters",
+            lambda inner: self.json(inner, number),
+            self.rules,
+        )
+        if (grammar := _input_grammar(schema)) is not None:
+            return f"{head} {literal(INPUT + form.keyed)} {self._input(*grammar, number, values)} {end}"
+        if form.quote:
+            # This refuses what is no schema.
+            self.json(schema, number)
+            return f"{head} {values.pairs(schema, name)} {end}"
+        return f"{head} {self._pairs(schema, number, name)} {end}"
+
+    def _pairs(self, schema: Mapping[str, Any], number: int, name: str) -> str:
+        """Returns a rule for a call's arguments in Python's notation. Raises InvalidRequest."""
+        keyed, field = literal(self.form.keyed), f"tools.tools[{number}].parameters"
+        properties, required = schema.get("properties"), schema.get("required")
+        known = properties if isinstance(properties, dict) else {}
+        needed = required if isinstance(required, list) else []
+        if not known and schema.get("additionalProperties") is not False:
+            pair = f"{KEY} {keyed} {self.json({}, number)}"
+            return f"({pair} ({literal(self.form.comma)} {pair})*)?"
+        shared = {word: schema[word] for word in ("$defs", "definitions") if word in schema}
+        pairs = []
+        for key, given in known.items():
+
+            def rule(inner: Any, key: str = key) -> str:
+                return self.json({**shared, **inner}, number, f".properties.{key}")
+
+            value = python_value(given if isinstance(given, dict) else {}, rule)
+            pairs.append((f"{plain_key(key, field)} {keyed} {value}", key in needed))
+        return members(name, pairs, self.form.comma, self.rules)
+
+    def _input(self, syntax: str, text: str, number: int, values: GemmaValues) -> str:
+        """Returns a rule for a custom tool's input."""
+        field = f"tools.tools[{number}].parameters"
+        if not self.form.quote:
+            if syntax == "lark":
+                return f"{literal(chr(34))} {self.client_grammar(spelled(text, field), number)} {literal(chr(34))}"
+            return self.json({"type": "string", "pattern": f"^(?:{text})$"}, number)
+        quote = self.asked.term(self.form.quote)
+        if syntax == "lark":
+            return f"{quote} {self.client_grammar(text, number)} {quote}"
+        self.sources[field] = None
+        return f"{quote} {values.up_to_mark(f'(?:{expression(text, field)[1:-1]})')}"
+
+    def all(self) -> str:
+        form, calls = self.form, self.any
+        if self.several and (form.listed or form.lines):
+            calls = f"{calls} ({literal(', ' if form.listed else chr(10))} {calls})*"
+        if form.listed:
+            calls = f'"[" {calls} "]"'
+        self.rules.append(f"call: {calls} {self.asked.term(form.end) if form.end and not form.listed else ''}")
+        if form.listed:
+            return "call"
+        begin = self.asked.term(form.begin)
+        return f"{begin} call ({begin} call)*" if self.several and not form.lines else f"{begin} call"
+
+    def amid_text(self) -> tuple[str, tuple[str, ...]]:
+        form, marks = self.form, self.asked.formats.mark_ids
+        if not form.listed:
+            return _amid_text(form.begin, "call", self.several and not form.lines, marks)
+        # Only an answer that begins with a bracket is a list of calls. Empty answers are allowed, as everywhere.
+        text = r"/(\s*[^\[\s](?s:.*))?/"
+        if form.begin not in marks:
+            return f"{text} | call", ()
+        return f"{text} | ({text})? {self.asked.term(form.begin)} call {self.asked.term(form.end)} | call", ()
+
+
 class _LlamaWriter(_Writer):
     """Writes the grammar of calls as JSON objects without marks, with semicolons between them, as llama3_json has
     them."""
@@ -442,9 +569,12 @@ class _HarmonyWriter(_Writer):
 _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = {
     "hermes": _TaggedWriter,
     "generic": _TaggedWriter,
+    "ernie45": _TaggedWriter,
     **dict.fromkeys(XML_FORMS, _XmlWriter),
     **dict.fromkeys(NAMED_FORMS, _NamedWriter),
     **dict.fromkeys(LIST_MARKS, _ListWriter),
+    COHERE: _CohereWriter,
+    **dict.fromkeys(LITERAL_FORMS, _LiteralWriter),
     "llama3_json": _LlamaWriter,
     "mistral": _MistralWriter,
     OPENAI: _HarmonyWriter,
@@ -454,6 +584,12 @@ _WRITERS: Mapping[str, Callable[[_Calls, Mapping[int, Tool], bool], _Writer]] = 
 def _term(mark: str, ids: Mapping[str, int]) -> str:
     """Returns a mark as a grammar writes it: a token by its id, anything else by its text."""
     return f"<[{ids[mark]}]>" if mark in ids else literal(mark)
+
+
+def _begin(mark: str, ids: Mapping[str, int]) -> str:
+    """Returns a mark as a grammar writes it, which may be a token with a word behind it."""
+    token = next((text for text in ids if mark.startswith(text)), "")
+    return _term(mark, ids) if token in ("", mark) else f"{_term(token, ids)} {literal(mark.removeprefix(token))}"
 
 
 def _amid_text(begin: str, call: str, several: bool, ids: Mapping[str, int]) -> tuple[str, tuple[str, ...]]:

@@ -86,6 +86,13 @@ def test_half_a_mark_of_an_answer_that_was_cut_is_no_text(
     assert read(text, tools, ends=False) == (content, "", calls)
 
 
+def test_half_of_a_mark_around_the_content_that_was_cut_is_no_text() -> None:
+    assert read("</think><answer>x</ans", "hermes", "hunyuan_a13b", opened=True, ends=False) == ("x", "", [])
+    assert read("</think> <ans", "hermes", "hunyuan_a13b", opened=True, ends=False) == ("", "", [])
+    # Words begin as marks do that are words.
+    assert read("I like f", "phi4_mini_json", ends=False) == ("I like f", "", [])
+
+
 def test_half_a_mark_of_reasoning_that_was_cut_is_no_text() -> None:
     assert read("x</thi", reasoning="qwen3", opened=True, ends=False) == ("", "x", [])
 
@@ -187,6 +194,50 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
         [],
     ),
     ("qwen3_coder", "<tool_call> <function=f x", "<tool_call> <function=f x", []),
+    (
+        "pythonic",
+        "[f(a=1, s='it\\'s \\x41\\u00e9\\U0001f600\\ud83d\\ude00\\ud83d\\q', "
+        "b=True, o={\"x\": [None, -1.5], 'y': (1, .5)}), g()]",
+        "",
+        [
+            (
+                "f",
+                '{"a": 1, "s": "it\'s Aé😀😀\\ud83d\\\\q", "b": true, "o": {"x": [null, -1.5], "y": [1, 0.5]}}',
+            ),
+            ("g", "{}"),
+        ],
+    ),
+    ("pythonic", "[f(s=word, a=0x10,)] so", "so", [("f", '{"s": "word", "a": 16}')]),
+    ("pythonic", "[link](https://x)", "[link](https://x)", []),
+    ("pythonic", "[other(a=1)]", "[other(a=1)]", []),
+    ("pythonic", "[f(1, 2)] so", "1, 2)] so", [("f", "{")]),
+    ("pythonic", "[f(a=1, b 2)]", ", b 2)]", [("f", '{"a": 1')]),
+    ("pythonic", "[f(a=1), text", ", text", [("f", '{"a": 1}')]),
+    ("pythonic", "[f(s='half", "", [("f", '{"s": "half')]),
+    ("llama4_pythonic", "Well <|python_start|>[other(a=[1])]<|python_end|>", "Well", [("other", '{"a": [1]}')]),
+    ("llama4_pythonic", "<|python_start|>print(1)<|python_end|>", "<|python_start|>print(1)<|python_end|>", []),
+    ("olmo3", "<function_calls>f(b=true)\n g()\n</function_calls> so", "so", [("f", '{"b": true}'), ("g", "{}")]),
+    ("olmo3", "<function_calls>none</function_calls>", "<function_calls>none</function_calls>", []),
+    (
+        "gemma4",
+        'Hi <|tool_call>call:f{s:<|"|>a "b", {c}<|"|>,o:{x:[{y:<|"|><|"|>}],z:null},b:true}<tool_call|>'
+        "<|tool_call>call:g{}<tool_call|>",
+        "Hi",
+        [("f", '{"s": "a \\"b\\", {c}", "o": {"x": [{"y": ""}], "z": null}, "b": true}'), ("g", "{}")],
+    ),
+    ("gemma4", "<|tool_call>call f", "<|tool_call>call f", []),
+    ("gemma4", '<|tool_call>call:f{s: "plain", "a":1}', "", [("f", '{"s": "plain", "a": 1}')]),
+    ("functiongemma", "<start_function_call>call:f{s:<escape>x<escape>}<end_function_call>", "", [("f", '{"s": "x"}')]),
+    (
+        "cohere_command3",
+        '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}\n]<|END_ACTION|>',
+        "",
+        [("f", '{"a": 1}')],
+    ),
+    ("cohere_command3", '<|START_ACTION|>{"tool_name": "g"}<|END_ACTION|>', "", [("g", "{}")]),
+    ("phi4_mini_json", 'functools[{"name": "f", "arguments": {}}]', "", [("f", "{}")]),
+    ("phi4_mini_json", "Python has functools[1] for fun", "Python has functools[1] for fun", []),
+    ("ernie45", '\n<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n', "", [("g", "{}")]),
 ]
 
 
@@ -220,6 +271,19 @@ MARKS = st.sampled_from(
             "to=functions.f",
             "assistant",
             "final",
+        ),
+        *(
+            "[f(",
+            "(",
+            ")",
+            "a=",
+            "'",
+            "<function_calls>",
+            "f(",
+            "<|python_start|>",
+            "<|tool_call>call:f{",
+            "a:",
+            '<|"|>',
         ),
         *('"parameters": {', '"s": "', '"', "\\", " ", "\n", "; ", "[", "]", ",", "f", "é", "<", "text"),
     ]
@@ -256,6 +320,17 @@ def test_whatever_a_model_writes_is_read_alike_in_pieces(
         ("deepseek_r1", True, "a</think>b", "b", "a"),
         ("mistral", None, "[THINK]a[/THINK]b", "b", "a"),
         ("seed_oss", None, "<seed:think>a</seed:think>b", "b", "a"),
+        ("gemma4", None, "<|channel>thought\na\n<channel|>b", "b", "a"),
+        ("granite", None, "Here is my thought process:\na\n\nHere is my response: b", "b", "a"),
+        ("granite", None, "Here's my thought process: a Here's my response: b", "b", "a"),
+        ("granite", None, "Here is my", "Here is my", ""),
+        ("hunyuan_a13b", None, "<think>\na\n</think>\n<answer>\nb </answ</answer>", "b </answ", "a"),
+        ("hunyuan_a13b", False, "\n<answer>\nb\n</answer>\nand </answer>", "band </answer>", ""),
+        ("hunyuan_a13b", None, "no <answer>b</answer>", "no <answer>b</answer>", ""),
+        ("ernie45", True, "a\n</think>\n\n<response>\nb </response>\n", "b", "a"),
+        ("ernie45", None, "<think>a</think> <respo", "<respo", "a"),
+        ("cohere_command3", None, "<|START_THINKING|>a<|END_THINKING|><|START_RESPONSE|>b<|END_RESPONSE|>", "b", "a"),
+        ("cohere_command3", False, "<|START_RESPONSE|>b", "b", ""),
         (
             "openai_gptoss",
             None,
@@ -287,6 +362,8 @@ def test_reasoning(name: str, opened: bool | None, text: str, content: str, thou
         ("openai_gptoss", "<|start|>assistant<|channel|>analysis<|message|>", True),
         ("openai_gptoss", "<|start|>assistant<|channel|>final<|message|>", False),
         ("deepseek_r1", "<|Assistant|>", True),
+        ("gemma4", "<|turn>model\n<|channel>thought\n<channel|>", False),
+        ("cohere_command3", "<|CHATBOT_TOKEN|><|START_RESPONSE|>", False),
         ("deepseek_r1", "<|Assistant|><think>\n\n</think>\n\n", False),
     ],
 )
@@ -322,6 +399,13 @@ FALSE_CALLS = {
     "numbers": ("kimi_k2", "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0"),
     "lists": ("hunyuan_a13b", '<tool_calls>[{"a":[\\"'),
     "reasoning": ("hermes", "</thin"),
+    "arguments in Python": ("olmo3", "<function_calls>f(a=1, "),
+    "lists in Python": ("pythonic", "[f(a=[("),
+    "keys in Python": ("olmo3", "<function_calls>f(a="),
+    "texts in Python": ("olmo3", "<function_calls>f(a='\\u00"),
+    "texts of Gemma": ("gemma4", '<|tool_call>call:f{a:<|"|><|'),
+    "marks of Gemma": ("gemma4", "<|tool_call>call:f"),
+    "words that are marks": ("phi4_mini_json", "functools["),
     "channels": ("openai", "<|channel|>commentary to=functions.f "),
     "starts": ("openai", "<|start|>assistant<"),
 }
@@ -352,7 +436,13 @@ def count_work(text: str, tools: str) -> tuple[int, int]:
     return calls, most
 
 
-@pytest.mark.parametrize("name", FALSE_CALLS)
+# These cost as others do.
+_ALIKE = ("lists in Python", "keys in Python", "arguments in Python", "marks of Gemma", "words that are marks")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in FALSE_CALLS]
+)
 def test_reading_costs_what_the_text_is_long_whatever_it_looks_like(name: str) -> None:
     tools, unit = FALSE_CALLS[name]
     size = 2 * MAX_REREAD_CHARS
@@ -486,6 +576,11 @@ WRITTEN = {
     "<｜tool▁call▁end｜>\n"
     '<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n```json\n{"a": 1}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>',
     "hunyuan_a13b": '<tool_calls>[{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]</tool_calls>',
+    "cohere_command3": '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}},\n'
+    '{"tool_call_id": "1", "tool_name": "g", "parameters": {}}\n]<|END_ACTION|>',
+    "olmo3": "<function_calls>f(a=[1], s='x\\n')\ng()\n</function_calls>",
+    "llama4_pythonic": "<|python_start|>[f(a=[1], o={'x': 'y'}), g()]<|python_end|>",
+    "gemma4": '<|tool_call>call:f{s:<|"|>x<|"|>,o:{a:1}}<tool_call|><|tool_call>call:g{}<tool_call|>',
 }
 
 

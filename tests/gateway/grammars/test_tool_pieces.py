@@ -24,6 +24,7 @@ from pillion.gateway.formats.harmony import HARMONY_MARKS
 from pillion.gateway.formats.model_formats import ModelFormats, choose_formats
 from pillion.gateway.formats.named_calls import NAMED_FORMS
 from pillion.gateway.formats.read_answer_text import ReadAnswerText
+from pillion.gateway.formats.reasoning import REASONING_FORMATS
 from pillion.gateway.formats.xml_calls import XML_FORMS
 from pillion.gateway.grammars.answer_grammar import Piece, join
 from pillion.gateway.grammars.spelled_lark import spelled
@@ -73,10 +74,22 @@ MODELS: dict[str, tuple[str, list[str], list[str]]] = {
     "mistral": ("mistral", ["[TOOL_CALLS]"], []),
     "mistral v11": ("mistral", ["[TOOL_CALLS]", "[ARGS]"], []),
     "gpt-oss": ("openai", [*HARMONY_MARKS], []),
+    "pythonic": ("pythonic", [], []),
+    "llama 4": ("llama4_pythonic", ["<|python_start|>", "<|python_end|>"], []),
+    "olmo": ("olmo3", [], []),
+    "gemma 4": ("gemma4", ["<|tool_call>", "<tool_call|>", '<|"|>'], []),
+    "functiongemma": ("functiongemma", ["<start_function_call>", "<end_function_call>", "<escape>"], []),
+    "gemma without tokens": ("gemma4", [], []),
+    "cohere": ("cohere_command3", ["<|START_ACTION|>", "<|END_ACTION|>"], []),
+    "ernie": ("ernie45", ["<tool_call>", "</tool_call>"], []),
+    "phi 4 mini": ("phi4_mini_json", [], []),
 }
 
 # These differ from others by their marks.
-_ALIKE = ("glm without tokens", "seed", "deepseek v3.1", "granite")
+_ALIKE = (
+    *("glm without tokens", "seed", "deepseek v3.1", "granite", "functiongemma", "gemma without tokens", "ernie"),
+    *("phi 4 mini", "pythonic", "olmo", "cohere"),
+)
 CASES = [pytest.param(name, marks=pytest.mark.long if name in _ALIKE else ()) for name in MODELS]
 
 
@@ -160,6 +173,98 @@ def test_only_allowed_tools_are_called(choice: str) -> None:
     call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
     assert accepts(codec, grammar, call % ("now", "{}"))
     assert not accepts(codec, grammar, call % ("weather", '{"city": "a", "days": 1}'))
+
+
+DEEP = {
+    "type": "object",
+    "properties": {
+        "first": {"type": "boolean"},
+        "tree": {"$ref": "#/$defs/tree"},
+        "tags": {"type": "array", "items": {"enum": ["a", "<b>", 3, None, True]}, "minItems": 1, "maxItems": 3},
+        "either": {"anyOf": [{"type": "null"}, {"type": "integer", "minimum": 5, "maximum": 9}]},
+        "kind": {"const": {"x": [1]}},
+        "last": {"type": ["boolean", "string"], "maxLength": 2},
+    },
+    "required": ["tree", "kind"],
+    "additionalProperties": False,
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {
+                "leaf": {"type": "string", "maxLength": 3},
+                "trees": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 2},
+            },
+            "additionalProperties": False,
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["gemma 4", *(pytest.param(one, marks=pytest.mark.long) for one in ("gemma without tokens", "llama 4", "olmo"))],
+)
+def test_arguments_in_other_notations_fit_deep_schemas(model: str) -> None:
+    codec, ended, keys = codec_of(model), 0, set()
+    formats = choose_formats("", codec, MODELS[model][0], "none")
+    options = ToolOptions(tools=(Tool(name="deep", parameters=json.dumps(DEEP)), Tool(name="free")), choice="required")
+    request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+    grammar = join(answer_pieces(formats.output_format(request, ""), formats, options, None)).text
+    for seed in range(8):
+        ids = written(codec, grammar, seed)
+        if ids is None:
+            continue
+        content, calls, _ = read(codec, formats, request, "", ids)
+        assert (content, bool(calls)) == ("", True)
+        for name, arguments in calls:
+            ended += 1
+            keys |= {*json.loads(arguments)}
+            jsonschema.validate(json.loads(arguments), DEEP if name == "deep" else {"type": "object"})
+    assert ended >= 4
+    assert {"tree", "kind"} < keys
+
+
+def test_what_gemma_s_notation_cannot_be_held_to_is_refused_by_its_name() -> None:
+    codec = codec_of("gemma 4")
+    formats = choose_formats("", codec, "gemma4", "none")
+
+    def grammar(value: dict[str, Any], key: str = "a") -> str:
+        schema = {"type": "object", "properties": {key: value}}
+        options = ToolOptions(tools=(Tool(name="f", parameters=json.dumps(schema), strict=True),), choice="required")
+        request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+        return join(answer_pieces(formats.output_format(request, ""), formats, options, None)).text
+
+    for value, text in (
+        ({"allOf": [{"type": "string"}]}, "'allOf' cannot be followed"),
+        ({"enum": ['<|"|>']}, "holds a mark of the model's"),
+        ({"type": "object", "properties": {"b": {"prefixItems": []}}}, "'prefixItems' cannot be followed"),
+    ):
+        with pytest.raises(InvalidRequest, match=re.escape(text)) as refused:
+            grammar(value)
+        assert [one.field for one in refused.value.violations] == ["tools.tools[0].parameters"]
+    with pytest.raises(InvalidRequest, match="the model cannot write the property 'a b'"):
+        grammar({}, "a b")
+
+
+@pytest.mark.parametrize("tokens", [True, False])
+def test_content_may_stand_between_the_marks_of_its_format(tokens: bool) -> None:
+    codec = byte_tokenizer()
+    marks = REASONING_FORMATS["cohere_command3"].marks
+    codec.add_special_tokens([AddedToken(text, special=True) for text in (marks if tokens else ())])
+    formats = choose_formats("", codec, "cohere_command3", "cohere_command3")
+    content = "<|START_RESPONSE|>yes<|END_RESPONSE|>"
+    for options, structured in (
+        (ToolOptions(), Piece('"yes" | "no"')),
+        (ToolOptions(tools=TOOLS), Piece('"yes" | "no"')),
+        (ToolOptions(tools=TOOLS), None),
+    ):
+        request = GenerateRequest(messages=(ChatMessage("user", "x"),), tools=options)
+        form = formats.output_format(request, "")
+        grammar = join(answer_pieces(form, formats, options, structured)).text
+        for text in (content, "yes", f"<|START_THINKING|>so<|END_THINKING|>{content}"):
+            assert accepts(codec, grammar, text), (text, options)
+            assert read(codec, formats, request, "", codec.encode(text).ids)[:2] == ("yes", [])
+        assert accepts(codec, grammar, "perhaps") is (structured is None)
 
 
 def known_at(state: GrammarState) -> tuple[tuple[int, ...], bool, bytes]:
@@ -383,6 +488,15 @@ CALL = {
     '{"input": %s}<|tool_call_end|><|tool_calls_section_end|>',
     "granite": '<|tool_call|>[{"name": "patch", "arguments": {"input": %s}}]',
     "hunyuan_a13b": '<tool_calls>[{"name": "patch", "arguments": {"input": %s}}]</tool_calls>',
+    "pythonic": "[patch(input=%s)]",
+    "llama4_pythonic": "[patch(input=%s)]",
+    "olmo3": "<function_calls>patch(input=%s)</function_calls>",
+    "gemma4": '<|tool_call>call:patch{input:<|"|>%s<|"|>}<tool_call|>',
+    "functiongemma": "<start_function_call>call:patch{input:<escape>%s<escape>}<end_function_call>",
+    "cohere_command3": '<|START_ACTION|>[\n    {"tool_call_id": "0", "tool_name": "patch", "parameters": '
+    '{"input": %s}}\n]<|END_ACTION|>',
+    "ernie45": '<tool_call>\n{"name": "patch", "arguments": {"input": %s}}\n</tool_call>',
+    "phi4_mini_json": 'functools[{"name": "patch", "arguments": {"input": %s}}]',
     "hermes": '<tool_call>\n{"name": "patch", "arguments": {"input": %s}}\n</tool_call>',
     "qwen3_coder": "<tool_call>\n<function=patch>\n<parameter=input>\n%s\n</parameter>\n</function>\n</tool_call>",
     "llama3_json": '{"name": "patch", "parameters": {"input": %s}}',
@@ -414,7 +528,8 @@ def test_the_input_of_a_custom_tool_is_held_to_its_grammar(model: str, kind: str
     for text in good + bad:
         own = bool(re.fullmatch(meant, text))
         assert own is (text in good), text
-        written = call % (text if MODELS[model][0] in XML_FORMS else json.dumps(text, ensure_ascii=False))
+        plain = MODELS[model][0] in (*XML_FORMS, "gemma4", "functiongemma")
+        written = call % (text if plain else json.dumps(text, ensure_ascii=False))
         assert accepts(codec, grammar, written) is own, (text, written)
         if own:
             content, calls, _ = read(codec, formats, request, "", codec.encode(written).ids)

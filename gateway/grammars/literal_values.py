@@ -1,0 +1,244 @@
+"""Writes the rules of a grammar for arguments in Python's notation and in Gemma's, by their JSON schemas (I9).
+
+members   key value, key value ...      in the order of the schema; those that it does not require may be left out
+values    Python's: JSON, which Python reads alike, but for True, False and None
+          Gemma's: a text between marks, a number, true, false, null, [value,value], {key:value,key:value}
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.formats.xml_calls import MAX_KEY_CHARS
+from pillion.gateway.grammars.answer_grammar import literal
+
+# A grammar limits a text's length, and a list's, only where the bound is at most this large; larger ones are left out.
+MAX_COUNTED_CHARS = 1024
+MAX_COUNTED_ITEMS = 64
+_LISTED = ' "," '
+# A key that no schema names has these characters.
+KEY = rf"/[A-Za-z_][A-Za-z0-9_]{{0,{MAX_KEY_CHARS - 1}}}/"
+_WORDS = {True: "True", False: "False", None: "None"}
+_PLAIN_KEY = re.compile(r"[^\s=:,(){}\[\]<\"']+")
+# Gemma's notation is held to these keywords, or they say nothing of values.
+_FOLLOWED = frozenset(
+    {
+        *("type", "properties", "required", "additionalProperties", "items", "minItems", "maxItems", "enum", "const"),
+        *("anyOf", "oneOf", "$ref", "$defs", "definitions", "minLength", "maxLength", "pattern", "format"),
+        *("title", "description", "default", "examples", "$schema", "$id", "$comment", "nullable", "deprecated"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "readOnly", "writeOnly"),
+    }
+)
+_NUMBERS = ("type", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_KINDS = ("string", "number", "integer", "boolean", "null", "object", "array")
+
+JsonRule = Callable[[Any], str]
+
+
+def members(name: str, pairs: Sequence[tuple[str, bool]], comma: str, rules: list[str]) -> str:
+    """Returns a rule for ``pairs`` with ``comma`` between them, each of which is a rule and whether it has to come;
+    adds the rules that it needs, whose names begin with ``name``."""
+    apart, begins = literal(comma), []
+    for number, (pair, needed) in enumerate(pairs):
+        behind = f"{name}_from_{number + 1}" if number + 1 < len(pairs) else ""
+        begins.append(f"{pair} {behind}")
+        if number:
+            one = f"{apart} {pair}"
+            rules.append(f"{name}_from_{number}: {one if needed else f'({one})?'} {behind}")
+    # An answer may begin with the first member that has to come, or with one before it.
+    first = next((number for number, (_, needed) in enumerate(pairs) if needed), None)
+    if first is None:
+        return f"({' | '.join(begins)})?" if begins else '""'
+    return f"({' | '.join(begins[: first + 1])})"
+
+
+def plain_key(key: str, field: str) -> str:
+    """Returns a rule for a key that stands without quotation marks. Raises InvalidRequest where it cannot."""
+    if not _PLAIN_KEY.fullmatch(key) or len(key) > MAX_KEY_CHARS:
+        raise InvalidRequest.of(FieldViolation(field, f"the model cannot write the property {key!r}"))
+    return literal(key)
+
+
+def python_value(schema: Mapping[str, Any], json_rule: JsonRule) -> str:
+    """Returns a rule for a value in Python's notation; ``json_rule`` makes one for JSON."""
+    found = values_of(schema)
+    if found is not None:
+        return "(" + " | ".join(literal(_in_python(value)) for value in found) + ")"
+    if schema.get("type") in ("boolean", "null") and not {"anyOf", "oneOf", "allOf", "$ref"} & set(schema):
+        return '("True" | "False")' if schema["type"] == "boolean" else '"None"'
+    return json_rule(schema)
+
+
+def values_of(schema: Mapping[str, Any]) -> list[Any] | None:
+    """Returns the values to which a schema is limited; None where it names none."""
+    found = schema["enum"] if "enum" in schema else [schema["const"]] if "const" in schema else None
+    return found if isinstance(found, list) and found else None
+
+
+def _in_python(value: Any) -> str:
+    return _WORDS[value] if value is None or isinstance(value, bool) else json.dumps(value, ensure_ascii=False)
+
+
+class GemmaValues:
+    """Writes rules for values in Gemma's notation.
+
+    Args:
+        root: the schema of a tool's arguments, to which references lead.
+        name: what the rules' names begin with.
+        mark: the mark around a text, as a grammar names it, and its text.
+        is_token: whether the mark is a token.
+        field: the client's field that errors name.
+        json_rule: makes a rule for JSON.
+        rules: gets the rules that values need.
+    """
+
+    def __init__(
+        self,
+        root: Mapping[str, Any],
+        name: str,
+        mark: tuple[str, str],
+        is_token: bool,
+        field: str,
+        json_rule: JsonRule,
+        rules: list[str],
+    ) -> None:
+        self._root = root
+        self._name = name
+        self._term, self._mark = mark
+        self._is_token = is_token
+        self._field = field
+        self._json = json_rule
+        self._rules = rules
+        self._referred: dict[str, str] = {}
+        self._made = 0
+        self._free = ""
+
+    def pairs(self, schema: Mapping[str, Any], name: str) -> str:
+        """Returns a rule for an object's members, without its brackets. Raises InvalidRequest."""
+        properties = schema.get("properties")
+        known = properties if isinstance(properties, dict) else {}
+        if not known and schema.get("additionalProperties") is not False:
+            pair = f'{KEY} ":" {self.any()}'
+            return f'({pair} ("," {pair})*)?'
+        required = schema.get("required")
+        needed = required if isinstance(required, list) else []
+        made = [
+            (f'{plain_key(key, self._field)} ":" {self.value(value if isinstance(value, dict) else {})}', key in needed)
+            for key, value in known.items()
+        ]
+        return members(name, made, ",", self._rules)
+
+    def value(self, schema: Mapping[str, Any]) -> str:
+        """Returns a rule for a value that fits ``schema``. Raises InvalidRequest where that cannot be written."""
+        if unknown := sorted(set(schema) - _FOLLOWED):
+            text = f"in this model's notation of calls {unknown[0]!r} cannot be followed"
+            raise InvalidRequest.of(FieldViolation(self._field, text))
+        if (found := values_of(schema)) is not None:
+            return "(" + " | ".join(map(self._spelled, found)) + ")"
+        if "$ref" in schema:
+            return self._reference(str(schema["$ref"]))
+        for word in ("anyOf", "oneOf"):
+            options = schema.get(word)
+            if isinstance(options, list):
+                return "(" + " | ".join(self.value(one if isinstance(one, dict) else {}) for one in options) + ")"
+        given = schema.get("type")
+        kinds = [given] if isinstance(given, str) else given
+        if not isinstance(kinds, list):
+            kinds = ["object"] if "properties" in schema else ["array"] if "items" in schema else []
+        known = [kind for kind in kinds if kind in _KINDS]
+        return "(" + " | ".join(self._of_kind(kind, schema) for kind in known) + ")" if known else self.any()
+
+    def any(self) -> str:
+        """Returns a rule for any value."""
+        if not self._free:
+            self._free = f"{self._name}_any"
+            pair = f'{KEY} ":" {self._free}'
+            self._rules.append(
+                f'{self._free}: {self.text()} | {self._json({"type": "number"})} | "true" | "false" | "null"'
+                f' | "[" ({self._free} ("," {self._free})*)? "]" | "{{" ({pair} ("," {pair})*)? "}}"'
+            )
+        return self._free
+
+    def text(self, low: int = 0, high: int | None = None) -> str:
+        """Returns a rule for a text of ``low`` to ``high`` characters, with the marks around it."""
+        most = "" if high is None else high
+        return f"{self._term} {self.up_to_mark(f'(?s:.{{{low},{most}}})')}"
+
+    def up_to_mark(self, expression: str) -> str:
+        """Returns a rule for what matches ``expression``, and the mark behind it, the first one that is written."""
+        if self._is_token:
+            return f"/{expression}/ {self._term}"
+        name, mark = self._new("text"), re.escape(self._mark).replace("/", r"\/")
+        ended = f"/{expression}{mark}/ & ~/(?s:.*){mark}(?s:.+)/"
+        self._rules += [f"{name}[lazy]: {name.upper()}", f"{name.upper()}: {ended}"]
+        return name
+
+    def _of_kind(self, kind: str, schema: Mapping[str, Any]) -> str:
+        if kind == "string":
+            low, high = (_bound(schema, word, MAX_COUNTED_CHARS) for word in ("minLength", "maxLength"))
+            return self.text(low or 0, high if high is None or high >= (low or 0) else None)
+        if kind == "object":
+            name = self._new("object")
+            self._rules.append(f'{name}: "{{" {self.pairs(schema, name)} "}}"')
+            return name
+        if kind == "array":
+            return self._list(schema)
+        if kind in ("number", "integer"):
+            return self._json({**{word: schema[word] for word in _NUMBERS if word in schema}, "type": kind})
+        return '"null"' if kind == "null" else '"true" | "false"'
+
+    def _list(self, schema: Mapping[str, Any]) -> str:
+        inner = schema.get("items")
+        item = self.value(inner) if isinstance(inner, dict) else self.any()
+        name = self._new("item")
+        self._rules.append(f"{name}: {item}")
+        low, high = (_bound(schema, word, MAX_COUNTED_ITEMS) for word in ("minItems", "maxItems"))
+        if high == 0:
+            return '"[]"'
+        most = "" if high is None or high < (low or 0) else str(high - 1)
+        several = f'{name} ("," {name}){{{max(0, (low or 0) - 1)},{most}}}'
+        return f'"[" {several} "]"' if low else f'"[" ({several})? "]"'
+
+    def _reference(self, reference: str) -> str:
+        """Returns the rule of what ``reference`` leads to, which is written once, for it may lead to itself."""
+        if reference not in self._referred:
+            place: Any = self._root
+            for part in reference.removeprefix("#").split("/")[1:]:
+                place = place.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(place, dict) else None
+            if not reference.startswith("#") or not isinstance(place, dict):
+                text = f"in this model's notation of calls $ref {reference!r} cannot be followed"
+                raise InvalidRequest.of(FieldViolation(self._field, text))
+            name = self._referred[reference] = self._new("place")
+            self._rules.append(f"{name}: {self.value(place)}")
+        return self._referred[reference]
+
+    def _spelled(self, value: Any) -> str:
+        """Returns a rule for one value."""
+        if isinstance(value, str):
+            if self._mark in value:
+                raise InvalidRequest.of(FieldViolation(self._field, f"{value!r} holds a mark of the model's"))
+            return f"{self._term} {literal(value)} {self._term}" if value else f"{self._term} {self._term}"
+        if isinstance(value, list):
+            return _bracketed("[]", map(self._spelled, value))
+        if isinstance(value, dict):
+            pairs = [f'{plain_key(key, self._field)} ":" {self._spelled(one)}' for key, one in value.items()]
+            return _bracketed("{}", pairs)
+        return literal(json.dumps(value))
+
+    def _new(self, what: str) -> str:
+        self._made += 1
+        return f"{self._name}_{what}_{self._made}"
+
+
+def _bracketed(brackets: str, rules: Iterable[str]) -> str:
+    return f'"{brackets[0]}" {_LISTED.join(rules)} "{brackets[1]}"'
+
+
+def _bound(schema: Mapping[str, Any], word: str, most: int) -> int | None:
+    """Returns a bound of a schema, None where it has none that a grammar can count."""
+    given = schema.get(word)
+    return given if isinstance(given, int) and not isinstance(given, bool) and 0 <= given <= most else None
