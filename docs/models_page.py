@@ -132,7 +132,11 @@ def options(family: ModelFamily) -> str:
     if "qk_norm" in layer:
         after = ", after the rotation" if layer.get("norm_after_rotation") else ""
         after += ", without weights" if layer.get("qk_norm_names") == () else ""
-        how = {"layer": "head (LayerNorm; not on GPUs)"}.get(str(layer["qk_norm"]), layer["qk_norm"])
+        how = {
+            "layer": "head (LayerNorm)",
+            "layer_by_head": "head (LayerNorm with weights of each head's own), by a key",
+        }
+        how = how.get(str(layer["qk_norm"]), layer["qk_norm"])
         said.append(f"queries and keys normed by {how}{after}")
     texts = {
         "qkv_bias": "biases of queries, keys and values",

@@ -130,7 +130,16 @@ def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spellin
     if tensor.role is Role.TAPS:
         # A convolution of each channel on its own reads one channel.
         columns = [1, *columns]
-    if tensor.role is Role.HEAD_NORM:
+    if tensor.by_head and "{}" in tensor.spellings[0][0]:
+        return tuple(
+            tuple(
+                CheckpointTensor(name.format(head) + suffix, tensor.shape[1:])
+                for name, piece in zip(names, tensor.rows, strict=True)
+                for head in range(piece.size)
+            )
+            for names in tensor.spellings
+        )
+    if tensor.role is Role.HEAD_NORM and not tensor.by_head:
         # A norm of whole projections has one row for all heads of queries, and one for those of keys.
         shapes, whole = [tensor.shape[1:]] * len(tensor.rows), tensor.shape[1:]
     else:

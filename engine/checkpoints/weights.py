@@ -148,7 +148,7 @@ def _norm(
         weight = weight + 1.0
     if tensor.factor != 1.0:
         weight = weight * tensor.factor
-    if not config.norm.startswith("layer") or (tensor.role is Role.HEAD_NORM and not tensor.bias):
+    if not config.norm.startswith("layer") or (tensor.role is Role.HEAD_NORM and not tensor.centred):
         return RmsNorm(weight, tensor.eps or config.rms_norm_eps, config.norm != "plain")
     bias = in_order(checkpoint.take(f"{key}.bias", dtype).float(), tensor) if tensor.bias else None
     return LayerNorm(weight, config.rms_norm_eps, bias)
@@ -220,8 +220,10 @@ def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
     """Gives the weight of a norm, whose checkpoint has one row for the heads of each piece, in the decoder's order."""
     if tensor.role is Role.HEAD_NORM:
         (entries,) = tensor.inputs
-        rows = weight.view(len(tensor.rows), -1)
+        rows = weight.view(-1, entries.size)
         rows = rows[:, _head_order(entries)] if entries.rotated else rows
+        if tensor.by_head:
+            return rows
         return torch.cat([row.expand(piece.size, -1) for row, piece in zip(rows, tensor.rows, strict=True)])
     order = row_order(tensor)
     return weight if order is None else weight[order]

@@ -49,7 +49,7 @@ class Role(Enum):
     """Says what a tensor is for, which decides how it is loaded and packed."""
 
     NORM = "the weight of a norm, and perhaps its bias"
-    HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm where it has a bias, else RMS"
+    HEAD_NORM = "the weights of a norm over each head, one row for each; of a LayerNorm if it is centred, else RMS"
     MATRIX = "the matrix of a linear layer, which may be in few bits, and perhaps its bias"
     EXACT_MATRIX = "a matrix that is never in few bits, because its few products choose or weigh whole rows"
     HEAD_MATRICES = "a matrix for each head, widened on load, of which a part is multiplied from the other side"
@@ -71,6 +71,9 @@ class LayerTensor:
             one for all of them. In the names of an expert's tensors {} stands for its number. A norm without spellings
             has a weight of ones, and no tensor.
         bias: whether a linear layer or a norm has a bias.
+        centred: whether a norm over each head subtracts the mean first (LayerNorm).
+        by_head: whether checkpoints have a weight of its own for each head of such a norm: in one tensor for each piece
+            of ``rows``, or in one for each head, whose number {} stands for.
         experts: the number of experts that each have such a matrix; 0 where the layer has one matrix.
         stacked: the names that one tensor for all experts has in checkpoints: transformers 5's and a family's own. That
             of their biases is called NAME_bias.
@@ -95,6 +98,8 @@ class LayerTensor:
     inputs: tuple[Entries, ...] = ()
     spellings: tuple[tuple[str, ...], ...]
     bias: bool = False
+    centred: bool = False
+    by_head: bool = False
     experts: int = 0
     stacked: tuple[str, ...] = ()
     transposed: bool = False

@@ -82,8 +82,10 @@ def llama_layer(
     Args:
         mlp: the names in checkpoints of an MLP without a gate.
         qk_norm: RMS norm of queries and keys before the rotary embedding, or after it, over each "head" or over the
-            whole "projection"; "layer" for a LayerNorm of each head, "" for none.
-        qk_norm_names: the names of these norms in checkpoints; () for norms over each head without weights.
+            whole "projection"; "layer" for a LayerNorm of each head, "layer_by_head" for one without biases whose
+            weights are each head's own, "" for none.
+        qk_norm_names: the names of these norms in checkpoints; () for norms over each head without weights. {} stands
+            for the number of a head where each has a tensor.
         norm_if_rotated: whether layers without a rotary embedding have no such norm.
         sinks: whether attention has a sink for each head.
         shared_norm: whether the MLP reads what attention reads, where the two are parallel.
@@ -176,14 +178,22 @@ def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool 
 
 
 def qk_norms(config: ModelConfig, kind: str, names: tuple[str, ...]) -> Iterator[LayerOperation]:
-    """Yields the norm of queries and keys: "head", "layer", "projection" or none."""
-    if kind in ("head", "layer"):
+    """Yields the norm of queries and keys: "head", "layer", "layer_by_head", "projection" or none."""
+    if kind in ("head", "layer", "layer_by_head"):
         rows = Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)
         one = _heads(config, rotated=True)[0]
         entries = (Entries(one.head, head=one.head, rotated=one.rotated, interleaved=one.interleaved),)
-        spellings, bias = (names,) if names else (), kind == "layer"
         yield NormHeads(
-            LayerTensor(name="qk_norm", role=Role.HEAD_NORM, rows=rows, inputs=entries, spellings=spellings, bias=bias)
+            LayerTensor(
+                name="qk_norm",
+                role=Role.HEAD_NORM,
+                rows=rows,
+                inputs=entries,
+                spellings=(names,) if names else (),
+                bias=kind == "layer",
+                centred=kind != "head",
+                by_head=kind == "layer_by_head",
+            )
         )
     elif kind == "projection":
         tensors = (

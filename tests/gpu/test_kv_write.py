@@ -6,7 +6,7 @@ from tests.support.gpu import DEVICE, rounded  # isort: skip  (before the kernel
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.models.layers import RmsNorm
@@ -60,20 +60,26 @@ SHAPES = st.tuples(
     kv_dtype=st.sampled_from(DTYPES),
     weight_dtype=st.sampled_from([None, "wide", "plain"]),
     table_dtype=st.sampled_from([None, "wide", "plain"]),
+    kind=st.sampled_from(["rms", "centred", "biased"]),
     seed=st.integers(0, 99),
 )
 @settings(max_examples=examples(40))
-def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, seed):
+@example((3, 4, 1, 80), 2, torch.float32, torch.float32, "wide", "wide", "biased", 1)
+def test_queries_stay_and_keys_and_values_go(shape, block_size, dtype, kv_dtype, weight_dtype, table_dtype, kind, seed):
     torch.manual_seed(seed)
     tokens, heads, kv_heads, head_dim = shape
     types = {"wide": torch.float32, "plain": dtype}
     norm = None if weight_dtype is None else made_norm(heads + kv_heads, head_dim, types[weight_dtype])
+    if norm is not None and kind != "rms":
+        bias = made_norm(heads + kv_heads, head_dim, types[weight_dtype]).weight if kind == "biased" else None
+        norm = norm._replace(centred=True, bias=bias)
+    more = {} if norm is None else {"centred": norm.centred, "bias": norm.bias}
     rotary = None if table_dtype is None else made_rotary(tokens, head_dim, types[table_dtype])
     rows = made_rows(tokens, block_size)
     qkv = Guarded((tokens, (heads + 2 * kv_heads) * head_dim), dtype)
     qkv.inside.copy_(torch.randn(qkv.inside.shape))
     was = qkv.inside.clone()
-    queries, keys, values = reference.normed_and_rotated(was, kv_heads, heads, norm, rotary)
+    queries, keys, values = reference.normed_and_rotated(was, kv_heads, heads, norm, rotary, **more)
     pool = Guarded((SLOTS, LAYERS, 2, kv_heads, block_size, head_dim), kv_dtype)
     expected = pool.inside.clone()
     reference.store_rows(expected, LAYER, rows, keys, values)

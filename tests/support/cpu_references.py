@@ -77,7 +77,9 @@ def reference_rotate(
         if norms is not None:
             over = part.flatten(1) if spec.qk_norm == "projection" else part
             weight, bias = norms[number], 0.0
-            if spec.qk_norm == "layer":
+            if spec.qk_norm == "layer_by_head":
+                weight, over = norms[number].view(-1, spec.head_dim), over - over.mean(-1, keepdim=True)
+            elif spec.qk_norm == "layer":
                 (weight, bias), over = norms[number].chunk(2), over - over.mean(-1, keepdim=True)
             normed = over * torch.rsqrt(over.pow(2).mean(-1, keepdim=True) + eps) * weight + bias
             turned = normed.view(part.shape)

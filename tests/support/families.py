@@ -225,8 +225,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "starcoder2-plain": {"model_type": "starcoder2", "use_bias": False, "hidden_size": 40},
     "stablelm": {"model_type": "stablelm", "use_qkv_bias": True},
     "stablelm-parallel": {"model_type": "stablelm", "use_parallel_residual": True, "tie_word_embeddings": False},
+    "stablelm-norms": {"model_type": "stablelm", "qk_layernorm": True, "use_parallel_residual": True},
     "olmo": {"model_type": "olmo", "attention_bias": True},
     "cohere": {"model_type": "cohere", "logit_scale": 0.5, "attention_bias": True},
+    "cohere-norms": {"model_type": "cohere", "logit_scale": 0.5, "use_qk_norm": True},
     "cohere2": {"model_type": "cohere2", **WINDOWS, "num_hidden_layers": 4, "logit_scale": 2.0},
     "granitemoeshared": {
         "model_type": "granitemoeshared",

@@ -870,6 +870,16 @@ SERVED: dict[str, dict[str, Any]] = {
         "transformers_version": "4.51.0.dev0",
         "vision_config": {"model_type": "llama4_vision_model", "hidden_size": 1408},
     },
+    "c4ai-command-r-plus": _of("cohere", "12288 33792 64 96 8 256000", **_COHERE, use_qk_norm=True),
+    "stablelm-2-12b": _of(
+        "stablelm",
+        "5120 13824 40 32 8 100352",
+        layer_norm_eps=1e-5,
+        max_position_embeddings=4096,
+        qk_layernorm=True,
+        rms_norm_eps=...,
+        use_parallel_residual=True,
+    ),
     "c4ai-command-r-v01": _of("cohere", "8192 22528 40 64 64 256000", **_COHERE, use_qk_norm=False),
     "c4ai-command-r7b-12-2024": _of("cohere2", "4096 14336 32 32 8 256000", **_COHERE2),
     "c4ai-command-a-03-2025": _of(
@@ -1216,19 +1226,6 @@ SERVED = {name: {key: value for key, value in config.items() if value is not ...
 
 # These are refused, by the words that the refusal has.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "c4ai-command-r-plus": (_of("cohere", "12288 33792 64 96 8 256000", **_COHERE, use_qk_norm=True), "use_qk_norm"),
-    "stablelm-2-12b": (
-        _of(
-            "stablelm",
-            "5120 13824 40 32 8 100352",
-            layer_norm_eps=1e-5,
-            max_position_embeddings=4096,
-            qk_layernorm=True,
-            rms_norm_eps=...,
-            use_parallel_residual=True,
-        ),
-        "qk_layernorm",
-    ),
     "falcon-rw-1b": (
         _of("falcon", "2048 0 24 32 0 50304", **{**_FALCON, "alibi": True, "multi_query": False}),
         "alibi",

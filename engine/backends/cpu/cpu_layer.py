@@ -137,7 +137,8 @@ class LayerEmitter:
         yield from self._builder.gemm(self._prefix + name, x, self._rows, "store")
 
     def norm_heads(self, operation: NormHeads, _: LayerOperation | None) -> Iterator[Operation]:
-        self._qk_norm = "layer" if operation.weight.bias else "head"
+        centred, by_head = operation.weight.centred, operation.weight.by_head
+        self._qk_norm = "layer_by_head" if by_head else "layer" if centred else "head"
         self._norm_last = self._rope is not None
         yield from ()
 

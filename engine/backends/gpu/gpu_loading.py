@@ -31,8 +31,6 @@ from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import NormHeads
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
@@ -163,8 +161,6 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(
             f"{config.family}: the GPU kernels have no layers that differ in their KV heads; use --device cpu"
         )
-    if any(isinstance(one, NormHeads) and one.weight.bias for layer in layers_of(config) for one in layer):
-        raise ConfigError(f"{config.family}: the GPU kernels have no LayerNorm of heads; use --device cpu")
     if config.moe is not None and config.moe.sparse is not None:
         raise ConfigError(f"{config.family}: the GPU kernels have no sparse mixer; use --device cpu")
     latents = config.latents

@@ -353,9 +353,9 @@ class GpuDecoder:
                     out = model.qkv if matrix.name == "qkv" else model.found
                     step.rows = self._product(index, layer, matrix.name, step.rows, out[: len(step.rows)], shape)
                 case NormHeads(weight):
-                    head_norm = HeadNorm(
-                        layer.norms[weight.name].weight, model.config.rms_norm_eps, last=rotary is not None
-                    )
+                    vectors, bias = layer.norms[weight.name]
+                    turned, eps = rotary is not None, model.config.rms_norm_eps
+                    head_norm = HeadNorm(vectors, eps, last=turned, centred=weight.centred, bias=bias)
                 case NormProjections(queries, keys):
                     self._norm_projections(step.rows, layer.norms[queries.name][0], layer.norms[keys.name][0])
                 case Rotate(rope):

@@ -121,7 +121,7 @@ class PartRows:
         )
         self._columns = [slice(begin * size, (begin + many) * size) for begin, many in ranges]
         self._normed = torch.cat([torch.arange(begin, begin + many) for begin, many in ranges[:2]])
-        self._norms: dict[int, torch.Tensor] = {}
+        self._norms: dict[int, HeadNorm] = {}
         self._sinks: dict[int, torch.Tensor] = {}
         rows = 0 if self._whole else max_tokens
         self._buffer = like.new_zeros(rows, (self.heads + 2 * count) * size)
@@ -146,7 +146,7 @@ class PartRows:
         if not self._whole:
             torch.cat([qkv[:, columns] for columns in self._columns], 1, out=mine)
             if norm is not None:
-                norm = HeadNorm(self._norm_of(index, norm.weight), norm.eps)
+                norm = self._norm_of(index, norm)
         first = part.heads.start - part.shard_heads.start
         kv_write(
             mine,
@@ -192,8 +192,10 @@ class PartRows:
             self._sinks[index] = sinks[begin : begin + self.heads].to(torch.float32, copy=True)
         return self._sinks[index]
 
-    def _norm_of(self, index: int, weight: torch.Tensor) -> torch.Tensor:
-        """Returns a norm's weights for the part's heads, selected once for each layer."""
+    def _norm_of(self, index: int, norm: HeadNorm) -> HeadNorm:
+        """Returns a norm with the weights of the part's heads, selected once for each layer."""
         if index not in self._norms:
-            self._norms[index] = weight.index_select(0, self._normed.to(weight.device))
+            mine = self._normed.to(norm.weight.device)
+            bias = None if norm.bias is None else norm.bias.index_select(0, mine)
+            self._norms[index] = norm._replace(weight=norm.weight.index_select(0, mine), bias=bias)
         return self._norms[index]

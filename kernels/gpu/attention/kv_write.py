@@ -37,11 +37,14 @@ SCALE_BYTES = tl.constexpr(KV_SCALE_BYTES)
 
 class HeadNorm(NamedTuple):
     """Describes the RMS norm of each query and key head: weight [heads + kv_heads, head_dim], of qkv's type or
-    float32. ``last``: it comes after the rotation."""
+    float32. ``last``: it comes after the rotation. ``centred``: it is a LayerNorm, which subtracts a head's mean first.
+    ``bias``: what it adds at last, like ``weight``, or None."""
 
     weight: torch.Tensor
     eps: float
     last: bool = False
+    centred: bool = False
+    bias: torch.Tensor | None = None
 
 
 class Rotary(NamedTuple):
@@ -66,13 +69,36 @@ def _rotated(low, high, cos, sin, position, column, HALF: tl.constexpr):
 
 
 @triton.jit
-def _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM: tl.constexpr):
+def _normed(
+    low,
+    high,
+    weight,
+    bias,
+    head,
+    column,
+    inside,
+    changes,
+    eps,
+    HEAD_DIM: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIAS: tl.constexpr,
+):
     """Norms both halves of the heads that change."""
+    plain_low, plain_high = low, high
+    if CENTRED:
+        mean = tl.sum(low + high, 1)[:, None] / HEAD_DIM
+        low = tl.where(column < HEAD_DIM // 2, low - mean, 0.0)
+        high = tl.where(column < HEAD_DIM // 2, high - mean, 0.0)
     inverse = tl.rsqrt(tl.sum(low * low + high * high, 1)[:, None] / HEAD_DIM + eps)
     factors = weight + head * HEAD_DIM + column
     low_factor = tl.load(factors, mask=inside & changes, other=0.0).to(tl.float32)
     high_factor = tl.load(factors + HEAD_DIM // 2, mask=inside & changes, other=0.0).to(tl.float32)
-    return tl.where(changes, low * inverse * low_factor, low), tl.where(changes, high * inverse * high_factor, high)
+    low, high = low * inverse * low_factor, high * inverse * high_factor
+    if BIAS:
+        more = bias + head * HEAD_DIM + column
+        low += tl.load(more, mask=inside & changes, other=0.0).to(tl.float32)
+        high += tl.load(more + HEAD_DIM // 2, mask=inside & changes, other=0.0).to(tl.float32)
+    return tl.where(changes, low, plain_low), tl.where(changes, high, plain_high)
 
 
 @triton.jit
@@ -92,6 +118,7 @@ def _store_fp8(low, high, pool, scales, piece, offset, column, inside, stored, B
 def _kv_write(
     qkv,
     weight,
+    bias,
     cos,
     sin,
     positions,
@@ -109,6 +136,8 @@ def _kv_write(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     NORM_LAST: tl.constexpr,
+    NORM_CENTRED: tl.constexpr,
+    NORM_BIAS: tl.constexpr,
     ROPE: tl.constexpr,
     FP8: tl.constexpr,
     TILE: tl.constexpr,
@@ -126,13 +155,17 @@ def _kv_write(
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     changes = head < HEADS + KV_HEADS
     if NORM and not NORM_LAST:
-        low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM)
+        low, high = _normed(
+            low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, NORM_CENTRED, NORM_BIAS
+        )
     if ROPE:
         rotated_low, rotated_high = _rotated(low, high, cos, sin, tl.load(positions + token), column, HALF)
         low = tl.where(changes, rotated_low, low)
         high = tl.where(changes, rotated_high, high)
     if NORM and NORM_LAST:
-        low, high = _normed(low, high, weight, head, column, inside, changes, eps, HEAD_DIM)
+        low, high = _normed(
+            low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, NORM_CENTRED, NORM_BIAS
+        )
     if FIRST == 0:
         tl.store(source, low.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
         tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
@@ -192,19 +225,31 @@ def kv_write(
     check_tensor("rows", rows, (tokens,), torch.int32, qkv.device)
     check(tokens > 0 and 0 <= layer < layers, f"{tokens} tokens in layer {layer} of {layers}")
     if norm is not None:
-        check_tensor("norm", norm.weight, (heads + len(mine), head_dim), (qkv.dtype, torch.float32), qkv.device)
+        for name, vectors in (("norm", norm.weight), ("norm's bias", norm.bias)):
+            if vectors is not None:
+                check_tensor(name, vectors, (heads + len(mine), head_dim), (qkv.dtype, torch.float32), qkv.device)
     if rotary is not None:
         check_tensor("cos", rotary.cos, (None, head_dim // 2), DTYPES, qkv.device)
         check_tensor("sin", rotary.sin, tuple(rotary.cos.shape), rotary.cos.dtype, qkv.device)
         check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
     flags = {"NORM": norm is not None, "ROPE": rotary is not None, "FP8": is_fp8}
-    flags["NORM_LAST"] = norm is not None and norm.last
+    weight, eps, last, centred, bias = norm or HeadNorm(qkv, 0.0)
+    flags |= {"NORM_LAST": last, "NORM_CENTRED": centred, "NORM_BIAS": bias is not None}
     constants = _constants(heads, mine, pool_heads, head_dim, layers, block_size, arch_of(qkv.device))
     visited = 2 * len(mine) if norm is None and rotary is None else heads + 2 * len(mine)
-    weight, eps, _ = norm or HeadNorm(qkv, 0.0)
     scales = pool.view(torch.float32) if is_fp8 else pool
     _kv_write[(tokens, triton.cdiv(visited, constants["TILE"]))](
-        qkv, weight, *(rotary or (qkv, qkv, rows)), rows, pool, scales, layer, eps, **flags, **constants
+        qkv,
+        weight,
+        qkv if bias is None else bias,
+        *(rotary or (qkv, qkv, rows)),
+        rows,
+        pool,
+        scales,
+        layer,
+        eps,
+        **flags,
+        **constants,
     )
 
 
@@ -229,6 +274,8 @@ def build_specs() -> list[BuildSpec]:
         _spec("qwen3-bf16", 32, 8, 128, "bf16", "bf16", norm=True),
         _spec("qwen3-fp8", 32, 8, 128, "bf16", "u8", norm=True),
         _spec("hunyuan-bf16", 32, 8, 128, "bf16", "bf16", norm=True, norm_last=True),
+        _spec("persimmon-bf16", 64, 64, 64, "bf16", "bf16", norm=True, centred=True, bias=True),
+        _spec("command-r-plus-bf16", 96, 8, 128, "bf16", "bf16", norm=True, centred=True),
         _spec("nope-bf16", 16, 4, 128, "bf16", "bf16", rope=False),
         _spec("head64-bf16", 9, 3, 64, "bf16", "bf16"),
         _spec("head80-fp8", 32, 32, 80, "fp16", "u8"),
@@ -250,6 +297,8 @@ def _spec(
     *,
     norm: bool = False,
     norm_last: bool = False,
+    centred: bool = False,
+    bias: bool = False,
     rope: bool = True,
     pool_heads: int = 0,
 ) -> BuildSpec:
@@ -258,13 +307,18 @@ def _spec(
     pool_heads = pool_heads or kv_heads
     mine = range(pool_heads - kv_heads, pool_heads)
     scales = "*fp32" if kv == "u8" else f"*{kv}"
+    # A LayerNorm's weights are float32.
+    weights = "fp32" if centred else dtype
     return BuildSpec(
         name=f"kv_write-{name}",
         kernel=_kv_write,
-        signature=f"*{dtype}:16, *{dtype}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16, {scales}:16, i32, fp32",
+        signature=f"*{dtype}:16, *{weights}:16, *{weights}:16, *fp32:16, *fp32:16, *i32:16, *i32:16, *{kv}:16,"
+        f" {scales}:16, i32, fp32",
         constants={
             "NORM": norm,
             "NORM_LAST": norm_last,
+            "NORM_CENTRED": centred,
+            "NORM_BIAS": bias,
             "ROPE": rope,
             "FP8": kv == "u8",
             **_constants(heads, mine, pool_heads, head_dim, 32, 16, 90),

@@ -42,6 +42,7 @@ OPTIONS = [
     RotateWrite(16, 4, 2, 16, bf16=True, rope=False, qk_norm="head"),
     RotateWrite(32, 4, 2, 16, bf16=True, qk_norm="head"),
     RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="layer"),
+    RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="layer_by_head"),
     RotateWrite(16, 4, 2, 16, bf16=True, qk_norm="projection"),
     RotateWrite(32, 4, 2, 16, bf16=True, grows=True),
     RotateWrite(16, 4, 2, 16, bf16=True, rope=False, grows=True),
@@ -257,7 +258,9 @@ def test_the_reference_turns_as_the_torch_path_does():
     assert torch.equal(values, heads[:, 6:])
 
 
-@pytest.mark.parametrize("spec", [wide(OPTIONS[1]), wide(OPTIONS[3]), wide(OPTIONS[4])], ids=lambda spec: spec.name)
+@pytest.mark.parametrize(
+    "spec", [wide(OPTIONS[1]), wide(OPTIONS[3]), wide(OPTIONS[4]), wide(OPTIONS[5])], ids=lambda spec: spec.name
+)
 def test_the_reference_norms_as_the_torch_path_does(spec):
     still = RotateWrite(16, 4, 2, 16, bf16=False, rope=False, qk_norm=spec.qk_norm)
     qkv, norms = normal(9, 8 * 16), norms_of(spec)
@@ -269,4 +272,6 @@ def test_the_reference_norms_as_the_torch_path_does(spec):
         if spec.qk_norm == "layer":
             rows, biases = (one.expand(part.shape[1], -1) for one in weight.chunk(2))
             norm = LayerNorm(rows, EPS, biases)
+        if spec.qk_norm == "layer_by_head":
+            norm = LayerNorm(weight.view(-1, 16), EPS)
         torch.testing.assert_close(found, norm(over).view(part.shape))
