@@ -11,7 +11,10 @@ import pathlib
 from functools import partial
 
 from transformers import AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from pillion.engine.models.config_keys import known_keys
 from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_OF, ModelFamily
@@ -55,6 +58,26 @@ LEFT_OUT = {
     "sounds or pictures, whose text model has no row, or is not a model of its own": """
         cohere_compass_text emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody
         phi4_multimodal""",
+}
+
+# Models of text and pictures whose text model is not served, by the reason.
+LEFT_OUT_OF_PICTURES = {
+    "its text model has no row above": """
+        aria cohere_compass cosmos3_edge deepseek_ocr2 diffusion_gemma dots3_note emu3 ernie4_5_vl_moe gemma3n
+        glm5_next glm_ocr granite4_vision granite_docling hunyuan_vl inkling2 inkling_mm_model lfm3_vl minimax_m3_vl
+        mistral_large4 molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker
+        qwen4_exp step3p7 unlimited_ocr""",
+    "its checkpoints have the experts' matrices transposed": "qwen3_vl_moe",
+    "some of its layers attend to pictures alone": "mllama",
+    "the tokens of its prompts see each other": "paligemma",
+    "it has an encoder, or its text model attends to pictures": """
+        blip blip-2 evolla florence2 git idefics instructblip instructblipvideo kosmos-2 kosmos-2.5 pix2struct
+        pp_chart2table pp_formulanet t5gemma2 udop vision-encoder-decoder""",
+    "it answers with something else than text": "pi0 shieldgemma2",
+    "its names of keys and tensors have not been compared with transformers'": """
+        chameleon cosmos3_omni deepseek_vl deepseek_vl_hybrid fast_vlm fuyu glmga got_ocr2 hyperclovax_vision_v2
+        idefics2 janus llava_next_video minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm qianfan_ocr
+        video_llama_3 video_llava vipllava""",
 }
 
 # What layers with a state have, by the function that reads their shapes.
@@ -103,11 +126,16 @@ code is only in their own repository (`trust_remote_code`) are not served.
 
 | needs | model_type |
 |---|---|"""
+OF_PICTURES = """
+Of `MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES`, the models of text and pictures, these are left out.
+
+| why | model_type |
+|---|---|"""
 
 
-def left_out() -> dict[str, list[str]]:
-    """Return the names of LEFT_OUT by their reason."""
-    return {reason: names.split() for reason, names in LEFT_OUT.items()}
+def left_out(said: dict[str, str] = LEFT_OUT) -> dict[str, list[str]]:
+    """Return the names of a table such as LEFT_OUT by their reason."""
+    return {reason: names.split() for reason, names in said.items()}
 
 
 def _layer_of(family: ModelFamily) -> dict[str, object]:
@@ -217,15 +245,22 @@ def render() -> str:
     same = ", ".join(f"`{name}` (`{row}`)" for name, row in sorted(SAME_AS.items()))
     lines.append(AFTER.format(text=text, same=same))
     lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out().items()]
+    lines.append(OF_PICTURES)
+    lines += [f"| {reason} | {', '.join(names)} |" for reason, names in left_out(LEFT_OUT_OF_PICTURES).items()]
     return "\n".join(lines) + "\n"
 
 
 def unsorted() -> set[str]:
     """Return the names that are neither served nor left out, those that are both, and those that transformers lacks."""
-    every = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    out = [name for names in left_out().values() for name in names]
-    twice = {name for name in out if out.count(name) > 1} | (set(out) & {*FAMILIES, *TEXT_OF})
-    return (every - {*FAMILIES, *TEXT_OF} - set(out)) | twice | (set(out) - every)
+    served, found = {*FAMILIES, *TEXT_OF}, set()
+    for mapping, said in (
+        (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, LEFT_OUT),
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, LEFT_OUT_OF_PICTURES),
+    ):
+        every, out = set(mapping), [name for names in left_out(said).values() for name in names]
+        twice = {name for name in out if out.count(name) > 1} | (set(out) & served)
+        found |= (every - served - set(out)) | twice | (set(out) - every)
+    return found
 
 
 if __name__ == "__main__":

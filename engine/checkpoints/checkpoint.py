@@ -35,11 +35,12 @@ _OF_CACHES = (".kv_scale", *(f".{kind}_{part}" for kind in "qkv" for part in ("s
 _OF_PICTURES = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "vision_embedder."),
     "embed_vision.",
-    *("audio_tower.", "embed_audio."),
+    *("audio_tower.", "embed_audio.", "image_newline", "connector.", "visual_embeddings_table."),
+    *("vision_encoder.", "vision_projection."),
 )
 _IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
 # The language model's tensors begin like this in models of text and images, in transformers 4 and 5.
-_TEXT_PREFIXES = ("language_model.model.", "model.language_model.")
+_TEXT_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
 _MOST_GUESSING_LAYERS = 8
 _LISTED_NAMES = 4  # An error names at most this many tensors.
 

@@ -75,6 +75,10 @@ _AROUND_TEXT = _words(
     audio_config video_token_id audio_token_id boa_token_id eoa_token_id eoa_token_index vision_soft_tokens_per_image
     vision_start_token_id vision_end_token_id projection_hidden_size projection_layer_norm_eps ignore_index
     media_placeholder_token_id use_unified_vision_chunk video_placeholder
+    image_start_token_id image_end_token_id video_start_token_id video_end_token_id vision_token_id video_token_index
+    vision_feature_select_strategy image_seq_length image_grid_pinpoints vision_aspect_ratio downsample_ratio
+    downsample_factor adapter_layer_norm_eps alignment_intermediate_size scale_factor projector_bias
+    projector_hidden_size projector_use_layernorm visual_indicator_token_ids use_image_newline_parameter
     """
 )
 
@@ -126,6 +130,11 @@ def refuse_unknown_keys(
 def refuse_unknown_outer_keys(name: str, raw: Mapping[str, Any]) -> None:
     """Raises ConfigError for a key around a ``text_config`` that is neither about images nor bookkeeping."""
     _refuse(name, "", raw, _READ | BOOKKEEPING | _AROUND_TEXT, {})
+
+
+def without_pictures(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a config without the keys that are about images and sounds."""
+    return {key: value for key, value in raw.items() if key not in _AROUND_TEXT}
 
 
 def refuse_unknown_rope_keys(name: str, rope: Mapping[str, Any]) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
-from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys
-from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_OF, ModelFamily
+from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
+from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
@@ -199,15 +199,35 @@ def _quantization(name: str, raw: Mapping[str, Any], linear: LinearConfig | None
 
 
 def _text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the language model's config out of a config for text and images; any other config as it is."""
-    text, families = config.get("text_config"), TEXT_OF.get(str(config.get("model_type")))
-    if families is None or not isinstance(text, Mapping):
+    """Returns the language model's config out of a config for text and images, where it stands in it or, in old ones,
+    beside what is about images; any other config as it is. Raises ConfigError for a text model that is not known."""
+    outer, text = str(config.get("model_type")), config.get("text_config")
+    known = TEXT_OF.get(outer)
+    if known is None or (text is not None and not isinstance(text, Mapping)):
         return config
-    family = next((name for name in families if text.get("model_type") == name), families[0])
-    refuse_unknown_outer_keys(str(config["model_type"]), config)
+    if text is None:
+        text = {key: value for key, value in without_pictures(config).items() if key != "model_type"}
+    else:
+        refuse_unknown_outer_keys(outer, config)
+    said = text.get("model_type") or known[0]
+    said = SAME_AS.get(said, said)
+    if said not in known:
+        raise ConfigError(f"{outer}: config.json has a text_config of model_type = {said!r}, which is not supported")
+    family, missing = TEXT_AS.get(said, (said, {}))
     around = ("bos_token_id", "eos_token_id", "tie_word_embeddings", *QUANTIZATION_KEYS)
-    outer = {key: config[key] for key in around if key in config}
-    return {**text, **outer, "model_type": family}
+    own = {key: config[key] for key in around if key in config}
+    return {**missing, **text, **_of_text_alone(text, said in TEXT_AS), **own, "model_type": family}
+
+
+def _of_text_alone(text: Mapping[str, Any], places_pictures: bool) -> Mapping[str, Any]:
+    """Returns a rotary embedding without what says where pictures stand, in models that have that."""
+    found = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = text.get(key)
+        if places_pictures and isinstance(rope, Mapping):
+            plain = {name: value for name, value in rope.items() if not name.startswith("mrope_")}
+            found[key] = {name: "default" if value == "mrope" else value for name, value in plain.items()}
+    return found
 
 
 def _activation(name: str, family: ModelFamily, raw: Mapping[str, Any], options: Mapping[str, Any]) -> str:

@@ -1998,17 +1998,59 @@ FAMILIES: dict[str, ModelFamily] = {
     ),
 }
 
-# These models of text and images have a text model that can be served: their model_type, and the families that their
+# These models of text and images have a text model that can be served: their model_type, and the types that their
 # text_config may have, the first of which it has where it says nothing.
+_ANY_TEXT = (
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "phi3",
+    "granite",
+    "cohere2",
+    "gpt_oss",
+    "qwen3_moe",
+)
 TEXT_OF = {
+    "aya_vision": ("cohere2", "cohere"),
+    "cohere2_vision": ("cohere2",),
+    "exaone4_5": ("exaone4", "exaone4_5_text"),
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
-    "llama4": ("llama4_text",),
+    "glm46v": ("glm4v_text", "glm4v_moe_text"),
+    "glm4v": ("glm4v_text",),
+    "glm4v_moe": ("glm4v_moe_text",),
+    "idefics3": ("llama",),
+    "internvl": ("qwen2", *_ANY_TEXT),
     "kimi_k25": ("deepseek_v3",),
+    "lfm2_vl": ("lfm2",),
+    "lighton_ocr": ("qwen3",),
+    "llama4": ("llama4_text",),
+    "llava": _ANY_TEXT,
+    "llava_next": _ANY_TEXT,
+    "llava_onevision": ("qwen2", *_ANY_TEXT),
     "mistral3": ("mistral", "ministral3", "mistral4"),
+    "ovis2": ("qwen2", *_ANY_TEXT),
+    "qwen2_5_vl": ("qwen2_5_vl_text",),
+    "qwen2_vl": ("qwen2_vl_text",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_vl": ("qwen3_vl_text",),
+    "smolvlm": ("llama",),
+}
+# Such text models are of a family in all but their name, and what their configs say where it is missing, or may not
+# say. Where pictures stand in a text moves positions; in a text alone they are those of any text.
+_QWEN_VL: Mapping[str, Any] = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 32_768}
+TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
+    "exaone4_5_text": ("exaone4", {}),
+    "glm4v_text": ("glm4", {"attention_bias": True, "num_key_value_heads": 2, "max_position_embeddings": 32_768}),
+    "glm4v_moe_text": ("glm4_moe", {"attention_bias": True, "max_position_embeddings": 65_536}),
+    "qwen2_5_vl_text": ("qwen2", _QWEN_VL),
+    "qwen2_vl_text": ("qwen2", _QWEN_VL),
+    "qwen3_vl_text": ("qwen3", {"num_key_value_heads": 32, "max_position_embeddings": 128_000}),
 }
 # Checkpoints of these types are of another type in all but their name.
 SAME_AS = {"kimi_k2": "deepseek_v3"}

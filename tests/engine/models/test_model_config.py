@@ -30,6 +30,7 @@ BASE = {
     "num_attention_heads": 4,
     "max_position_embeddings": 256,
 }
+INNER = {**BASE, "model_type": "gemma3_text"}
 # transformers has no values for these keys.
 REQUIRED = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -103,8 +104,8 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ({"per_layer_config": {"1": {"head_dim": 8}}}, "per_layer_config"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention' for layer 1"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, "alpha": 1000.0}}, "rope parameter alpha = 1000.0"),
-        ({"model_type": "gemma3", "text_config": BASE, "residual_scaling": 0.5}, "gemma3: .*residual_scaling"),
-        ({"model_type": "gemma3", "text_config": BASE, "quantization_config": {"bits": 4}}, "unnamed method, 4 bits"),
+        ({"model_type": "gemma3", "text_config": INNER, "residual_scaling": 0.5}, "gemma3: .*residual_scaling"),
+        ({"model_type": "gemma3", "text_config": INNER, "quantization_config": {"bits": 4}}, "unnamed method, 4 bits"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
         ({"rope_scaling": [1]}, "must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be above 0"),
@@ -397,7 +398,10 @@ def test_the_text_model_of_mistral_3():
     for name in ("mistral", "ministral3"):
         outer = {"model_type": "mistral3", "text_config": {**text, "model_type": name}, **images}
         assert parse_config(outer) == parse_config({**text, "model_type": name})
-    assert parse_config({"model_type": "mistral3", "text_config": text}).family == "mistral"
+    unnamed = {key: value for key, value in text.items() if key != "model_type"}
+    assert parse_config({"model_type": "mistral3", "text_config": unnamed}).family == "mistral"
+    with pytest.raises(ConfigError, match=r"mistral3: .*text_config of model_type = 'llama'"):
+        parse_config({"model_type": "mistral3", "text_config": {**text, "model_type": "llama"}})
 
 
 def test_a_choice_among_groups_of_experts_is_refused_where_a_family_has_none():

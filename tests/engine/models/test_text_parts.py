@@ -1,0 +1,146 @@
+"""The text models within models of text and images, beside transformers, which makes and saves the whole models."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
+
+from pillion.config import ModelFlags
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.config_parser import parse_config
+from pillion.engine.models.families import FAMILIES, TEXT_AS, TEXT_OF
+from pillion.errors import ConfigError
+from testbed.tiny_model import save_model
+from tests.support.families import tokens_of
+from tests.support.torch_model import BackendDriver
+
+TEXT = {
+    "vocab_size": 258,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+PLACES = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [2, 3, 3]}
+PART = {**PLACES, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]}
+EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+BLOCKS = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+CONVOLVED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
+# Each model's text model, and what sees.
+WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": (
+        {"model_type": "qwen2_vl_text", "rope_parameters": PLACES},
+        {"depth": 1, "num_heads": 2, "embed_dim": 32, "hidden_size": 64},
+    ),
+    "qwen2_5_vl": (
+        {"model_type": "qwen2_5_vl_text", "rope_parameters": PLACES},
+        {**BLOCKS, "fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        {"model_type": "qwen3_vl_text", "rope_parameters": PLACES},
+        {**BLOCKS, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "glm4v": ({"model_type": "glm4v_text", "rope_parameters": PART}, {**BLOCKS, "image_size": 28}),
+    "glm4v_moe": ({"model_type": "glm4v_moe_text", **EXPERTS, "rope_parameters": PART}, {**BLOCKS, "image_size": 28}),
+    "aya_vision": ({"model_type": "cohere2"}, {**EYES, "model_type": "siglip_vision_model"}),
+    "cohere2_vision": ({"model_type": "cohere2"}, {**EYES, "model_type": "siglip_vision_model"}),
+    "internvl": ({"model_type": "qwen2"}, {**EYES, "image_size": [28, 28], "patch_size": [14, 14]}),
+    "llava": ({"model_type": "mistral"}, {**EYES, "model_type": "pixtral", "head_dim": 16}),
+    "llava_next": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
+    "llava_onevision": ({"model_type": "qwen2"}, {**EYES, "model_type": "siglip_vision_model"}),
+    "idefics3": ({"model_type": "llama"}, EYES),
+    "smolvlm": ({"model_type": "llama"}, EYES),
+    "lfm2_vl": ({"model_type": "lfm2", **CONVOLVED}, {**EYES, "model_type": "siglip2_vision_model"}),
+    "exaone4_5": ({"model_type": "exaone4"}, {**BLOCKS, "fullatt_block_indexes": [0]}),
+    "lighton_ocr": ({"model_type": "qwen3"}, {**EYES, "model_type": "pixtral", "head_dim": 16}),
+    "ovis2": ({"model_type": "qwen2"}, EYES),
+}
+# These are near others.
+LONG = set(WHOLE) - {"qwen2_vl", "glm4v", "internvl", "idefics3"}
+
+
+def saved(folder, name: str) -> torch.nn.Module:
+    """Saves a random model with a tokenizer; returns it."""
+    text, eyes = WHOLE[name]
+    torch.manual_seed(1)
+    ids = {"image_token_id": 5} if name not in ("llava", "llava_next", "llava_onevision") else {"image_token_index": 5}
+    config = CONFIG_MAPPING[name](text_config={**TEXT, **text}, vision_config=eyes, **ids)
+    model = AutoModelForImageTextToText.from_config(config).float().eval()
+    with torch.no_grad():
+        for part, vector in model.named_parameters():
+            if vector.dim() == 1:
+                vector.add_(0.3 * torch.randn(vector.shape))
+            elif "embed_tokens" in part:
+                vector.normal_()
+    save_model(folder)
+    (folder / "model.safetensors").unlink()
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.long if name in LONG else ()) for name in WHOLE])
+def test_a_text_has_the_logits_of_the_whole_model(name, tmp_path, own_cache):
+    model, text = saved(tmp_path, name), tokens_of(40, 2)
+    text = [token for token in text if token > 8]
+    with torch.inference_mode():
+        # In transformers the whole models of Cohere's do without the factor of their text models.
+        factor = getattr(model.config.text_config, "logit_scale", 1.0)
+        wanted = model(torch.tensor([text])).logits[0].float() * factor
+    driver = BackendDriver(prepare(ModelFlags(model=str(tmp_path), dtype="float32")))
+    torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], text, [17]), wanted, atol=1e-3, rtol=1e-4)
+
+
+def test_an_old_config_of_qwen_2_vl_has_the_text_model_s_keys_beside_the_others(tmp_path, own_cache):
+    model, text = saved(tmp_path, "qwen2_vl"), tokens_of(40, 3)
+    text = [token for token in text if token > 8]
+    raw = json.loads((tmp_path / "config.json").read_text())
+    flat = {**raw.pop("text_config"), **raw, "vision_token_id": 7}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": [2, 3, 3]}
+    flat["rope_theta"] = flat.pop("rope_parameters")["rope_theta"]
+    (tmp_path / "config.json").write_text(json.dumps(flat))
+    with torch.inference_mode():
+        wanted = model(torch.tensor([text])).logits[0].float()
+    driver = BackendDriver(prepare(ModelFlags(model=str(tmp_path), dtype="float32")))
+    torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], text, [17]), wanted, atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match=r"qwen2: config\.json has residual_scaling = 0.5"):
+        parse_config({**flat, "residual_scaling": 0.5})
+
+
+def test_what_is_not_known_is_refused_by_its_name(tmp_path, own_cache):
+    saved(tmp_path, "idefics3")
+    tensors = load_file(tmp_path / "model.safetensors")
+    other = {"model.text_model.layers.1.self_attn.k_sum.weight": torch.ones(3)}
+    save_file({**tensors, **other}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model\.safetensors holds model\.layers\.1\.self_attn\.k_sum\.weight"):
+        BackendDriver(prepare(ModelFlags(model=str(tmp_path), dtype="float32")))
+    raw = json.loads((tmp_path / "config.json").read_text())
+    with pytest.raises(ConfigError, match=r"idefics3: .*text_config of model_type = 'mamba'"):
+        parse_config({**raw, "text_config": {**raw["text_config"], "model_type": "mamba"}})
+    with pytest.raises(ConfigError, match=r"idefics3: config\.json has pooled = 3"):
+        parse_config({**raw, "pooled": 3})
+
+
+def test_every_text_model_that_may_stand_within_another_is_of_a_family():
+    assert set(WHOLE) < set(TEXT_OF)
+    kinds = {kind for one in TEXT_OF.values() for kind in one}
+    assert set(TEXT_AS) < kinds
+    assert {TEXT_AS[kind][0] if kind in TEXT_AS else kind for kind in kinds} <= set(FAMILIES)
