@@ -81,11 +81,8 @@ def llama_layer(
 
     Args:
         mlp: the names in checkpoints of an MLP without a gate.
-        qk_norm: RMS norm of queries and keys before the rotary embedding, or after it, over each "head" or over the
-            whole "projection"; "layer" for a LayerNorm of each head, "layer_by_head" for one without biases whose
-            weights are each head's own, "" for none.
-        qk_norm_names: the names of these norms in checkpoints; () for norms over each head without weights. {} stands
-            for the number of a head where each has a tensor.
+        qk_norm: the norm of queries and keys before the rotary embedding, or after it, as :func:`qk_norms` has it.
+        qk_norm_names: the names of these norms in checkpoints; () for norms over each head without weights.
         norm_if_rotated: whether layers without a rotary embedding have no such norm.
         sinks: whether attention has a sink for each head.
         shared_norm: whether the MLP reads what attention reads, where the two are parallel.
@@ -178,7 +175,9 @@ def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool 
 
 
 def qk_norms(config: ModelConfig, kind: str, names: tuple[str, ...]) -> Iterator[LayerOperation]:
-    """Yields the norm of queries and keys: "head", "layer", "layer_by_head", "projection" or none."""
+    """Yields the norm of queries and keys: RMS over each "head" or over the whole "projection"; "layer" for a LayerNorm
+    of each head, "layer_by_head" for one without biases whose weights are each head's own; "" for none. In ``names`` {}
+    stands for the number of a head where each has a tensor."""
     if kind in ("head", "layer", "layer_by_head"):
         rows = Entries(config.num_heads, Share.HEADS), Entries(config.num_kv_heads, Share.KV_HEADS)
         one = _heads(config, rotated=True)[0]

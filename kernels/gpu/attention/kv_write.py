@@ -81,7 +81,7 @@ def _normed(
     eps,
     HEAD_DIM: tl.constexpr,
     CENTRED: tl.constexpr,
-    BIAS: tl.constexpr,
+    BIASED: tl.constexpr,
 ):
     """Norms both halves of the heads that change."""
     plain_low, plain_high = low, high
@@ -94,7 +94,7 @@ def _normed(
     low_factor = tl.load(factors, mask=inside & changes, other=0.0).to(tl.float32)
     high_factor = tl.load(factors + HEAD_DIM // 2, mask=inside & changes, other=0.0).to(tl.float32)
     low, high = low * inverse * low_factor, high * inverse * high_factor
-    if BIAS:
+    if BIASED:
         more = bias + head * HEAD_DIM + column
         low += tl.load(more, mask=inside & changes, other=0.0).to(tl.float32)
         high += tl.load(more + HEAD_DIM // 2, mask=inside & changes, other=0.0).to(tl.float32)
@@ -136,8 +136,8 @@ def _kv_write(
     BLOCK_SIZE: tl.constexpr,
     NORM: tl.constexpr,
     NORM_LAST: tl.constexpr,
-    NORM_CENTRED: tl.constexpr,
-    NORM_BIAS: tl.constexpr,
+    CENTRED: tl.constexpr,
+    BIASED: tl.constexpr,
     ROPE: tl.constexpr,
     FP8: tl.constexpr,
     TILE: tl.constexpr,
@@ -155,17 +155,13 @@ def _kv_write(
     high = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     changes = head < HEADS + KV_HEADS
     if NORM and not NORM_LAST:
-        low, high = _normed(
-            low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, NORM_CENTRED, NORM_BIAS
-        )
+        low, high = _normed(low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, CENTRED, BIASED)
     if ROPE:
         rotated_low, rotated_high = _rotated(low, high, cos, sin, tl.load(positions + token), column, HALF)
         low = tl.where(changes, rotated_low, low)
         high = tl.where(changes, rotated_high, high)
     if NORM and NORM_LAST:
-        low, high = _normed(
-            low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, NORM_CENTRED, NORM_BIAS
-        )
+        low, high = _normed(low, high, weight, bias, head, column, inside, changes, eps, HEAD_DIM, CENTRED, BIASED)
     if FIRST == 0:
         tl.store(source, low.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
         tl.store(source + HALF, high.to(qkv.dtype.element_ty), mask=inside & (head < HEADS))
@@ -234,7 +230,7 @@ def kv_write(
         check_tensor("positions", rotary.positions, (tokens,), torch.int32, qkv.device)
     flags = {"NORM": norm is not None, "ROPE": rotary is not None, "FP8": is_fp8}
     weight, eps, last, centred, bias = norm or HeadNorm(qkv, 0.0)
-    flags |= {"NORM_LAST": last, "NORM_CENTRED": centred, "NORM_BIAS": bias is not None}
+    flags |= {"NORM_LAST": last, "CENTRED": centred, "BIASED": bias is not None}
     constants = _constants(heads, mine, pool_heads, head_dim, layers, block_size, arch_of(qkv.device))
     visited = 2 * len(mine) if norm is None and rotary is None else heads + 2 * len(mine)
     scales = pool.view(torch.float32) if is_fp8 else pool
@@ -317,8 +313,8 @@ def _spec(
         constants={
             "NORM": norm,
             "NORM_LAST": norm_last,
-            "NORM_CENTRED": centred,
-            "NORM_BIAS": bias,
+            "CENTRED": centred,
+            "BIASED": bias,
             "ROPE": rope,
             "FP8": kv == "u8",
             **_constants(heads, mine, pool_heads, head_dim, 32, 16, 90),
