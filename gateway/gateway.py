@@ -56,6 +56,7 @@ from pillion.gateway.request.request_telemetry import (
     down_readings,
     end_refused_span,
     readings,
+    version_readings,
 )
 from pillion.gateway.request.validation import (
     MAX_WAITING_BYTES,
@@ -165,6 +166,7 @@ class Gateway:
         )
         self.meters.watch(cluster.forecaster.readings)
         self.meters.watch(lambda: down_readings(cluster.view.of(DOWN)))
+        self.meters.watch(lambda: version_readings(cluster.view.versions()))
         self.meters.watch(self.adapters.readings)
         # It is called with a request that has to wait for its turn; what it returns is called when the wait is over.
         self.on_waiting: Callable[[AdmittedRequest], Callable[[], None]] = lambda admitted: lambda: None
@@ -446,11 +448,11 @@ class Gateway:
         """Returns the cluster for ``pillion status``, with totals of all gateways. Raises PermissionDenied for a tenant
         that is no operator."""
         self.operators_only(tenant)
-        others = self.cluster.other_gateways()
+        others, view = self.cluster.other_gateways(), self.cluster.view
         totals: list[Usage | ComponentRecord] = [self.totals, *others]
         return ClusterStatus(
             version=VERSION,
-            components=tuple(record.status() for record in self.cluster.view.aged(time.monotonic())),
+            components=tuple(record.status() for record in (*view.aged(time.monotonic()), *view.foreign())),
             active_requests=self.admission.requests + sum(one.running_requests for one in others),
             prompt_tokens=sum(one.prompt_tokens for one in totals),
             cached_tokens=sum(one.cached_tokens for one in totals),

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from pillion._version import VERSION
 from pillion.config import AnswerFlags, GatewayFlags, ServedModelFlags, refuse_contradictions, refuse_strangers
 from pillion.engine.checkpoints.generation_config import default_sampling
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
@@ -238,7 +239,11 @@ async def serve_models(
         await cluster.aclose()
         raise ConfigError(f"the gateway cannot listen: {error}") from None
     record = ComponentRecord(
-        component_id=component_id, role="gateway", address=ports.grpc.address, model=", ".join(entries)
+        component_id=component_id,
+        role="gateway",
+        address=ports.grpc.address,
+        version=VERSION,
+        model=", ".join(entries),
     )
     return GatewayServer(record, gateway, registry, servicer, ports, flags.heartbeat_ms / 1000, keys, parts)
 

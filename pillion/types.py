@@ -553,6 +553,8 @@ class ComponentStatus:
     and what filled their token budgets. ``pinned_blocks``: those of a node's ``committed_blocks`` that are pinned;
     ``disk_blocks``: blocks in its disk tier. ``trouble``: why a component whose role is "down" does not run.
     ``figures``: further figures of a worker's load by name, as its planner sees them; versions may differ in them.
+    ``version``, ``protocol``: its release, empty for one that does not say it, and the number of what it speaks; a
+    component that the gateway does not use for its number has the role "foreign", and ``trouble`` says so.
     """
 
     component_id: str
@@ -587,6 +589,8 @@ class ComponentStatus:
     disk_blocks: int = 0
     trouble: str = ""
     address: str = ""
+    version: str = ""
+    protocol: int = 0
     figures: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 

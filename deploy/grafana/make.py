@@ -536,6 +536,17 @@ def _kv() -> Dashboard:
             "They die again and again, and their supervisor starts them ever more rarely.",
         ),
         Panel(
+            "Components by version",
+            "short",
+            (
+                Query(
+                    "max by (version, protocol, used) (pillion_components)",
+                    "{{version}}, protocol {{protocol}}, used: {{used}}",
+                ),
+            ),
+            "More than one line: an upgrade is under way. 0.2.0 does not say its version.",
+        ),
+        Panel(
             "Fenced components",
             "short",
             (Query(by_component("pillion_kv_fenced_components"), "{{component}}"),),

@@ -29,6 +29,7 @@ from functools import partial
 
 import msgspec
 
+from pillion._version import VERSION
 from pillion.config import WorkerFlags, refuse_missing_rooms
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.scheduling.block_chain import Holding
@@ -227,6 +228,7 @@ class Worker:
             component_id=self.component_id,
             role=self.role,
             address=self._address,
+            version=VERSION,
             model=self.flags.served_model_name or prepared.name,
             fingerprint=prepared.fingerprint,
             namespace=self.model.namespace().hex(),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -21,7 +22,7 @@ from msgspec.structs import replace
 from pillion._version import PROTOCOL
 from pillion.config import parse_split_policy
 from pillion.types import WORKERS
-from pillion.wire.registry import ComponentRecord
+from pillion.wire.registry import FOREIGN, ComponentRecord
 
 log = logging.getLogger("pillion.gateway")
 
@@ -56,6 +57,8 @@ class ClusterView:
         self._groups: dict[tuple[str, str], dict[str, None]] = {}
         self._on_node: dict[str, dict[str, None]] = {}
         self._answer: dict[str, ComponentRecord] = {}
+        # The records of the last answer that are not used, because their protocol is too far from this gateway's.
+        self._foreign: dict[str, ComponentRecord] = {}
         self._answered_s = 0.0
         # These say when records that vanished were last listed, and when records were last held.
         self._vanished: dict[str, float] = {}
@@ -73,8 +76,15 @@ class ClusterView:
             # Components whose protocol version is at most one away from this gateway's are used; others are ignored.
             if abs(record.protocol - PROTOCOL) <= 1:
                 self._take(record, now)
-            elif component_id not in self._answer:
+                self._foreign.pop(component_id, None)
+                continue
+            self._foreign[component_id] = record
+            if component_id in self._records:
+                self._forget(component_id)
+            if component_id not in self._answer:
                 log.warning("%s is not used: it speaks protocol %d, not %d", component_id, record.protocol, PROTOCOL)
+        for component_id in self._foreign.keys() - answer.keys():
+            del self._foreign[component_id]
         for component_id in self._records.keys() - answer.keys():
             listed_s = self._vanished.setdefault(component_id, self._answered_s)
             if now - max(listed_s, self._held.get(component_id, listed_s)) > self.grace_s:
@@ -120,6 +130,22 @@ class ClusterView:
     def records(self) -> tuple[ComponentRecord, ...]:
         """Returns the records of all components, by id."""
         return tuple(record for _, record in sorted(self._records.items()))
+
+    def foreign(self) -> tuple[ComponentRecord, ...]:
+        """Returns the records that are not used because of their protocol, by id; each says so."""
+        return tuple(
+            replace(
+                record,
+                role=FOREIGN,
+                trouble=f"it is not used: it speaks protocol {record.protocol}, not {PROTOCOL}",
+            )
+            for _, record in sorted(self._foreign.items())
+        )
+
+    def versions(self) -> Counter[tuple[str, int, bool]]:
+        """Counts components by version, protocol, and whether they are used."""
+        used = Counter((record.version, record.protocol, True) for record in self)
+        return used + Counter((record.version, record.protocol, False) for record in self._foreign.values())
 
     def of(self, role: str, model: str = "") -> list[ComponentRecord]:
         """Returns the records of a role; of workers, those of a model. Their order stays the same from poll to poll."""

@@ -6,7 +6,7 @@ begin_span ... describe_span         the request's trace span; a RequestRunner e
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from opentelemetry import trace
@@ -138,6 +138,12 @@ def down_readings(records: Iterable[ComponentRecord]) -> Iterator[Reading]:
     """Yields the gauge of components that are down."""
     for record in records:
         yield names.COMPONENTS_DOWN, (record.component_id,), 1
+
+
+def version_readings(versions: Mapping[tuple[str, int, bool], int]) -> Iterator[Reading]:
+    """Yields the gauge of components by version, protocol, and whether the gateway uses them."""
+    for (version, protocol, used), count in versions.items():
+        yield names.COMPONENTS, (version, str(protocol), "yes" if used else "no"), count
 
 
 def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:

@@ -12,6 +12,7 @@ import logging
 from collections.abc import Coroutine, Iterator, Mapping
 from itertools import chain
 
+from pillion._version import VERSION
 from pillion.config import KVNodeFlags, refuse_contradictions
 from pillion.errors import ConfigError, Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
@@ -321,6 +322,7 @@ class KVNode:
             component_id=self._flags.node_id,
             role="kvnode",
             address=self.address,
+            version=VERSION,
             node_id=self._flags.node_id,
             boot_epoch=boot_epoch,
             running_requests=status.tickets,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -16,6 +16,8 @@ from pillion.client.client import Client
 from pillion.types import ClusterStatus, ComponentStatus, Delta, ModelInfo, StructuredOutputs, TokenLogprob
 
 TABLE_WIDTH = 120
+# A line about components of one kind names so many of them.
+MAX_NAMED = 4
 
 
 def run_generate(prompt: str, reach: dict[str, Any], sampling: dict[str, Any], schema: str = "") -> None:
@@ -106,6 +108,8 @@ def run_status(reach: dict[str, Any], as_json: bool) -> None:
     for model in models:
         console.print(model_line(model, status))
     console.print(summary(status))
+    if said := version_line(status):
+        console.print(said, soft_wrap=True, markup=False, highlight=False)
 
 
 def status_table(status: ClusterStatus) -> Table:
@@ -199,6 +203,26 @@ def pool_use(component: ComponentStatus, block_size_tokens: int) -> str:
     if component.quarantined_blocks:
         states += f", {component.quarantined_blocks} quarantined"
     return f"{used:.1%} of {size} ({states})"
+
+
+def version_line(status: ClusterStatus) -> str:
+    """Returns a line with the versions and protocols of all components; empty where a gateway of 0.2.0 answered, which
+    does not say them."""
+    groups: dict[tuple[str, int], list[str]] = {}
+    for one in _in_order(status):
+        groups.setdefault((one.version, one.protocol), []).append(one.component_id)
+    if not any(protocol for _, protocol in groups):
+        return ""
+    named = {group: f"{group[0] or 'a version that it does not say'}, protocol {group[1]}" for group in groups}
+    if len(groups) == 1:
+        return f"all components: {next(iter(named.values()))}"
+    parts = (f"{named[group]}: {_some(names)}" for group, names in groups.items())
+    return f"versions differ: {'; '.join(parts)}"
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+    return ", ".join(names[:MAX_NAMED]) + more
 
 
 def summary(status: ClusterStatus) -> str:

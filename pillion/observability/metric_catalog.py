@@ -95,6 +95,14 @@ REPLAYS = _counter("pillion.replays", "{attempt}", "Further attempts after a com
 REQUESTS_NOW = _gauge("pillion.requests_now", "{request}", "Requests that run, and that wait in line.", "state")
 INDEX_UP = _gauge("pillion.index_available", "", "1 while the index answers.")
 REGISTRY_WRITABLE = _gauge("pillion.registry_writable", "", "1 while Redis takes the gateway's heartbeats.")
+COMPONENTS = _gauge(
+    "pillion.components",
+    "{component}",
+    "Components that the gateway knows; used is no where their protocol is too far from its own.",
+    "version",
+    "protocol",
+    "used",
+)
 COMPONENTS_DOWN = _gauge(
     "pillion.component.down",
     "",

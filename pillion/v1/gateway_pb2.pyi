@@ -893,6 +893,8 @@ class ComponentStatus(_message.Message):
     TROUBLE_FIELD_NUMBER: _builtins.int
     ADDRESS_FIELD_NUMBER: _builtins.int
     FIGURES_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_FIELD_NUMBER: _builtins.int
     component_id: _builtins.str
     role: _builtins.str
     """"gateway", "prefill", "decode" or "kvnode"; "down" for a component that dies again and again and waits for its next
@@ -939,6 +941,12 @@ class ComponentStatus(_message.Message):
     """Why a component is down, for people."""
     address: _builtins.str
     """Where its gRPC service is reached: host:port, or unix:path on its machine."""
+    version: _builtins.str
+    """Its release, empty for one that does not say it."""
+    protocol: _builtins.int
+    """The number of the protocol that it speaks. A gateway does not use a component whose number is more than one from its
+    own; that component's role is "foreign", and `trouble` says why.
+    """
     @_builtins.property
     def fenced_components(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """KV nodes only: workers that the node has fenced and that have not drained."""
@@ -987,10 +995,12 @@ class ComponentStatus(_message.Message):
         trouble: _builtins.str = ...,
         address: _builtins.str = ...,
         figures: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        version: _builtins.str = ...,
+        protocol: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "figures", b"figures", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "trouble", b"trouble", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapters", b"adapters", "address", b"address", "block_size_tokens", b"block_size_tokens", "committed_blocks", b"committed_blocks", "component_id", b"component_id", "disk_blocks", b"disk_blocks", "fenced_components", b"fenced_components", "figures", b"figures", "free_blocks", b"free_blocks", "free_seqs", b"free_seqs", "heartbeat_age_ms", b"heartbeat_age_ms", "kernels", b"kernels", "leased_blocks", b"leased_blocks", "model", b"model", "node_id", b"node_id", "pinned_blocks", b"pinned_blocks", "protocol", b"protocol", "quarantined_blocks", b"quarantined_blocks", "queued_tokens", b"queued_tokens", "role", b"role", "running_requests", b"running_requests", "step_decode_tokens", b"step_decode_tokens", "step_forced_tokens", b"step_forced_tokens", "step_idle_tokens", b"step_idle_tokens", "step_prefill_tokens", b"step_prefill_tokens", "step_speculative_tokens", b"step_speculative_tokens", "step_tail_tokens", b"step_tail_tokens", "steps", b"steps", "steps_ms", b"steps_ms", "tensor_parallel_size", b"tensor_parallel_size", "total_blocks", b"total_blocks", "trouble", b"trouble", "version", b"version", "waiting_requests", b"waiting_requests", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -17,6 +17,8 @@ Number = TypeVar("Number", int, float)
 
 # This is the role of a component that does not run; its supervisor writes the record.
 DOWN = "down"
+# A gateway shows components with this role that it does not use, because their protocol is too far from its own.
+FOREIGN = "foreign"
 # ``step_cost_s`` has this many numbers.
 STEP_COSTS = 5
 # No component counts more of anything than this number.
@@ -75,6 +77,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
             again and again and waits for its next start.
         trouble: why it is down, for people.
         address: where its gRPC service is reached.
+        protocol, version: what its program speaks, and its release; 0.2.0 does not say the release.
         model, fingerprint, namespace: what a worker serves; ``namespace`` is the base digest in hexadecimal, over which
             a request's root hash is made (I2).
         node_id: the KV node whose pool it maps (its own for a node).
@@ -107,6 +110,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     address: str
     # The value comes from a factory, so that it is always written: a reader's default is the reader's own protocol.
     protocol: Count = msgspec.field(default_factory=lambda: PROTOCOL)
+    version: str = ""
     model: str = ""
     fingerprint: str = ""
     namespace: str = ""

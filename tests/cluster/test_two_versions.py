@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from pillion import Client
+from pillion._version import PROTOCOL, VERSION
 from testbed.conditions import wait_for
 from testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
 from testbed.release import install, last_release
@@ -117,6 +118,19 @@ def started(running: Hosts, released: pathlib.Path, adapter: pathlib.Path) -> st
     return target
 
 
+def shown(target: str) -> dict[str, tuple[str, int]]:
+    """Returns what the gateway says of the version and protocol of each component but itself."""
+    with Client(target) as client:
+        components = client.status().components
+    return {one.component_id: (one.version, one.protocol) for one in components if one.role != "gateway"}
+
+
+def versions(running: Hosts) -> dict[str, tuple[str, int]]:
+    """Returns what there is to be said. The last release says its protocol alone."""
+    names = ("kv-a", "prefill-kv-a", "decode-kv-a")
+    return {name: ("", RELEASED_PROTOCOL) if name in running.packages else (VERSION, PROTOCOL) for name in names}
+
+
 @pytest.mark.long
 @pytest.mark.cluster
 def test_each_component_is_replaced_under_load_in_both_directions(folder: pathlib.Path, released: pathlib.Path) -> None:
@@ -134,6 +148,8 @@ def test_each_component_is_replaced_under_load_in_both_directions(folder: pathli
                 assert found == expected, f"{name} was replaced"
                 running.sees(target, "prefill-kv-a", "decode-kv-a")
                 assert hit_share(target) >= 0.95, f"{name} was replaced"
+                if "gateway" not in running.packages:
+                    wait_for("versions to be shown", lambda: shown(target) == versions(running))
                 if name == "kv-a":
                     # Node and keeper are of one version here, the others of another one.
                     with answers(target) as found:

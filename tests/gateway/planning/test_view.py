@@ -11,7 +11,7 @@ from pillion.gateway.admission.admission import Admission
 from pillion.gateway.links.load_exchange import OwnLoad
 from pillion.gateway.planning.cluster_view import SUSPECT_S, ClusterView
 from pillion.gateway.request.validation import check_pool
-from pillion.wire.registry import ComponentRecord
+from pillion.wire.registry import FOREIGN, ComponentRecord
 
 A, B = (ComponentRecord(component_id=name, role="prefill", address="x") for name in "ab")
 
@@ -88,6 +88,28 @@ def test_neighbours_in_protocol_are_peers_and_others_are_not(caplog: pytest.LogC
         view.update([replace(A, component_id=str(n), protocol=PROTOCOL + n) for n in (-2, -1, 0, 1, 2)], now)
     assert ids(view.records()) == "-101"
     assert caplog.messages == [f"{n} is not used: it speaks protocol {PROTOCOL + n}, not {PROTOCOL}" for n in (-2, 2)]
+
+
+def test_versions_are_counted_and_those_that_are_not_used_are_named() -> None:
+    view = ClusterView(grace_s=5)
+    new, old = replace(A, component_id="new", version="9.9"), replace(A, component_id="old", protocol=PROTOCOL - 1)
+    far = replace(A, component_id="far", protocol=PROTOCOL - 2, version="0.0")
+    for now in (100, 101):
+        view.update([new, old, far], now)
+        assert view.versions() == {
+            ("9.9", PROTOCOL, True): 1,
+            ("", PROTOCOL - 1, True): 1,
+            ("0.0", PROTOCOL - 2, False): 1,
+        }
+        (shown,) = view.foreign()
+        assert (shown.component_id, shown.role) == ("far", FOREIGN)
+        assert shown.trouble == f"it is not used: it speaks protocol {PROTOCOL - 2}, not {PROTOCOL}"
+    # A component that is replaced keeps its id: one that is used no more is gone from the view, and may come back.
+    view.update([replace(new, protocol=PROTOCOL + 2), replace(far, protocol=PROTOCOL)], 102)
+    assert ids(view.records()) == "farold"
+    assert [one.component_id for one in view.foreign()] == ["new"]
+    view.update([], 103)
+    assert view.foreign() == ()
 
 
 def test_own_load_adds_up_to_nothing() -> None:
