@@ -244,6 +244,7 @@ WRITTEN: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 @pytest.mark.parametrize(("tools", "text", "content", "calls"), WRITTEN)
 def test_what_an_answer_holds(tools: str, text: str, content: str, calls: list[tuple[str, str]]) -> None:
     assert read(text, tools) == (content, "", calls)
+    assert read(text, tools, cuts=list(range(len(text)))) == (content, "", calls)
 
 
 @given(st.sampled_from(WRITTEN), st.booleans(), st.lists(st.integers(0, 300), max_size=12))
