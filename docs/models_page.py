@@ -110,7 +110,8 @@ tokens of transformers, after a `kill -9` of its decode worker (`tests/cluster/t
 
 Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on the CPU kernels
 and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`). GPUs,
-ranks, draft models, adapters, KV in 8 bits and quantized checkpoints are not there for them yet and are refused.
+ranks, draft models, adapters and KV in 8 bits are not there for them yet and are refused. Their quantized checkpoints
+are served (`tests/engine/quantized/test_quantized_states.py`).
 Their prompts go on from states that are kept at the ends of prompts and answers, wherever these are: on the worker's
 own node, on another one or on disk (`tests/cluster/test_states_on_nodes.py`). In a bucket they are not looked for.
 

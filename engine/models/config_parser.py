@@ -164,7 +164,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         linear=linear,
         bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
         eos_token_ids=token_ids(raw.get("eos_token_id")),
-        quantization=_quantization(name, raw, linear),
+        quantization=_quantization(name, raw),
     )
 
 
@@ -189,12 +189,10 @@ def _derived(raw: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     return {**found, **family.derived(every)}
 
 
-def _quantization(name: str, raw: Mapping[str, Any], linear: LinearConfig | None) -> FewBitWeights | None:
+def _quantization(name: str, raw: Mapping[str, Any]) -> FewBitWeights | None:
     """Returns how the files hold matrices in few bits; None where all of them are plain."""
     if not quantization_method(raw):
         return None
-    if linear is not None:
-        raise ConfigError(f"{name}: quantized weights are not supported yet where layers have states")
     return require(QUANTIZATION, FEW_BITS_ROOM, f"{name}: a checkpoint with quantized weights")(name, raw)
 
 

@@ -275,10 +275,6 @@ SHAPE = {
         ({"model_type": "granitemoehybrid", "mamba_n_heads": 7}, "mamba_n_heads = 7"),
         ({"model_type": "granitemoehybrid", "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ({"model_type": "granitemoehybrid", "position_embedding_type": "alibi"}, "'alibi'"),
-        (
-            {"model_type": "lfm2", "quantization_config": {"quant_method": "fp8"}},
-            "quantized weights .* layers have states",
-        ),
     ],
 )
 def test_what_cannot_be_served_is_refused(change, words):
