@@ -127,6 +127,14 @@ def test_a_models_later_fields_change_its_fingerprint(tmp_path):
     assert fingerprint((), dataclasses.replace(config, layer_widths=(1, 2)), "bfloat16") != first
 
 
+@pytest.mark.parametrize("name", ["c4ai-command-r-v01", "stablelm-2-1_6b"])
+def test_norms_of_queries_that_0_2_0_did_not_have_change_the_fingerprint(name, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(SERVED[name]))
+    config = load_config(tmp_path)
+    assert not config.qk_norm
+    assert fingerprint((), dataclasses.replace(config, qk_norm=True), "bfloat16") != RELEASED[name]
+
+
 def test_norms_that_0_2_0_rounded_are_in_the_fingerprint(folder):
     """They are weights in another type than the model's, of norms that are applied in float32."""
     config, files = load_config(folder), (folder / "model.safetensors",)
