@@ -29,6 +29,7 @@ from dataclasses import replace
 import numpy as np
 from opentelemetry.context import Context
 
+from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.sequence import SequenceProgress, SequenceSpec, SiblingSpec
 from pillion.engine.scheduling.step_plan import Update
@@ -155,6 +156,8 @@ class DecodeSession:
         try:
             worker.check_open()
             check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
+            if submit.pooled and not gives_vectors(worker.model.backend):
+                raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes on GPUs or ranks")
             if submit.siblings and submit.prompt_tokens != len(submit.token_ids):
                 raise InvalidRequest("only a prompt without an answer has siblings")
             if not submit.awaited_blocks:
@@ -230,6 +233,7 @@ class DecodeSession:
             return
         self._drop(key)
         delta.finish_reason = finish_to_pb(ending.reason)
+        delta.vector = ending.vector
         if ending.error is not None:
             delta.error.CopyFrom(_error_of(ending.error))
             if isinstance(ending.error, BrokenModel):
@@ -334,6 +338,7 @@ class DecodeSession:
             siblings=tuple(other.sibling for other in stream.siblings),
             scored_tokens=submit.scored_tokens,
             adapter=submit.adapter,
+            pooled=submit.pooled,
         )
         return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
 
@@ -439,6 +444,8 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
     if len(submit.root_hash) != ROOT_HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
+    if submit.pooled and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
+        yield FieldViolation("pooled", "a stream that ends with a vector generates nothing and scores nothing")
     if submit.awaited_blocks > total:
         yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
     if submit.awaited_blocks and not submit.ticket_id:

@@ -6,6 +6,7 @@ boxed_process.py    a process for jobs of strangers' making, which can be killed
 boxed_worker.py     that process; it imports nothing of Pillion
 gateway_part.py     what a room may add to that: pages, and work beside requests
 named_adapters.py   what requests may name as adapters; without a room there are none
+text_vectors.py     what makes vectors of texts; without a room nothing does
 answer_formats.py   what answers hold besides content; without a room that is nothing
 http_api/           OpenAI's HTTP API
 anthropic/          Anthropic's Messages, at the same port
@@ -18,6 +19,7 @@ formats/            how models write reasoning and calls of tools, and how both 
 batches/            files of requests that run in the background
 grammars/           the structure that an answer must have, as one grammar
 prefix_pins/        prompts that are computed ahead, and pinned
+pooling/            vectors of texts, as checkpoints want them
 planning/           which workers serve a request, and where its prompt is split
 scaling/            how many workers are wanted for the objectives
 read_ahead/         KV that is brought from lower tiers for requests that wait

@@ -213,6 +213,7 @@ class Gateway:
         timeout_s: float | None = None,
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
+        pooled: bool = False,
     ) -> RequestRunner:
         """Starts a request, which the caller reads or cancels.
 
@@ -222,6 +223,7 @@ class Gateway:
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
             entry: the model that the request's name meant when its call came; by default what it means now.
+            pooled: whether the request, which generates nothing, ends with the vector of its text.
 
         Raises:
             NotFound: no such model. InvalidRequest: the error names every wrong field. Overloaded: a bound or a quota
@@ -255,6 +257,8 @@ class Gateway:
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline)
+            if pooled:
+                admitted = replace(admitted, pooled=True)
             if grammar is not None:
                 admitted = replace(admitted, grammar=grammar.text, grammar_fields=grammar.fields)
             answers = await self._answers(request, model, admitted, output_format, tenant)

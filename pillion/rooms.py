@@ -108,6 +108,14 @@ ROOMS: tuple[Room, ...] = (
         paths=("gateway/read_ahead", "tests/gateway/read_ahead"),
         entries={"gateway.parts": "pillion.gateway.read_ahead.read_ahead:ReadAhead"},
     ),
+    Room(
+        "pooling",
+        paths=("gateway/pooling", "tests/gateway/pooling"),
+        entries={
+            "gateway.vectors": "pillion.gateway.pooling.vectors:GatewayVectors",
+            "gateway.http_api.routes": "pillion.gateway.pooling.embeddings_api:embedding_routes",
+        },
+    ),
     # Slots of partial blocks are given up before those of drafts.
     Room(
         "partial blocks",

@@ -55,12 +55,14 @@ class StepBatch:
         context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 after its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R + Q] numbers of the rows whose logits are computed. The first R are sampled, and rise; a row may
-            occur several times among them. The last Q are only scored (SamplingRows.scored). Empty for pure prefill.
+        sample_rows: [R + Q + P] numbers of the rows whose logits are computed. The first R are sampled, and rise; a row
+            may occur several times among them. The next Q are only scored (SamplingRows.scored), and of the last P the
+            hidden states are wanted (Sampled.pooled). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
         adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
             sequence has one.
         states: where the sequences' states are; None in a model without them.
+        pooled: P, how many rows give their hidden states.
     """
 
     token_ids: Int32
@@ -72,6 +74,7 @@ class StepBatch:
     rope_rows: Int32 | None = None
     adapters: Int32 | None = None
     states: StateSlots | None = None
+    pooled: int = 0
 
     @property
     def table_rows(self) -> Int32:
@@ -355,6 +358,11 @@ def bound_adapters(adapters: A | None) -> A:
     if adapters is None:
         raise Internal("adapters before bind_adapters")
     return adapters
+
+
+def gives_vectors(backend: Backend) -> bool:
+    """Returns whether a backend's steps can give the vectors of rows (StepBatch.pooled)."""
+    return getattr(backend, "gives_vectors", False)
 
 
 class BackendLost(Exception):  # noqa: N818  (a state, not a mistake)

@@ -25,15 +25,17 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     pieces = plan.pieces
     counts = [piece.count for piece in pieces]
     ends = list(accumulate(counts))
+    pooled = [end - 1 for piece, end in zip(pieces, ends, strict=True) if piece.pools]
     batch = build_rows(
         [piece.sequence for piece in pieces],
         [piece.start for piece in pieces],
         counts,
         [piece.sequence.spec.rope_shift for piece in pieces],
         block_size,
-        sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends)],
+        sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends), *pooled],
         adapters=plan.adapters,
         states=plan.states,
+        pooled=len(pooled),
     )
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
@@ -50,6 +52,7 @@ def build_rows(
     sample_rows: Seq[int] = (),
     adapters: Int32 | None = None,
     states: StateSlots | None = None,
+    pooled: int = 0,
 ) -> StepBatch:
     """Builds the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain."""
     starts = np.array(firsts, dtype=np.int32)
@@ -74,6 +77,7 @@ def build_rows(
         rope_rows=positions + np.repeat(np.array(rope_shifts, dtype=np.int32), counts) if any(rope_shifts) else None,
         adapters=adapters,
         states=states,
+        pooled=pooled,
     )
 
 

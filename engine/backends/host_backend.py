@@ -19,7 +19,7 @@ from pillion.engine.backends.backend import (
     checked_memory,
     warm_up_batches,
 )
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
+from pillion.engine.sampling.sampling_rows import Float32, Sampled, SamplingRows, States
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import Internal
 
@@ -47,6 +47,8 @@ class HostBackend(AdaptedBackend, ABC):
     """
 
     max_steps_under_way = 1
+    # This says whether steps can give the vectors of rows (StepBatch.pooled).
+    gives_vectors = False
 
     def __init__(self, layout: KVLayout, vocab_size: int) -> None:
         self.layout = layout
@@ -70,6 +72,11 @@ class HostBackend(AdaptedBackend, ABC):
     def _read_states(self, num_tokens: int) -> States:
         """Returns the states of the forward pass that has just run, a copy."""
         raise Internal("this backend keeps no states")
+
+    def _read_vectors(self, batch: StepBatch) -> Float32:
+        """Returns what the last ``pooled`` of the batch's ``sample_rows`` were after the model's last norm, in the
+        forward pass that has just run: a copy, float32 [pooled, hidden]."""
+        raise Internal("this backend gives no vectors")
 
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -100,7 +107,10 @@ class HostBackend(AdaptedBackend, ABC):
             raise Internal("a backend that does not run ahead needs a step's rows at its launch")
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
-        sampled = sample_and_score(self.forward(batch), rows)
+        logits = self.forward(batch)
+        sampled = sample_and_score(logits[: -batch.pooled] if batch.pooled else logits, rows)
+        if batch.pooled:
+            sampled = replace(sampled, pooled=self._read_vectors(batch))
         if self.state_layers:
             sampled = replace(sampled, states=self._read_states(batch.num_tokens))
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)

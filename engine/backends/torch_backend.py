@@ -20,7 +20,7 @@ from pillion.engine.models.decoder import RowAdapters, run_decoder
 from pillion.engine.models.layer_states import states_of
 from pillion.engine.models.model_config import LayerHeads
 from pillion.engine.models.rope import make_ropes
-from pillion.engine.sampling.sampling_rows import States
+from pillion.engine.sampling.sampling_rows import Float32, States
 from pillion.kernels.torch.step_states import StepStates
 from pillion.kernels.torch.torch_attention import MixedAttention, StepAttention
 from pillion.rooms import Seam, require
@@ -37,6 +37,7 @@ class TorchBackend(HostBackend):
     """Implements :class:`HostBackend` with torch's operators."""
 
     adapters: TorchStepAdapters | None = None
+    gives_vectors = True
 
     def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
         """Loads the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
@@ -52,6 +53,8 @@ class TorchBackend(HostBackend):
         self._state_shapes = shapes if any(shapes) else ()
         # These are the inputs of layers in the last step, where they are kept for an EAGLE head.
         self._states: dict[int, torch.Tensor] = {}
+        # These are the rows of the last step whose logits were computed, after the last norm.
+        self._normed = torch.empty(0)
 
     def keep_states(self, layers: Sequence[int]) -> None:
         """Keeps references to the inputs of these layers; nothing is computed for them."""
@@ -60,6 +63,12 @@ class TorchBackend(HostBackend):
 
     def _read_states(self, num_tokens: int) -> States:
         return rows_to_numpy(torch.cat([self._states[layer] for layer in self.state_layers], 1))
+
+    def _read_vectors(self, batch: StepBatch) -> Float32:
+        rows, places = distinct_rows(batch)
+        wanted = np.arange(len(rows)) if places is None else places
+        found: Float32 = self._normed[_indices(wanted[-batch.pooled :])].float().numpy()
+        return found
 
     def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
         return require(TORCH_ADAPTERS, "adapters", "--enable-lora")(self, max_adapters, max_rank)
@@ -70,7 +79,7 @@ class TorchBackend(HostBackend):
             attention = self._attention(pool.view(self._dtype), batch)
             carried = self._carried(pool, batch)
             rows, places = distinct_rows(batch)
-            logits = run_decoder(
+            logits, self._normed = run_decoder(
                 config,
                 self._weights,
                 self._ropes,

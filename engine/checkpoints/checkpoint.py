@@ -343,7 +343,8 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
             for name in handle.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
                 if not name.startswith(_IGNORED_PREFIXES):
                     handles[_plain(name)] = FileTensor(handle, name, path)
-        prefix = FAMILIES[config.family].bare_prefix
+        # Checkpoints of embedding models are often those of the model within that for text.
+        prefix = "model." if "embed_tokens.weight" in handles else FAMILIES[config.family].bare_prefix
         if prefix and not any(name.startswith(prefix) for name in handles):
             handles = {prefix + name: found for name, found in handles.items()}
         yield Checkpoint(folder, config, handles)

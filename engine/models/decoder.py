@@ -469,13 +469,13 @@ def run_decoder(
     adapters: RowAdapters | None = None,
     states: dict[int, torch.Tensor] | None = None,
     carried: StepStates | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs T tokens, with their adapters where any has one, and writes their KV. ``states`` gets the inputs [T, hidden]
     of the layers that are its keys; ``carried`` are the states of the step's sequences, which go on with their tokens.
 
     Takes token_ids and rope_rows [T], which are rows of the rotary tables, and sample_rows [R] (all int64); returns
-    float32 logits [R, vocab]. The last layer computes only what is needed: sampled rows, or nothing but its KV where no
-    row is sampled.
+    float32 logits [R, vocab], and the sampled rows after the last norm, [R, hidden]. The last layer computes only what
+    is needed: sampled rows, or nothing but its KV where no row is sampled.
     """
     hidden = weights.embedding[token_ids]
     if weights.embedding_scale != 1.0:
@@ -500,12 +500,13 @@ def run_decoder(
         run.states = carried
         hidden = run.run(operations)
         if run.ended:
-            return torch.empty((0, config.vocab_size), dtype=torch.float32)
-    return _logits(config, weights, hidden)
+            return torch.empty((0, config.vocab_size), dtype=torch.float32), hidden[:0]
+    normed = weights.final_norm(hidden)
+    return _logits(config, weights, normed), normed
 
 
-def _logits(config: ModelConfig, weights: ModelWeights, hidden: torch.Tensor) -> torch.Tensor:
-    logits = weights.lm_head(weights.final_norm(hidden)).float()
+def _logits(config: ModelConfig, weights: ModelWeights, normed: torch.Tensor) -> torch.Tensor:
+    logits = weights.lm_head(normed).float()
     if config.logit_divisor != 1.0:
         logits = logits.div_(config.logit_divisor)
     return soft_cap(logits, config.logit_softcap) if config.logit_softcap else logits

@@ -162,7 +162,8 @@ class Sampled:
     is only scored; its log probability is NaN where the logits are no numbers.
 
     ``borrowed_s`` is how much longer the step would have taken without the cores that other workers lent. ``states``
-    are those that ``HostBackend.keep_states`` asked for, of every row of the step; None where nobody did.
+    are those that ``HostBackend.keep_states`` asked for, of every row of the step; None where nobody did. ``pooled``
+    has float32 [P, hidden], the last P of the batch's ``sample_rows`` after the model's last norm; None where P is 0.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -170,3 +171,4 @@ class Sampled:
     scored: tuple[TokenLogprob, ...] = ()
     borrowed_s: float = 0.0
     states: States | None = field(default=None, compare=False)
+    pooled: Float32 | None = field(default=None, compare=False)

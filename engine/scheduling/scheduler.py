@@ -34,8 +34,10 @@ from collections.abc import Sequence as Seq
 from itertools import islice
 from math import isnan
 
+import numpy as np
+
 from pillion.engine.backends.backend import Int32
-from pillion.engine.sampling.sampling_rows import MASK_LATE, RowMasks, Sampled
+from pillion.engine.sampling.sampling_rows import MASK_LATE, Float32, RowMasks, Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -307,6 +309,7 @@ class Scheduler:
             stepped(plan, seconds)
         pieces, counting = self.in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(counting.token_ids), iter(counting.logprobs), iter(counting.scored)
+        vectors = iter(() if counting.pooled is None else counting.pooled)
         for piece in pieces:
             sequence = piece.sequence
             sequence.compute(piece.start, piece.start + piece.count, now)
@@ -318,8 +321,7 @@ class Scheduler:
                 self._fail_broken(piece, piece.scores_end, tokens, logprobs, now)
                 continue
             if sequence.is_prompt_only and sequence.left_to_compute == 0:
-                self.blocks.out.report_end(sequence, Ending(reason=FinishReason.LENGTH), now)
-                self._close(sequence, now, commit_rest=True)
+                self._end_prompt(sequence, next(vectors) if piece.pools else None, now)
             if piece.samples:
                 self._accept_tokens(piece, tokens, logprobs, now)
             if sequence.state is SequenceState.RUNNING:
@@ -534,6 +536,17 @@ class Scheduler:
         piece.sequence.score(len(scores))
         self.blocks.out.updates.append(Update(seq_id=piece.sequence.seq_id, prompt_logprobs=scores))
         return True
+
+    def _end_prompt(self, sequence: Sequence, vector: Float32 | None, now: float) -> None:
+        """Ends a sequence that generates nothing, with its vector where one is wanted. It fails where that is not
+        finite."""
+        if vector is not None and not np.isfinite(vector).all():
+            error = "the model's vector of a text is not finite: its weights are damaged, or its arithmetic overflows"
+            self.fail(sequence.seq_id, BrokenModel(error), now)
+            return
+        found = b"" if vector is None else vector.astype("<f4").tobytes()
+        self.blocks.out.report_end(sequence, Ending(reason=FinishReason.LENGTH, vector=found), now)
+        self._close(sequence, now, commit_rest=True)
 
     def _fail_broken(
         self,

@@ -87,6 +87,7 @@ class SequenceSpec:
         scored_tokens: with ``sampling.prompt_logprobs``, the number of tokens after the prompt's first one that are not
             scored.
         adapter: digest of the adapter that the sequence runs with; "" for the model alone.
+        pooled: whether the sequence, which generates nothing, ends with the vector of its last token.
     """
 
     seq_id: int
@@ -104,15 +105,17 @@ class SequenceSpec:
     siblings: tuple[SiblingSpec, ...] = ()
     scored_tokens: int = 0
     adapter: str = ""
+    pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
     """Says why a sequence ended: ``reason`` for a stream, ``error`` for a failure, neither for a finished prefill
-    range."""
+    range. ``vector`` is that of a text whose vector was wanted: float32, least significant byte first."""
 
     reason: FinishReason | None = None
     error: PillionError | None = None
+    vector: bytes = b""
 
 
 @dataclass(slots=True)

@@ -38,6 +38,11 @@ class SequencePiece:
         """Gives the position after the last one whose row is scored."""
         return min(self.start + self.count, self.sequence.score_end)
 
+    @property
+    def pools(self) -> bool:
+        """Says whether the piece's last row is the vector of a text whose vector is wanted."""
+        return self.sequence.spec.pooled and self.start + self.count == self.sequence.num_tokens
+
     def lengthened(self) -> SequencePiece:
         """Returns the piece, lengthened by the tokens that are proposed after it, if the sequence's own token is
         known."""

@@ -580,6 +580,7 @@ INSTEAD: Mapping[str, str] = {
 # These fields are read in the second step, as these types; every other field that is bare Raw is not supported.
 READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
+    "input": str | list[str | Int | list[Int]],
     "messages": list[MessageBody],
     "tools": list[ToolBody | CustomToolBody],
     "tool_choice": Literal["auto", "none", "required"] | ChoiceBody | CustomChoice | AllowedChoice,

@@ -243,29 +243,29 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
     return body, GenerateRequest(model=body.model, messages=messages, chat=options, tools=tools)
 
 
-def read_prompts(raw: Raw, most_ids: int) -> dict[str, Prompt]:
-    """Reads the field of a prompt (a text, texts, ids, or lists of ids), and returns each prompt by its field's name.
-    Raises ApiError; too many items are refused before they are parsed."""
+def read_prompts(raw: Raw, most_ids: int, name: str = "prompt", most: int = MAX_PROMPTS) -> dict[str, Prompt]:
+    """Reads the field ``name`` of up to ``most`` prompts (a text, texts, ids, or lists of ids), and returns each prompt
+    by its field's name. Raises ApiError; too many items are refused before they are parsed."""
     text = bytes(raw)
     begins = _LIST.match(text)
     if begins is None:
-        return {"prompt": _filled(str(parse_field(raw, str, "prompt")), "prompt")}
+        return {name: _filled(str(parse_field(raw, str, name)), name)}
     # The first item tells what all items are, so a list of mixed items is refused before any is parsed.
     first = begins[1]
     if first == b'"':
-        items = parse_field(raw, list[str], "prompt")
+        items = parse_field(raw, list[str], name)
     elif text.count(b",") >= MAX_PROMPT_IDS:
-        raise refused("prompt", f"more than {MAX_PROMPT_IDS} items")
+        raise refused(name, f"more than {MAX_PROMPT_IDS} items")
     elif first == b"[":
-        if text.count(b"[") > MAX_PROMPTS + 1:
-            raise refused("prompt", f"more than {MAX_PROMPTS} prompts")
-        lists = parse_field(raw, list[Raw], "prompt")
-        items = [read_ids(one, f"prompt[{n}]", most_ids) for n, one in enumerate(lists)]
+        if text.count(b"[") > most + 1:
+            raise refused(name, f"more than {most} {name}s")
+        lists = parse_field(raw, list[Raw], name)
+        items = [read_ids(one, f"{name}[{n}]", most_ids) for n, one in enumerate(lists)]
     else:
-        return {"prompt": _filled(read_ids(raw, "prompt", most_ids), "prompt")}
-    if len(items) > MAX_PROMPTS:
-        raise refused("prompt", f"{len(items)} prompts; at most {MAX_PROMPTS}")
-    return {(field := f"prompt[{n}]"): _filled(item, field) for n, item in enumerate(items)}
+        return {name: _filled(read_ids(raw, name, most_ids), name)}
+    if len(items) > most:
+        raise refused(name, f"{len(items)} {name}s; at most {most}")
+    return {(field := f"{name}[{n}]"): _filled(item, field) for n, item in enumerate(items)}
 
 
 def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ class AdmittedRequest:
     ``grammar`` from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
     which it was made. ``adapter`` is the digest of the adapter that answers are computed with; "" for the model alone.
     ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. Nobody waits for
-    a request in the ``background``, which is a batch's.
+    a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with the vector
+    of its last token.
     """
 
     request_id: str
@@ -60,6 +61,7 @@ class AdmittedRequest:
     adapter_rank: int = 0
     virtual_tokens: int = 0
     background: bool = False
+    pooled: bool = False
 
     @property
     def own_prompt(self) -> tuple[int, ...]:

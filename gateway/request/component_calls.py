@@ -366,6 +366,7 @@ class ComponentCalls:
             scored_tokens=action.scored_tokens,
             grammar=admitted.grammar,
             adapter=admitted.adapter,
+            pooled=admitted.pooled,
         )
         if action.hold is None:
             submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks
@@ -574,7 +575,7 @@ class ComponentCalls:
                     self.load.assign({self._stream[0]: (1, 0)})
                 self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
             if delta.finish_reason is not None:
-                self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings))
+                self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings, delta.vector))
             elif delta.queued is not None:
                 self._in_step = self._in_step or not delta.queued
                 self._still_queued(attempt, delta.queued)

@@ -120,10 +120,11 @@ class PromptScored(AttemptEvent, frozen=True):
 
 
 class DecodeFinished(AttemptEvent, frozen=True):
-    """The answer's stream ended by itself."""
+    """The answer's stream ended by itself, where one was asked for with the ``vector`` of the text."""
 
     reason: FinishReason
     timings: DecodeTimings | None
+    vector: bytes = b""
 
 
 class DecodeLost(AttemptLoss, frozen=True):
@@ -278,9 +279,10 @@ class EmitScores(Action, frozen=True):
 
 
 class Finish(Action, frozen=True):
-    """Says that the answer is complete; no action follows."""
+    """Says that the answer is complete; no action follows. ``vector`` is that of the text, where it is wanted."""
 
     reason: FinishReason
+    vector: bytes = b""
 
 
 class Fail(Action, frozen=True):

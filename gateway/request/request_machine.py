@@ -389,7 +389,7 @@ class RequestMachine:
             return [ev.Emit(ids, event.logprobs[:left])]
         if isinstance(event, ev.DecodeFinished):
             self._timeline.decode = event.timings or self._timeline.decode
-            return self._end(ev.Finish(event.reason), now, stream_over=True)
+            return self._end(ev.Finish(event.reason, event.vector), now, stream_over=True)
         return self._stream_lost(event, now, stream_over=True)
 
     def _scored(self, event: ev.PromptScored) -> list[Action]:

@@ -89,6 +89,9 @@ class RequestRunner:
         for index, answer in enumerate(admitted.resume.answers if admitted.resume is not None else ()):
             self._reasons[index] = answer.finish_reason.value if answer.finish_reason is not None else ""
         self.ended = False
+        # This is the vector of the text once the request has ended, where one was asked for: float32, least significant
+        # byte first.
+        self.vector = b""
         # This says whether the request ended with an error that neither the client nor its deadline caused.
         self.failed_unserved = False
 
@@ -199,6 +202,7 @@ class RequestRunner:
             case ev.SubmitDecode():
                 calls.submit(action, [self._calls[sibling] for sibling in action.siblings])
             case ev.Finish():
+                self.vector = action.vector
                 self._finish(index, action.reason)
             case ev.Fail():
                 self._fail(self._defect or action.error)

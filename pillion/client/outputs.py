@@ -49,6 +49,27 @@ class CompletionOutput(Generic[Value]):
     parsed: Value | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddingOutput:
+    """Holds the vector of one text."""
+
+    embedding: list[float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EmbeddingRequestOutput:
+    """Holds the vector of one text, in vLLM's form.
+
+    Attributes:
+        outputs: the vector, as ``outputs.embedding``.
+        prompt_token_ids: the text as the model read it, with the checkpoint's prompt before it.
+    """
+
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput(Generic[Value]):
     """Holds all answers to one prompt.

@@ -7,7 +7,7 @@
             print(output.prompt, output.outputs[0].text)
 
 Differences from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
-Pillion's flags, or vLLM's where :mod:`pillion.offline.vllm_options` knows them; what is not supported (images, pooling)
+Pillion's flags, or vLLM's where :mod:`pillion.offline.vllm_options` knows them; what is not supported (images, scores)
 is refused, never ignored.
 """
 
@@ -41,7 +41,7 @@ from pillion.client.client_requests import (
     to_pb,
     tool_options,
 )
-from pillion.client.outputs import OutputCollector, RequestOutput
+from pillion.client.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputCollector, RequestOutput
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PermissionDenied, PillionError
 from pillion.offline.vllm_options import (
@@ -52,6 +52,7 @@ from pillion.offline.vllm_options import (
     refused_method,
     translated,
 )
+from pillion.rooms import require
 from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingParams, Tool, Value
 from pillion.wire.public import request_from_pb
 
@@ -175,9 +176,39 @@ class LLM:
         adapted = _with_adapters(requests, lora)
         return self._run(adapted, sampling_params, use_tqdm, priority, schema, chat_template or "")
 
-    # vLLM's methods that give hidden states, pooled vectors or scores.
+    def embed(
+        self,
+        prompts: OfflinePrompt | Sequence[OfflinePrompt],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        lora: str = "",
+        priority: int = 0,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the vector of one text or of many, in the prompts' order, as the checkpoint's sentence-transformers
+        files say: that of the last token, normalized.
+
+        Args:
+            prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
+            dimensions: how many values of each vector are wanted, from its first one on; None: all.
+            prompt_name: which of the checkpoint's prompts stands before each text; None: its default, "": none.
+            lora: the name of an adapter; "" for the model alone.
+            priority: smaller is more urgent.
+
+        Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
+        """
+        requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
+        requests = [replace(request, model=lora, priority=priority) for request in requests]
+        work = self._thread.submit(_embed_all(self._thread.cluster, requests, dimensions, prompt_name))
+        try:
+            return work.result()
+        except concurrent.futures.CancelledError:
+            raise Cancelled("the LLM was closed") from None
+        finally:
+            work.cancel()
+
+    # vLLM's methods that give hidden states or scores.
     encode = no_pooling("encode")
-    embed = no_pooling("embed")
     classify = no_pooling("classify")
     score = no_pooling("score")
     reward = no_pooling("reward")
@@ -326,6 +357,20 @@ async def _answer_all(
                 task.add_done_callback(lambda _, answers=answers: cluster.limit.give_back(answers))  # type: ignore[misc]
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
+
+
+async def _embed_all(
+    cluster: OfflineCluster, requests: Sequence[GenerateRequest], dimensions: int | None, prompt_name: str | None
+) -> list[EmbeddingRequestOutput]:
+    """Returns the vectors of all texts."""
+    from pillion.gateway.text_vectors import VECTORS
+
+    vectors = require(VECTORS, "pooling", "LLM.embed")(cluster.gateway)
+    found = await vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name)
+    return [
+        EmbeddingRequestOutput(outputs=EmbeddingOutput(vector.tolist()), prompt_token_ids=list(ids))
+        for vector, ids in zip(found.vectors, found.token_ids, strict=True)
+    ]
 
 
 async def _answer(

@@ -17,7 +17,7 @@ from pillion.config import OfflineFlags
 from pillion.errors import ConfigError, InvalidRequest
 
 _ANY = None
-_POOLING = "Pillion generates text and has no pooling models"
+_POOLING = "Pillion gives vectors of texts (LLM.embed), but no scores, classes or rows of all tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +50,9 @@ _ABSENT: Mapping[str, _Absent] = {
     "hf_token": _Absent((), "set HF_TOKEN in the environment"),
     "allowed_local_media_path": _Absent(("",), "Pillion takes text alone"),
     "limit_mm_per_prompt": _Absent(({},), "Pillion takes text alone"),
-    "runner": _Absent(("auto", "generate"), _POOLING),
-    "task": _Absent(("auto", "generate"), _POOLING),
-    "convert": _Absent(("auto", "none"), _POOLING),
+    "runner": _Absent(("auto", "generate", "pooling"), _POOLING),
+    "task": _Absent(("auto", "generate", "embed"), _POOLING),
+    "convert": _Absent(("auto", "none", "embed"), _POOLING),
 }
 _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
 # Pillion reads these formats; a folder is safetensors, a file GGUF. vLLM has further readers of safetensors, and an old
@@ -114,7 +114,7 @@ def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 def no_pooling(name: str) -> Callable[..., NoReturn]:
-    """Makes a method of vLLM's LLM that gives vectors or scores of a text."""
+    """Makes a method of vLLM's LLM that gives scores of a text, or rows of its tokens."""
     return refused_method(name, f"{_POOLING}; for token ids, use get_tokenizer")
 
 

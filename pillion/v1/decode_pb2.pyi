@@ -77,6 +77,7 @@ class Submit(_message.Message):
     ADAPTER_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -117,6 +118,8 @@ class Submit(_message.Message):
     """How many of them the gateway counts on: where the node pins fewer, the stream ends with NOT_FOUND, for the gateway may
     plan otherwise.
     """
+    pooled: _builtins.bool
+    """The stream ends with the vector of its last token: what the model's last norm makes of its row. Needs max_tokens 0."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt, followed by tokens that earlier attempts already generated."""
@@ -158,10 +161,11 @@ class Submit(_message.Message):
         adapter: _builtins.str = ...,
         block_hashes: _builtins.bytes = ...,
         expected_blocks: _builtins.int = ...,
+        pooled: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "pooled", b"pooled", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -249,11 +253,14 @@ class DecodeDelta(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
+    VECTOR_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     finish_reason: _common_pb2.FinishReason.ValueType
     """Set once, in the last delta of a stream that ended by itself."""
     pinned_blocks: _builtins.int
     """Blocks of the ticket's chain. Set once."""
+    vector: _builtins.bytes
+    """Set with finish_reason where Submit.pooled was set: float32, least significant byte first."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled since the last delta of this key."""
@@ -296,10 +303,11 @@ class DecodeDelta(_message.Message):
         queued: _common_pb2.Queued | None = ...,
         prompt_logprobs: _abc.Iterable[_common_pb2.TokenLogprob] | None = ...,
         pinned_blocks: _builtins.int | None = ...,
+        vector: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_pinned_blocks", b"_pinned_blocks", "error", b"error", "pinned_blocks", b"pinned_blocks", "queued", b"queued", "timings", b"timings"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_blocks", b"_pinned_blocks", "error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "pinned_blocks", b"pinned_blocks", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "timings", b"timings", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_pinned_blocks", b"_pinned_blocks", "error", b"error", "finish_reason", b"finish_reason", "key", b"key", "logprobs", b"logprobs", "pinned_blocks", b"pinned_blocks", "prompt_logprobs", b"prompt_logprobs", "queued", b"queued", "timings", b"timings", "token_ids", b"token_ids", "vector", b"vector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__pinned_blocks: _TypeAlias = _typing.Literal["pinned_blocks"]  # noqa: Y015
     _WhichOneofArgType__pinned_blocks: _TypeAlias = _typing.Literal["_pinned_blocks", b"_pinned_blocks"]  # noqa: Y015

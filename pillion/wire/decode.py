@@ -30,6 +30,8 @@ class DecodeDelta(NamedTuple):
     pinned_blocks: int | None = None
     # This counts the streams of a connection that broke; it is 0 where the worker itself sent the error.
     broken: int = 0
+    # It comes with the finish reason of a stream that ends with its text's vector.
+    vector: bytes = b""
 
 
 def batch_from_pb(message: decode_pb2.DecodeBatch) -> list[DecodeDelta]:
@@ -60,4 +62,5 @@ def _rich_delta_from_pb(message: decode_pb2.DecodeDelta) -> DecodeDelta:
         queued=message.queued.position if message.HasField("queued") else None,
         prompt_logprobs=tuple(map(logprob_from_pb, message.prompt_logprobs)),
         pinned_blocks=message.pinned_blocks if message.HasField("pinned_blocks") else None,
+        vector=message.vector,
     )

@@ -12,12 +12,13 @@ import pathlib
 import shutil
 import tempfile
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import grpc
+import numpy as np
 
 from pillion import AsyncClient
 from pillion.config import GatewayFlags
@@ -54,6 +55,11 @@ def record(component_id: str, role: str, address: str, **more: Any) -> Component
     served = {} if role == "kvnode" else {"model": "toy", "fingerprint": FINGERPRINT, "namespace": NAMESPACE}
     fields = {"block_size_tokens": BLOCK, "max_model_len_tokens": MAX_LEN, "node_id": "kv-0"} | served | more
     return ComponentRecord(component_id=component_id, role=role, address=address, **fields)
+
+
+def vector_of(token_ids: Sequence[int]) -> np.ndarray:
+    """The vector that a fake decode worker gives of a text: it has a length of its own, and tells all tokens."""
+    return np.array([len(token_ids), sum(token_ids), *token_ids[:1], *token_ids[-1:]], "<f4")
 
 
 def script_of(text: str) -> tuple[int, ...]:
@@ -223,6 +229,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         # How many more times the connection breaks amid the scores of a prompt.
         self.breaks_amid_scores = 0
         self.scores_per_delta = 8
+        # Workers of older versions end such a stream without a vector.
+        self.knows_vectors = True
         self.refusals: list[tuple[int, bool]] = []
         self.refusal = "refused by the script"
         self.silent: set[int] = set()
@@ -315,6 +323,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             await asyncio.sleep(0.05)
         await self.gate.wait()
         if submit.sampling.HasField("prompt_logprobs") and not await self._score(submit, out):
+            return
+        if submit.pooled:
+            ended = finish_to_pb(FinishReason.LENGTH)
+            vector = vector_of(submit.token_ids).tobytes() if self.knows_vectors else b""
+            out.put_nowait(DecodeDelta(key=submit.key, finish_reason=ended, vector=vector))
             return
         computed.set()
         await self._stream(submit, out)

@@ -40,7 +40,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
-from pillion.engine.sampling.sampling_rows import States
+from pillion.engine.sampling.sampling_rows import Float32, States
 from pillion.errors import Internal
 from pillion.kernels.cpu.attention.cpu_attention import step_field
 from pillion.kernels.cpu.attention.kv_layout import EIGHT_BIT_VERSION, LAYOUT_VERSION
@@ -146,6 +146,7 @@ class CpuBackend(HostBackend):
     """Is a :class:`HostBackend` over the CPU kernels."""
 
     adapters: CpuStepAdapters | None = None
+    gives_vectors = True
 
     def __init__(
         self,
@@ -248,6 +249,15 @@ class CpuBackend(HostBackend):
         return np.concatenate(
             [self._rows(plan.states[layer], num_tokens, width) for layer in self.state_layers], axis=1
         )
+
+    def _read_vectors(self, batch: StepBatch) -> Float32:
+        rows, places = distinct_rows(batch)
+        wanted = np.arange(len(rows)) if places is None else places
+        buffer = self.model.plan.normed
+        assert buffer is not None
+        found = self._rows(buffer, len(rows), self.model.config.hidden_size)[wanted[-batch.pooled :]]
+        # Rows in bfloat16 are kept as whole numbers of the same bits.
+        return found if found.dtype == np.float32 else (found.astype(np.uint32) << 16).view(np.float32)
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         if self._bounds.num_slots != len(pool):

@@ -44,13 +44,15 @@ from pillion.rooms import require
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
     """Holds the operations of a step, the buffers for the residual stream and for the sampled rows' logits, the tables
-    of the rotary embeddings, and the layers whose inputs a step keeps, with the buffer of each."""
+    of the rotary embeddings, the layers whose inputs a step keeps, with the buffer of each, and the buffer of the
+    sampled rows after the last norm."""
 
     operations: tuple[Operation, ...]
     hidden: Buffer
     logits: Buffer
     ropes: tuple[CosSin, ...]
     states: Mapping[int, Buffer] = field(default_factory=dict)
+    normed: Buffer | None = None
 
 
 def plan_model(
@@ -95,7 +97,7 @@ def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     if meeting is not None:
         operations.append(meeting.end())
     states = {index: builder.state(index) for index in state_layers}
-    return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states)
+    return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states, sampled.normed)
 
 
 def _head(sampled: OperationBuilder, logits: Buffer) -> Iterator[Operation]:

@@ -39,7 +39,7 @@ def llm(folder: pathlib.Path) -> Iterator[LLM]:
         ({"load_format": "pt"}, "load_format='pt' is not supported: Pillion reads safetensors and GGUF"),
         ({"load_format": "gguf"}, "load_format='gguf': .* is a folder of safetensors"),
         ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2 is not supported: set tensor_parallel_size"),
-        ({"runner": "pooling"}, "no pooling models"),
+        ({"runner": "draft"}, "LLM.embed"),
         ({"seed": "7"}, "seed '7' is no int"),
         ({"tokenizer": "/nowhere/at all"}, "--tokenizer /nowhere/at all is no folder here"),
         ({"quantization": "AWQ"}, "quantization='awq': .* has plain weights; leave the option out, or choose int8"),
@@ -136,11 +136,9 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
     assert llm.get_tokenizer()("The sea").input_ids == llm.generate("The sea", GREEDY, False)[0].prompt_token_ids
 
 
-@pytest.mark.parametrize("name", ["encode", "embed", "classify", "score", "reward"])
+@pytest.mark.parametrize("name", ["encode", "classify", "score", "reward"])
 def test_vectors_and_scores_are_refused_by_name(name: str, llm: LLM) -> None:
-    with pytest.raises(
-        InvalidRequest, match=f"LLM.{name} is not .* no pooling models; for token ids, use get_tokenizer"
-    ):
+    with pytest.raises(InvalidRequest, match=f"LLM.{name} is not .* no scores.*; for token ids, use get_tokenizer"):
         getattr(llm, name)(["x"], use_tqdm=False)
 
 

@@ -1,0 +1,129 @@
+"""Serves /v1/embeddings, in OpenAI's form."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+from msgspec import Raw
+from starlette.routing import Route
+
+from pillion.config import GatewayFlags
+from pillion.errors import PillionError
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_errors import from_pillion
+from pillion.gateway.http_api.json_objects import Ignored
+from pillion.gateway.http_api.model_calls import ModelCalls
+from pillion.gateway.http_api.openai_fields import Label, parse
+from pillion.gateway.http_api.openai_requests import read_prompts
+from pillion.gateway.http_api.sampling_body import Int
+from pillion.gateway.pooling.vectors import MAX_TEXTS, GatewayVectors
+from pillion.gateway.text_vectors import EmbeddedTexts
+from pillion.types import GenerateRequest
+
+_EXAMPLE = {"model": "demo", "input": ["The sea", "The land"]}
+# A value of a vector takes about so many bytes in an answer.
+VALUE_BYTES = 12
+
+Encoding = Literal["float", "base64"]
+
+
+class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/embeddings.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        input: a text, token ids, or a list of either, at most 2,048; each gets a vector.
+        encoding_format: "float", or "base64" of float32 values, least significant byte first; default "float".
+        dimensions: how many values of each vector are wanted, from its first one on; default: all.
+        prompt_name: which of the checkpoint's prompts stands before each text; default: the one that the checkpoint
+            names, and "" for none.
+        priority: smaller is more urgent.
+        cache_salt: only requests with the same salt share cached prefixes.
+        user: a label of at most 512 characters; nothing is stored.
+    """
+
+    model: str = ""
+    input: Raw
+    encoding_format: Encoding = "float"
+    dimensions: Int | None = None
+    prompt_name: str | None = None
+    priority: Int = 0
+    cache_salt: str | None = None
+    user: Ignored[Label | None] = None
+
+
+def embedding_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+    """Returns the page of vectors for the table of the HTTP port."""
+    api = EmbeddingsApi(calls)
+    page = Endpoint("POST", api.embeddings, calls.gateway.tenant_of, EmbeddingsBody, example=_EXAMPLE, in_batches=True)
+    return [Route("/v1/embeddings", page)]
+
+
+class EmbeddingsApi:
+    """Handles the calls for vectors; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers
+    raise into responses."""
+
+    def __init__(self, calls: ModelCalls) -> None:
+        self._calls = calls
+        self._vectors = GatewayVectors(calls.gateway)
+
+    async def embeddings(self, call: HttpCall) -> None:
+        """Makes the vectors of texts."""
+        await call.while_connected(self._embed(call, await call.body()))
+
+    async def _embed(self, call: HttpCall, raw: bytes) -> None:
+        gateway = self._calls.gateway
+        body, names, requests = await self._calls.read(call, _read, raw, call.request_id, gateway.longest_tokens)
+        entry = await self._calls.entry(body.model, call.tenant)
+        try:
+            found = await self._vectors.embed(
+                requests,
+                dimensions=body.dimensions,
+                prompt_name=body.prompt_name,
+                tenant=call.tenant,
+                parent=call.trace_parent(),
+                entry=entry,
+            )
+        except PillionError as error:
+            raise from_pillion(error, names) from None
+        size_bytes = VALUE_BYTES * sum(map(len, found.vectors))
+        await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, _written, found, body.encoding_format))
+
+
+def _read(
+    raw: bytes, request_id: str, most_ids: int
+) -> tuple[EmbeddingsBody, Mapping[str, str], list[GenerateRequest]]:
+    """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
+    body = parse(raw, EmbeddingsBody)
+    prompts = read_prompts(body.input, most_ids, "input", MAX_TEXTS)
+    shared: dict[str, Any] = {
+        "model": body.model,
+        "cache_salt": body.cache_salt or "",
+        "request_id": request_id,
+        "priority": body.priority,
+    }
+    requests = [
+        GenerateRequest(**shared, text=prompt)
+        if isinstance(prompt, str)
+        else GenerateRequest(**shared, token_ids=prompt)
+        for prompt in prompts.values()
+    ]
+    return body, {f"inputs[{n}]": field for n, field in enumerate(prompts)}, requests
+
+
+def _written(found: EmbeddedTexts, encoding: Encoding) -> bytes:
+    def value(n: int) -> Any:
+        vector = found.vectors[n]
+        return vector.tolist() if encoding == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+    data = [{"object": "embedding", "index": n, "embedding": value(n)} for n in range(len(found.vectors))]
+    tokens = found.usage.prompt_tokens
+    usage = {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "prompt_tokens_details": {"cached_tokens": found.usage.cached_tokens},
+    }
+    return msgspec.json.encode({"object": "list", "data": data, "model": found.model, "usage": usage})

@@ -1,0 +1,121 @@
+"""Reads how a checkpoint wants its vectors made, from the files that sentence-transformers writes beside the weights.
+
+    modules.json                       the modules that a text passes: Transformer, Pooling, perhaps Normalize
+    1_Pooling/config.json              how rows become one vector; here that of the last token alone
+    config_sentence_transformers.json  prompts by name, and which of them is the default
+    sentence_bert_config.json          whether texts are lowered first, which is not supported
+
+A checkpoint without modules.json has the vector of its last token, normalized. What is not supported is refused by its
+name, because the vectors would be others than the model was trained for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pillion.errors import ConfigError
+
+# A file that describes pooling is no larger than this.
+MAX_FILE_BYTES = 2**20
+_LAST = "lasttoken"
+_MODE = "pooling_mode_"
+# The keys of a pooling that say which rows count, by the names of modes in newer files.
+_MODES = {
+    "cls_token": "cls",
+    "mean_tokens": "mean",
+    "max_tokens": "max",
+    "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "weightedmean_tokens": "weightedmean",
+    "lasttoken": _LAST,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class VectorForm:
+    """Says what is made of the last token's row, and what stands before texts.
+
+    Attributes:
+        normalized: whether vectors have the length 1.
+        prompts: texts that may stand before a text, by name.
+        default_prompt: the name of the one that does where a call names none; "" for none.
+    """
+
+    normalized: bool = True
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt: str = ""
+
+
+def read_vector_form(folder: Path) -> VectorForm:
+    """Reads the files of a model's folder. Raises ConfigError for files that are damaged, and, by its name, for what is
+    not supported."""
+    if not (folder / "modules.json").is_file():
+        return VectorForm()
+    modules = list(_modules(folder))
+    kinds = [kind for kind, _ in modules]
+    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
+        raise ConfigError(
+            f"{folder / 'modules.json'}: the modules {', '.join(kinds)}; only Transformer, Pooling and Normalize, in"
+            " this order, are supported"
+        )
+    _check_texts(folder / modules[0][1])
+    _check_pooling(folder / modules[1][1] / "config.json")
+    own = _read(folder / "config_sentence_transformers.json", {})
+    prompts, default = own.get("prompts") or {}, own.get("default_prompt_name") or ""
+    if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
+        raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: prompts are no texts by name")
+    if default and default not in prompts:
+        raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: there is no prompt {default!r}")
+    return VectorForm("Normalize" in kinds, prompts, default)
+
+
+def _modules(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yields the kind and the folder of each module. Its type is the name of a class of Python, of which only the last
+    part is read."""
+    path = folder / "modules.json"
+    listed = _read(path, [])
+    if not isinstance(listed, list):
+        raise ConfigError(f"{path} is no list of modules")
+    for module in listed:
+        kind, place = (str(module.get(key, "")) for key in ("type", "path")) if isinstance(module, dict) else ("", "")
+        if not kind or Path(place).is_absolute() or ".." in Path(place).parts:
+            raise ConfigError(f"{path} has a module without a type, or one outside of the folder")
+        yield kind.rpartition(".")[2], place
+
+
+def _check_texts(folder: Path) -> None:
+    path = folder / "sentence_bert_config.json"
+    if _read(path, {}).get("do_lower_case"):
+        raise ConfigError(f"{path}: do_lower_case is not supported")
+
+
+def _check_pooling(path: Path) -> None:
+    """Raises ConfigError unless a pooling takes the last token alone."""
+    if not path.is_file():
+        raise ConfigError(f"{path} is missing, and modules.json names it; --tokenizer gives a folder without it")
+    found = _read(path, {})
+    modes = [name for key, name in _MODES.items() if found.get(_MODE + key)]
+    named = found.get("pooling_mode")
+    modes += [named] if isinstance(named, str) else list(named or ())
+    if modes != [_LAST]:
+        raise ConfigError(f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'}; only lasttoken is supported")
+
+
+def _read(path: Path, absent: Any) -> Any:
+    """Reads a file in JSON of the same kind as ``absent``, which is returned where it is missing. Raises ConfigError
+    for a file that is damaged."""
+    if not path.is_file():
+        return absent
+    if path.stat().st_size > MAX_FILE_BYTES:
+        raise ConfigError(f"{path} is larger than {MAX_FILE_BYTES} bytes")
+    try:
+        found = msgspec.json.decode(path.read_bytes())
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is no JSON: {error}") from None
+    if not isinstance(found, type(absent)):
+        raise ConfigError(f"{path} holds no JSON {'object' if isinstance(absent, dict) else 'list'}")
+    return found

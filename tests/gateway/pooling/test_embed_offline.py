@@ -1,0 +1,110 @@
+"""LLM.embed beside transformers' own last hidden states: prompts, cuts, cached prefixes, the same bits each time."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModel
+
+from pillion import LLM, InvalidRequest, SamplingParams
+from testbed.tiny_model import save_model
+
+TEXTS = ["The sea and the land, " * 8, "x", "The sea and the land, " * 8 + "and the sky"]
+PROMPTS = {"query": "Find a passage that answers this: ", "document": ""}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """An embedding model's checkpoint: that of the model without its head, with its sentence-transformers files."""
+    plain = save_model(tmp_path_factory.mktemp("plain"))
+    found = tmp_path_factory.mktemp("embedding")
+    AutoModel.from_pretrained(plain).save_pretrained(found)
+    for path in plain.iterdir():
+        if path.name.startswith("tokenizer"):
+            (found / path.name).write_bytes(path.read_bytes())
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in kinds.items()]
+    (found / "modules.json").write_text(json.dumps(modules))
+    (found / "1_Pooling").mkdir()
+    (found / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_lasttoken": True}))
+    own = {"prompts": PROMPTS, "default_prompt_name": "query"}
+    (found / "config_sentence_transformers.json").write_text(json.dumps(own))
+    return found
+
+
+@pytest.fixture(scope="module")
+def llm(folder: pathlib.Path) -> Iterator[LLM]:
+    options = {"max_model_len": "512", "kv_pool_bytes": "32MiB", "cpu_threads": 1, "max_num_batched_tokens": 64}
+    with LLM(str(folder), dtype="float32", runner="pooling", max_num_seqs=16, **options) as made:
+        yield made
+
+
+@torch.inference_mode()
+def expected(folder: pathlib.Path, token_ids: list[int], dimensions: int | None = None) -> np.ndarray:
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    row = model(torch.tensor([token_ids])).last_hidden_state[0, -1, :dimensions]
+    found: np.ndarray = torch.nn.functional.normalize(row, dim=0).numpy()
+    return found
+
+
+def test_vectors_are_the_oracles_in_order_and_have_the_same_bits_cached_and_alone(
+    llm: LLM, folder: pathlib.Path
+) -> None:
+    found = llm.embed(TEXTS, prompt_name="document")
+    codec = llm.get_tokenizer()
+    for text, one in zip(TEXTS, found, strict=True):
+        assert one.prompt_token_ids == codec.encode(text)
+        assert np.abs(expected(folder, one.prompt_token_ids) - np.array(one.outputs.embedding)).max() < 1e-5
+    # The prompts are longer than a step, and now the first one's blocks are in the pool: these steps differ.
+    again = [llm.embed(text, prompt_name="")[0] for text in TEXTS]
+    beside = llm.embed([*reversed(TEXTS), *TEXTS], prompt_name="")
+    vectors = [one.outputs.embedding for one in found]
+    assert [one.outputs.embedding for one in again] == vectors
+    assert [one.outputs.embedding for one in beside] == [*reversed(vectors), *vectors]
+
+
+def test_the_checkpoints_prompt_stands_before_texts_and_not_before_ids(llm: LLM) -> None:
+    codec = llm.get_tokenizer()
+    for name in (None, "query"):
+        (found,) = llm.embed("The sea", prompt_name=name)
+        assert found.prompt_token_ids == codec.encode(PROMPTS["query"] + "The sea")
+    assert [one.prompt_token_ids for one in llm.embed([[5, 6], [7]])] == [[5, 6], [7]]
+    with pytest.raises(InvalidRequest, match="prompt_name: 'passage' is no prompt of the model's: query, document"):
+        llm.embed("x", prompt_name="passage")
+
+
+def test_a_cut_vector_has_the_length_one(llm: LLM, folder: pathlib.Path) -> None:
+    (found,) = llm.embed({"prompt_token_ids": [5, 6, 7]}, dimensions=9)
+    assert np.abs(expected(folder, [5, 6, 7], 9) - np.array(found.outputs.embedding)).max() < 1e-5
+    with pytest.raises(InvalidRequest, match=r"dimensions: 65 is not in \[1, 64\]"):
+        llm.embed("x", dimensions=65)
+
+
+def test_a_wrong_text_is_named_by_its_number(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"inputs\[1\]: 600 tokens; the model takes at most 511"):
+        llm.embed(["x", [5] * 600])
+
+
+def test_vectors_beside_answers(llm: LLM) -> None:
+    asked = SamplingParams(temperature=0, max_tokens=8)
+    before = llm.generate("The sea", asked, use_tqdm=False)[0].outputs[0].token_ids
+    llm.embed(TEXTS)
+    assert llm.generate("The sea", asked, use_tqdm=False)[0].outputs[0].token_ids == before
+
+
+def test_pooling_that_is_not_supported_is_refused_by_name(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
+    for path in folder.iterdir():
+        if path.is_file():
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "1_Pooling").mkdir()
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+    with (
+        LLM(str(tmp_path), dtype="float32", max_model_len="512", kv_pool_bytes="32MiB", cpu_threads=1) as llm,
+        pytest.raises(InvalidRequest, match=r"gives no vectors of texts: .* pooling by mean; only lasttoken"),
+    ):
+        llm.embed("x")

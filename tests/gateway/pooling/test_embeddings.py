@@ -1,0 +1,150 @@
+"""/v1/embeddings over real sockets with scripted peers: forms, orders, wrong items, a lost worker."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import openai
+import pytest
+
+from pillion.config import GatewayFlags
+from pillion.gateway.admission.tenants import OPEN
+from pillion.gateway.batches.batch_calls import LineCalls
+from pillion.gateway.http_api.model_calls import ModelCalls
+from pillion.gateway.pooling.embeddings_api import embedding_routes
+from pillion.gateway.pooling.vectors import MAX_TEXTS
+from testbed.toy_tokenizer import byte_tokenizer
+from tests.support.fake_components import FakeCluster, running_fake_cluster, vector_of
+from tests.support.http import Reply, call
+
+PATH = "/v1/embeddings"
+TEXTS = ["The sea", "x", "The land and the sea", "x"]
+
+
+def ids_of(text: str) -> list[int]:
+    found: list[int] = byte_tokenizer().encode(text).ids
+    return found
+
+
+async def embed(fakes: FakeCluster, inputs: Any, **fields: Any) -> Reply:
+    return await call(fakes.gateway.http_address, PATH, {"input": inputs, **fields})
+
+
+def unit(token_ids: list[int], dimensions: int | None = None) -> np.ndarray:
+    """The vector that a text of these ids has at the gateway."""
+    vector = vector_of(token_ids)[:dimensions].astype(np.float64)
+    found: np.ndarray = vector / np.linalg.norm(vector)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("inputs", "ids"),
+    [
+        ("hi", [ids_of("hi")]),
+        ([5, 6, 7], [[5, 6, 7]]),
+        ([[5, 6], [7]], [[5, 6], [7]]),
+        (TEXTS, [ids_of(text) for text in TEXTS]),
+    ],
+    ids=["text", "ids", "lists of ids", "texts"],
+)
+@pytest.mark.parametrize("dimensions", [None, 2])
+async def test_every_form_of_an_input_in_its_order(inputs: Any, ids: list[list[int]], dimensions: int | None) -> None:
+    async with running_fake_cluster() as fakes:
+        shape = {} if dimensions is None else {"dimensions": dimensions}
+        reply = await embed(fakes, inputs, user="u", **shape)
+        assert (reply.status, reply.json["object"], reply.json["model"]) == (200, "list", "toy")
+        data = reply.json["data"]
+        assert [(one["object"], one["index"]) for one in data] == [("embedding", n) for n in range(len(ids))]
+        for one, tokens in zip(data, ids, strict=True):
+            assert one["embedding"] == pytest.approx(unit(tokens, dimensions), abs=1e-6)
+        total = sum(map(len, ids))
+        assert (reply.json["usage"]["prompt_tokens"], reply.json["usage"]["total_tokens"]) == (total, total)
+        packed = await embed(fakes, inputs, encoding_format="base64", **shape)
+        for one, plain in zip(packed.json["data"], data, strict=True):
+            read = np.frombuffer(base64.b64decode(one["embedding"]), "<f4")
+            assert read.tolist() == np.array(plain["embedding"], np.float32).tolist()
+        assert all(submit.pooled and submit.max_tokens == 0 for submit in fakes.decode.submits)
+        await fakes.settled()
+
+
+async def test_openais_client_reads_the_vectors() -> None:
+    async with (
+        running_fake_cluster() as fakes,
+        openai.AsyncOpenAI(base_url=f"http://{fakes.gateway.http_address}/v1", api_key="none") as client,
+    ):
+        # The client asks for base64, and reads it.
+        found = await client.embeddings.create(model="toy", input=TEXTS)
+        assert [one.embedding for one in found.data] == [pytest.approx(unit(ids_of(text)), abs=1e-6) for text in TEXTS]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": ["x", "", "y"]}, "input[1]"),
+        ({"input": ""}, "input"),
+        ({"input": []}, "input"),
+        ({"input": [[5], [6, 99_999]]}, "input[1][1]"),
+        ({"input": [5, 99_999]}, "input[1]"),
+        ({"input": ["x", "y" * 100_000]}, "input[1]"),
+        ({"input": ["x", 5]}, "input[1]"),
+        ({"input": ["x"] * (MAX_TEXTS + 1)}, "input"),
+        ({"input": [[5]] * (MAX_TEXTS + 1)}, "input"),
+        ({"input": "x", "dimensions": 0}, "dimensions"),
+        ({"input": "x", "dimensions": 5}, "dimensions"),
+        ({"input": "x", "prompt_name": "query"}, "prompt_name"),
+        ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
+        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({}, "input"),
+    ],
+    ids=lambda one: str(one)[:40],
+)
+async def test_a_wrong_field_is_named_with_its_items_index(body: dict[str, Any], param: str) -> None:
+    async with running_fake_cluster() as fakes:
+        reply = await call(fakes.gateway.http_address, PATH, body)
+        assert (reply.status, reply.error["param"]) == (400, param)
+        await fakes.settled()
+
+
+async def test_a_worker_lost_amid_a_list_is_replayed_and_every_text_answered_once() -> None:
+    async with running_fake_cluster() as fakes:
+        lost: list[tuple[int, ...]] = []
+
+        def is_killed_by(submit: Any) -> bool:
+            tokens = tuple(submit.token_ids)
+            if tokens != tuple(ids_of("x")) or lost:
+                return False
+            lost.append(tokens)
+            return True
+
+        fakes.decode.is_killed_by = is_killed_by
+        reply = await embed(fakes, TEXTS)
+        assert lost
+        assert [one["embedding"] for one in reply.json["data"]] == [
+            pytest.approx(unit(ids_of(text)), abs=1e-6) for text in TEXTS
+        ]
+        # What was under way is computed again, and nothing else is asked for.
+        assert max(submit.attempt for submit in fakes.decode.submits) > 1
+        assert {tuple(submit.token_ids) for submit in fakes.decode.submits} == {tuple(ids_of(text)) for text in TEXTS}
+        await fakes.settled()
+
+
+async def test_a_worker_that_knows_no_vectors_is_said_to_be_the_reason() -> None:
+    async with running_fake_cluster() as fakes:
+        fakes.decode.knows_vectors = False
+        reply = await embed(fakes, ["x", "y"])
+        assert (reply.status, reply.error["message"]) == (500, "a worker of an older version gave no vector")
+        await fakes.settled()
+
+
+async def test_a_line_of_a_batch_may_be_such_a_call() -> None:
+    async with running_fake_cluster() as fakes:
+        lines = LineCalls()
+        lines.take(embedding_routes(ModelCalls(fakes.gateway.gateway), GatewayFlags()))
+        assert lines.urls == (PATH,)
+        reply = await lines.serve(PATH, json.dumps({"input": ["hi"]}).encode(), OPEN, "line-1")
+        assert reply.status == 200
+        (found,) = json.loads(reply.body)["data"]
+        assert found["embedding"] == pytest.approx(unit(ids_of("hi")), abs=1e-6)

@@ -1,0 +1,82 @@
+"""What a checkpoint's sentence-transformers files say, in the forms of several versions, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from typing import Any
+
+import pytest
+
+from pillion.errors import ConfigError
+from pillion.gateway.pooling.pooling_files import MAX_FILE_BYTES, VectorForm, read_vector_form
+
+OLD = "sentence_transformers.models."
+LAST = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}
+
+
+def written(folder: pathlib.Path, kinds: list[str], pooling: Any = LAST, **files: Any) -> pathlib.Path:
+    """Writes the files of a model of these modules, of which the second one pools; ``files`` are further ones."""
+    paths = ["", "1_Pooling", "2_Normalize"]
+    modules = [{"idx": n, "name": str(n), "path": paths[n], "type": kind} for n, kind in enumerate(kinds)]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir(exist_ok=True)
+    if pooling is not None:
+        (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    for name, content in files.items():
+        text = content if isinstance(content, str) else json.dumps(content)
+        (folder / f"{name}.json").write_text(text)
+    return folder
+
+
+def three(prefix: str = OLD) -> list[str]:
+    return [f"{prefix}{kind}" for kind in ("Transformer", "Pooling", "Normalize")]
+
+
+def test_a_checkpoint_without_such_files_has_normalized_vectors(tmp_path: pathlib.Path) -> None:
+    assert read_vector_form(tmp_path) == VectorForm(normalized=True, prompts={}, default_prompt="")
+
+
+@pytest.mark.parametrize(
+    "kinds",
+    [three(), three()[:2], ["sentence_transformers.base.modules.transformer.Transformer", *three("a.b.")[1:]]],
+    ids=["old", "not normalized", "new"],
+)
+@pytest.mark.parametrize("pooling", [LAST, {"embedding_dimension": 64, "pooling_mode": "lasttoken"}], ids=str)
+def test_the_last_token_in_every_form(tmp_path: pathlib.Path, kinds: list[str], pooling: Any) -> None:
+    assert read_vector_form(written(tmp_path, kinds, pooling)) == VectorForm(normalized=len(kinds) == 3)
+
+
+def test_prompts_and_the_one_that_is_the_default(tmp_path: pathlib.Path) -> None:
+    own = {"prompts": {"query": "Find: ", "document": ""}, "default_prompt_name": "query"}
+    form = read_vector_form(written(tmp_path, three(), config_sentence_transformers=own))
+    assert (form.prompts, form.default_prompt) == (own["prompts"], "query")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "pooling", "files", "message"),
+    [
+        ([*three()[:2], f"{OLD}Dense"], LAST, {}, "the modules Transformer, Pooling, Dense; only"),
+        (three()[:1], LAST, {}, "the modules Transformer; only"),
+        (three(), {"pooling_mode_mean_tokens": True}, {}, "pooling by mean; only lasttoken is supported"),
+        (three(), {"pooling_mode_cls_token": True, "pooling_mode_lasttoken": True}, {}, "pooling by cls, lasttoken"),
+        (three(), {"pooling_mode": ["mean", "lasttoken"]}, {}, "pooling by mean, lasttoken"),
+        (three(), {}, {}, "pooling by nothing"),
+        (three(), None, {}, "config.json is missing, and modules.json names it"),
+        (three(), [], {}, "holds no JSON object"),
+        (three(), LAST, {"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case is not supported"),
+        (three(), LAST, {"config_sentence_transformers": {"prompts": {"q": 1}}}, "prompts are no texts"),
+        (three(), LAST, {"config_sentence_transformers": {"default_prompt_name": "q"}}, "there is no prompt 'q'"),
+        (three(), LAST, {"config_sentence_transformers": "{"}, "is no JSON"),
+        (three(), LAST, {"config_sentence_transformers": " " * (MAX_FILE_BYTES + 1)}, "is larger than"),
+        (three(), LAST, {"modules": [{"path": "../x", "type": "a.Transformer"}]}, "outside of the folder"),
+        (three(), LAST, {"modules": [{"path": "/x", "type": "a.Transformer"}]}, "outside of the folder"),
+        (three(), LAST, {"modules": [{"path": ""}]}, "a module without a type"),
+        (three(), LAST, {"modules": {}}, "holds no JSON list"),
+    ],
+)
+def test_what_is_not_supported_is_named(
+    tmp_path: pathlib.Path, kinds: list[str], pooling: Any, files: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_vector_form(written(tmp_path, kinds, pooling, **files))
