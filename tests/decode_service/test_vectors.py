@@ -1,0 +1,116 @@
+"""Streams that end with the vector of their text, over a real node and real gRPC: with hits, beside others, refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from pillion.engine.backends.backend import StepBatch
+from pillion.types import FinishReason
+from pillion.v1.decode_pb2 import Sibling
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy, kv_of
+from tests.support.workers import GREEDY, Answer, Connection, Workers, connected, running_workers, submit_of
+
+PROMPT = [(position * 7 + 3) % VOCAB_SIZE for position in range(41)]
+
+
+class VectorBackend(FakeBackend):
+    """The vector of a row is its KV and its position; those of rows at position ``broken_at`` are no numbers."""
+
+    gives_vectors = True
+    broken_at = -1
+
+    def _read_vectors(self, batch: StepBatch) -> np.ndarray:
+        rows = batch.sample_rows[len(batch.sample_rows) - batch.pooled :]
+        positions = batch.positions[rows].astype(np.float32)
+        found = np.stack([self._last_kv[rows].astype(np.float32), positions], 1)
+        found[positions == self.broken_at] = np.nan
+        return found
+
+
+def vector_of(tokens: list[int]) -> list[float]:
+    """What the backend gives of a text."""
+    last = len(tokens) - 1
+    return [float(np.float32(kv_of(np.array(tokens[-1:]), np.array([last]))[0])), float(last)]
+
+
+async def ask(workers: Workers, connection: Connection, key: int, tokens: list[int], **other: object) -> Answer:
+    ticket = await workers.ticket(tokens)
+    fields = {"max_tokens": 0, "pooled": True, **other}
+    answer = await connection.submit(submit_of(key, ticket, tokens, **fields))
+    await answer.ended()
+    await workers.release(ticket)
+    return answer
+
+
+def read(answer: Answer) -> list[float]:
+    assert answer.last is not None
+    assert (answer.last.finish_reason, answer.token_ids) == (FinishReason.LENGTH, [])
+    found: list[float] = np.frombuffer(answer.last.vector, "<f4").tolist()
+    return found
+
+
+async def test_a_text_in_chunks_and_one_that_is_cached_have_their_vector() -> None:
+    async with (
+        running_workers(decode={"max_num_batched_tokens": 16, "max_num_seqs": 4}, backend=VectorBackend) as workers,
+        connected(workers) as connection,
+    ):
+        assert read(await ask(workers, connection, 1, PROMPT)) == vector_of(PROMPT)
+        # Now its whole blocks are there, and so are those of a longer text.
+        assert read(await ask(workers, connection, 2, PROMPT)) == vector_of(PROMPT)
+        longer = [*PROMPT, 5, 6, 7, 8, 9]
+        assert read(await ask(workers, connection, 3, longer)) == vector_of(longer)
+        assert read(await ask(workers, connection, 4, [9])) == vector_of([9])
+        await workers.quiet()
+
+
+async def test_texts_beside_streams_in_one_step_have_their_own_vectors() -> None:
+    async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
+        texts = [PROMPT[:count] for count in (5, 9, 12)]
+        streams = [await connection.submit(submit_of(1, await workers.ticket(PROMPT), PROMPT, max_tokens=6))]
+        asked = []
+        for key, text in enumerate(texts, 2):
+            fields = {"max_tokens": 0, "pooled": True}
+            asked.append(await connection.submit(submit_of(key, await workers.ticket(text), text, **fields)))
+        for one in (*streams, *asked):
+            await one.ended()
+        assert [read(one) for one in asked] == [vector_of(text) for text in texts]
+        assert streams[0].token_ids == greedy(PROMPT, 6)
+        assert streams[0].last is not None
+        assert streams[0].last.vector == b""
+
+
+async def test_a_vector_that_is_no_number_fails_its_text_alone() -> None:
+    class Broken(VectorBackend):
+        broken_at = 8
+
+    async with running_workers(backend=Broken) as workers, connected(workers) as connection:
+        bad = await ask(workers, connection, 1, PROMPT[:9])
+        assert bad.last is not None
+        assert bad.last.error is not None
+        assert (bad.last.error.retryable, "vector of a text is not finite" in bad.last.error.message) == (False, True)
+        assert read(await ask(workers, connection, 2, PROMPT[:8])) == vector_of(PROMPT[:8])
+        await workers.quiet()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_tokens": 1}, {"siblings": (Sibling(key=9, seed=1),)}, {"sampling": replace(GREEDY, prompt_logprobs=1)}],
+    ids=["tokens", "siblings", "scores"],
+)
+async def test_what_a_text_cannot_ask_for_is_refused(fields: dict[str, object]) -> None:
+    async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
+        answer = await ask(workers, connection, 1, PROMPT, **fields)
+        assert answer.last is not None
+        assert answer.last.error is not None
+        assert "pooled: a stream that ends with a vector generates nothing" in answer.last.error.message
+
+
+async def test_a_worker_whose_steps_give_no_vectors_says_so() -> None:
+    async with running_workers() as workers, connected(workers) as connection:
+        answer = await ask(workers, connection, 1, PROMPT)
+        assert answer.last is not None
+        assert answer.last.error is not None
+        assert (answer.last.error.retryable, "gives no vectors of texts" in answer.last.error.message) == (False, True)
