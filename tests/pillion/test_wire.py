@@ -164,11 +164,14 @@ DECODE_DELTAS = st.builds(
     queued=st.none() | U32,
     pinned_blocks=st.none() | U32,
     prompt_logprobs=LOGPROBS,
+    vector=st.binary(max_size=8),
     # A delta with tokens says by them that the stream goes on, and by timings that a prompt was computed.
 ).map(lambda delta: delta._replace(queued=None) if delta.token_ids else delta)
 DECODE_DELTAS = DECODE_DELTAS.map(
     lambda delta: delta._replace(prompt_logprobs=()) if delta.token_ids and not delta.timings else delta
 )
+# A vector comes with a stream's end.
+DECODE_DELTAS = DECODE_DELTAS.map(lambda delta: delta if delta.finish_reason else delta._replace(vector=b""))
 # No worker sends it: the gateway says it of a connection that broke.
 DECODE_DELTAS = DECODE_DELTAS.map(lambda delta: delta._replace(broken=0))
 
@@ -217,6 +220,7 @@ def test_batches(deltas: list[DecodeDelta]) -> None:
                 prompt_logprobs=map(logprob_to_pb, delta.prompt_logprobs),
                 queued=None if delta.queued is None else common_pb2.Queued(position=delta.queued),
                 pinned_blocks=delta.pinned_blocks,
+                vector=delta.vector,
             )
             for delta in deltas
         ]
