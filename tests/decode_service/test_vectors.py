@@ -83,10 +83,10 @@ async def test_texts_beside_streams_in_one_step_have_their_own_vectors() -> None
 
 
 async def test_a_vector_that_is_no_number_fails_its_text_alone() -> None:
-    class Broken(VectorBackend):
+    class NoNumber(VectorBackend):
         broken_at = 8
 
-    async with running_workers(backend=Broken) as workers, connected(workers) as connection:
+    async with running_workers(backend=NoNumber) as workers, connected(workers) as connection:
         bad = await ask(workers, connection, 1, PROMPT[:9])
         assert bad.last is not None
         assert bad.last.error is not None
