@@ -2043,14 +2043,22 @@ TEXT_OF = {
 }
 # Such text models are of a family in all but their name, and what their configs say where it is missing, or may not
 # say. Where pictures stand in a text moves positions; in a text alone they are those of any text.
-_QWEN_VL: Mapping[str, Any] = {"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "max_position_embeddings": 32_768}
+_QWEN_VL: Mapping[str, Any] = {
+    "rms_norm_eps": 1e-5,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 32_768,
+    "rope_theta": 1_000_000.0,
+}
 TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "exaone4_5_text": ("exaone4", {}),
     "glm4v_text": ("glm4", {"attention_bias": True, "num_key_value_heads": 2, "max_position_embeddings": 32_768}),
     "glm4v_moe_text": ("glm4_moe", {"attention_bias": True, "max_position_embeddings": 65_536}),
     "qwen2_5_vl_text": ("qwen2", _QWEN_VL),
     "qwen2_vl_text": ("qwen2", _QWEN_VL),
-    "qwen3_vl_text": ("qwen3", {"num_key_value_heads": 32, "max_position_embeddings": 128_000}),
+    "qwen3_vl_text": (
+        "qwen3",
+        {"num_key_value_heads": 32, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
+    ),
 }
 # Checkpoints of these types are of another type in all but their name.
 SAME_AS = {"kimi_k2": "deepseek_v3"}

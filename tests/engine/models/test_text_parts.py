@@ -125,6 +125,13 @@ def test_an_old_config_of_qwen_2_vl_has_the_text_model_s_keys_beside_the_others(
         parse_config({**flat, "residual_scaling": 0.5})
 
 
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v"])
+def test_a_rotary_base_that_a_text_config_leaves_out_is_that_of_transformers(name):
+    raw = CONFIG_MAPPING[name]().to_dict()
+    wanted = raw["text_config"].pop("rope_parameters")["rope_theta"]
+    assert {rope.theta for rope in parse_config(raw).ropes} == {wanted}
+
+
 def test_what_is_not_known_is_refused_by_its_name(tmp_path, own_cache):
     saved(tmp_path, "idefics3")
     tensors = load_file(tmp_path / "model.safetensors")
