@@ -43,8 +43,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "decoder_sparse_step": 1,
     },
 }
-DRIVERS: dict[str, Any] = {"torch": BackendDriver, "cpu": pytest.param(CpuDriver, marks=needs_kernels)}
-EACH_DRIVER = pytest.mark.parametrize("make", DRIVERS.values(), ids=DRIVERS)
+# These nine texts fill the largest step.
+MOST = (32_768, *(4096,) * 8)
 
 
 @pytest.fixture(autouse=True)
@@ -140,14 +140,17 @@ def by_transformers(folder: pathlib.Path, texts: list[list[int]], follows: int) 
 
 
 @pytest.mark.parametrize(
-    "lengths",
+    ("make", "shape", "lengths"),
     [
-        pytest.param((32_768, *(4096,) * 8), marks=pytest.mark.long, id="nine texts of 65536 together"),
-        pytest.param((1500, 700, 60), id="three texts of 2260 together"),
+        *(
+            pytest.param(make, shape, (1500, 700, 60), marks=marks, id=f"{kernels}-{name}-three texts of 2260 together")
+            for name, shape in {"llama": {}, "experts": MODELS["experts"]}.items()
+            for kernels, make, marks in (("torch", BackendDriver, ()), ("cpu", CpuDriver, needs_kernels))
+        ),
+        pytest.param(BackendDriver, MODELS["experts"], MOST, marks=pytest.mark.long, id="torch-experts-nine texts"),
+        pytest.param(CpuDriver, {}, MOST, marks=[pytest.mark.long, needs_kernels], id="cpu-llama-nine texts"),
     ],
 )
-@pytest.mark.parametrize("shape", [{}, MODELS["experts"]], ids=["llama", "experts"])
-@EACH_DRIVER
 def test_a_large_step_computes_what_transformers_computes(
     make: Any, shape: dict[str, Any], lengths: tuple[int, ...], tmp_path: pathlib.Path
 ) -> None:

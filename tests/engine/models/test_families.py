@@ -124,11 +124,20 @@ def test_log_probabilities_of_prompts(case):
         check_scores(found, text, case.logits(text))
 
 
-# Splits at the edges of blocks of 16 and of texts; all of them take a while.
+# Splits at the edges of blocks of 16 and of texts; all of them take a while, for families that are near others too.
 EDGES = [1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 68, 69]
 SPLITS = [
     *(pytest.param(name, EDGES, id=f"{name}-edges") for name in DIFFERENT),
-    *(pytest.param(name, range(1, PROMPT_TOKENS), marks=pytest.mark.long, id=f"{name}-all") for name in FAMILIES),
+    *(
+        pytest.param(name, range(1, PROMPT_TOKENS), marks=pytest.mark.long, id=f"{name}-all")
+        for name in FAMILIES
+        if name not in BY_ROWS
+    ),
+    *(
+        pytest.param(name, EDGES, marks=pytest.mark.long, id=f"{name}-edges")
+        for name in BY_ROWS
+        if name not in DIFFERENT
+    ),
 ]
 
 

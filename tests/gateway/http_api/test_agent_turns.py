@@ -20,9 +20,7 @@ CLIENTS = sorted(path.stem for path in BODIES.glob("*.json"))
 BLOCK, TURNS = 16, 50
 # A template that knows tools and reasoning, and one without a place for them, whose tools the gateway tells as text.
 TEMPLATES = {"qwen": QWEN, "generic": TEMPLATE}
-LONG = [("qwen", client) for client in CLIENTS] + [
-    ("generic", client) for client in ("claude_code", "codex", "opencode")
-]
+LONG = [*(("qwen", client) for client in CLIENTS), ("generic", "opencode")]
 FEW = [
     ("qwen", "claude_code", 11),
     ("qwen", "codex", 11),
