@@ -202,9 +202,18 @@ class AssignedLoad:
         # For each component this has the answer's streams or tokens, and its prompt tokens that are yet to be computed
         # there.
         self._assigned: dict[str, tuple[int, int]] = {}
+        self._over = False
+
+    def end(self) -> None:
+        """Gives the answer's share back for good: what a worker tells late, such as a chunk's acknowledgement after the
+        stream's end, assigns nothing any more."""
+        self.assign({})
+        self._over = True
 
     def assign(self, amounts: dict[str, tuple[int, int]]) -> None:
-        """Replaces this answer's share of each component (OwnLoad.add)."""
+        """Replaces this answer's share of each component (OwnLoad.add), unless the answer is over."""
+        if self._over:
+            return
         for component_id in {**self._assigned, **amounts}:
             before, now = (owner.get(component_id, (0, 0)) for owner in (self._assigned, amounts))
             if before != now:

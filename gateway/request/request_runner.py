@@ -234,7 +234,7 @@ class RequestRunner:
         if answer.calls and reason is FinishReason.STOP:
             # Clients have to send the results of these calls, whatever ended the answer.
             reason = FinishReason.TOOL_CALLS
-        self._calls[index].load.assign({})
+        self._calls[index].load.end()
         self._reasons[index] = reason.value
         self._outbox.finish(index, last, reason, answer.stop_string)
         self._wake()
@@ -255,7 +255,7 @@ class RequestRunner:
     def _end(self, error: PillionError | None) -> None:
         self.ended = True
         for calls in self._calls:
-            calls.load.assign({})
+            calls.load.end()
         for timer in (self._deadline, self._silence):
             if timer is not None:
                 timer.cancel()

@@ -434,7 +434,7 @@ class FakeCluster:
             lambda: not (self.prefill.running or self.far_prefill.running or self.decode.streams),
         )
         assert core.admission.tokens == 0
-        assert not self.gateway.cluster.load.by_component
+        assert not self.gateway.cluster.load.busy(), self.gateway.cluster.load.busy()
 
 
 def impatient_client(fakes: FakeCluster) -> AsyncClient:

@@ -10,7 +10,7 @@ import pytest
 
 from pillion.errors import Unavailable
 from pillion.gateway.links import load_exchange
-from pillion.gateway.links.load_exchange import LoadExchange, OwnLoad
+from pillion.gateway.links.load_exchange import AssignedLoad, LoadExchange, OwnLoad
 from pillion.kvstore.index import redis_keys as keys
 from pillion.kvstore.index import redis_url, shared_loads
 from pillion.kvstore.index.shared_loads import MAX_CHANGES_PER_CALL, SharedLoads, UnderWay
@@ -178,3 +178,14 @@ async def test_what_a_lost_gateway_had_is_forgotten(redis: RedisServer, monkeypa
     async with gateways(redis, "a", "b") as (a, _):
         await a.until_sees("decode-1", 0, 0)
     await lost.aclose()
+
+
+def test_an_answer_that_is_over_takes_no_share_any_more() -> None:
+    """A chunk's acknowledgement may come after the stream's end."""
+    load = OwnLoad()
+    answer = AssignedLoad(load)
+    answer.assign({"decode-0": (1, 40)})
+    assert load.busy() == {"decode-0"}
+    answer.end()
+    answer.assign({"decode-0": (1, 20)})
+    assert load.busy() == set()
