@@ -108,9 +108,13 @@ def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
     ):
         answers = HybridAnswers(folder, cluster)
         first = answers.check(PROMPTS)
-        assert cached(first) == [0] * len(PROMPTS)
-        if policy != "auto":
-            assert prefilled(first) == ([0] * 5 if policy == "colocated" else [32, 16, 16, 0, 0])
+        # One of the first two may come when the other has left a state where they part.
+        assert all(found in (0, PARTING) for found in cached(first)[:2])
+        assert cached(first)[2:] == [0] * 3
+        if policy == "colocated":
+            assert prefilled(first) == [0] * len(PROMPTS)
+        elif policy != "auto":
+            assert prefilled(first)[2:] == [16, 0, 0]
         wait_for("all states kept", cluster.idle)
         again = cached(answers.check(PROMPTS))
         # Whichever of the first two texts came second left a state where they part, and has one at its end only where
