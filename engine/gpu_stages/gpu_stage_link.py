@@ -46,7 +46,7 @@ class GpuStageLink:
         given = iter(meetings)
 
         def group(side: int) -> GpuRankGroup:
-            # Of a share of a model such a group needs the place among the two alone.
+            # A group takes a shard for its rank and its size alone: two neighbouring stages are ranks 0 and 1 of two.
             shard = ModelShard(range(0), side, 2)
             return GpuRankGroup.join(
                 shard, next(given), device, own_device=own_device, aborted=aborted, name=place.name

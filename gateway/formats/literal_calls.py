@@ -290,7 +290,7 @@ class _TextScan:
         return _in_text(_ESCAPE.sub(_meant, text))
 
     def rest(self) -> str:
-        """Returns what is held where the text does not end."""
+        """Returns what was held back as the possible beginning of an escape, once no more of the text comes."""
         return _in_text(_ESCAPE.sub(_meant, self._held))
 
 

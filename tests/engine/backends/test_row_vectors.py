@@ -72,7 +72,7 @@ def test_a_rows_vector_is_the_last_hidden_state_whole_and_in_chunks(own_cache, t
     assert np.abs(alone - wanted).max() <= TOLERANCE * max(1.0, float(np.abs(wanted).max()))
     half = len(text) // 2
     driver.step((cut[0], text[:half]), sample=())
-    # The same row twice, beside another text's.
+    # The step gives the vector of one row twice, and that of a row of another text.
     row = 2 + len(text) - half - 1
     beside, *twice = vectors(driver, (other[0], text[3:5]), (cut[0], text[half:]), of=[1, row, row])
     assert beside.tobytes() != alone.tobytes()
