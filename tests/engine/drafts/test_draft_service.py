@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import threading
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,10 +18,11 @@ from pillion.engine.drafts.draft_chains import DraftChains, DraftShape
 from pillion.engine.drafts.draft_control import DraftControl
 from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.scheduling.sequence import Sequence as Stream
+from pillion.engine.worker.heartbeat import Heartbeats
 from pillion.kvstore.hashing import chain_hashes, request_root
 from pillion.speculative_config import SpeculativeConfig
 from pillion.v1 import decode_pb2
-from testbed.conditions import WITHIN_S, loop_turns, until
+from testbed.conditions import WITHIN_S, loop_turns, until, within
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
 from tests.support.workers import (
     BLOCK,
@@ -80,16 +83,18 @@ async def finished(
     return answer
 
 
+async def answered(workers: Workers) -> None:
+    """Return once the node has answered all that the decode worker has asked."""
+    epoch = workers.decode.worker.epoch
+    await epoch._updates.drained()
+    # The tasks that send updates and heartbeats stay.
+    await until("the node's answers", lambda: len(epoch._tasks) <= 2)
+
+
 def answered_first(workers: Workers) -> None:
     """Have each step of the decode worker wait until the node has answered what was asked before it."""
-    loop, epoch = asyncio.get_running_loop(), workers.decode.worker.epoch
-
-    async def answered() -> None:
-        await epoch._updates.drained()
-        # The tasks that send updates and heartbeats stay.
-        await until("the node's answers", lambda: len(epoch._tasks) <= 2)
-
-    workers.decode_backend.before_step = lambda batch: asyncio.run_coroutine_threadsafe(answered(), loop).result(
+    loop = asyncio.get_running_loop()
+    workers.decode_backend.before_step = lambda batch: asyncio.run_coroutine_threadsafe(answered(workers), loop).result(
         WITHIN_S
     )
 
@@ -177,10 +182,11 @@ async def test_a_fenced_worker_drafts_again_in_its_new_epoch(monkeypatch: pytest
 
 
 async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft_chains, "PAUSE_S", 0.2)
+    # Drafts do not come back.
+    monkeypatch.setattr(draft_chains, "PAUSE_S", math.inf)
     node = {"decode_reserve_percent": 0}
     async with drafting(monkeypatch, slots=64, node=node) as (workers, draft), connected(workers) as connection:
-        main = workers.decode_backend
+        main, heartbeats = workers.decode_backend, workers.decode.worker.epoch.heartbeats
         answered_first(workers)
         wait_for_node = main.before_step
 
@@ -193,20 +199,46 @@ async def test_drafts_give_way_to_a_prompt_that_waits_at_the_node(monkeypatch: p
         first = await workers.ticket(prompt(1, 40))
         answer = await connection.submit(submit_of(1, first, prompt(1, 40), 60))
         await until("a step that waits", main.waiting.is_set)
+        # What that step's plan has asked for moves no more slots hereafter.
+        await answered(workers)
+        recalls = recalls_of(heartbeats, monkeypatch)
         books = await workers.node.status()
         held = books.leased_blocks + books.pinned_blocks
         # More than is free beside stream and draft, and no more than beside the stream.
         wanted = (64 - held + 4) * BLOCK
         asked = asyncio.create_task(workers.ticket(prompt(3, wanted)))
         await until("a prompt that waits", lambda: len(workers.kvnode.pool.waiting) == 1)
-        main.before_step = lambda batch: None
+        await until("the node's recall at the worker", lambda: recalls)
+        # A few steps, each of which waits for the node, bring the slots to it. The stream is not over then.
+        last_step, goes_on = len(main.steps) + 4, threading.Event()
+
+        def few_steps(batch: StepBatch) -> None:
+            wait_for_node(batch)
+            assert len(main.steps) < last_step or goes_on.wait(WITHIN_S), "the prompt has no ticket"
+
+        main.before_step = few_steps
         main.gate.set()
-        second = await asyncio.wait_for(asked, WITHIN_S)
+        second = await within("the prompt's ticket", asked)
+        assert not answer.over.is_set()
         await workers.release(second)
+        goes_on.set()
         await answer.ended()
         assert answer.token_ids == greedy(prompt(1, 40), 60)
         await workers.release(first)
         await workers.quiet()
+
+
+def recalls_of(heartbeats: Heartbeats, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each recall is added that the scheduler of the heartbeats' worker will hear of first."""
+    recalls: list[int] = []
+    hear = heartbeats._on_recall
+
+    def heard(blocks: int) -> None:
+        hear(blocks)
+        recalls.append(blocks)
+
+    monkeypatch.setattr(heartbeats, "_on_recall", heard)
+    return recalls
 
 
 async def test_a_cancelled_stream_leaves_no_draft(monkeypatch: pytest.MonkeyPatch) -> None:
