@@ -87,12 +87,21 @@ async def test_greedy_tokens_are_transformers(path: str, folder: pathlib.Path, o
     async with components_on(
         folder, decode=decode, gateway=gateway, prefill=whole if path == "whole prompts" else {}
     ) as components:
-        # All run at once with two answers each, so that prompt tails, decodes, siblings and drafts share steps.
-        streams = [ask(components.client, prompt, temperature=0.0, n=2) for prompt in PROMPTS]
-        for prompt, deltas in zip(PROMPTS, await asyncio.gather(*streams), strict=True):
-            expected = oracle.greedy(prompt, 24)
-            for index in range(2):
-                assert first_difference(expected, ids_of(deltas, index), EPSILON) == ""
+        for again in (False, True):
+            # All run at once with two answers each, so that prompt tails, decodes, siblings and drafts share steps.
+            streams = [
+                ask(components.client, prompt, temperature=0.0, n=2, cache_salt=f"{number}")
+                for number, prompt in enumerate(PROMPTS)
+            ]
+            for prompt, deltas in zip(PROMPTS, await asyncio.gather(*streams), strict=True):
+                expected = oracle.greedy(prompt, 24)
+                for index in range(2):
+                    assert first_difference(expected, ids_of(deltas, index), EPSILON) == ""
+                usage = deltas[-1].usage
+                assert usage is not None
+                # The second time, all whole blocks before the prompt's last token are found.
+                found = again and path != "no prefix caching"
+                assert usage.cached_tokens == (len(prompt) - 1) // 16 * 16 * found
 
 
 async def test_seeded_tokens_do_not_depend_on_the_path(folder: pathlib.Path) -> None:
