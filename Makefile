@@ -14,7 +14,7 @@ TEST_LIMIT_S ?= 4800
 # How many times a property's number of examples hypothesis draws in `make test-long`; `make test` draws half of it. Both
 # draw the same ones in each run, so that what they find depends on the code alone; `make search` draws new ones. The
 # variable of the tests does not begin with PILLION: components refuse those which they do not know.
-EXAMPLES ?= 2
+EXAMPLES ?= 1
 # The tests of the text and the order of the code, which are among the checks.
 CHECKED := tests/test_style.py tests/test_structure.py tests/test_protos.py
 VENV := .venv

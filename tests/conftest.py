@@ -86,8 +86,6 @@ COMPUTATIONS = (
     "tests/kernels/cpu/",
     "tests/gpu/",
     "tests/gateway/tokens/test_demo_tokenizer.py",
-    # By now mypy has read the whole tree, beside the short tests.
-    "tests/test_rooms.py",
 )
 
 

@@ -1,4 +1,4 @@
-"""`python -m tests.removal ROOM [ROOM ...]`: shows that rooms come off, each by itself; `--all` takes every one.
+"""`python -m tests.removal ROOM [ROOM ...]`: shows that rooms come off, each by itself; `--all` takes every one so.
 
     copy the tree -> delete the room's paths, those of rooms that need it, and the tests, benchmarks and tools that
     import what is gone -> delete its rows (pillion/rooms.py, docs/rooms.md, the maps of packages)
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import datetime
 import functools
 import importlib.util
 import os
@@ -193,8 +192,8 @@ def types(root: pathlib.Path) -> tuple[bool, str]:
     return not done.returncode, done.stdout + done.stderr
 
 
-def run(name: str, tests: TreeTests, keep: pathlib.Path | None = None) -> str:
-    """Takes the room of a name out of a copy, and runs what must hold. Returns "" or what failed.
+def run(names: Sequence[str], tests: TreeTests, keep: pathlib.Path | None = None) -> str:
+    """Takes the rooms of these names out of a copy together, and runs what must hold. Returns "" or what failed.
 
     What mypy knows of the whole tree is copied, so that it reads only what is changed without the room.
     """
@@ -203,21 +202,17 @@ def run(name: str, tests: TreeTests, keep: pathlib.Path | None = None) -> str:
         copy_tree(root)
         if (ROOT / TYPES).exists():
             shutil.copytree(ROOT / TYPES, root / TYPES, dirs_exist_ok=True)
-        rooms = with_dependents([name])
+        rooms = with_dependents(names)
         lines, beside = remove(rooms, root)
-        also = [room.name for room in rooms if room.name != name]
-        print(f"{name}: {lines} lines{f', with {also}' if also else ''}; beside it {len(beside)} files that import it")
+        also = [room.name for room in rooms if room.name not in names]
+        went = f"{', '.join(names)}: {lines} lines{f', with {also}' if also else ''}"
+        print(f"{went}; beside it {len(beside)} files that import it")
         for what, step in (("types", types), ("structure, answers, parity, one kill", tests.run)):
             passed, printed = step(root)
             print(f"  {what}: {'passed' if passed else 'failed'}", flush=True)
             if not passed:
-                return f"without {name}, {what} failed:\n{printed[-6000:]}"
+                return f"without {', '.join(names)}, {what} failed:\n{printed[-6000:]}"
     return ""
-
-
-def of_the_day(today: datetime.date | None = None) -> str:
-    """The room that `make test` takes away on a day: each has its turn."""
-    return ROOMS[(today or datetime.date.today()).toordinal() % len(ROOMS)].name
 
 
 def main() -> int:
@@ -227,11 +222,13 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="take each room away, one after the other")
     parser.add_argument("--keep", type=pathlib.Path, help="work in this folder, and leave the tree there")
     wanted = parser.parse_args()
-    names = [room.name for room in ROOMS] if wanted.all else wanted.rooms or [of_the_day()]
+    names = [room.name for room in ROOMS] if wanted.all else wanted.rooms
+    if not names:
+        parser.error("name a room, or say --all")
     if strangers := set(names) - {room.name for room in ROOMS}:
         parser.error(f"no such room: {', '.join(sorted(strangers))}")
     with TreeTests() as tests:
-        failed = [reason for name in names if (reason := run(name, tests, wanted.keep))]
+        failed = [reason for name in names if (reason := run([name], tests, wanted.keep))]
     print("\n".join(failed) or f"{len(names)} came off")
     return 1 if failed else 0
 

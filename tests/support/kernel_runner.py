@@ -15,6 +15,7 @@ from pillion.engine.backends.backend import StepBatch
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import BY_NAME, Isa, choose_isa, host_features
 from pillion.kernels.cpu.language.module import KernelSpec
+from pillion.kernels.cpu.runtime.compiler import CompiledKernels
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from pillion.kernels.cpu.runtime.thread_pool import ENTRY_WORDS, ThreadPool
 from tests.support.kernel_cache import kept_kernels
@@ -82,25 +83,41 @@ def isa_or_skip(name: str) -> Isa:
     return BY_NAME[name]
 
 
+# A runner keeps so many pools, each of which has one kernel.
+MAX_POOLS = 8
+
+
 class Runner:
-    """Kernels compiled for one instruction set, and pools of one and of three threads."""
+    """Runs kernels for one instruction set on pools of one and of three threads. Each is compiled, with what it calls,
+    when it first runs, so that none is compiled whose tests are left out."""
 
     def __init__(self, specs: Sequence[KernelSpec], isa: Isa, checked: bool) -> None:
-        self.isa, self.kernels = isa, kept_kernels(specs, isa, checked=checked)
-        self._pools = {threads: ThreadPool(self.kernels, threads) for threads in (1, 3)}
+        self.isa, self._checked = isa, checked
+        self._names = {spec.name for spec in specs}
+        self._pools: dict[tuple[str, int], ThreadPool] = {}
 
     def close(self) -> None:
         """Ends the pools' threads."""
-        for pool in self._pools.values():
-            pool.close()
+        while self._pools:
+            self._pools.popitem()[1].close()
 
     def run(self, spec: KernelSpec, values: Mapping[str, Any], step: CpuStepRecord, threads: int = 3) -> None:
         """Runs one kernel."""
+        assert spec.name in self._names
+        kernels = kept_kernels([spec], self.isa, checked=self._checked)
         args = np.zeros(spec.layout.num_words, np.int64)
         spec.layout.fill(args, values)
-        program = np.array([[self.kernels.address(spec.name), args.ctypes.data, -1, 0]], np.int64)
+        program = np.array([[kernels.address(spec.name), args.ctypes.data, -1, 0]], np.int64)
         assert program.shape[1] == ENTRY_WORDS
-        self._pools[threads].run(program, step.words)
+        self._pool(spec.name, kernels, threads).run(program, step.words)
+
+    def _pool(self, name: str, kernels: CompiledKernels, threads: int) -> ThreadPool:
+        pool = self._pools.pop((name, threads), None) or ThreadPool(kernels, threads)
+        # The one that was used last comes last.
+        self._pools[name, threads] = pool
+        if len(self._pools) > MAX_POOLS:
+            self._pools.pop(next(iter(self._pools))).close()
+        return pool
 
 
 def runner_of(specs: Sequence[KernelSpec], modes: Sequence[tuple[str, bool]] = MODES) -> Any:
