@@ -124,7 +124,7 @@ dashboards: setup-dev ## Write the Grafana dashboards and the docs' table of met
 	$(BIN)/python -m docs.make
 	$(BIN)/python -m docs.models_page
 
-compose-check: setup-dev ## docker-compose.yml by its schema, then its components as processes, without an engine (ARGS=--model ...)
+compose-check: setup-dev ## docker-compose.yml by its schema, as processes, and on an engine of Docker where there is one or root has dockerd
 	$(IN_VENV) $(BIN)/python -m tests.deploy.check $(ARGS)
 
 load-test: setup-dev ## A few minutes of load on the real cluster; fails when a request or integrity does

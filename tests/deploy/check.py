@@ -1,14 +1,17 @@
-"""`make compose-check`: docker-compose.yml by its schema, then its services as processes of this machine.
+"""`make compose-check`: docker-compose.yml by its schema, as processes of this machine, then on an engine of Docker.
 
-    python -m tests.deploy.check [--model demo] [--prefill 2] [--decode 2]
+    python -m tests.deploy.check [--model demo] [--prefill 2] [--decode 2] [--engine auto|own|none]
 
-Where docker compose is installed, it checks the files too, which needs no engine.
+Where docker compose is installed, it checks the files too, which needs no engine. ``auto`` takes the engine that runs,
+else starts one where root can; where neither is possible, a line says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import functools
 import os
 import pathlib
 import shutil
@@ -21,8 +24,10 @@ import urllib.request
 from pillion import AsyncClient
 from pillion.types import ClusterStatus
 from testbed.conditions import WITHIN_S, until
+from tests.deploy.on_engine import serve_on_engine
 from tests.support.compose import COMPOSE_FILE, ROOT, needed_for, read_image, read_services
 from tests.support.compose_run import ComposeRun
+from tests.support.docker_engine import NoDockerError, own_engine, running_engine
 
 TLS_FILE = ROOT / "deploy" / "compose.tls.yml"
 UP_TIMEOUT_S = 300.0
@@ -103,11 +108,22 @@ async def _run(model: str, scale: dict[str, int], folder: pathlib.Path) -> None:
         assert not any(code != 0 for name, code in codes.items() if not name.startswith("redis")), codes
 
 
+def run_on_engine(which: str) -> None:
+    """Serve on the engine that runs or, where there is none or ``which`` is "own", on one that is started for this."""
+    try:
+        engine = running_engine() if which == "auto" else None
+        with contextlib.nullcontext(engine) if engine is not None else own_engine() as engine:
+            serve_on_engine(engine, functools.partial(print, flush=True))
+    except NoDockerError as missing:
+        print(f"not run on an engine of Docker: {missing}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo", help="what MODEL is in the compose file")
     parser.add_argument("--prefill", type=int, default=2, help="as docker compose up --scale prefill=N")
     parser.add_argument("--decode", type=int, default=2)
+    parser.add_argument("--engine", choices=("auto", "own", "none"), default="auto", help="which engine of Docker")
     args = parser.parse_args()
     check_schema()
     print(check_with_docker())
@@ -115,6 +131,8 @@ def main() -> None:
     print(f"not run, for they need images of others or devices: {', '.join(left_out)}")
     with tempfile.TemporaryDirectory(prefix="pil-") as folder:
         asyncio.run(_run(args.model, {"prefill": args.prefill, "decode": args.decode}, pathlib.Path(folder)))
+    if args.engine != "none":
+        run_on_engine(args.engine)
 
 
 if __name__ == "__main__":

@@ -29,6 +29,8 @@ from testbed.conditions import WITHIN_S
 from testbed.redis import redis_executable
 from tests.support.compose import ROOT, ComposeService, Image
 
+# Seconds between two health checks, where the file has longer ones: nothing else here learns who serves.
+ASK_EVERY_S = 1.0
 STARTED, HEALTHY, DONE = "service_started", "service_healthy", "service_completed_successfully"
 
 
@@ -152,7 +154,7 @@ class ComposeRun:
         try:
             while True:
                 starting = time.monotonic() - began_s < health.start_period_s
-                await asyncio.wait({ended}, timeout=health.interval_s)
+                await asyncio.wait({ended}, timeout=min(health.interval_s, ASK_EVERY_S))
                 if ended.done():
                     raise container.fail(f"ended with {ended.result()}")
                 if await self._well(container):
@@ -192,24 +194,9 @@ class ComposeRun:
     # Translation.
 
     def _command(self, words: Sequence[str], container: Container) -> list[str]:
-        program, *rest = (self._here(word, container) for word in words)
-        if program == "pillion":
-            return [sys.executable, "-m", "pillion", *rest]
-        if program == "redis-server":
-            return [
-                redis_executable(),
-                "--bind",
-                container.address,
-                "--dir",
-                self._folder_of("/data", container),
-                *rest,
-            ]
-        if program == "redis-cli":
-            beside = pathlib.Path(redis_executable()).with_name("redis-cli")
-            return [str(beside if beside.exists() else shutil.which("redis-cli")), "-h", container.address, *rest]
-        if program in ("test", "bash"):
-            return [program, *rest]
-        raise AssertionError(f"no stand-in for {program}")
+        here = [self._here(word, container) for word in words]
+        data = self._folder_of("/data", container) if words[0] == "redis-server" else ""
+        return local_command(here, container.address, data)
 
     def _here(self, text: str, container: Container) -> str:
         """A text of the container's configuration, with this machine's addresses and paths."""
@@ -230,3 +217,19 @@ class ComposeRun:
         folder = self._folder / (source or f"{container.name}{path.replace('/', '-')}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return str(folder)
+
+
+def local_command(words: Sequence[str], address: str, data: str) -> list[str]:
+    """Returns the command of this machine that stands for a container's, whose address is ``address`` here; ``data`` is
+    the folder of a Redis."""
+    program, *rest = words
+    if program == "pillion":
+        return [sys.executable, "-m", "pillion", *rest]
+    if program == "redis-server":
+        return [redis_executable(), "--bind", address, "--dir", data, *rest]
+    if program == "redis-cli":
+        beside = pathlib.Path(redis_executable()).with_name("redis-cli")
+        return [str(beside if beside.exists() else shutil.which("redis-cli")), "-h", address, *rest]
+    if program in ("test", "bash"):
+        return [program, *rest]
+    raise AssertionError(f"no stand-in for {program}")

@@ -1,0 +1,176 @@
+"""docker-compose.yml on an engine: its containers, what becomes of streams while one is killed, and what is left."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import pathlib
+import shutil
+import subprocess
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from pillion import Client
+from pillion.errors import PillionError
+from pillion.types import FinishReason
+from testbed.conditions import wait_for
+from testbed.ports import free_port
+from tests.support.compose import COMPOSE_FILE, read_services
+from tests.support.docker_engine import DockerEngine, NoDockerError
+from tests.support.watched_streams import Doors
+
+UP_TIMEOUT_S = 600.0
+# The first process of a container is an init, whose only child is the component.
+KILL = "kill -9 $(cat /proc/1/task/1/children)"
+
+
+class Kill(NamedTuple):
+    """What became of the streams while a container's process was killed. ``running``: those that had not ended yet."""
+
+    service: str
+    streams: int
+    running: int
+    lost: int
+    differing: int
+    pause_s: float
+
+    def __str__(self) -> str:
+        became = f"{self.lost} lost, {self.differing} differing, longest pause {self.pause_s:.2f} s"
+        return f"{self.service} killed under {self.streams} streams ({self.running} running): {became}"
+
+
+class DockerProject:
+    """Represents the compose file as one project of an engine, with a name and published ports of its own.
+
+    ``image`` is this repository's, and ``scale`` has a service's number of containers. Files of models and adapters are
+    in ``folder``. Raises NoDockerError where there is no compose.
+    """
+
+    def __init__(self, engine: DockerEngine, image: str, folder: pathlib.Path, scale: Mapping[str, int]) -> None:
+        self.name = f"pillion-check-{uuid.uuid4().hex[:8]}"
+        self.doors = Doors(f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}", "demo")
+        self._engine = engine
+        self._scale = scale
+        self._files = ["-f", str(COMPOSE_FILE), *self._stand_ins(folder)]
+        # A container may take minutes to start where the machine is busy; docker-compose 1.29 gives the engine 60 s.
+        told = {
+            "COMPOSE_HTTP_TIMEOUT": str(round(UP_TIMEOUT_S)),
+            "MODEL": "demo",
+            "OTEL_SDK_DISABLED": "true",
+            "PILLION_TAG": image.partition(":")[2],
+        }
+        told |= {"GRPC_PORT": self.doors.grpc.split(":")[1], "HTTP_PORT": self.doors.http.split(":")[1]}
+        for name in ("MODELS", "ADAPTERS"):
+            # Docker would make those that are missing beside the compose file.
+            (folder / name.lower()).mkdir()
+            told[name] = str(folder / name.lower())
+        self._environ = {**engine.environ, **told}
+        self._compose = _compose_command()
+
+    def up(self) -> None:
+        """Start the components; returns when the gateway serves and sees them all."""
+        scale = [word for name, number in self._scale.items() for word in ("--scale", f"{name}={number}")]
+        self.compose("up", "-d", "--no-build", *scale, "gateway")
+        self.until_whole()
+
+    def until_whole(self) -> None:
+        """Wait until the gateway sees each component, and no other."""
+        expected = sorted([*self._scale, *self._scale, "gateway", "kvnode"])
+        assert all(number == 2 for number in self._scale.values())
+
+        def roles() -> list[str]:
+            try:
+                with Client(self.doors.grpc) as client:
+                    return sorted(component.role for component in client.status().components)
+            except PillionError as error:
+                return [str(error)]
+
+        wait_for("every component at the gateway", lambda: roles() == expected, UP_TIMEOUT_S, saw=roles)
+        wait_for("the gateway to serve", lambda: self._get("/health")[0] == 200, UP_TIMEOUT_S)
+
+    def kill(self, service: str, prompts: Sequence[str], tokens: int, texts: Sequence[str]) -> Kill:
+        """Kill a container's process in the middle of streams, whose ``texts`` are known, and wait until Docker has
+        started it again."""
+        container = self.containers(service)[0]
+        restarts = self._inspect(container, "{{.RestartCount}}")
+        with self.doors.streams(prompts, tokens) as streams:
+            running = sum(stream.finish is None for stream in streams)
+            self._engine.docker("exec", container, "bash", "-c", KILL)
+        wait_for("Docker to start it again", lambda: self._inspect(container, "{{.RestartCount}}") != restarts)
+        self.until_whole()
+        lost = sum(stream.finish != FinishReason.LENGTH for stream in streams)
+        differing = sum(stream.text != text for stream, text in zip(streams, texts, strict=True))
+        return Kill(service, len(streams), running, lost, differing, max(stream.pause_s for stream in streams))
+
+    def replays(self) -> float:
+        """Return how many further attempts the gateway has made so far."""
+        lines = self._get("/metrics")[1].splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("pillion_replays_total{"))
+
+    def stop(self) -> dict[str, int]:
+        """Stop every container, and return container -> exit code."""
+        self.compose("stop")
+        found = self._engine.docker("ps", "--all", "--quiet", *self._own()).split()
+        ends = (self._inspect(one, "{{.Name}} {{.State.Status}} {{.State.ExitCode}}").split() for one in found)
+        codes = {}
+        for name, status, code in ends:
+            assert status == "exited", name
+            codes[name.removeprefix(f"/{self.name}").strip("-_")] = int(code)
+        return codes
+
+    def down(self) -> str:
+        """Remove the project, and return what is left of it: nothing."""
+        self.compose("down", "--volumes", "--remove-orphans")
+        kinds = (("ps", "--all"), ("volume", "ls"), ("network", "ls"))
+        return "".join(self._engine.docker(*words, "--quiet", *self._own()) for words in kinds)
+
+    def containers(self, service: str) -> list[str]:
+        """Return the ids of a service's containers that run."""
+        only = ["--filter", f"label=com.docker.compose.service={service}"]
+        return self._engine.docker("ps", "--quiet", *self._own(), *only).split()
+
+    def log(self) -> str:
+        """Return the end of what the containers said."""
+        return self.compose("logs", "--no-color", "--tail=20")
+
+    def compose(self, *words: str) -> str:
+        """Run compose. Raises AssertionError with what it said, where it fails."""
+        command = [*self._compose, "--project-name", self.name, *self._files, *words]
+        done = subprocess.run(command, env=self._environ, capture_output=True, text=True, timeout=UP_TIMEOUT_S)
+        assert done.returncode == 0, f"compose {' '.join(words)}:\n{(done.stdout + done.stderr)[-3000:]}"
+        return done.stdout
+
+    def _own(self) -> list[str]:
+        return ["--filter", f"label=com.docker.compose.project={self.name}"]
+
+    def _inspect(self, container: str, form: str) -> str:
+        return self._engine.docker("inspect", "--format", form, container)
+
+    def _get(self, path: str) -> tuple[int, str]:
+        connection = http.client.HTTPConnection(self.doors.http)
+        try:
+            connection.request("GET", path)
+            reply = connection.getresponse()
+            return reply.status, reply.read().decode()
+        except OSError as error:
+            return 0, str(error)
+        finally:
+            connection.close()
+
+    def _stand_ins(self, folder: pathlib.Path) -> list[str]:
+        """Name Debian's Redis where the file's image of Redis is not within reach."""
+        redis = read_services({})["redis"].image
+        if self._engine.pulled(redis):
+            return []
+        other = folder / "stand-ins.yml"
+        other.write_text(json.dumps({"services": {"redis": {"image": self._engine.debian_image()}}}))
+        return ["-f", str(other)]
+
+
+def _compose_command() -> list[str]:
+    if shutil.which("docker") and not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
+        return ["docker", "compose"]
+    if shutil.which("docker-compose"):
+        return ["docker-compose"]
+    raise NoDockerError("neither docker compose nor docker-compose is installed")
