@@ -69,6 +69,8 @@ MAX_AWAITING = 4096
 MAX_UNREAD_REFUSALS = 1024
 ROOT_HASH_BYTES = 32
 MAX_STOP_TOKEN_IDS = 1024
+# A stream that ends with the logits of tokens names at most this many.
+MAX_POOLED_IDS = 16
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
 
 
@@ -339,6 +341,7 @@ class DecodeSession:
             scored_tokens=submit.scored_tokens,
             adapter=submit.adapter,
             pooled=submit.pooled,
+            pooled_ids=tuple(submit.pooled_ids),
         )
         return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
 
@@ -446,6 +449,11 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
     if submit.pooled and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
         yield FieldViolation("pooled", "a stream that ends with a vector generates nothing and scores nothing")
+    if len(submit.pooled_ids) > MAX_POOLED_IDS or (submit.pooled_ids and not submit.pooled):
+        text = f"{len(submit.pooled_ids)} tokens; at most {MAX_POOLED_IDS}, and only with pooled"
+        yield FieldViolation("pooled_ids", text)
+    elif submit.pooled_ids and max(submit.pooled_ids) >= vocab_size:
+        yield FieldViolation("pooled_ids", f"an id is outside the vocabulary of {vocab_size}")
     if submit.awaited_blocks > total:
         yield FieldViolation("awaited_blocks", f"{submit.awaited_blocks} blocks cannot hold {total} tokens")
     if submit.awaited_blocks and not submit.ticket_id:

@@ -213,7 +213,7 @@ class Gateway:
         timeout_s: float | None = None,
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
-        pooled: bool = False,
+        pooled: tuple[int, ...] | None = None,
     ) -> RequestRunner:
         """Starts a request, which the caller reads or cancels.
 
@@ -223,7 +223,7 @@ class Gateway:
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
             entry: the model that the request's name meant when its call came; by default what it means now.
-            pooled: whether the request, which generates nothing, ends with the vector of its text.
+            pooled: the tokens whose logits the request, which generates nothing, ends with; () for its text's vector.
 
         Raises:
             NotFound: no such model. InvalidRequest: the error names every wrong field. Overloaded: a bound or a quota
@@ -257,8 +257,8 @@ class Gateway:
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline)
-            if pooled:
-                admitted = replace(admitted, pooled=True)
+            if pooled is not None:
+                admitted = replace(admitted, pooled=True, pooled_ids=pooled)
             if grammar is not None:
                 admitted = replace(admitted, grammar=grammar.text, grammar_fields=grammar.fields)
             answers = await self._answers(request, model, admitted, output_format, tenant)
@@ -363,6 +363,11 @@ class Gateway:
         """Returns the ids of a prompt, for a request that has been checked and counted already. Raises InvalidRequest
         and Overloaded."""
         return (await self._tokenize(request, entry, tenant))[0]
+
+    async def on_thread(self, tenant: Tenant, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
+        """Runs ``job(*arguments)``, which works through so many bytes, in the tenant's turn on a thread, for a request
+        that has been checked already. Raises what the job raises, and Overloaded."""
+        return await self._pool.run(job, *arguments, tenant=tenant, size_bytes=size_bytes)
 
     async def detokenize(self, name: str, token_ids: tuple[int, ...], tenant: Tenant | None = None) -> str:
         """Returns the text of ids, without special tokens; the call counts as a request. Raises InvalidRequest, which

@@ -113,7 +113,8 @@ ROOMS: tuple[Room, ...] = (
         paths=("gateway/pooling", "tests/gateway/pooling"),
         entries={
             "gateway.vectors": "pillion.gateway.pooling.vectors:GatewayVectors",
-            "gateway.http_api.routes": "pillion.gateway.pooling.embeddings_api:embedding_routes",
+            "gateway.http_api.routes": "pillion.gateway.pooling.pooling_pages:pooling_routes",
+            "gateway.grpc_api.calls": "pillion.gateway.pooling.text_servicer:text_calls",
         },
     ),
     # Slots of partial blocks are given up before those of drafts.

@@ -57,12 +57,13 @@ class StepBatch:
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
         sample_rows: [R + Q + P] numbers of the rows whose logits are computed. The first R are sampled, and rise; a row
             may occur several times among them. The next Q are only scored (SamplingRows.scored), and of the last P the
-            hidden states are wanted (Sampled.pooled). Empty for pure prefill.
+            hidden states or some logits are wanted (Sampled.pooled). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
         adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
             sequence has one.
         states: where the sequences' states are; None in a model without them.
-        pooled: P, how many rows give their hidden states.
+        pooled: P, how many rows give their hidden states, or the logits of tokens.
+        pooled_ids: for each of these rows, the tokens whose logits are wanted; () for the hidden state.
     """
 
     token_ids: Int32
@@ -75,6 +76,7 @@ class StepBatch:
     adapters: Int32 | None = None
     states: StateSlots | None = None
     pooled: int = 0
+    pooled_ids: tuple[tuple[int, ...], ...] = ()
 
     @property
     def table_rows(self) -> Int32:

@@ -26,6 +26,7 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     counts = [piece.count for piece in pieces]
     ends = list(accumulate(counts))
     pooled = [end - 1 for piece, end in zip(pieces, ends, strict=True) if piece.pools]
+    pooled_ids = tuple(piece.sequence.spec.pooled_ids for piece in pieces if piece.pools)
     batch = build_rows(
         [piece.sequence for piece in pieces],
         [piece.start for piece in pieces],
@@ -36,6 +37,7 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
         adapters=plan.adapters,
         states=plan.states,
         pooled=len(pooled),
+        pooled_ids=pooled_ids,
     )
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
@@ -53,6 +55,7 @@ def build_rows(
     adapters: Int32 | None = None,
     states: StateSlots | None = None,
     pooled: int = 0,
+    pooled_ids: tuple[tuple[int, ...], ...] = (),
 ) -> StepBatch:
     """Builds the batch of ``counts[i]`` tokens from ``firsts[i]`` on of each chain."""
     starts = np.array(firsts, dtype=np.int32)
@@ -78,6 +81,7 @@ def build_rows(
         adapters=adapters,
         states=states,
         pooled=pooled,
+        pooled_ids=pooled_ids,
     )
 
 

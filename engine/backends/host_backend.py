@@ -78,6 +78,15 @@ class HostBackend(AdaptedBackend, ABC):
         forward pass that has just run: a copy, float32 [pooled, hidden]."""
         raise Internal("this backend gives no vectors")
 
+    def _pooled(self, batch: StepBatch, logits: torch.Tensor) -> tuple[Float32, ...]:
+        """Returns what each pooled row gives, a copy; ``logits`` [pooled, vocab_size] are theirs."""
+        # Rows of logits alone need no hidden states.
+        vectors = None if all(batch.pooled_ids) else self._read_vectors(batch)
+        found: list[Float32] = []
+        for row, ids in enumerate(batch.pooled_ids):
+            found.append(logits[row, list(ids)].numpy() if ids or vectors is None else vectors[row])
+        return tuple(found)
+
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
         """Runs a forward pass over ``pool``, uint8 [slots, block_bytes]; returns what :meth:`forward` returns."""
@@ -110,7 +119,7 @@ class HostBackend(AdaptedBackend, ABC):
         logits = self.forward(batch)
         sampled = sample_and_score(logits[: -batch.pooled] if batch.pooled else logits, rows)
         if batch.pooled:
-            sampled = replace(sampled, pooled=self._read_vectors(batch))
+            sampled = replace(sampled, pooled=self._pooled(batch, logits[-batch.pooled :]))
         if self.state_layers:
             sampled = replace(sampled, states=self._read_states(batch.num_tokens))
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)

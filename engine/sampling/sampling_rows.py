@@ -163,7 +163,8 @@ class Sampled:
 
     ``borrowed_s`` is how much longer the step would have taken without the cores that other workers lent. ``states``
     are those that ``HostBackend.keep_states`` asked for, of every row of the step; None where nobody did. ``pooled``
-    has float32 [P, hidden], the last P of the batch's ``sample_rows`` after the model's last norm; None where P is 0.
+    has float32 [hidden] for each of the last P of the batch's ``sample_rows``, what the model's last norm made of it,
+    or the logits of StepBatch.pooled_ids.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -171,4 +172,4 @@ class Sampled:
     scored: tuple[TokenLogprob, ...] = ()
     borrowed_s: float = 0.0
     states: States | None = field(default=None, compare=False)
-    pooled: Float32 | None = field(default=None, compare=False)
+    pooled: tuple[Float32, ...] = field(default=(), compare=False)

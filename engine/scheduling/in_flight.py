@@ -33,7 +33,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
-from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.sampling.sampling_rows import Float32, Sampled
 from pillion.engine.scheduling.sequence import Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan
 from pillion.types import TokenLogprob
@@ -106,7 +106,8 @@ class InFlightSteps:
         pieces: list[SequencePiece] = []
         places: list[int] = []
         scores: list[TokenLogprob] = []
-        row = scored = 0
+        vectors: list[Float32] = []
+        row = scored = pooled = 0
         for piece, generation, siblings in zip(plan.pieces, step.generations, step.siblings, strict=True):
             if step.counts(piece, generation):
                 piece.sequence.land(piece.count)
@@ -115,8 +116,12 @@ class InFlightSteps:
                 first = row + piece.samples
                 places.extend(at for at, sibling in enumerate(siblings, first) if sibling in piece.sequence.siblings)
                 scores.extend(sampled.scored[scored : scored + piece.scores])
+                vectors.extend(sampled.pooled[pooled : pooled + piece.pools])
             row += piece.samples + len(siblings)
             scored += piece.scores
+            pooled += piece.pools
+        if len(vectors) < len(sampled.pooled):
+            sampled = replace(sampled, pooled=tuple(vectors))
         if len(places) == row or not sampled.token_ids:
             # All tokens that the step chose are still waited for, or it chose none.
             return pieces, sampled if len(scores) == len(sampled.scored) else replace(sampled, scored=tuple(scores))
@@ -124,6 +129,7 @@ class InFlightSteps:
             tuple(sampled.token_ids[at] for at in places),
             tuple(sampled.logprobs[at] for at in places) if sampled.logprobs else (),
             tuple(scores),
+            pooled=sampled.pooled,
         )
 
     @property

@@ -309,7 +309,7 @@ class Scheduler:
             stepped(plan, seconds)
         pieces, counting = self.in_flight.landed(plan, sampled)
         tokens, logprobs, scores = iter(counting.token_ids), iter(counting.logprobs), iter(counting.scored)
-        vectors = iter(() if counting.pooled is None else counting.pooled)
+        vectors = iter(counting.pooled)
         for piece in pieces:
             sequence = piece.sequence
             sequence.compute(piece.start, piece.start + piece.count, now)

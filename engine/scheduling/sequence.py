@@ -88,6 +88,7 @@ class SequenceSpec:
             scored.
         adapter: digest of the adapter that the sequence runs with; "" for the model alone.
         pooled: whether the sequence, which generates nothing, ends with the vector of its last token.
+        pooled_ids: the tokens whose logits that vector has; empty for the model's own row.
     """
 
     seq_id: int
@@ -106,6 +107,7 @@ class SequenceSpec:
     scored_tokens: int = 0
     adapter: str = ""
     pooled: bool = False
+    pooled_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

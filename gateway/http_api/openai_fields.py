@@ -615,7 +615,11 @@ def parse(body: bytes, kind: type[T]) -> T:
     if too_many:
         # Only a list can hold so many texts or brackets, and only the prompt's list may be long, so the error names it.
         names = {field.name for field in msgspec.structs.fields(kind)}  # type: ignore[arg-type]
-        field = next(name for name in ("messages", "input", "prompt", "tokens", "lora_name") if name in names)
+        field = next(
+            name
+            for name in ("messages", "input", "prompt", "tokens", "documents", "text_2", "lora_name")
+            if name in names
+        )
         raise refused(field, f"the body holds more than {too_many}")
     reading = _current()
     known: Any = READ_AS.get(kind, kind)

@@ -2,9 +2,14 @@
 
 Open first: vectors.py, which runs the texts of a call and makes their vectors as the checkpoint says.
 
-    vectors.py         the texts of one call, as requests of the gateway; cut and normalized
+    vectors.py         vectors of texts, cut and normalized, and scores of pairs
+    text_call.py       the texts of one call, as requests of the gateway: read, then run
+    text_order.py      which text waits for which, so that a common beginning is computed once
     pooling_files.py   what a checkpoint's sentence-transformers files say: pooling, normalization, prompts
+    pair_forms.py      how a checkpoint scores pairs: by cosines, by a head with a label, by two tokens
     embeddings_api.py  /v1/embeddings, in OpenAI's form
+    rerank_api.py      /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere
+    pooling_pages.py   the list of these pages
 
 The vector itself is a row of a decode worker's step (``StepBatch.pooled``); planning, prefix hits, replays, quotas and
 priorities are those of every request.

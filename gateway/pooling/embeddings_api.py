@@ -19,7 +19,8 @@ from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Label, parse
 from pillion.gateway.http_api.openai_requests import read_prompts
 from pillion.gateway.http_api.sampling_body import Int
-from pillion.gateway.pooling.vectors import MAX_TEXTS, GatewayVectors
+from pillion.gateway.pooling.text_call import MAX_TEXTS
+from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.text_vectors import EmbeddedTexts
 from pillion.types import GenerateRequest
 
@@ -40,6 +41,8 @@ class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         dimensions: how many values of each vector are wanted, from its first one on; default: all.
         prompt_name: which of the checkpoint's prompts stands before each text; default: the one that the checkpoint
             names, and "" for none.
+        truncate_prompt_tokens: texts are cut to so many tokens, -1 to as many as the model takes; default: a text that
+            is too long is refused.
         priority: smaller is more urgent.
         cache_salt: only requests with the same salt share cached prefixes.
         user: a label of at most 512 characters; nothing is stored.
@@ -50,6 +53,7 @@ class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     encoding_format: Encoding = "float"
     dimensions: Int | None = None
     prompt_name: str | None = None
+    truncate_prompt_tokens: Int | None = None
     priority: Int = 0
     cache_salt: str | None = None
     user: Ignored[Label | None] = None
@@ -83,6 +87,7 @@ class EmbeddingsApi:
                 requests,
                 dimensions=body.dimensions,
                 prompt_name=body.prompt_name,
+                cut_tokens=body.truncate_prompt_tokens,
                 tenant=call.tenant,
                 parent=call.trace_parent(),
                 entry=entry,

@@ -3,7 +3,8 @@
     modules.json                       the modules that a text passes: Transformer, Pooling, perhaps Normalize
     1_Pooling/config.json              how rows become one vector; here that of the last token alone
     config_sentence_transformers.json  prompts by name, and which of them is the default
-    sentence_bert_config.json          whether texts are lowered first, which is not supported
+    sentence_bert_config.json          the longest text; whether texts are lowered first, which is not supported
+    config.json                        how many values a vector has
 
 A checkpoint without modules.json has the vector of its last token, normalized. What is not supported is refused by its
 name, because the vectors would be others than the model was trained for.
@@ -43,41 +44,52 @@ class VectorForm:
         normalized: whether vectors have the length 1.
         prompts: texts that may stand before a text, by name.
         default_prompt: the name of the one that does where a call names none; "" for none.
+        max_tokens: the most tokens of a text; None: as many as the model takes.
+        width: how many values a vector has; None where config.json does not say it.
     """
 
     normalized: bool = True
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""
+    max_tokens: int | None = None
+    width: int | None = None
 
 
 def read_vector_form(folder: Path) -> VectorForm:
     """Reads the files of a model's folder. Raises ConfigError for files that are damaged, and, by its name, for what is
     not supported."""
+    width = _width(folder)
     if not (folder / "modules.json").is_file():
-        return VectorForm()
-    modules = list(_modules(folder))
+        return VectorForm(width=width)
+    modules = list(modules_of(folder))
     kinds = [kind for kind, _ in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise ConfigError(
             f"{folder / 'modules.json'}: the modules {', '.join(kinds)}; only Transformer, Pooling and Normalize, in"
             " this order, are supported"
         )
-    _check_texts(folder / modules[0][1])
+    most = _longest_text(folder / modules[0][1])
     _check_pooling(folder / modules[1][1] / "config.json")
-    own = _read(folder / "config_sentence_transformers.json", {})
+    prompts, default = prompts_of(folder, read_json(folder / "config_sentence_transformers.json", {}))
+    return VectorForm("Normalize" in kinds, prompts, default, most, width)
+
+
+def prompts_of(folder: Path, own: Mapping[str, Any]) -> tuple[Mapping[str, str], str]:
+    """Returns the prompts by name that config_sentence_transformers.json, read as ``own``, has, and the name of the
+    default one, "" for none. Raises ConfigError for prompts that are damaged."""
     prompts, default = own.get("prompts") or {}, own.get("default_prompt_name") or ""
     if not isinstance(prompts, dict) or not all(isinstance(text, str) for text in prompts.values()):
         raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: prompts are no texts by name")
     if default and default not in prompts:
         raise ConfigError(f"{folder / 'config_sentence_transformers.json'}: there is no prompt {default!r}")
-    return VectorForm("Normalize" in kinds, prompts, default)
+    return prompts, default
 
 
-def _modules(folder: Path) -> Iterator[tuple[str, str]]:
+def modules_of(folder: Path) -> Iterator[tuple[str, str]]:
     """Yields the kind and the folder of each module. Its type is the name of a class of Python, of which only the last
     part is read."""
     path = folder / "modules.json"
-    listed = _read(path, [])
+    listed = read_json(path, [])
     if not isinstance(listed, list):
         raise ConfigError(f"{path} is no list of modules")
     for module in listed:
@@ -87,17 +99,30 @@ def _modules(folder: Path) -> Iterator[tuple[str, str]]:
         yield kind.rpartition(".")[2], place
 
 
-def _check_texts(folder: Path) -> None:
+def _longest_text(folder: Path) -> int | None:
+    """Returns the most tokens of a text; None where the file names no bound."""
     path = folder / "sentence_bert_config.json"
-    if _read(path, {}).get("do_lower_case"):
+    found = read_json(path, {})
+    if found.get("do_lower_case"):
         raise ConfigError(f"{path}: do_lower_case is not supported")
+    most = found.get("max_seq_length")
+    if most is not None and (type(most) is not int or most < 1):
+        raise ConfigError(f"{path}: max_seq_length {most!r} is no number of tokens")
+    return most
+
+
+def _width(folder: Path) -> int | None:
+    config = read_json(folder / "config.json", {})
+    inner = config.get("text_config")
+    width = (inner if isinstance(inner, dict) else config).get("hidden_size")
+    return width if type(width) is int else None
 
 
 def _check_pooling(path: Path) -> None:
     """Raises ConfigError unless a pooling takes the last token alone."""
     if not path.is_file():
         raise ConfigError(f"{path} is missing, and modules.json names it; --tokenizer gives a folder without it")
-    found = _read(path, {})
+    found = read_json(path, {})
     modes = [name for key, name in _MODES.items() if found.get(_MODE + key)]
     named = found.get("pooling_mode")
     modes += [named] if isinstance(named, str) else list(named or ())
@@ -105,7 +130,7 @@ def _check_pooling(path: Path) -> None:
         raise ConfigError(f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'}; only lasttoken is supported")
 
 
-def _read(path: Path, absent: Any) -> Any:
+def read_json(path: Path, absent: Any) -> Any:
     """Reads a file in JSON of the same kind as ``absent``, which is returned where it is missing. Raises ConfigError
     for a file that is damaged."""
     if not path.is_file():

@@ -1,36 +1,37 @@
-"""Makes the vectors of the texts of one call: each text is a request of the gateway that generates nothing.
+"""Makes the vectors of the texts of one call, and the scores of its pairs, as the checkpoint says.
 
-texts --prompt--> all checked --> requests, a few at a time --> last token's row --cut, normalized--> vectors
-
-A request that loses its worker is replayed by the gateway as any other, and its vector comes once, with its end.
+texts --prompt--> TextCall: a request each --> last token's row --cut, normalized--> vectors
+pairs --as the checkpoint reads them--> TextCall --> rows --> scores
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from opentelemetry import context as otel_context
 
-from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest, PillionError
-from pillion.gateway.admission.tenants import Tenant
+from pillion.errors import ConfigError, FieldViolation, InvalidRequest
+from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.pooling.pair_forms import PairForm, ScoreKind, cosine, read_pair_form
 from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
-from pillion.gateway.request.request_runner import RequestRunner
-from pillion.gateway.text_vectors import EmbeddedTexts, Vector
-from pillion.types import GenerateRequest, SamplingParams, Usage
+from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows
+from pillion.gateway.text_vectors import EmbeddedTexts, ScoredPairs, TextPair, Vector
+from pillion.types import GenerateRequest
 
-# A call has at most this many texts, and so many of them are in the gateway at once.
-MAX_TEXTS = 2048
-MAX_TEXTS_AT_ONCE = 32
 # An error names at most so many of a checkpoint's prompts.
 _LISTED_PROMPTS = 16
-# The gateway calls the fields of a text by these names.
-_OF_TEXT = ("text", "token_ids")
+# A document of a pair is cut at most so often until the whole text is short enough: a cut text may have other tokens.
+MAX_CUTS = 4
+# These prompts of a checkpoint, where it has them, stand before the two texts of a pair, as sentence-transformers'
+# encode_query and encode_document have it.
+_OF_QUERY, _OF_DOCUMENT = "query", "document"
 
 T = TypeVar("T")
 
@@ -40,8 +41,8 @@ class GatewayVectors:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        # These are the forms of models' vectors by their folders, or why there are none.
-        self._forms: dict[Path, VectorForm | ConfigError] = {}
+        # These are the forms of models' vectors and scores by their kinds and folders, or why there are none.
+        self._forms: dict[tuple[str, Path], Any] = {}
 
     async def embed(
         self,
@@ -49,59 +50,144 @@ class GatewayVectors:
         *,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        cut_tokens: int | None = None,
         tenant: Tenant | None = None,
         timeout_s: float | None = None,
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
     ) -> EmbeddedTexts:
-        if not 1 <= len(requests) <= MAX_TEXTS:
-            raise InvalidRequest.of(FieldViolation("inputs", f"{len(requests)} texts; from 1 to {MAX_TEXTS}"))
+        _check_count(len(requests))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         model = entry or await self._gateway.find_entry(requests[0].model, tenant)
-        form = await self._form_of(model)
+        form = await self._vector_form(model)
+        if form.width is not None:
+            _check_dimensions(dimensions, form.width)
         before = _prompt_of(form, prompt_name)
-        asked = [
-            replace(request, text=before + request.text if request.text else "", sampling=SamplingParams(max_tokens=0))
-            for request in requests
-        ]
-        for number, request in enumerate(asked):
-            # All texts are checked before any text is run.
-            await _named(number, self._gateway.check(request, tenant))
-        turns = asyncio.Semaphore(MAX_TEXTS_AT_ONCE)
-        runners: dict[int, RequestRunner] = {}
+        asked = [replace(one, text=before + one.text if one.text else "") for one in requests]
+        call = TextCall(self._gateway, model, tenant, _most(form, model), cut_tokens, deadline, parent)
+        found = await call.rows(asked, [f"inputs[{number}]" for number in range(len(asked))])
+        vectors = [_cut(row, dimensions, form.normalized) for row in found.rows]
+        return EmbeddedTexts(vectors, found.token_ids, found.usage, model.name)
 
-        async def run(number: int) -> Vector:
-            async with turns:
-                runner = runners[number] = await self._gateway.generate(
-                    asked[number], tenant=tenant, timeout_s=timeout_s, parent=parent, entry=model, pooled=True
-                )
-                return _cut(await _vector_of(runner), dimensions, form.normalized)
+    async def score(
+        self,
+        pairs: Sequence[TextPair],
+        shared: GenerateRequest,
+        *,
+        instruction: str | None = None,
+        cut_tokens: int | None = None,
+        document_tokens: int | None = None,
+        tenant: Tenant | None = None,
+        timeout_s: float | None = None,
+        parent: otel_context.Context | None = None,
+        entry: ModelEntry | None = None,
+    ) -> ScoredPairs:
+        _check_count(len(pairs))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        model = entry or await self._gateway.find_entry(shared.model, tenant)
+        form = (await self._pair_form(model)).told(instruction)
+        vectors = await self._vector_form(model) if form.kind is ScoreKind.COSINE else VectorForm()
+        call = TextCall(self._gateway, model, tenant, _most(vectors, model), cut_tokens, deadline, parent)
+        if document_tokens is not None:
+            pairs = [
+                replace(pair, document=await _first_tokens(call, pair.document, document_tokens)) for pair in pairs
+            ]
+        if form.kind is ScoreKind.COSINE:
+            scores, found = await _cosines(call, vectors, pairs, shared)
+        else:
+            call.row_ids = form.token_ids
+            requests = [await _pair_request(call, form, pair, shared) for pair in pairs]
+            found = await call.rows(requests, [f"inputs[{number}]" for number in range(len(pairs))])
+            scores = [form.score(row) for row in found.rows]
+        return ScoredPairs(scores, found.usage, model.name)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(_named(number, run(number))) for number in range(len(asked))]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        finally:
-            for runner in runners.values():
-                runner.cancel()
-        inputs = [runners[number].admitted.own_prompt for number in range(len(asked))]
-        usage = sum((runner.usage() for runner in runners.values()), Usage(0, 0, 0))
-        return EmbeddedTexts([task.result() for task in tasks], inputs, usage, model.name)
-
-    async def _form_of(self, model: ModelEntry) -> VectorForm:
+    async def _vector_form(self, model: ModelEntry) -> VectorForm:
         """Returns the form of a model's vectors. Raises InvalidRequest where the checkpoint's is not supported."""
         if model.folder is None:
             return VectorForm()
-        found = self._forms.get(model.folder)
-        if found is None:
+        return await self._form("vectors of texts", model, model.folder, read_vector_form, model.folder)
+
+    async def _pair_form(self, model: ModelEntry) -> PairForm:
+        """Returns the form of a model's scores. Raises InvalidRequest where the checkpoint's is not supported."""
+        if model.folder is None:
+            return PairForm()
+        names = f"{model.limits.name} {model.alias} {model.folder}"
+        return await self._form("scores", model, model.folder, read_pair_form, model.folder, names, model.tokenizer)
+
+    async def _form(self, what: str, model: ModelEntry, folder: Path, read: Callable[..., T], *arguments: Any) -> T:
+        if (what, folder) not in self._forms:
             try:
-                found = await asyncio.to_thread(read_vector_form, model.folder)
+                self._forms[what, folder] = await asyncio.to_thread(read, *arguments)
             except ConfigError as error:
-                found = error
-            self._forms[model.folder] = found
+                self._forms[what, folder] = error
+        found = self._forms[what, folder]
         if isinstance(found, ConfigError):
-            raise InvalidRequest(f"model {model.limits.name!r} gives no vectors of texts: {found.message}")
-        return found
+            raise InvalidRequest(f"model {model.limits.name!r} gives no {what}: {found.message}")
+        form: T = found
+        return form
+
+
+async def _cosines(
+    call: TextCall, form: VectorForm, pairs: Sequence[TextPair], shared: GenerateRequest
+) -> tuple[list[float], TextRows]:
+    """Returns the cosine of each pair's vectors; a text that several pairs have is computed once."""
+    default = form.prompts.get(form.default_prompt, "")
+    prompts = {name: form.prompts.get(name, default) for name in (_OF_QUERY, _OF_DOCUMENT)}
+    places: dict[str, int] = {}
+    names: list[str] = []
+
+    def place(role: str, number: int, text: str) -> int:
+        whole = prompts[role] + text
+        if whole not in places:
+            places[whole] = len(places)
+            names.append(f"inputs[{number}].{role}")
+        return places[whole]
+
+    asked = [
+        (place(_OF_QUERY, number, pair.query), place(_OF_DOCUMENT, number, pair.document))
+        for number, pair in enumerate(pairs)
+    ]
+    found = await call.rows([replace(shared, text=text) for text in places], names)
+    return [cosine(found.rows[query], found.rows[document]) for query, document in asked], found
+
+
+async def _pair_request(call: TextCall, form: PairForm, pair: TextPair, shared: GenerateRequest) -> GenerateRequest:
+    """Returns the request of a pair that is read as one text. Where the call cuts texts, the document is cut until the
+    whole has few enough tokens, because the model reads what stands after it."""
+    most = call.cut_tokens
+    if most is None:
+        return form.request(pair, shared)
+    kept = most - len(await call.whole_ids(form.request(replace(pair, document=""), shared)))
+    for _ in range(MAX_CUTS):
+        if kept < 1:
+            break
+        request = form.request(replace(pair, document=await _first_tokens(call, pair.document, kept)), shared)
+        ids = await call.whole_ids(request)
+        if len(ids) <= most:
+            return replace(request, text="", messages=(), token_ids=ids)
+        kept -= len(ids) - most
+    text = f"the query and what stands around it leave no room for a document within {most} tokens"
+    raise InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
+
+
+async def _first_tokens(call: TextCall, text: str, most: int) -> str:
+    """Returns the beginning of a text that has at most so many tokens."""
+    return await call.gateway.on_thread(call.tenant or OPEN, len(text), call.model.tokenizer.first_tokens, text, most)
+
+
+def _most(form: VectorForm, model: ModelEntry) -> int:
+    """Returns the most tokens of a text."""
+    return min(form.max_tokens or model.limits.max_prompt_tokens, model.limits.max_prompt_tokens)
+
+
+def _check_count(count: int) -> None:
+    if not 1 <= count <= MAX_TEXTS:
+        raise InvalidRequest.of(FieldViolation("inputs", f"{count} texts; from 1 to {MAX_TEXTS}"))
+
+
+def _check_dimensions(dimensions: int | None, width: int) -> None:
+    if dimensions is not None and not 1 <= dimensions <= width:
+        raise InvalidRequest.of(FieldViolation("dimensions", f"{dimensions} is not in [1, {width}]"))
 
 
 def _prompt_of(form: VectorForm, name: str | None) -> str:
@@ -113,22 +199,11 @@ def _prompt_of(form: VectorForm, name: str | None) -> str:
     return form.prompts[name] if name else ""
 
 
-async def _vector_of(runner: RequestRunner) -> Vector:
-    """Waits for a request's end. Raises PillionError."""
-    async for _ in runner:
-        pass
-    if not runner.vector:
-        raise Internal("a worker of an older version gave no vector")
-    return np.frombuffer(runner.vector, "<f4").astype(np.float32)
-
-
 def _cut(vector: Vector, dimensions: int | None, normalized: bool) -> Vector:
     """Returns the vector's first values, as a vector of the length 1 where the model's have that length. Raises
     InvalidRequest for more values than there are."""
     if dimensions is not None:
-        if not 1 <= dimensions <= len(vector):
-            wrong = FieldViolation("dimensions", f"{dimensions} is not in [1, {len(vector)}]")
-            raise InvalidRequest.of(wrong)
+        _check_dimensions(dimensions, len(vector))
         vector = vector[:dimensions]
     if not normalized:
         return vector
@@ -136,23 +211,3 @@ def _cut(vector: Vector, dimensions: int | None, normalized: bool) -> Vector:
     length = float(np.sqrt(np.square(vector, dtype=np.float64).sum()))
     found: Vector = (vector / max(length, 1e-12)).astype(np.float32)
     return found
-
-
-async def _named(number: int, work: Awaitable[T]) -> T:
-    """Awaits what is done for one text. What it raises says which text that is."""
-    try:
-        return await work
-    except InvalidRequest as error:
-        raise _at(number, error) from None
-    except PillionError as error:
-        error.add_note(f"text {number}")
-        raise
-
-
-def _at(number: int, error: InvalidRequest) -> InvalidRequest:
-    """Returns an error whose fields begin with the text's number, where they are the text's."""
-    named = []
-    for one in error.violations:
-        begins = next((name for name in _OF_TEXT if one.field.startswith(name)), "")
-        named.append(replace(one, field=f"inputs[{number}]{one.field.removeprefix(begins)}") if begins else one)
-    return InvalidRequest.of(*named) if named else error

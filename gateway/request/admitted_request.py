@@ -37,7 +37,7 @@ class AdmittedRequest:
     which it was made. ``adapter`` is the digest of the adapter that answers are computed with; "" for the model alone.
     ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. Nobody waits for
     a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with the vector
-    of its last token.
+    of its last token: the logits of ``pooled_ids`` after it, or the model's own row where these are empty.
     """
 
     request_id: str
@@ -62,6 +62,7 @@ class AdmittedRequest:
     virtual_tokens: int = 0
     background: bool = False
     pooled: bool = False
+    pooled_ids: tuple[int, ...] = ()
 
     @property
     def own_prompt(self) -> tuple[int, ...]:

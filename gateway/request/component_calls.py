@@ -367,6 +367,7 @@ class ComponentCalls:
             grammar=admitted.grammar,
             adapter=admitted.adapter,
             pooled=admitted.pooled,
+            pooled_ids=admitted.pooled_ids,
         )
         if action.hold is None:
             submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks

@@ -593,6 +593,8 @@ _GENERATE: _Fields = {
 }
 # WarmPrefixRequest has a GenerateRequest.
 _WARM: _Fields = {1: _GENERATE}
+# EmbedRequest has texts or their ids, each in a message; ScoreRequest has texts alone.
+_TEXTS: _Fields = {2: {2: "token_ids"}}
 # These are the wire types of protobuf's fields. The two others are the marks around a group, whose content counts like
 # any field.
 _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
@@ -626,6 +628,12 @@ def check_warm_message(raw: bytes) -> None:
     """Counts the fields of a serialized WarmPrefixRequest in the same way as :func:`check_generate_message`. Raises
     InvalidRequest."""
     _check(raw, _WARM)
+
+
+def check_texts_message(raw: bytes) -> None:
+    """Counts the fields of a serialized EmbedRequest or ScoreRequest in the same way as
+    :func:`check_generate_message`. Raises InvalidRequest."""
+    _check(raw, _TEXTS)
 
 
 def _check(raw: bytes, fields: _Fields) -> None:

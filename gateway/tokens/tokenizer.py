@@ -107,6 +107,25 @@ class ModelTokenizer:
         BOS."""
         return self._one_bos(self._encode(rendered, False, most_tokens))
 
+    def encode_cut(self, text: str, most_tokens: int) -> tuple[int, ...]:
+        """Returns the ids of a raw prompt, as :meth:`encode_text` has them; of one with more than ``most_tokens``, the
+        first ones, and the special tokens that stand before and after a text."""
+        check_wanted()
+        encoding = self._beginning(text, most_tokens)
+        specials = self.codec.num_special_tokens_to_add(False)
+        bos = int(self.adds_bos and not self.codec_writes_bos) - int(self.codec_writes_bos and not self.adds_bos)
+        encoding.truncate(max(most_tokens - specials - bos, 0))
+        ids: list[int] = self.codec.post_process(encoding).ids
+        return self._one_bos(ids[1:] if self.codec_writes_bos else ids)[:most_tokens]
+
+    def first_tokens(self, text: str, most_tokens: int) -> str:
+        """Returns the beginning of a piece of text that has at most so many tokens; the whole where it has no more."""
+        check_wanted()
+        offsets = self.codec.encode_batch([self._likely(text, most_tokens)], add_special_tokens=False)[0].offsets
+        return (
+            text if len(offsets) <= most_tokens else text[: min(offsets[most_tokens][0], offsets[most_tokens - 1][1])]
+        )
+
     def decode(self, token_ids: tuple[int, ...]) -> str:
         """Returns all of an answer's text without special tokens."""
         # A batch of one releases the interpreter's lock, which plain decode holds.
@@ -132,6 +151,19 @@ class ModelTokenizer:
             raise TextTooLong(str(len(encoding)))
         ids: list[int] = encoding.ids
         return ids
+
+    def _beginning(self, text: str, most_tokens: int) -> tokenizers.Encoding:
+        """Encodes enough of a text to know its first tokens, without special tokens."""
+        return self._encoding(self._likely(text, most_tokens), False)
+
+    def _likely(self, text: str, most_tokens: int) -> str:
+        """Returns a text, or a beginning of it that surely has more than ``most_tokens``."""
+        raw, likely = text.encode(), LIKELY_TOKEN_BYTES * (most_tokens + CUT_TOKENS)
+        if len(raw) <= likely:
+            return text
+        beginning = raw[:likely].decode(errors="ignore")
+        # What stands at the cut may be other tokens than in the whole.
+        return beginning if len(self._encoding(beginning, False)) > most_tokens + CUT_TOKENS else text
 
     def _encoding(self, text: str, specials: bool) -> tokenizers.Encoding:
         # This encodes a batch of one, as plain encode holds the GIL: a long prompt would stop all streams for seconds.

@@ -42,6 +42,7 @@ from pillion.client.answer_schema import AnswerSchema, Schema, answer_schema, wi
 from pillion.client.batch import DEFAULT_CONCURRENCY, Result, check_concurrency, one_each, run_batch
 from pillion.client.client_requests import Item, Message, Prompt
 from pillion.client.connection import Pem, connect
+from pillion.client.outputs import EmbeddingOutput, EmbeddingRequestOutput, ScoringOutput, ScoringRequestOutput
 from pillion.client.resume import CONNECT_TIMEOUT_S, RESUME_TIMEOUT_S, StreamProgress, goes_on, is_loss
 from pillion.errors import Cancelled, DeadlineExceeded, PillionError
 from pillion.net import rpc
@@ -66,6 +67,8 @@ UNARY_TIMEOUT_S = 10.0
 LOAD_ADAPTER_TIMEOUT_S = 600.0
 # A long prompt waits until nobody else wants the places it needs.
 WARM_TIMEOUT_S = 600.0
+# A list of texts waits for its turn as any request, and may hold 2,048 long ones.
+TEXTS_TIMEOUT_S = 600.0
 
 
 class Client:
@@ -246,6 +249,91 @@ class Client:
             progress,
             raise_errors,
         )
+
+    def embed(
+        self,
+        inputs: Prompt | Sequence[Prompt],
+        *,
+        model: str = "",
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        cache_salt: str = "",
+        request_id: str = "",
+        priority: int = 0,
+        timeout_s: float = TEXTS_TIMEOUT_S,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns the vector of one text or of many, at most 2,048, in their order, as the checkpoint's
+        sentence-transformers files say.
+
+        Args:
+            inputs: one or a list: texts, or token ids.
+            dimensions: how many values of each vector are wanted, from its first one on; None: all.
+            prompt_name: which of the checkpoint's prompts stands before each text; None: its default, "": none.
+            truncate_prompt_tokens: texts are cut to so many tokens, -1: to as many as the model takes; None: a text
+                that is too long is refused.
+            model, cache_salt, request_id, priority: as :meth:`generate` has them.
+            timeout_s: time for the whole call.
+
+        Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
+        """
+        message = client_requests.embed_message(
+            inputs,
+            model=model,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
+        )
+        reply = self._unary("Embed", message, timeout_s)
+        return [
+            EmbeddingRequestOutput(outputs=EmbeddingOutput(list(one.values)), prompt_token_ids=list(one.token_ids))
+            for one in reply.embeddings
+        ]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        model: str = "",
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        max_tokens_per_doc: int = 0,
+        cache_salt: str = "",
+        request_id: str = "",
+        priority: int = 0,
+        timeout_s: float = TEXTS_TIMEOUT_S,
+    ) -> list[ScoringRequestOutput]:
+        """Returns how well each document answers the query, in the documents' order: a cosine of vectors, or what the
+        checkpoint of a reranker says.
+
+        Args:
+            queries: one text, or as many as ``documents``.
+            documents: one text or a list, at most 2,048.
+            instruction: what a reranker is told to look for; None: what its checkpoint says.
+            truncate_prompt_tokens: as :meth:`embed` has it; where a pair is one text, its document is cut.
+            max_tokens_per_doc: documents are cut to so many tokens; 0: none is.
+            model, cache_salt, request_id, priority: as :meth:`generate` has them.
+            timeout_s: time for the whole call.
+
+        Raises PillionError of the first pair that fails; a wrong field begins with ``inputs[n]``.
+        """
+        message = client_requests.score_message(
+            queries,
+            documents,
+            model=model,
+            instruction=instruction,
+            truncate_prompt_tokens=truncate_prompt_tokens,
+            max_tokens_per_doc=max_tokens_per_doc,
+            cache_salt=cache_salt,
+            request_id=request_id,
+            priority=priority,
+        )
+        reply = self._unary("Score", message, timeout_s)
+        return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in reply.scores]
 
     def models(self) -> list[ModelInfo]:
         """Returns the models that live workers serve. Raises PillionError."""

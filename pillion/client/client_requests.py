@@ -141,6 +141,37 @@ def warm_message(request: GenerateRequest, pin: bool, name: str, ttl_s: int) -> 
         raise InvalidRequest(str(error)) from None
 
 
+def embed_message(inputs: Prompt | Sequence[Prompt], **options: Any) -> gateway_pb2.EmbedRequest:
+    """Makes the message that asks for the vectors of one text or of several, each a text or token ids; ``options`` are
+    other fields of EmbedRequest. Raises InvalidRequest for a value that fits no field."""
+    listed: Any = [inputs] if isinstance(inputs, str) else list(inputs)
+    if listed and all(isinstance(one, int) for one in listed):
+        listed = [listed]
+    messages = []
+    for number, one in enumerate(listed):
+        try:
+            request = prompt_request(one)
+        except InvalidRequest as error:
+            raise respelled(error, f"inputs[{number}]") from None
+        messages.append(gateway_pb2.TextInput(text=request.text, token_ids=request.token_ids))
+    try:
+        return gateway_pb2.EmbedRequest(inputs=messages, **options)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(str(error)) from None
+
+
+def score_message(
+    queries: str | Sequence[str], documents: str | Sequence[str], **options: Any
+) -> gateway_pb2.ScoreRequest:
+    """Makes the message that asks for the scores of pairs; ``options`` are other fields of ScoreRequest. Raises
+    InvalidRequest for a value that fits no field."""
+    texts = [[one] if isinstance(one, str) else list(one) for one in (queries, documents)]
+    try:
+        return gateway_pb2.ScoreRequest(queries=texts[0], documents=texts[1], **options)
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest(str(error)) from None
+
+
 def sampling_of(sampling: SamplingParams | None, fields: Mapping[str, Any]) -> SamplingParams:
     """Returns the sampling parameters, given whole or by keyword. Raises TypeError for both, or for an unknown
     keyword."""

@@ -70,6 +70,21 @@ class EmbeddingRequestOutput:
     finished: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ScoringOutput:
+    """Holds the score of one pair of texts."""
+
+    score: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoringRequestOutput:
+    """Holds the score of one pair of texts, in vLLM's form: ``outputs.score``."""
+
+    outputs: ScoringOutput
+    finished: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput(Generic[Value]):
     """Holds all answers to one prompt.

@@ -7,7 +7,7 @@
             print(output.prompt, output.outputs[0].text)
 
 Differences from vLLM: ``max_tokens`` is by default what the context has left, not 16; options of :class:`LLM` are
-Pillion's flags, or vLLM's where :mod:`pillion.offline.vllm_options` knows them; what is not supported (images, scores)
+Pillion's flags, or vLLM's where :mod:`pillion.offline.vllm_options` knows them; what is not supported (images, classes)
 is refused, never ignored.
 """
 
@@ -24,11 +24,11 @@ import random
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pillion.client.answer_schema import AnswerSchema, ParsedAnswers, Schema, answer_schema, with_schema
 from pillion.client.batch import one_each
@@ -41,7 +41,14 @@ from pillion.client.client_requests import (
     to_pb,
     tool_options,
 )
-from pillion.client.outputs import EmbeddingOutput, EmbeddingRequestOutput, OutputCollector, RequestOutput
+from pillion.client.outputs import (
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    OutputCollector,
+    RequestOutput,
+    ScoringOutput,
+    ScoringRequestOutput,
+)
 from pillion.config import OfflineFlags
 from pillion.errors import Cancelled, ConfigError, FieldViolation, InvalidRequest, PermissionDenied, PillionError
 from pillion.offline.vllm_options import (
@@ -58,6 +65,8 @@ from pillion.wire.public import request_from_pb
 
 if TYPE_CHECKING:
     from pillion.offline.offline_cluster import OfflineCluster
+
+T = TypeVar("T")
 
 # A prompt is a text, token ids, or one of vLLM's dicts: {"prompt": text} or {"prompt_token_ids": ids}, perhaps with
 # "cache_salt".
@@ -182,6 +191,7 @@ class LLM:
         *,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        truncate_prompt_tokens: int | None = None,
         lora: str = "",
         priority: int = 0,
     ) -> list[EmbeddingRequestOutput]:
@@ -192,6 +202,8 @@ class LLM:
             prompts: one or a list: texts, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``.
             dimensions: how many values of each vector are wanted, from its first one on; None: all.
             prompt_name: which of the checkpoint's prompts stands before each text; None: its default, "": none.
+            truncate_prompt_tokens: texts are cut to so many tokens, -1: to as many as the model takes; None: a text
+                that is too long is refused.
             lora: the name of an adapter; "" for the model alone.
             priority: smaller is more urgent.
 
@@ -199,18 +211,53 @@ class LLM:
         """
         requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
         requests = [replace(request, model=lora, priority=priority) for request in requests]
-        work = self._thread.submit(_embed_all(self._thread.cluster, requests, dimensions, prompt_name))
+        cut = truncate_prompt_tokens
+        return self._waited(_embed_all(self._thread.cluster, requests, dimensions, prompt_name, cut))
+
+    def score(
+        self,
+        data_1: str | Sequence[str],
+        data_2: str | Sequence[str],
+        *,
+        instruction: str | None = None,
+        truncate_prompt_tokens: int | None = None,
+        lora: str = "",
+        priority: int = 0,
+    ) -> list[ScoringRequestOutput]:
+        """Returns how well each of the second texts answers the first one, in their order: a cosine of vectors, or what
+        the checkpoint of a reranker says.
+
+        Args:
+            data_1: one text, or as many as ``data_2``.
+            data_2: one text or a list.
+            instruction: what a reranker is told to look for; None: what its checkpoint says.
+            truncate_prompt_tokens: texts are cut to so many tokens, -1: to as many as the model takes; where a pair is
+                one text, its second part is cut.
+            lora, priority: those of :meth:`embed`.
+
+        Raises PillionError of the first pair that fails, and ValueError for lists of different length.
+        """
+        first, second = ([one] if isinstance(one, str) else list(one) for one in (data_1, data_2))
+        first = first * len(second) if len(first) == 1 else first
+        shared = GenerateRequest(model=lora, priority=priority)
+        pairs = list(zip(first, second, strict=True))
+        work = _score_all(self._thread.cluster, pairs, shared, instruction, truncate_prompt_tokens)
+        return self._waited(work)
+
+    def _waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs what this thread waits for on the thread of the engine; an end of the call cancels it."""
+        work = self._thread.submit(coroutine)
         try:
-            return work.result()
+            found: T = work.result()
         except concurrent.futures.CancelledError:
             raise Cancelled("the LLM was closed") from None
         finally:
             work.cancel()
+        return found
 
-    # vLLM's methods that give hidden states or scores.
+    # vLLM's methods that give hidden states or classes.
     encode = no_pooling("encode")
     classify = no_pooling("classify")
-    score = no_pooling("score")
     reward = no_pooling("reward")
     beam_search = refused_method("beam_search", "Pillion samples; several answers come with SamplingParams(n=...)")
 
@@ -359,14 +406,34 @@ async def _answer_all(
         raise errors.exceptions[0] from None
 
 
+async def _score_all(
+    cluster: OfflineCluster,
+    pairs: Sequence[tuple[str, str]],
+    shared: GenerateRequest,
+    instruction: str | None,
+    cut_tokens: int | None,
+) -> list[ScoringRequestOutput]:
+    """Returns the scores of all pairs."""
+    from pillion.gateway.text_vectors import VECTORS, TextPair
+
+    vectors = require(VECTORS, "pooling", "LLM.score")(cluster.gateway)
+    asked = [TextPair(*pair) for pair in pairs]
+    found = await vectors.score(asked, shared, instruction=instruction, cut_tokens=cut_tokens)
+    return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in found.scores]
+
+
 async def _embed_all(
-    cluster: OfflineCluster, requests: Sequence[GenerateRequest], dimensions: int | None, prompt_name: str | None
+    cluster: OfflineCluster,
+    requests: Sequence[GenerateRequest],
+    dimensions: int | None,
+    prompt_name: str | None,
+    cut_tokens: int | None,
 ) -> list[EmbeddingRequestOutput]:
     """Returns the vectors of all texts."""
     from pillion.gateway.text_vectors import VECTORS
 
     vectors = require(VECTORS, "pooling", "LLM.embed")(cluster.gateway)
-    found = await vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name)
+    found = await vectors.embed(requests, dimensions=dimensions, prompt_name=prompt_name, cut_tokens=cut_tokens)
     return [
         EmbeddingRequestOutput(outputs=EmbeddingOutput(vector.tolist()), prompt_token_ids=list(ids))
         for vector, ids in zip(found.vectors, found.token_ids, strict=True)

@@ -78,6 +78,7 @@ class Submit(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
+    POOLED_IDS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -138,6 +139,10 @@ class Submit(_message.Message):
         token. Allowed only where token_ids is just the prompt.
         """
 
+    @_builtins.property
+    def pooled_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """With pooled: the tokens whose logits after the last token are given in place of that row, in this order. At most 16."""
+
     def __init__(
         self,
         *,
@@ -162,10 +167,11 @@ class Submit(_message.Message):
         block_hashes: _builtins.bytes = ...,
         expected_blocks: _builtins.int = ...,
         pooled: _builtins.bool = ...,
+        pooled_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "pooled", b"pooled", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_ids", b"pooled_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -70,6 +70,16 @@ class GatewayStub(object):
                 request_serializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixRequest.SerializeToString,
                 response_deserializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixResponse.FromString,
                 _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/pillion.v1.Gateway/Embed',
+                request_serializer=pillion_dot_v1_dot_gateway__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_gateway__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/pillion.v1.Gateway/Score',
+                request_serializer=pillion_dot_v1_dot_gateway__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=pillion_dot_v1_dot_gateway__pb2.ScoreResponse.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/pillion.v1.Gateway/GetStatus',
                 request_serializer=pillion_dot_v1_dot_gateway__pb2.GetStatusRequest.SerializeToString,
@@ -141,6 +151,23 @@ class GatewayServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Embed(self, request, context):
+        """Vectors of texts (embeddings), as the checkpoint makes them. The texts are requests of their own, and all of them are
+        read before the first one is computed.
+
+        INVALID_ARGUMENT  a wrong text is named by its place: inputs[3].
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Scores of pairs of texts, as the checkpoint makes them: a cosine of vectors, or a probability.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """Components with their load and pool use, and the gateway's counters.
         """
@@ -185,6 +212,16 @@ def add_GatewayServicer_to_server(servicer, server):
                     servicer.DropPrefix,
                     request_deserializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixRequest.FromString,
                     response_serializer=pillion_dot_v1_dot_gateway__pb2.DropPrefixResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=pillion_dot_v1_dot_gateway__pb2.EmbedRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_gateway__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=pillion_dot_v1_dot_gateway__pb2.ScoreRequest.FromString,
+                    response_serializer=pillion_dot_v1_dot_gateway__pb2.ScoreResponse.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -382,6 +419,60 @@ class Gateway(object):
             '/pillion.v1.Gateway/DropPrefix',
             pillion_dot_v1_dot_gateway__pb2.DropPrefixRequest.SerializeToString,
             pillion_dot_v1_dot_gateway__pb2.DropPrefixResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.Gateway/Embed',
+            pillion_dot_v1_dot_gateway__pb2.EmbedRequest.SerializeToString,
+            pillion_dot_v1_dot_gateway__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pillion.v1.Gateway/Score',
+            pillion_dot_v1_dot_gateway__pb2.ScoreRequest.SerializeToString,
+            pillion_dot_v1_dot_gateway__pb2.ScoreResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,14 @@ class GatewayStub:
     """The caller's own pins."""
     DropPrefix: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.DropPrefixRequest, _gateway_pb2.DropPrefixResponse]
     """Ends one of the caller's own pins. NOT_FOUND where there is no such name."""
+    Embed: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.EmbedRequest, _gateway_pb2.EmbedResponse]
+    """Vectors of texts (embeddings), as the checkpoint makes them. The texts are requests of their own, and all of them are
+    read before the first one is computed.
+
+    INVALID_ARGUMENT  a wrong text is named by its place: inputs[3].
+    """
+    Score: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ScoreRequest, _gateway_pb2.ScoreResponse]
+    """Scores of pairs of texts, as the checkpoint makes them: a cosine of vectors, or a probability."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]
     """Components with their load and pool use, and the gateway's counters."""
 
@@ -97,6 +105,14 @@ class GatewayAsyncStub(GatewayStub):
     """The caller's own pins."""
     DropPrefix: _aio.UnaryUnaryMultiCallable[_gateway_pb2.DropPrefixRequest, _gateway_pb2.DropPrefixResponse]  # type: ignore[assignment]
     """Ends one of the caller's own pins. NOT_FOUND where there is no such name."""
+    Embed: _aio.UnaryUnaryMultiCallable[_gateway_pb2.EmbedRequest, _gateway_pb2.EmbedResponse]  # type: ignore[assignment]
+    """Vectors of texts (embeddings), as the checkpoint makes them. The texts are requests of their own, and all of them are
+    read before the first one is computed.
+
+    INVALID_ARGUMENT  a wrong text is named by its place: inputs[3].
+    """
+    Score: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ScoreRequest, _gateway_pb2.ScoreResponse]  # type: ignore[assignment]
+    """Scores of pairs of texts, as the checkpoint makes them: a cosine of vectors, or a probability."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]  # type: ignore[assignment]
     """Components with their load and pool use, and the gateway's counters."""
 
@@ -172,6 +188,26 @@ class GatewayServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.DropPrefixResponse, _abc.Awaitable[_gateway_pb2.DropPrefixResponse]]:
         """Ends one of the caller's own pins. NOT_FOUND where there is no such name."""
+
+    @_abc_1.abstractmethod
+    def Embed(
+        self,
+        request: _gateway_pb2.EmbedRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.EmbedResponse, _abc.Awaitable[_gateway_pb2.EmbedResponse]]:
+        """Vectors of texts (embeddings), as the checkpoint makes them. The texts are requests of their own, and all of them are
+        read before the first one is computed.
+
+        INVALID_ARGUMENT  a wrong text is named by its place: inputs[3].
+        """
+
+    @_abc_1.abstractmethod
+    def Score(
+        self,
+        request: _gateway_pb2.ScoreRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ScoreResponse, _abc.Awaitable[_gateway_pb2.ScoreResponse]]:
+        """Scores of pairs of texts, as the checkpoint makes them: a cosine of vectors, or a probability."""
 
     @_abc_1.abstractmethod
     def GetStatus(

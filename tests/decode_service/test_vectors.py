@@ -95,6 +95,30 @@ async def test_a_vector_that_is_no_number_fails_its_text_alone() -> None:
         await workers.quiet()
 
 
+class LogitBackend(VectorBackend):
+    """The logits of rows are those of FakeBackend."""
+
+    def _read_vectors(self, batch: StepBatch) -> np.ndarray:
+        assert not all(batch.pooled_ids), "rows of logits need no hidden states"
+        return super()._read_vectors(batch)
+
+
+async def test_logits_of_tokens_come_in_a_vectors_place() -> None:
+    async with running_workers(backend=LogitBackend) as workers, connected(workers) as connection:
+        (after,) = greedy(PROMPT, 1)
+        others = [one for one in (5, 6) if one != after]
+        found = read(await ask(workers, connection, 1, PROMPT, pooled_ids=[*others, after]))
+        assert len(found) == len(others) + 1
+        # The token that is chosen has the largest logit.
+        assert found[-1] > max(found[:-1])
+        assert read(await ask(workers, connection, 2, PROMPT, pooled_ids=[after, *others])) == [found[-1], *found[:-1]]
+        assert read(await ask(workers, connection, 3, PROMPT)) == vector_of(PROMPT)
+        bad = await ask(workers, connection, 4, PROMPT, pooled_ids=[VOCAB_SIZE])
+        assert bad.last is not None
+        assert bad.last.error is not None
+        assert "pooled_ids: an id is outside the vocabulary" in bad.last.error.message
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"max_tokens": 1}, {"siblings": (Sibling(key=9, seed=1),)}, {"sampling": replace(GREEDY, prompt_logprobs=1)}],

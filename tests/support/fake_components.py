@@ -62,6 +62,11 @@ def vector_of(token_ids: Sequence[int]) -> np.ndarray:
     return np.array([len(token_ids), sum(token_ids), *token_ids[:1], *token_ids[-1:]], "<f4")
 
 
+def logits_of(token_ids: Sequence[int], wanted: Sequence[int]) -> np.ndarray:
+    """The logits of tokens after a text, with which a fake worker ends its stream."""
+    return np.array([(sum(token_ids) * (1 + one)) % 7 - 3 for one in wanted], "<f4")
+
+
 def script_of(text: str) -> tuple[int, ...]:
     """Return the tokens that a decode worker samples to write ``text`` and end."""
     return (*byte_tokenizer().encode(text).ids, EOS)
@@ -326,7 +331,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             return
         if submit.pooled:
             ended = finish_to_pb(FinishReason.LENGTH)
-            vector = vector_of(submit.token_ids).tobytes() if self.knows_vectors else b""
+            row = logits_of(submit.token_ids, submit.pooled_ids) if submit.pooled_ids else vector_of(submit.token_ids)
+            vector = row.tobytes() if self.knows_vectors else b""
             out.put_nowait(DecodeDelta(key=submit.key, finish_reason=ended, vector=vector))
             return
         computed.set()

@@ -7,6 +7,7 @@ Whatever a step under way uses is checked against the ledger after every launch,
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -195,6 +196,22 @@ def test_what_was_launched_under_an_older_hold_is_void() -> None:
     sequence.start_running()
     assert in_flight.landed(plan, Sampled((3,))) == ([], Sampled())
     assert sequence.num_in_flight == 0
+
+
+@pytest.mark.parametrize("gone", range(3))
+def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> None:
+    in_flight = InFlightSteps()
+    texts = [stream(n, 6, range(4 * n, 4 * n + 4)) for n in (1, 2, 3)]
+    for text in texts:
+        text.spec = replace(text.spec, pooled=True, max_tokens=0)
+        text.start_running()
+    plan = StepPlan(tuple(SequencePiece(text, 0, 6, 0) for text in texts))
+    in_flight.launched(plan)
+    texts[gone].hold(Holding(9, (), (1, 2)), SequenceState.WAITING)
+    pieces, found = in_flight.landed(plan, Sampled(pooled=tuple(np.full(2, n, np.float32) for n in range(3))))
+    left = [n for n in range(3) if n != gone]
+    assert [piece.sequence for piece in pieces] == [texts[n] for n in left]
+    assert [vector.tolist() for vector in found.pooled] == [[n, n] for n in left]
 
 
 @pytest.mark.parametrize("slots", [16, 20, 24])

@@ -15,7 +15,7 @@ from pillion.gateway.admission.tenants import OPEN
 from pillion.gateway.batches.batch_calls import LineCalls
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.pooling.embeddings_api import embedding_routes
-from pillion.gateway.pooling.vectors import MAX_TEXTS
+from pillion.gateway.pooling.text_call import MAX_TEXTS
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import FakeCluster, running_fake_cluster, vector_of
 from tests.support.http import Reply, call
@@ -96,7 +96,9 @@ async def test_openais_client_reads_the_vectors() -> None:
         ({"input": "x", "dimensions": 5}, "dimensions"),
         ({"input": "x", "prompt_name": "query"}, "prompt_name"),
         ({"input": "x", "encoding_format": "int8"}, "encoding_format"),
-        ({"input": "x", "truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"input": "x", "truncate_prompt_tokens": 100_000}, "truncate_prompt_tokens"),
+        ({"input": "x", "normalize": True}, "normalize"),
         ({}, "input"),
     ],
     ids=lambda one: str(one)[:40],

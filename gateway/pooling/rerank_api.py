@@ -1,0 +1,293 @@
+"""Serves /rerank and /score, in the forms of vLLM, Jina and Cohere.
+
+/rerank, /v1/rerank    vLLM's and Jina's: a query and documents; the best first, each with its text
+/v2/rerank             Cohere's second version: the same without the texts
+/score, /v1/score      vLLM's: texts and texts, 1:1, 1:N or N:N; a score for each pair in order
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
+from starlette.routing import Route
+
+from pillion.config import GatewayFlags
+from pillion.errors import PillionError
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_errors import from_pillion, refused
+from pillion.gateway.http_api.json_objects import Ignored
+from pillion.gateway.http_api.model_calls import ModelCalls
+from pillion.gateway.http_api.openai_fields import Label, parse
+from pillion.gateway.http_api.sampling_body import Int
+from pillion.gateway.pooling.text_call import MAX_TEXTS
+from pillion.gateway.pooling.vectors import GatewayVectors
+from pillion.gateway.text_vectors import ScoredPairs, TextPair
+from pillion.types import GenerateRequest
+
+_RERANK_EXAMPLE = {"model": "demo", "query": "What is blue?", "documents": ["The sea", "The land"], "top_n": 1}
+_SCORE_EXAMPLE = {"model": "demo", "text_1": "What is blue?", "text_2": ["The sea", "The land"]}
+# A score and what stands around it take about so many bytes in an answer.
+SCORE_BYTES = 64
+# Cohere's clients read this version of the API in each answer.
+COHERE_VERSION = "2"
+
+B = TypeVar("B", bound="PairsBody")
+
+
+class DocumentBody(msgspec.Struct, forbid_unknown_fields=True):
+    """Describes a document that is an object.
+
+    Attributes:
+        text: its text.
+    """
+
+    text: str
+
+
+class PairsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Describes the fields that the bodies of both pages have.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        truncate_prompt_tokens: texts are cut to so many tokens, -1 to as many as the model takes; where query and
+            document are one text, the document is cut. Default: what is too long is refused.
+        max_tokens_per_doc: documents are cut to so many tokens; 0, the default, cuts none.
+        instruction: what a reranker is told to look for; default: what its checkpoint says.
+        priority: smaller is more urgent.
+        cache_salt: only requests with the same salt share cached prefixes.
+        user: a label of at most 512 characters; nothing is stored.
+    """
+
+    model: str = ""
+    truncate_prompt_tokens: Int | None = None
+    max_tokens_per_doc: Int = 0
+    instruction: str | None = None
+    priority: Int = 0
+    cache_salt: str | None = None
+    user: Ignored[Label | None] = None
+
+
+class RerankBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/rerank.
+
+    Attributes:
+        query: a text.
+        documents: texts, or objects with a text, at most 2,048.
+        top_n: how many of the best are given; default, and 0: all.
+        return_documents: whether the answer has the documents' texts; default: true, at /v2/rerank false.
+    """
+
+    query: str
+    documents: list[str | DocumentBody]
+    top_n: Int | None = None
+    return_documents: bool | None = None
+
+
+class ScoreBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/score.
+
+    Attributes:
+        text_1: a text, or as many as text_2 has.
+        text_2: a text, or up to 2,048.
+    """
+
+    text_1: str | list[str]
+    text_2: str | list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class AskedPairs:
+    """Holds a parsed call: its pairs, what all of their requests share, and the client's names of fields."""
+
+    body: PairsBody
+    pairs: tuple[TextPair, ...]
+    shared: GenerateRequest
+    names: Mapping[str, str]
+
+
+def rerank_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+    """Returns the pages of scores for the table of the HTTP port."""
+    api = RerankApi(calls)
+
+    def page(
+        path: str, handler: Callable[[HttpCall], Awaitable[None]], body: type, example: Mapping[str, Any]
+    ) -> Route:
+        tenant_of = calls.gateway.tenant_of
+        return Route(path, Endpoint("POST", handler, tenant_of, body, example=example, in_batches=True))
+
+    return [
+        *(page(path, api.rerank, RerankBody, _RERANK_EXAMPLE) for path in ("/v1/rerank", "/rerank")),
+        page("/v2/rerank", api.rerank_of_cohere, RerankBody, _RERANK_EXAMPLE),
+        *(page(path, api.score, ScoreBody, _SCORE_EXAMPLE) for path in ("/v1/score", "/score")),
+    ]
+
+
+class RerankApi:
+    """Handles the calls for scores; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handlers raise
+    into responses."""
+
+    def __init__(self, calls: ModelCalls) -> None:
+        self._calls = calls
+        self._vectors = GatewayVectors(calls.gateway)
+
+    async def rerank(self, call: HttpCall) -> None:
+        """Orders documents, in vLLM's and Jina's form."""
+        await self._serve(call, _read_rerank, partial(_write_rerank, call.request_id))
+
+    async def rerank_of_cohere(self, call: HttpCall) -> None:
+        """Orders documents, in the form of Cohere's second version."""
+        await self._serve(call, _read_rerank, partial(_write_cohere, call.request_id))
+
+    async def score(self, call: HttpCall) -> None:
+        """Scores pairs in vLLM's form."""
+        await self._serve(call, _read_score, partial(_write_score, call.request_id))
+
+    async def _serve(
+        self,
+        call: HttpCall,
+        read: Callable[[bytes, str], AskedPairs],
+        write: Callable[[AskedPairs, ScoredPairs], bytes],
+    ) -> None:
+        await call.while_connected(self._score(call, read, write, await call.body()))
+
+    async def _score(
+        self,
+        call: HttpCall,
+        read: Callable[[bytes, str], AskedPairs],
+        write: Callable[[AskedPairs, ScoredPairs], bytes],
+        raw: bytes,
+    ) -> None:
+        gateway = self._calls.gateway
+        asked = await self._calls.read(call, read, raw, call.request_id)
+        body = asked.body
+        entry = await self._calls.entry(body.model, call.tenant)
+        try:
+            found = await self._vectors.score(
+                asked.pairs,
+                asked.shared,
+                cut_tokens=body.truncate_prompt_tokens,
+                document_tokens=body.max_tokens_per_doc or None,
+                instruction=body.instruction,
+                tenant=call.tenant,
+                parent=call.trace_parent(),
+                entry=entry,
+            )
+        except PillionError as error:
+            raise from_pillion(error, asked.names) from None
+        size_bytes = sum(SCORE_BYTES + len(pair.document) for pair in asked.pairs)
+        await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, write, asked, found))
+
+
+def _read_rerank(raw: bytes, request_id: str) -> AskedPairs:
+    """Reads the body of a call that orders documents. Raises ApiError."""
+    body = _read(raw, RerankBody)
+    if body.top_n is not None and body.top_n < 0:
+        raise refused("top_n", f"{body.top_n} is less than 0")
+    documents = _texts(body.documents, "documents")
+    query = _filled(body.query, "query")
+    names = {f"inputs[{n}].query": "query" for n in range(len(documents))}
+    for n, field in enumerate(documents):
+        names[f"inputs[{n}]"] = names[f"inputs[{n}].document"] = field
+    pairs = tuple(TextPair(query, document) for document in documents.values())
+    return AskedPairs(body, pairs, _shared(body, request_id), names)
+
+
+def _read_score(raw: bytes, request_id: str) -> AskedPairs:
+    """Reads the body of a call that scores pairs. Raises ApiError."""
+    body = _read(raw, ScoreBody)
+    first, second = _texts(body.text_1, "text_1"), _texts(body.text_2, "text_2")
+    if len(first) not in (1, len(second)):
+        raise refused("text_1", f"{len(first)} texts and {len(second)} of text_2; 1:1, 1:N or N:N are needed")
+    asked = list(first.items()) if len(first) == len(second) else list(first.items()) * len(second)
+    names: dict[str, str] = {}
+    for n, ((query, _), document) in enumerate(zip(asked, second, strict=True)):
+        names |= {f"inputs[{n}].query": query, f"inputs[{n}].document": document, f"inputs[{n}]": document}
+    pairs = tuple(TextPair(query, document) for (_, query), document in zip(asked, second.values(), strict=True))
+    return AskedPairs(body, pairs, _shared(body, request_id), names)
+
+
+def _read(raw: bytes, kind: type[B]) -> B:
+    body = parse(raw, kind)
+    if body.max_tokens_per_doc < 0:
+        raise refused("max_tokens_per_doc", f"{body.max_tokens_per_doc} is less than 0")
+    return body
+
+
+def _texts(sent: str | Sequence[str | DocumentBody], name: str) -> dict[str, str]:
+    """Returns each text of the field ``name``, a text or several, by its own field's name. Raises ApiError."""
+    if isinstance(sent, str):
+        return {name: _filled(sent, name)}
+    if not 1 <= len(sent) <= MAX_TEXTS:
+        raise refused(name, f"{len(sent)} texts; from 1 to {MAX_TEXTS}")
+    texts = [one if isinstance(one, str) else one.text for one in sent]
+    return {(field := f"{name}[{n}]"): _filled(text, field) for n, text in enumerate(texts)}
+
+
+def _filled(text: str, field: str) -> str:
+    if not text:
+        raise refused(field, "it is empty")
+    return text
+
+
+def _shared(body: PairsBody, request_id: str) -> GenerateRequest:
+    return GenerateRequest(
+        model=body.model, cache_salt=body.cache_salt or "", request_id=request_id, priority=body.priority
+    )
+
+
+def _ranked(asked: AskedPairs, found: ScoredPairs, with_texts: bool) -> list[dict[str, Any]]:
+    """Returns the best documents, the best first; documents of the same score stay in their order."""
+    body = asked.body
+    assert isinstance(body, RerankBody)
+    shown = with_texts if body.return_documents is None else body.return_documents
+    order = sorted(range(len(found.scores)), key=lambda n: -found.scores[n])
+    results: list[dict[str, Any]] = []
+    for n in order[: body.top_n or None]:
+        document = {"document": {"text": asked.pairs[n].document}} if shown else {}
+        results.append({"index": n, **document, "relevance_score": found.scores[n]})
+    return results
+
+
+def _write_rerank(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+    tokens = found.usage.prompt_tokens
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    results = _ranked(asked, found, with_texts=True)
+    return msgspec.json.encode({"id": request_id, "model": found.model, "usage": usage, "results": results})
+
+
+def _write_cohere(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+    tokens = found.usage.prompt_tokens
+    meta = {
+        "api_version": {"version": COHERE_VERSION, "is_experimental": False},
+        "billed_units": {"search_units": 1},
+        "tokens": {"input_tokens": tokens, "output_tokens": 0},
+    }
+    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+    results = _ranked(asked, found, with_texts=False)
+    answer = {"id": request_id, "results": results, "meta": meta, "model": found.model, "usage": usage}
+    return msgspec.json.encode(answer)
+
+
+def _write_score(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+    data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
+    tokens = found.usage.prompt_tokens
+    usage = {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": found.usage.cached_tokens},
+    }
+    answer = {
+        "id": request_id,
+        "object": "list",
+        "created": int(time.time()),
+        "model": found.model,
+        "data": data,
+        "usage": usage,
+    }
+    return msgspec.json.encode(answer)

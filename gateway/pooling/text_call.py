@@ -1,0 +1,190 @@
+"""Runs the texts of one call as requests of the gateway that generate nothing and end with a row of numbers each.
+
+requests --checked, tokenized once, cut--> ids of all texts --in order, a few at a time--> a row of each, the usage
+
+Every text is read before the first one runs, so a wrong one is refused before anything is computed. A request that
+loses its worker is replayed by the gateway as any other, and its row comes once, with its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+from opentelemetry import context as otel_context
+
+from pillion.errors import DeadlineExceeded, FieldViolation, Internal, InvalidRequest, PillionError
+from pillion.gateway.admission.tenants import OPEN, Tenant
+from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.pooling.text_order import leaders
+from pillion.gateway.request.request_runner import RequestRunner
+from pillion.gateway.text_vectors import CUT_TO_MODEL, Vector
+from pillion.types import GenerateRequest, SamplingParams, Usage
+
+# A call has at most this many texts, or pairs of texts.
+MAX_TEXTS = 2048
+# So many texts of a call are in the gateway at once: enough to fill steps, and few beside the streams of others.
+MAX_TEXTS_AT_ONCE = 32
+# So many texts of a call are with the tokenizer's threads at once.
+MAX_TOKENIZED_AT_ONCE = 4
+# The gateway calls the fields of a text by these names.
+_OF_TEXT = ("text", "token_ids", "messages")
+_PROMPT_ONLY = SamplingParams(max_tokens=0)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TextRows:
+    """Holds a row of numbers for each text in order, its token ids, and the tokens of all."""
+
+    rows: list[Vector]
+    token_ids: list[tuple[int, ...]]
+    usage: Usage
+
+
+@dataclass(slots=True)
+class TextCall:
+    """Represents one call for rows of texts.
+
+    Attributes:
+        most_tokens: the most tokens of a text that the checkpoint takes.
+        cut_tokens: texts are cut to so many tokens; CUT_TO_MODEL stands for ``most_tokens``, None cuts none.
+        deadline: monotonic seconds; None for no limit.
+        row_ids: the tokens whose logits make the rows; empty for the model's own rows.
+    """
+
+    gateway: Gateway
+    model: ModelEntry
+    tenant: Tenant | None
+    most_tokens: int
+    cut_tokens: int | None = None
+    deadline: float | None = None
+    parent: otel_context.Context | None = None
+    row_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.cut_tokens == CUT_TO_MODEL:
+            self.cut_tokens = self.most_tokens
+        if self.cut_tokens is not None and not 1 <= self.cut_tokens <= self.most_tokens:
+            text = (
+                f"{self.cut_tokens} is not in [1, {self.most_tokens}], and not {CUT_TO_MODEL}, which cuts to the most"
+            )
+            raise InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
+
+    async def rows(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> TextRows:
+        """Returns the row of each text. ``names`` are the fields of the texts, with which errors begin. Raises what
+        Gateway.generate raises, for the first text that fails; the others are cancelled."""
+        asked = await self.read(requests, names)
+        ids = [request.token_ids for request in asked]
+        waited = leaders(ids, self._block_tokens()) if self.gateway.caches_prefixes else [None] * len(ids)
+        ended = [asyncio.Event() for _ in asked]
+        turns = asyncio.Semaphore(MAX_TEXTS_AT_ONCE)
+        runners: dict[int, RequestRunner] = {}
+
+        async def run(number: int) -> Vector:
+            if (leader := waited[number]) is not None:
+                await ended[leader].wait()
+            async with turns:
+                runner = runners[number] = await self._start(asked[number])
+                row = await _row_of(runner)
+            ended[number].set()
+            return row
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(_named(name, run(number))) for number, name in enumerate(names)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            for runner in runners.values():
+                runner.cancel()
+        usage = sum((runner.usage() for runner in runners.values()), Usage(0, 0, 0))
+        return TextRows([task.result() for task in tasks], ids, usage)
+
+    async def read(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> list[GenerateRequest]:
+        """Returns the requests with the ids of their texts in place of these, checked and cut. Raises InvalidRequest
+        for the first text that is wrong or too long, which it names."""
+        asked = [replace(request, sampling=_PROMPT_ONLY) for request in requests]
+        for name, request in zip(names, asked, strict=True):
+            await _named(name, self.gateway.check(request, self.tenant))
+        turns = asyncio.Semaphore(MAX_TOKENIZED_AT_ONCE)
+
+        async def read_one(name: str, request: GenerateRequest) -> GenerateRequest:
+            async with turns:
+                ids = await _named(name, self.ids_of(request))
+            if len(ids) > self.most_tokens:
+                text = f"{len(ids)} tokens; the model takes at most {self.most_tokens}"
+                raise InvalidRequest.of(FieldViolation(name, text))
+            return replace(request, text="", messages=(), token_ids=ids)
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(read_one(name, request)) for name, request in zip(names, asked, strict=True)]
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def ids_of(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Returns the ids of a text, cut where it is longer than the call wants; a conversation is never cut."""
+        keep, tenant = self.cut_tokens, self.tenant or OPEN
+        if keep is None or request.messages:
+            return await self.whole_ids(request)
+        if request.token_ids:
+            return request.token_ids[:keep]
+        encode = self.model.tokenizer.encode_cut
+        return await self.gateway.on_thread(tenant, len(request.text), encode, request.text, keep)
+
+    async def whole_ids(self, request: GenerateRequest) -> tuple[int, ...]:
+        """Returns the ids of a text that is not cut."""
+        return await self.gateway.prompt_ids(request, self.model, self.tenant or OPEN)
+
+    async def _start(self, request: GenerateRequest) -> RequestRunner:
+        left_s = None if self.deadline is None else self.deadline - time.monotonic()
+        if left_s is not None and left_s <= 0:
+            raise DeadlineExceeded("the call's deadline passed before all of its texts had begun")
+        return await self.gateway.generate(
+            request,
+            tenant=self.tenant,
+            timeout_s=left_s,
+            parent=self.parent,
+            entry=self.model,
+            pooled=self.row_ids,
+        )
+
+    def _block_tokens(self) -> int:
+        """Returns the tokens of a block of the model's KV. Raises Unavailable where no worker serves the model."""
+        return self.gateway.cluster.served(self.model.limits.name, self.model.fingerprint).block_size
+
+
+async def _row_of(runner: RequestRunner) -> Vector:
+    """Waits for a request's end. Raises PillionError."""
+    async for _ in runner:
+        pass
+    if not runner.vector:
+        raise Internal("a worker of an older version gave no vector")
+    return np.frombuffer(runner.vector, "<f4").astype(np.float32)
+
+
+async def _named(name: str, work: Awaitable[T]) -> T:
+    """Awaits what is done for one text. What it raises says which text that is."""
+    try:
+        return await work
+    except InvalidRequest as error:
+        raise _at(name, error) from None
+    except PillionError as error:
+        error.add_note(name)
+        raise
+
+
+def _at(name: str, error: InvalidRequest) -> InvalidRequest:
+    """Returns an error whose fields begin with the text's name, where they are the text's."""
+    named = []
+    for one in error.violations:
+        begins = next((field for field in _OF_TEXT if one.field.startswith(field)), "")
+        named.append(replace(one, field=f"{name}{one.field.removeprefix(begins)}") if begins else one)
+    return InvalidRequest.of(*named) if named else error

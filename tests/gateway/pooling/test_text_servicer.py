@@ -1,0 +1,113 @@
+"""Embed and Score over real gRPC with scripted peers, by both clients; wrong texts, a deadline, a call that ends."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from pillion import Client, DeadlineExceeded, InvalidRequest
+from pillion.gateway.pooling.text_call import MAX_TEXTS, MAX_TEXTS_AT_ONCE
+from pillion.v1 import gateway_pb2
+from testbed.conditions import until
+from tests.gateway.pooling.test_rerank import QUERY, TEXTS, cosine, ids_of
+from tests.support.fake_components import running_fake_cluster, vector_of
+
+
+def unit(token_ids: list[int], dimensions: int | None = None) -> list[float]:
+    """The vector that a text of these ids has at the gateway."""
+    vector = vector_of(token_ids)[:dimensions].astype(np.float64)
+    found: list[float] = (vector / np.linalg.norm(vector)).tolist()
+    return found
+
+
+async def test_both_clients_read_vectors_and_scores() -> None:
+    async with running_fake_cluster() as fakes:
+        mixed = ["The sea", [5, 6, 7]]
+        with Client(fakes.gateway.grpc_address) as blocking:
+            found = await fakes.client.embed(mixed)
+            also = await asyncio.to_thread(blocking.embed, mixed)
+            assert [one.prompt_token_ids for one in found] == [ids_of("The sea"), [5, 6, 7]]
+            assert [one.outputs.embedding for one in found] == [
+                pytest.approx(unit(one.prompt_token_ids), abs=1e-6) for one in found
+            ]
+            assert also == found
+            scores = await fakes.client.score(QUERY, TEXTS)
+            assert [one.outputs.score for one in scores] == [pytest.approx(cosine(QUERY, text)) for text in TEXTS]
+            assert await asyncio.to_thread(blocking.score, QUERY, TEXTS) == scores
+        (short,) = await fakes.client.embed([5, 6, 7], dimensions=2)
+        assert short.outputs.embedding == pytest.approx(unit([5, 6, 7], 2), abs=1e-6)
+        (cut,) = await fakes.client.embed("The sea", truncate_prompt_tokens=3)
+        assert cut.prompt_token_ids == ids_of("The")
+        (pair,) = await fakes.client.score("What", "The sea", max_tokens_per_doc=3)
+        assert pair.outputs.score == pytest.approx(cosine("What", "The"))
+        await fakes.settled()
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (gateway_pb2.EmbedRequest(), "inputs"),
+        (gateway_pb2.EmbedRequest(inputs=[{"text": "x"}, {}]), "inputs[1]"),
+        (gateway_pb2.EmbedRequest(inputs=[{"text": "x", "token_ids": [1]}]), "inputs[0]"),
+        (gateway_pb2.EmbedRequest(inputs=[{"text": "x"}] * (MAX_TEXTS + 1)), "inputs"),
+        (gateway_pb2.EmbedRequest(inputs=[{"text": "x"}, {"token_ids": [5, 99_999]}]), "inputs[1][1]"),
+        (gateway_pb2.EmbedRequest(inputs=[{"text": "x"}, {"text": "y" * 100_000}]), "inputs[1]"),
+        (gateway_pb2.EmbedRequest(inputs=[{"text": "x"}], prompt_name="p"), "prompt_name"),
+        (gateway_pb2.EmbedRequest(inputs=[{"text": "x"}], truncate_prompt_tokens=0), "truncate_prompt_tokens"),
+        (gateway_pb2.ScoreRequest(queries=["q"]), "documents"),
+        (gateway_pb2.ScoreRequest(documents=["d"]), "queries"),
+        (gateway_pb2.ScoreRequest(queries=["q"] * 2, documents=["d"] * 3), "queries"),
+        (gateway_pb2.ScoreRequest(queries=["q"], documents=["d", ""]), "documents[1]"),
+        (gateway_pb2.ScoreRequest(queries=["q"], documents=["d", "y" * 100_000]), "inputs[1].document"),
+    ],
+    ids=lambda one: one if isinstance(one, str) else str(one)[:40],
+)
+async def test_a_wrong_text_is_named_before_any_is_computed(message: object, field: str) -> None:
+    async with running_fake_cluster() as fakes:
+        name = "Embed" if isinstance(message, gateway_pb2.EmbedRequest) else "Score"
+        with pytest.raises(InvalidRequest) as raised:
+            await fakes.client._unary(name, message)
+        assert [one.field for one in raised.value.violations] == [field]
+        assert not fakes.decode.submits
+        await fakes.settled()
+
+
+async def test_a_long_list_has_few_texts_under_way_and_its_end_cancels_them() -> None:
+    async with running_fake_cluster() as fakes:
+        fakes.decode.gate.clear()
+        work = asyncio.create_task(fakes.client.embed([[5, 6, 1 + n % 200] for n in range(MAX_TEXTS)]))
+        await until("texts to be under way", lambda: len(fakes.decode.streams) == MAX_TEXTS_AT_ONCE)
+        work.cancel()
+        await until("these texts to be cancelled", lambda: len(fakes.decode.cancelled) == MAX_TEXTS_AT_ONCE)
+        fakes.decode.go_on()
+        await fakes.settled()
+        assert fakes.decode.most_streams == MAX_TEXTS_AT_ONCE
+        assert len(fakes.decode.submits) == MAX_TEXTS_AT_ONCE
+
+
+async def test_the_deadline_is_that_of_all_texts_together() -> None:
+    async with running_fake_cluster() as fakes:
+        fakes.decode.gate.clear()
+        with pytest.raises(DeadlineExceeded):
+            await fakes.client.embed([[5, n] for n in range(2 * MAX_TEXTS_AT_ONCE)], timeout_s=1.0)
+        await until("the texts to be cancelled", lambda: not fakes.gateway.gateway.active_requests)
+        # Those that would have begun after the deadline were never sent.
+        assert len(fakes.decode.submits) == MAX_TEXTS_AT_ONCE
+        fakes.decode.go_on()
+        await fakes.settled()
+
+
+async def test_a_document_waits_for_the_first_one_whose_beginning_it_shares() -> None:
+    """A block of these fakes has BLOCK tokens; the pairs of a reranker would share a query in the same way."""
+    async with running_fake_cluster() as fakes:
+        fakes.decode.gate.clear()
+        shared = list(range(1, 33))
+        texts = [[*shared, 40 + n] for n in range(4)] + [[200, 201]]
+        work = asyncio.create_task(fakes.client.embed(texts))
+        await until("what waits for nobody to be under way", lambda: len(fakes.decode.submits) == 2)
+        assert sorted(len(submit.token_ids) for submit in fakes.decode.submits) == [2, 33]
+        fakes.decode.go_on()
+        assert [one.prompt_token_ids for one in await work] == texts
+        await fakes.settled()
