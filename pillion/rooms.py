@@ -110,7 +110,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         "pooling",
-        paths=("gateway/pooling", "tests/gateway/pooling"),
+        paths=("gateway/pooling", "tests/gateway/pooling", "tests/cluster/test_text_lists.py"),
         entries={
             "gateway.vectors": "pillion.gateway.pooling.vectors:GatewayVectors",
             "gateway.http_api.routes": "pillion.gateway.pooling.pooling_pages:pooling_routes",

@@ -123,7 +123,17 @@ def test_rpcs_are_documented(path: pathlib.Path) -> None:
 
 
 # Numbers without a unit.
-BARE = {"temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logprob"}
+BARE = {
+    "values",
+    "scores",
+    "temperature",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprob",
+}
 
 
 @pytest.mark.parametrize("path", PROTOS, ids=lambda path: path.name)

@@ -39,6 +39,7 @@ BOOKKEEPING = _words(
     chunk_size_feed_forward id2label label2id num_labels problem_type task_specific_params finetuning_task
     tokenizer_class prefix pad_token_id unk_token_id sep_token_id decoder_start_token_id tie_encoder_decoder
     pruned_heads tf_legacy_loss max_sequence_length model_max_length is_llama_config transformers.js_config
+    classifier_from_token is_original_qwen3_reranker sentence_transformers
     unsloth_version unsloth_fixed license residual_dropout embedding_dropout classifier_dropout
 
     assistant_confidence_threshold assistant_lookbehind bad_words_ids begin_suppress_tokens diversity_penalty

@@ -23,7 +23,7 @@ from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.text_order import leaders
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.text_vectors import CUT_TO_MODEL, Vector
-from pillion.types import GenerateRequest, SamplingParams, Usage
+from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
 
 # A call has at most this many texts, or pairs of texts.
 MAX_TEXTS = 2048
@@ -34,6 +34,7 @@ MAX_TOKENIZED_AT_ONCE = 4
 # The gateway calls the fields of a text by these names.
 _OF_TEXT = ("text", "token_ids", "messages")
 _PROMPT_ONLY = SamplingParams(max_tokens=0)
+_NO_CHAT = ChatOptions()
 
 T = TypeVar("T")
 
@@ -120,7 +121,7 @@ class TextCall:
             if len(ids) > self.most_tokens:
                 text = f"{len(ids)} tokens; the model takes at most {self.most_tokens}"
                 raise InvalidRequest.of(FieldViolation(name, text))
-            return replace(request, text="", messages=(), token_ids=ids)
+            return as_ids(request, ids)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -159,6 +160,11 @@ class TextCall:
     def _block_tokens(self) -> int:
         """Returns the tokens of a block of the model's KV. Raises Unavailable where no worker serves the model."""
         return self.gateway.cluster.served(self.model.limits.name, self.model.fingerprint).block_size
+
+
+def as_ids(request: GenerateRequest, token_ids: tuple[int, ...]) -> GenerateRequest:
+    """Returns the request of a text that has been tokenized."""
+    return replace(request, text="", messages=(), chat=_NO_CHAT, token_ids=token_ids)
 
 
 async def _row_of(runner: RequestRunner) -> Vector:

@@ -21,7 +21,7 @@ from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.pair_forms import PairForm, ScoreKind, cosine, read_pair_form
 from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
-from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows
+from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids
 from pillion.gateway.text_vectors import EmbeddedTexts, ScoredPairs, TextPair, Vector
 from pillion.types import GenerateRequest
 
@@ -164,7 +164,7 @@ async def _pair_request(call: TextCall, form: PairForm, pair: TextPair, shared: 
         request = form.request(replace(pair, document=await _first_tokens(call, pair.document, kept)), shared)
         ids = await call.whole_ids(request)
         if len(ids) <= most:
-            return replace(request, text="", messages=(), token_ids=ids)
+            return as_ids(request, ids)
         kept -= len(ids) - most
     text = f"the query and what stands around it leave no room for a document within {most} tokens"
     raise InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))

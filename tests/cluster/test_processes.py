@@ -105,6 +105,8 @@ def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
             "WarmPrefix",
             "ListPrefixes",
             "DropPrefix",
+            "Embed",
+            "Score",
             "GetStatus",
         ]
         for name in ("", "pillion.v1.Gateway"):

@@ -138,7 +138,7 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
 
 @pytest.mark.parametrize("name", ["encode", "classify", "reward"])
 def test_rows_and_classes_are_refused_by_name(name: str, llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=f"LLM.{name} is not .* no classes.*; for token ids, use get_tokenizer"):
+    with pytest.raises(InvalidRequest, match=f"LLM.{name} is not .*, no classes.*; for token ids, use get_tokenizer"):
         getattr(llm, name)(["x"], use_tqdm=False)
 
 

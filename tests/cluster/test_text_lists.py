@@ -1,0 +1,68 @@
+"""Lists of texts on real processes: a worker is killed amid each, and every text has its own vector, once."""
+
+from __future__ import annotations
+
+import pathlib
+import signal
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+
+from pillion import Client
+from testbed.cluster import ServedCluster, served
+from testbed.conditions import wait_for
+from testbed.tiny_model import byte_prompt, save_model
+
+pytestmark = pytest.mark.cluster
+
+# A step of either worker has few tokens, so that a list takes many steps.
+FLAGS = (
+    *("--dtype", "float32", "--max-model-len", "1024", "--kv-pool-bytes", "32MiB", "--split-policy", "disaggregated"),
+    *(
+        "--chunk-size",
+        "64",
+        "--max-num-batched-prefill-tokens",
+        "64",
+        "--max-num-batched-tokens",
+        "32",
+        "--max-num-seqs",
+        "32",
+    ),
+)
+# Texts of many lengths; two begin as others do, and one comes twice.
+TEXTS = [byte_prompt(seed, 20 + 17 * seed) for seed in range(14)]
+TEXTS += [[*TEXTS[12], 9], [*TEXTS[13][:96], 7, 8], TEXTS[3]]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
+    model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as folder,
+        served(pathlib.Path(folder), model, *FLAGS, faults=True) as running,
+    ):
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("point", "passing"),
+    [("decode, before a launch", 6), ("decode, after a batch of deltas", 5), ("prefill, before a launch", 4)],
+)
+def test_every_text_is_answered_once_after_a_kill(cluster: ServedCluster, point: str, passing: int) -> None:
+    with Client(cluster.target) as client:
+        before = client.embed(TEXTS, cache_salt=f"before {point}")
+        role = point.partition(",")[0]
+        cluster.arm(passing, signal.SIGKILL, point=point)
+        found = client.embed(TEXTS, cache_salt=f"after {point}")
+        dead = cluster.struck()
+        assert [one.prompt_token_ids for one in found] == TEXTS
+        for one, wanted in zip(found, before, strict=True):
+            assert one.outputs.embedding == pytest.approx(wanted.outputs.embedding, abs=1e-5)
+        vectors = [tuple(one.outputs.embedding) for one in before]
+        assert len(set(vectors)) == len(TEXTS) - 1, "each text has a vector of its own"
+        wait_for("the worker to return", lambda: (p := cluster.component(role)) is not None and p.pid != dead)
+        assert client.embed(TEXTS[:2], cache_salt=f"later {point}")[1].outputs.embedding == pytest.approx(
+            before[1].outputs.embedding, abs=1e-5
+        )
+    wait_for("all slots back", cluster.idle)
