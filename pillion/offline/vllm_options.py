@@ -17,7 +17,7 @@ from pillion.config import OfflineFlags
 from pillion.errors import ConfigError, InvalidRequest
 
 _ANY = None
-_POOLING = "Pillion gives vectors of texts (LLM.embed) and scores of pairs (LLM.score), no classes or rows of all tokens"
+_POOLING = "Pillion gives vectors of texts (LLM.embed) and scores of pairs (LLM.score), no classes or rows of tokens"
 
 
 @dataclass(frozen=True, slots=True)
