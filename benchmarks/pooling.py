@@ -56,7 +56,7 @@ PILLION, VLLM, SENTENCES = "pillion", "vllm", "sentence-transformers"
 
 
 @dataclass(slots=True)
-class Figures:
+class TextFigures:
     """What one load measured: the latency of each text, and the waits between tokens of all streams, in seconds."""
 
     texts_s: list[float] = field(default_factory=list)
@@ -79,7 +79,7 @@ def _percentile_ms(values: Sequence[float], share: int) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Served:
+class PoolingSystem:
     """Where one system's vectors and answers come from: base URLs, and the name under which its model is served."""
 
     name: str
@@ -95,7 +95,7 @@ def ids_of(draw: random.Random, count: int) -> list[int]:
     return [draw.randrange(*TOKEN_RANGE) for _ in range(count)]
 
 
-class Connection:
+class KeptConnection:
     """An HTTP/1.1 connection that is kept for one caller's calls, one after the other."""
 
     def __init__(self, url: str) -> None:
@@ -127,13 +127,15 @@ class Connection:
             self._streams[1].close()
 
 
-async def run_load(system: Served, tokens: int, callers: int, streams: int, seconds: float, seed: int) -> Figures:
+async def run_load(
+    system: PoolingSystem, tokens: int, callers: int, streams: int, seconds: float, seed: int
+) -> TextFigures:
     """Run callers with texts of ``tokens`` (0: none) and streams for so long, once both have begun."""
-    figures, draw = Figures(), random.Random(seed)
+    figures, draw = TextFigures(), random.Random(seed)
     counting = asyncio.Event()
 
     async def texts() -> None:
-        connection = Connection(system.texts_url)
+        connection = KeptConnection(system.texts_url)
         stack.callback(connection.close)
         while True:
             body = {"model": system.model, "input": ids_of(draw, tokens), "encoding_format": "base64"}
@@ -144,7 +146,7 @@ async def run_load(system: Served, tokens: int, callers: int, streams: int, seco
                 figures.texts_s.append(time.perf_counter() - begin)
 
     async def stream() -> None:
-        connection = Connection(system.streams_url)
+        connection = KeptConnection(system.streams_url)
         stack.callback(connection.close)
         while True:
             last, body = 0.0, stream_body(system.model, ids_of(draw, STREAM_PROMPT_TOKENS))
@@ -181,7 +183,7 @@ def stream_body(model: str, prompt: list[int]) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def pillion_served(args: argparse.Namespace) -> Iterator[Served]:
+def pillion_served(args: argparse.Namespace) -> Iterator[PoolingSystem]:
     """Run `pillion serve` with its own defaults."""
     port = free_port()
     flags = (f"--http-port={port}", f"--max-model-len={MAX_MODEL_LEN_TOKENS}", *shlex.split(args.pillion_flags))
@@ -190,11 +192,11 @@ def pillion_served(args: argparse.Namespace) -> Iterator[Served]:
         served(pathlib.Path(folder), args.model, *flags, split_policy="") as cluster,
     ):
         url = f"http://{HOST}:{port}"
-        yield Served(PILLION, __version__, url, url, "", about_kernels(cluster.log.read_text("utf-8")))
+        yield PoolingSystem(PILLION, __version__, url, url, "", about_kernels(cluster.log.read_text("utf-8")))
 
 
 @contextlib.contextmanager
-def vllm_served(args: argparse.Namespace, program: str, streams: bool) -> Iterator[Served]:
+def vllm_served(args: argparse.Namespace, program: str, streams: bool) -> Iterator[PoolingSystem]:
     """Run vLLM's pooling runner, and, where there are ``streams``, a second server for them beside it."""
     folder = plain_folder(args.model)
     usual = ("--max-model-len", str(MAX_MODEL_LEN_TOKENS), *shlex.split(args.vllm_flags))
@@ -209,17 +211,17 @@ def vllm_served(args: argparse.Namespace, program: str, streams: bool) -> Iterat
         if streams:
             flags = (*usual, *overrides)
             answers, _, _ = stack.enter_context(serving_vllm(program, folder, args.dtype, flags, logs / "vllm.log"))
-        yield Served(VLLM, version, texts, answers, "peer", "two servers on the same cores" if streams else "")
+        yield PoolingSystem(VLLM, version, texts, answers, "peer", "two servers on the same cores" if streams else "")
 
 
-def sentences(args: argparse.Namespace, tokens: int) -> Figures:
+def sentences(args: argparse.Namespace, tokens: int) -> TextFigures:
     """Measure sentence-transformers on the same folder, with the last token's row, normalized."""
     package = importlib.import_module("sentence_transformers")
     parts = importlib.import_module("sentence_transformers.models")
     word = parts.Transformer(str(plain_folder(args.model)), max_seq_length=MAX_MODEL_LEN_TOKENS)
     pooling = parts.Pooling(word.get_word_embedding_dimension(), pooling_mode="lasttoken")
     model = package.SentenceTransformer(modules=[word, pooling, parts.Normalize()], device="cpu")
-    draw, figures = random.Random(args.seed), Figures()
+    draw, figures = random.Random(args.seed), TextFigures()
     end = None
     for turn in itertools.count():
         texts = [model.tokenizer.decode(ids_of(draw, tokens)) for _ in range(args.callers)]
@@ -236,7 +238,7 @@ def sentences(args: argparse.Namespace, tokens: int) -> Figures:
     raise AssertionError("the loop above ends by its clock")
 
 
-def measured(system: Served, args: argparse.Namespace, streams: int) -> Iterator[dict[str, Any]]:
+def measured(system: PoolingSystem, args: argparse.Namespace, streams: int) -> Iterator[dict[str, Any]]:
     """Yield the row of each load: streams alone first, then each length of texts."""
     for tokens in (*(() if not streams else (0,)), *args.tokens):
         load = run_load(system, tokens, args.callers, streams, args.seconds, args.seed)

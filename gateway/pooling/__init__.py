@@ -1,6 +1,7 @@
-"""Makes vectors of texts (embeddings): a prompt that generates nothing and ends with the vector of its last token.
+"""Makes vectors of texts (embeddings), and scores of pairs of texts: a prompt that generates nothing and ends with the
+vector of its last token, or with logits after it.
 
-Open first: vectors.py, which runs the texts of a call and makes their vectors as the checkpoint says.
+Open first: vectors.py, which makes the vectors and scores of a call as the checkpoint says.
 
     vectors.py         vectors of texts, cut and normalized, and scores of pairs
     text_call.py       the texts of one call, as requests of the gateway: read, then run
@@ -10,6 +11,7 @@ Open first: vectors.py, which runs the texts of a call and makes their vectors a
     embeddings_api.py  /v1/embeddings, in OpenAI's form
     rerank_api.py      /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere
     pooling_pages.py   the list of these pages
+    text_servicer.py   gRPC's Embed and Score
 
 The vector itself is a row of a decode worker's step (``StepBatch.pooled``); planning, prefix hits, replays, quotas and
 priorities are those of every request.
