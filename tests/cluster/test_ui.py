@@ -193,9 +193,8 @@ async def test_a_worker_whose_record_expires_stays(browser: Browser, components:
         assert await card.count() == 0
 
 
-@pytest.mark.parametrize(
-    "options", [NARROW, pytest.param({"color_scheme": "dark", "reduced_motion": "reduce"}, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("options", [NARROW, {"color_scheme": "dark", "reduced_motion": "reduce"}])
 async def test_narrow_and_dark(browser: Browser, components: Components, options: dict[str, object]) -> None:
     """320 pixels are also what 400 % zoom leaves of 1,280 (WCAG 1.4.10)."""
     async with seen_page(browser, components.gateway.http_address, **options) as seen:

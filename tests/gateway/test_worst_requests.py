@@ -104,94 +104,114 @@ def used(arguments: bytes) -> bytes:
 
 
 RESPOND, MESSAGES_PATH, COUNT = "/v1/responses", "/v1/messages", "/v1/messages/count_tokens"
-# Path, body, and the field that is blamed; none for what is served.
-WORST: dict[str, tuple[str, bytes, str]] = {
+# Path, body, and the field that is blamed; none for what is served. A body is made when it is sent: all have 250 MB.
+WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "strings of tokens": (
         "/tokenize",
-        body(prompt=TEXT, add_special_tokens=b"false", return_token_strs=b"true"),
+        lambda: body(prompt=TEXT, add_special_tokens=b"false", return_token_strs=b"true"),
         "",
     ),
-    "a bare text": ("/tokenize", body(prompt=b'"' + b"x" * 4_000_000 + b'"', add_special_tokens=b"false"), "prompt"),
-    "ids that fit": ("/detokenize", body(tokens=ids(CONTEXT)), ""),
-    "a million ids": ("/detokenize", body(tokens=ids(MILLION)), "tokens"),
-    "an echo that fits": (COMPLETE, body(prompt=ids(CONTEXT - 1), echo=b"true", max_tokens=ONE), ""),
-    "an echo of a million": (COMPLETE, body(prompt=ids(MILLION), echo=b"true"), "prompt"),
+    "a bare text": (
+        "/tokenize",
+        lambda: body(prompt=b'"' + b"x" * 4_000_000 + b'"', add_special_tokens=b"false"),
+        "prompt",
+    ),
+    "ids that fit": ("/detokenize", lambda: body(tokens=ids(CONTEXT)), ""),
+    "a million ids": ("/detokenize", lambda: body(tokens=ids(MILLION)), "tokens"),
+    "an echo that fits": (COMPLETE, lambda: body(prompt=ids(CONTEXT - 1), echo=b"true", max_tokens=ONE), ""),
+    "an echo of a million": (COMPLETE, lambda: body(prompt=ids(MILLION), echo=b"true"), "prompt"),
     "log probabilities": (
         COMPLETE,
-        body(prompt=b'"x"', max_tokens=b"60", ignore_eos=b"true", n=b"24", logprobs=b"20"),
+        lambda: body(prompt=b'"x"', max_tokens=b"60", ignore_eos=b"true", n=b"24", logprobs=b"20"),
         "",
     ),
-    "lists of ids": (COMPLETE, body(prompt=b"[" + b",".join([ids(2000)] * 128) + b"]", max_tokens=ONE), ""),
-    "empty prompts": (COMPLETE, body(prompt=many(b"[]", MANY)), "prompt"),
-    "empty texts": (COMPLETE, body(prompt=many(b'""')), "prompt"),
-    "a mixture": (COMPLETE, body(prompt=b'["x",' + ids(MILLION)[1:]), "prompt[1]"),
-    "a large text": (COMPLETE, body(prompt=b'"' + "你".encode() * 2_000_000 + b'"'), "prompt"),
-    "parts": (CHAT, body(messages=parts(8_000_000)), "messages"),
-    "parts on the loop": (CHAT, body(messages=parts(LOOP_BYTES - 100), max_tokens=ONE), ""),
-    "escaped names": (CHAT, body(messages=many(b'{"\\u0072ole":"user","content":""}')), "messages"),
-    "empty messages": (CHAT, body(messages=many(b"{}", MANY)), "messages[0].role"),
-    "all messages": (CHAT, body(messages=b"[" + b",".join([MESSAGE] * 4096) + b"]", max_tokens=ONE), ""),
-    "a long message": (CHAT, body(messages=b'[{"role":"user","content":%b}]' % TEXT), "messages"),
-    "tools": (CHAT, body(messages=b"[" + MESSAGE + b"]", tools=many(b"{}", MANY)), "tools"),
-    "stops": (COMPLETE, body(prompt=b'"x"', stop=many(b'""')), "prompt"),
-    "long stops": (COMPLETE, body(prompt=b'"x"', stop=many(b'"' + b"x" * 4000 + b'"')), "stop"),
-    "stop ids": (COMPLETE, body(prompt=b'"x"', stop_token_ids=many(ONE)), "stop_token_ids"),
-    "biases": (COMPLETE, body(prompt=b'"x"', logit_bias=b"{" + many(b'"1":0')[1:-1] + b"}"), "prompt"),
-    "a field many times": (COMPLETE, b"{" + many(b'"user":""')[1:-1] + b',"prompt":"x"}', "prompt"),
-    "lists in lists": (CHAT, body(messages=many(b"[[[[]]]]")), "messages"),
-    "objects of nothing": (RESPOND, body(input=many(b"{}")), "input"),
+    "lists of ids": (COMPLETE, lambda: body(prompt=b"[" + b",".join([ids(2000)] * 128) + b"]", max_tokens=ONE), ""),
+    "empty prompts": (COMPLETE, lambda: body(prompt=many(b"[]", MANY)), "prompt"),
+    "empty texts": (COMPLETE, lambda: body(prompt=many(b'""')), "prompt"),
+    "a mixture": (COMPLETE, lambda: body(prompt=b'["x",' + ids(MILLION)[1:]), "prompt[1]"),
+    "a large text": (COMPLETE, lambda: body(prompt=b'"' + "你".encode() * 2_000_000 + b'"'), "prompt"),
+    "parts": (CHAT, lambda: body(messages=parts(8_000_000)), "messages"),
+    "parts on the loop": (CHAT, lambda: body(messages=parts(LOOP_BYTES - 100), max_tokens=ONE), ""),
+    "escaped names": (CHAT, lambda: body(messages=many(b'{"\\u0072ole":"user","content":""}')), "messages"),
+    "empty messages": (CHAT, lambda: body(messages=many(b"{}", MANY)), "messages[0].role"),
+    "all messages": (CHAT, lambda: body(messages=b"[" + b",".join([MESSAGE] * 4096) + b"]", max_tokens=ONE), ""),
+    "a long message": (CHAT, lambda: body(messages=b'[{"role":"user","content":%b}]' % TEXT), "messages"),
+    "tools": (CHAT, lambda: body(messages=b"[" + MESSAGE + b"]", tools=many(b"{}", MANY)), "tools"),
+    "stops": (COMPLETE, lambda: body(prompt=b'"x"', stop=many(b'""')), "prompt"),
+    "long stops": (COMPLETE, lambda: body(prompt=b'"x"', stop=many(b'"' + b"x" * 4000 + b'"')), "stop"),
+    "stop ids": (COMPLETE, lambda: body(prompt=b'"x"', stop_token_ids=many(ONE)), "stop_token_ids"),
+    "biases": (COMPLETE, lambda: body(prompt=b'"x"', logit_bias=b"{" + many(b'"1":0')[1:-1] + b"}"), "prompt"),
+    "a field many times": (COMPLETE, lambda: b"{" + many(b'"user":""')[1:-1] + b',"prompt":"x"}', "prompt"),
+    "lists in lists": (CHAT, lambda: body(messages=many(b"[[[[]]]]")), "messages"),
+    "objects of nothing": (RESPOND, lambda: body(input=many(b"{}")), "input"),
     # What is JSON within a body: passed on, or parsed in parts of a bounded size.
-    "arguments": (CHAT, body(messages=called(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
-    "arguments that pass": (CHAT, body(messages=called(object_of(b"[[[[]]]]", 700_000)), max_tokens=ONE), ""),
-    "long numbers": (CHAT, body(messages=called(object_of(LONG_FLOAT, ARGUMENTS))), ""),
-    "parameters": (CHAT, body(messages=USER, tools=tools(object_of(b"[[[[]]]]", 1_000_000))), "tools"),
-    "parameters that fit": (CHAT, body(messages=USER, tools=tools(object_of(b"[]", TOOLS))), "tools"),
-    "long numbers of tools": (CHAT, body(messages=USER, tools=tools(object_of(LONG_FLOAT, TOOLS))), ""),
-    "a schema": (CHAT, body(messages=USER, response_format=schema_format(object_of(b"[[[[]]]]", 760_000))), "resp"),
-    "a schema that fits": (CHAT, body(messages=USER, response_format=schema_format(object_of(b"[]", SHAPE))), "resp"),
-    "a schema as text": (CHAT, body(messages=USER, structured_outputs=body(json=text_of(many(b"[]", SHAPE)))), "struc"),
+    "arguments": (CHAT, lambda: body(messages=called(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
+    "arguments that pass": (CHAT, lambda: body(messages=called(object_of(b"[[[[]]]]", 700_000)), max_tokens=ONE), ""),
+    "long numbers": (CHAT, lambda: body(messages=called(object_of(LONG_FLOAT, ARGUMENTS))), ""),
+    "parameters": (CHAT, lambda: body(messages=USER, tools=tools(object_of(b"[[[[]]]]", 1_000_000))), "tools"),
+    "parameters that fit": (CHAT, lambda: body(messages=USER, tools=tools(object_of(b"[]", TOOLS))), "tools"),
+    "long numbers of tools": (CHAT, lambda: body(messages=USER, tools=tools(object_of(LONG_FLOAT, TOOLS))), ""),
+    "a schema": (
+        CHAT,
+        lambda: body(messages=USER, response_format=schema_format(object_of(b"[[[[]]]]", 760_000))),
+        "resp",
+    ),
+    "a schema that fits": (
+        CHAT,
+        lambda: body(messages=USER, response_format=schema_format(object_of(b"[]", SHAPE))),
+        "resp",
+    ),
+    "a schema as text": (
+        CHAT,
+        lambda: body(messages=USER, structured_outputs=body(json=text_of(many(b"[]", SHAPE)))),
+        "struc",
+    ),
     "a tag": (
         COMPLETE,
-        body(prompt=b'"x"', response_format=body(type=b'"structural_tag"', format=many(b"{}", MANY))),
+        lambda: body(prompt=b'"x"', response_format=body(type=b'"structural_tag"', format=many(b"{}", MANY))),
         "resp",
     ),
     "fields of a provider": (
         CHAT,
-        body(
+        lambda: body(
             messages=b'[{"role":"user","content":"x","provider_specific_fields":%b}]' % many(b"[]", MANY),
             max_tokens=ONE,
         ),
         "",
     ),
-    "items without a field": (RESPOND, body(input=many(b"{}", MANY)), "input[0].role"),
+    "items without a field": (RESPOND, lambda: body(input=many(b"{}", MANY)), "input[0].role"),
     "log probabilities of items": (
         RESPOND,
-        body(input=b'[{"role":"user","content":[{"type":"input_text","text":"x","logprobs":%b}]}]' % many(b"[]", MANY)),
+        lambda: body(
+            input=b'[{"role":"user","content":[{"type":"input_text","text":"x","logprobs":%b}]}]' % many(b"[]", MANY)
+        ),
         "",
     ),
     "functions of responses": (
         RESPOND,
-        body(input=b'"x"', tools=b'[{"type":"function","name":"f","parameters":%b}]' % object_of(b"[]", TOOLS)),
+        lambda: body(input=b'"x"', tools=b'[{"type":"function","name":"f","parameters":%b}]' % object_of(b"[]", TOOLS)),
         "tools",
     ),
-    "arguments of an input": (COUNT, body(messages=used(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
+    "arguments of an input": (COUNT, lambda: body(messages=used(object_of(b"[[[[]]]]", ARGUMENTS))), "messages"),
     "schemas of inputs": (
         MESSAGES_PATH,
-        body(messages=USER, max_tokens=ONE, tools=b'[{"name":"f","input_schema":%b}]' % object_of(b"{}", TOOLS)),
+        lambda: body(
+            messages=USER, max_tokens=ONE, tools=b'[{"name":"f","input_schema":%b}]' % object_of(b"{}", TOOLS)
+        ),
         "tools",
     ),
     # Messages that are one.
     "users that go on": (
         MESSAGES_PATH,
-        body(messages=many(b'{"role":"user","content":"%b"}' % (b"x" * 1200)), max_tokens=ONE),
+        lambda: body(messages=many(b'{"role":"user","content":"%b"}' % (b"x" * 1200)), max_tokens=ONE),
         "messages",
     ),
     "assistants that go on": (
         RESPOND,
-        body(input=many(b'{"role":"assistant","content":"%b"}' % (b"x" * 1200))),
+        lambda: body(input=many(b'{"role":"assistant","content":"%b"}' % (b"x" * 1200))),
         "input",
     ),
-    "a long name": (COMPLETE, b'{"' + b"x" * 8_000_000 + b'":1}', "x" * 100),
+    "a long name": (COMPLETE, lambda: b'{"' + b"x" * 8_000_000 + b'":1}', "x" * 100),
 }
 
 
@@ -220,20 +240,23 @@ def tool_of(parameters: bytes) -> gateway_pb2.ToolOptions:
     return gateway_pb2.ToolOptions(tools=[gateway_pb2.Tool(name="f", parameters=parameters.decode())])
 
 
-MESSAGES: dict[str, tuple[bytes, str]] = {
-    "empty messages": (b"\x22\x00" * 4_000_000, "messages"),
-    "fields of a message": (field(4, b"\x0a\x00" * 4_000_000), "messages"),
-    "stops": (field(5, b"\x32\x00" * 4_000_000), "sampling"),
-    "biases": (field(5, b"\x6a\x00" * 4_000_000), "sampling"),
-    "single ids": (b"\x18\x01" * 4_000_000, "messages"),
-    "packed ids": (field(3, b"\x01" * 8_000_000), "token_ids"),
-    "a million ids": (generate(token_ids=[100] * MILLION), "token_ids"),
-    "ids that fit": (generate(token_ids=[100] * (CONTEXT - 1)), ""),
-    "all messages": (generate(messages=[gateway_pb2.ChatMessage(role="user", content="x")] * 4096), ""),
-    "a large text": (generate(text="你" * 2_000_000), "text"),
-    "arguments": (generate(messages=[asked_of(object_of(b"[[[[]]]]", ARGUMENTS))]), "messages"),
-    "parameters": (generate(messages=[USER_MESSAGE], tools=tool_of(object_of(b"[[[[]]]]", TOOLS))), "tools.tools"),
-    "long numbers": (generate(messages=[USER_MESSAGE], tools=tool_of(object_of(LONG_FLOAT, TOOLS))), ""),
+MESSAGES: dict[str, tuple[Callable[[], bytes], str]] = {
+    "empty messages": (lambda: b"\x22\x00" * 4_000_000, "messages"),
+    "fields of a message": (lambda: field(4, b"\x0a\x00" * 4_000_000), "messages"),
+    "stops": (lambda: field(5, b"\x32\x00" * 4_000_000), "sampling"),
+    "biases": (lambda: field(5, b"\x6a\x00" * 4_000_000), "sampling"),
+    "single ids": (lambda: b"\x18\x01" * 4_000_000, "messages"),
+    "packed ids": (lambda: field(3, b"\x01" * 8_000_000), "token_ids"),
+    "a million ids": (lambda: generate(token_ids=[100] * MILLION), "token_ids"),
+    "ids that fit": (lambda: generate(token_ids=[100] * (CONTEXT - 1)), ""),
+    "all messages": (lambda: generate(messages=[gateway_pb2.ChatMessage(role="user", content="x")] * 4096), ""),
+    "a large text": (lambda: generate(text="你" * 2_000_000), "text"),
+    "arguments": (lambda: generate(messages=[asked_of(object_of(b"[[[[]]]]", ARGUMENTS))]), "messages"),
+    "parameters": (
+        lambda: generate(messages=[USER_MESSAGE], tools=tool_of(object_of(b"[[[[]]]]", TOOLS))),
+        "tools.tools",
+    ),
+    "long numbers": (lambda: generate(messages=[USER_MESSAGE], tools=tool_of(object_of(LONG_FLOAT, TOOLS))), ""),
 }
 
 
@@ -306,7 +329,8 @@ async def test_the_worst_bodies_leave_the_loop_to_others(
 ) -> None:
     async with running_fake_cluster("abc" * 20, template=TEMPLATE, chunk_size=8192, max_inflight_tokens=10**8) as fakes:
         fakes.decode.per_delta = 60
-        for name, (path, raw, blamed) in WORST.items():
+        for name, (path, make, blamed) in WORST.items():
+            raw = make()
             assert len(raw) < 2**23, name
             jobs.clear()
             with counted_loop_work(monkeypatch) as work:
@@ -367,9 +391,9 @@ async def test_the_worst_messages_leave_the_loop_to_others(
         running_fake_cluster("abc", template=TEMPLATE, chunk_size=8192, max_inflight_tokens=10**8) as fakes,
         open_channel(fakes.gateway.grpc_address) as channel,
     ):
-        for name, (raw, blamed) in MESSAGES.items():
+        for name, (make, blamed) in MESSAGES.items():
             jobs.clear()
-            stream = channel.unary_stream("/pillion.v1.Gateway/Generate")(raw)
+            stream = channel.unary_stream("/pillion.v1.Gateway/Generate")(make())
             with counted_loop_work(monkeypatch) as work, contextlib.suppress(grpc.aio.AioRpcError):
                 async for _ in stream:
                     pass

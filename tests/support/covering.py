@@ -20,12 +20,12 @@ def pairs_of(row: Row) -> Iterator[tuple[int, object, int, object]]:
 
 def covering_rows(dimensions: Sequence[Sequence[object]]) -> list[Row]:
     """Rows of the product in which every pair of values occurs, chosen greedily; always the same ones."""
-    rows = list(itertools.product(*dimensions))
-    missing = {pair for row in rows for pair in pairs_of(row)}
+    rows = {row: set(pairs_of(row)) for row in itertools.product(*dimensions)}
+    missing = set().union(*rows.values())
     chosen: list[Row] = []
     while missing:
-        best = max(rows, key=lambda row: sum(pair in missing for pair in pairs_of(row)))
-        missing -= set(pairs_of(best))
+        best = max(rows, key=lambda row: len(missing & rows[row]))
+        missing -= rows[best]
         chosen.append(best)
     return chosen
 
