@@ -81,6 +81,12 @@ class Admission:
         self.requests_of[name] += answers
         return AdmissionPermit(tenant, answers)
 
+    def most_at_once(self, tenant: Tenant, tokens: int) -> int:
+        """Returns how many requests of so many tokens a tenant may have in the gateway at once, where it has no others
+        and nobody else has any; at least 1."""
+        requests = _bound(tenant, tenant.max_inflight_requests, self._max_requests, 0)
+        return max(1, min(requests, _bound(tenant, tenant.max_inflight_tokens, self._max_tokens, 0) // max(tokens, 1)))
+
     def weigh(self, permit: AdmissionPermit, tokens: int, scores: int = 0) -> None:
         """Admits the prompt of a request, and ``scores`` log probabilities of it, which count like tokens. One prompt
         is always admitted, however long. Raises Overloaded."""

@@ -84,7 +84,7 @@ class TextCall:
         ids = [request.token_ids for request in asked]
         waited = leaders(ids, self._block_tokens()) if self.gateway.caches_prefixes else [None] * len(ids)
         ended = [asyncio.Event() for _ in asked]
-        turns = asyncio.Semaphore(MAX_TEXTS_AT_ONCE)
+        turns = asyncio.Semaphore(self._at_once(ids))
         runners: dict[int, RequestRunner] = {}
 
         async def run(number: int) -> Vector:
@@ -156,6 +156,11 @@ class TextCall:
             entry=self.model,
             pooled=self.row_ids,
         )
+
+    def _at_once(self, texts: Sequence[Sequence[int]]) -> int:
+        """Returns how many texts are in the gateway at once: no more than its bounds, and the tenant's, let in."""
+        longest = max(map(len, texts))
+        return min(MAX_TEXTS_AT_ONCE, self.gateway.admission.most_at_once(self.tenant or OPEN, longest))
 
     def _block_tokens(self) -> int:
         """Returns the tokens of a block of the model's KV. Raises Unavailable where no worker serves the model."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import pathlib
 
 import numpy as np
 import pytest
 
-from pillion import Client, DeadlineExceeded, InvalidRequest
+from pillion import Client, DeadlineExceeded, InvalidRequest, Overloaded
 from pillion.gateway.pooling.text_call import MAX_TEXTS, MAX_TEXTS_AT_ONCE
 from pillion.v1 import gateway_pb2
 from testbed.conditions import until
 from tests.gateway.pooling.test_rerank import QUERY, TEXTS, cosine, ids_of
+from tests.gateway.test_protection import client_of, running_with, write_keys
 from tests.support.fake_components import running_fake_cluster, vector_of
 
 
@@ -85,6 +87,27 @@ async def test_a_long_list_has_few_texts_under_way_and_its_end_cancels_them() ->
         await fakes.settled()
         assert fakes.decode.most_streams == MAX_TEXTS_AT_ONCE
         assert len(fakes.decode.submits) == MAX_TEXTS_AT_ONCE
+
+
+async def test_a_lists_texts_keep_to_the_bounds_of_the_gateway_and_of_a_tenant(tmp_path: pathlib.Path) -> None:
+    tenants = "[tenant.acme]\nmax_inflight_requests = 3\n[tenant.small]\nrequests_per_minute = 4\n[tenant.friend]\n"
+    file = write_keys(tmp_path / "keys.toml", tenants, ["acme", "small", "friend"])
+    texts = [[5, 6, n] for n in range(1, 9)]
+    async with running_with(file) as fakes:
+        async with client_of(fakes, "acme") as client:
+            assert [one.prompt_token_ids for one in await client.embed(texts)] == texts
+            assert fakes.decode.most_streams <= 3
+        async with client_of(fakes, "small") as client:
+            # Each text counts as a request; what is left of a list that meets a quota is cancelled.
+            with pytest.raises(Overloaded) as caught:
+                await client.embed(texts)
+            assert [quota.subject for quota in caught.value.quotas] == ["small/requests_per_minute"]
+        await fakes.settled()
+    async with running_fake_cluster(max_inflight_requests=2, max_inflight_tokens=70) as fakes:
+        assert [one.prompt_token_ids for one in await fakes.client.embed(texts)] == texts
+        long = [[5] * 30, [6] * 40, [7] * 69]
+        assert [one.prompt_token_ids for one in await fakes.client.embed(long)] == long
+        await fakes.settled()
 
 
 async def test_the_deadline_is_that_of_all_texts_together() -> None:
