@@ -116,8 +116,8 @@ async def test_the_deadline_is_that_of_all_texts_together() -> None:
         with pytest.raises(DeadlineExceeded):
             await fakes.client.embed([[5, n] for n in range(2 * MAX_TEXTS_AT_ONCE)], timeout_s=1.0)
         await until("the texts to be cancelled", lambda: not fakes.gateway.gateway.active_requests)
-        # Those that would have begun after the deadline were never sent.
-        assert len(fakes.decode.submits) == MAX_TEXTS_AT_ONCE
+        # Those that would have begun after the deadline were never sent, nor, on a busy machine, some before them.
+        assert len(fakes.decode.submits) <= MAX_TEXTS_AT_ONCE
         fakes.decode.go_on()
         await fakes.settled()
 
