@@ -603,6 +603,12 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     )
     fetch_timeout_ms: int = flag(2000, "Longest wait for blocks from another node, disk or bucket.", least=1)
     max_fetch_bytes: int = size_flag(2**30, "Most bytes that one fetch may bring.", least=0)
+    hand_over_timeout_s: float = flag(
+        0.0,
+        "Time in which a node that is told to stop gives its warmest blocks to other nodes, or to its disk. 0: none.",
+        least=0,
+    )
+    hand_over_bytes_per_s: int = size_flag(64 * 2**20, "Most bytes a second that it gives them.", least=1)
     disk_path: str = flag("", "Folder for KV blocks that leave the pool. Empty: they are forgotten.", room="disk tier")
     disk_bytes: int = size_flag(10 * 2**30, "Most bytes that this folder may hold.", least=0, room="disk tier")
     object_url: str = flag(

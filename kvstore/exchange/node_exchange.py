@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from pillion.config import KVNodeFlags
-from pillion.errors import ConfigError, Unavailable
+from pillion.errors import ConfigError, PillionError, Unavailable
 from pillion.kvstore.exchange.peers import Peers
 from pillion.kvstore.exchange.plane import BlockShape, DataPlane
 from pillion.kvstore.exchange.plane_factory import choose_plane, choose_transport
@@ -24,7 +24,9 @@ from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.transfer.block_exchange import Addresses, BlockExchange, Service
 from pillion.kvstore.transfer.fetch import BlockSource
+from pillion.kvstore.transfer.hand_over import HandOver
 from pillion.v1 import kvplane_pb2_grpc
+from pillion.v1.kvnode_pb2 import PinPrefixRequest
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
 from pillion.wire.common import hello_to_pb
 
@@ -88,6 +90,27 @@ class NodeExchange(BlockExchange):
             log.warning("no blocks from and for other nodes: %s", error.message)
         await super().run()
 
+    async def hand_over(self, plan: HandOver[bytes]) -> None:
+        pool, loop = self.shaped(), asyncio.get_running_loop()
+        while (step := plan.next(loop.time())) is not None:
+            if isinstance(step, float):
+                await asyncio.sleep(step - loop.time())
+                continue
+            hashes, most_bytes = b"".join(step.chain), step.most_blocks * pool.memory.block_bytes
+            try:
+                peer = await pool.peers.get(step.node_id, plan.until_s - loop.time())
+                reply = await peer.offer(self.node_id, hashes, most_bytes, plan.until_s - loop.time())
+                if plan.answered(step, reply.blocks, reply.fetched_blocks):
+                    await peer.pin_prefixes(pool.pins_of(step.chain))
+            except PillionError as error:
+                log.info("node %s takes over nothing: %s", step.node_id, error.message)
+                plan.failed(step)
+        for node_id, chain in reversed(plan.whole):
+            if loop.time() >= plan.until_s:
+                break
+            with contextlib.suppress(PillionError):
+                await (await pool.peers.get(node_id)).touch(b"".join(chain))
+
     async def leave(self) -> None:
         if self.pool is not None:
             await self.pool.peers.aclose()
@@ -145,6 +168,10 @@ class ExchangedPool:
 
     def pinned_slots(self, epoch: int, ticket_id: int) -> frozenset[int]:
         return self._pool.pinned_slots(epoch, ticket_id)
+
+    def pins_of(self, chain: Sequence[bytes]) -> Sequence[PinPrefixRequest]:
+        """Returns the prefix pins that end in a chain, as requests to other nodes."""
+        return self._pool.prefix_pins.ending_in(chain)
 
     async def _checksums(self, chain: Sequence[Block]) -> tuple[int, ...]:
         """Returns the checksums of pinned blocks, which do not change; each is computed once."""

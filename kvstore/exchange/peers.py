@@ -16,7 +16,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import grpc
@@ -26,6 +26,7 @@ from pillion.kvstore.client.node_client import CALL_TIMEOUT_S, NodeClient, NodeS
 from pillion.kvstore.exchange.plane import MAX_PIECE_BYTES, MAX_READ_SLOTS, BlockShape, DataPlane, node_id_of
 from pillion.kvstore.memory.memory import CUDA, HOST
 from pillion.v1 import kvplane_pb2_grpc
+from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefetchReply
 from pillion.v1.kvplane_pb2 import MeetReply, MeetRequest, PinBlocksReply, PinBlocksRequest, ReadBlocksRequest
 from pillion.wire.common import check_hello, hello_to_pb
 
@@ -111,6 +112,31 @@ class Peer:
                 epoch=self._session.epoch, ticket_id=ticket_id, slots=part, max_piece_bytes=MAX_PIECE_BYTES
             )
             await self._stream(request, targets[start : start + len(part)])
+
+    async def offer(self, source: str, hashes: bytes, most_bytes: int, timeout_s: float) -> PrefetchReply:
+        """Makes the node fetch up to ``most_bytes`` more of a chain from ``source``, under a ticket that ends with this
+        call. Raises the node's errors."""
+        self.used_s = time.monotonic()
+        ticket = await self._client.open_ticket(self._session.epoch, hashes, 0, timeout_s=timeout_s)
+        try:
+            return await self._client.prefetch(
+                self._session.epoch, ticket.ticket_id, hashes, [source], timeout_s=timeout_s, max_bytes=most_bytes
+            )
+        finally:
+            self.release(ticket.ticket_id)
+
+    async def touch(self, hashes: bytes) -> None:
+        """Makes a chain the last to be evicted of those that the node has. Raises the node's errors."""
+        self.release((await self._client.open_ticket(self._session.epoch, hashes, 0)).ticket_id)
+
+    async def pin_prefixes(self, pins: Sequence[PinPrefixRequest]) -> None:
+        """Pins prefixes at the node. What it refuses is left out."""
+        for pin in pins:
+            pin.epoch = self._session.epoch
+            try:
+                await self._client.pin_prefix(pin)
+            except PillionError as error:
+                log.warning("pin %s is not taken over by node %s: %s", pin.name, self.node_id, error.message)
 
     async def aclose(self) -> None:
         """Ends the session at the source, and with it everything that it holds there. Idempotent."""

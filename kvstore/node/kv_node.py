@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine, Iterator, Mapping
 from itertools import chain
 
@@ -32,6 +33,7 @@ from pillion.kvstore.node.pool_states import states_of
 from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.tiers.media import far_medium, near_medium
 from pillion.kvstore.transfer.block_exchange import exchange_of
+from pillion.kvstore.transfer.hand_over import OtherNode
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 from pillion.observability import metric_catalog as names
 from pillion.observability.metrics import Reading
@@ -111,6 +113,7 @@ class KVNode:
         self._registry: Registry | None = None
         self._boot_epoch = new_boot_epoch()
         self._stopping = asyncio.Event()
+        self._leaving = False
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
@@ -185,7 +188,10 @@ class KVNode:
             )
 
     async def stop(self, grace_s: float = 2.0) -> None:
-        """Ends the sessions and attachments, by which other components notice it, and frees the memory. Idempotent."""
+        """Hands over what is warm where there is a grace, ends the sessions and attachments, by which other components
+        notice it, and frees the memory. Idempotent."""
+        if grace_s > 0:
+            grace_s -= await self._hand_over(min(grace_s, self._flags.hand_over_timeout_s))
         self._stopping.set()
         self.pool.watch.close()
         tasks, self._tasks = self._tasks, []
@@ -198,7 +204,7 @@ class KVNode:
         await self._attach.stop()
         server, self._server = self._server, None
         if server is not None:
-            await server.stop(grace_s)
+            await server.stop(max(0.0, grace_s))
         # The pins' records are closed after the last call that may drop a pin or make one.
         await self.pool.prefix_pins.aclose()
         storage, self._storage = self._storage, None
@@ -210,6 +216,36 @@ class KVNode:
             await self._registry.aclose()
         self.regions.close()
         self._memory.close()
+
+    async def _hand_over(self, within_s: float) -> float:
+        """Gives other nodes, or the disk, what is warm here; returns the time that it took. A failure gives them
+        less."""
+        storage, began_s = self._storage, time.monotonic()
+        if storage is None or self._leaving or within_s <= 0:
+            return 0.0
+        self._leaving = True
+        try:
+            async with asyncio.timeout(within_s):
+                if self._announcer is not None:
+                    self._announcer.beat_now()
+                    # Nodes that are told to stop together see that of each other.
+                    await asyncio.sleep(min(self._flags.heartbeat_ms / 1000, within_s / 2))
+                left_s = within_s - (time.monotonic() - began_s)
+                await storage.hand_over(await self._others(), left_s, self._flags.hand_over_bytes_per_s)
+        except TimeoutError:
+            log.warning("what is warm was not handed over within %g s", within_s)
+        except PillionError as error:
+            log.warning("what is warm is not handed over: %s", error.message)
+        return time.monotonic() - began_s
+
+    async def _others(self) -> list[OtherNode]:
+        """Returns the other nodes that may take blocks; those that leave themselves may not."""
+        components = await self._registry.components() if self._registry is not None else []
+        return [
+            OtherNode(one.node_id, one.free_blocks, max(0, one.committed_blocks - one.pinned_blocks))
+            for one in components
+            if one.role == "kvnode" and one.node_id != self._flags.node_id and not one.leaving
+        ]
 
     async def wait_failed(self) -> str:
         """Returns the reason if the node dies by itself; never returns otherwise."""
@@ -335,6 +371,7 @@ class KVNode:
             pinned_blocks=status.pinned_blocks,
             disk_blocks=status.disk_blocks,
             object_url=self._object_url(),
+            leaving=self._leaving,
             fenced_components=tuple(status.fenced_components),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, NoReturn
 
 from pillion.config import KVNodeFlags
@@ -36,6 +36,10 @@ class PoolPins:
     def listed(self, request: ListPrefixPinsRequest) -> ListPrefixPinsReply:
         """Returns the prefix pins of an owner."""
         self._refuse()
+
+    def ending_in(self, chain: Sequence[bytes]) -> list[PinPrefixRequest]:
+        """Returns the prefix pins whose last block is one of a chain, as requests that would make them elsewhere."""
+        return []
 
     async def run(self) -> None:
         """Ends pins whose time is over, until it is cancelled; this class only waits. It is called when the pool has

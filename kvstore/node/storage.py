@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from pillion.config import KVNodeFlags
@@ -21,6 +21,7 @@ from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, FarTier, Tier
 from pillion.kvstore.transfer.block_exchange import BlockExchange
 from pillion.kvstore.transfer.fetch import Fetcher
+from pillion.kvstore.transfer.hand_over import HandOver, OtherNode, rooms_of, warm_tips
 from pillion.v1.kvnode_pb2 import NodeStatus
 
 log = logging.getLogger("pillion.kvnode")
@@ -132,6 +133,29 @@ class Storage:
     def names(self) -> Iterator[tuple[bytes, bytes]]:
         """Yields (hash, segment) of the blocks in lower tiers."""
         return ((name.hash, name.segment) for tier in self._tiers for name in tier.names())
+
+    async def hand_over(self, others: Sequence[OtherNode], within_s: float, bytes_per_s: float) -> None:
+        """Lets other nodes fetch the pool's hottest chains, and copies those that they have no room for to the disk.
+        The node is about to leave; both take ``within_s`` at most, at this rate."""
+        ledger, began_s = self._pool.ledger, asyncio.get_running_loop().time()
+        tree = ledger.tree
+        idle = list(tree.policy)
+        used = [block for block in tree.by_hash.values() if block.holds]
+        hot_first = [*sorted(used, key=lambda block: block.depth), *reversed(idle)]
+        tips = warm_tips(hot_first, lambda block: block.parent, lambda block: block.prefix_pins > 0)
+        plan = HandOver(
+            (tuple(one.hash for one in tree.chain(tip)) for tip in tips if tree.by_hash.get(tip.hash) is tip),
+            rooms_of(len(idle), others),
+            block_bytes=self.memory.block_bytes,
+            bytes_per_s=bytes_per_s,
+            begun_s=began_s,
+            until_s=began_s + within_s,
+        )
+        await self._exchange.hand_over(plan)
+        left = dict.fromkeys(name for chain in plan.leftover() for name in chain)
+        blocks = [tree.by_hash[name] for name in left if name in tree.by_hash]
+        saved = await self._spiller.save(blocks, plan.until_s, bytes_per_s)
+        log.info("of %d blocks %d went to other nodes, %d to disk", len(tree), plan.blocks, saved)
 
     def _blocks_lost(self, names: Iterable[BlockName]) -> None:
         events = lost_everywhere(names, self._pool.ledger.tree.by_hash, self._spiller.keeps)

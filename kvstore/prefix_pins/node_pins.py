@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Sequence
 
 from pillion.config import KVNodeFlags
 from pillion.errors import InvalidRequest, PillionError, Unavailable
@@ -97,6 +98,22 @@ class NodePrefixPins(PoolPins):
         now = self._seen(request.epoch)
         found = self._table.of(request.owner)
         return ListPrefixPinsReply(prefix_pins=[_described(pin, now) for pin in found])
+
+    def ending_in(self, chain: Sequence[bytes]) -> list[PinPrefixRequest]:
+        now = time.monotonic()
+        ending = ((pin, depth) for depth, name in enumerate(chain, 1) for pin in self._table.ending_with(name))
+        return [
+            PinPrefixRequest(
+                owner=pin.wish.owner,
+                name=pin.wish.name,
+                block_hashes=b"".join(chain[:depth]),
+                ttl_s=max(1, round(pin.wish.until_s - now)),
+                tokens=pin.wish.tokens,
+                model=pin.wish.model,
+                ephemeral=pin.wish.ephemeral,
+            )
+            for pin, depth in ending
+        ]
 
     async def run(self) -> None:
         """Ends pins whose time is over and keeps the record, until it is cancelled. The pool has its shape."""

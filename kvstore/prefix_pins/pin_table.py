@@ -126,6 +126,10 @@ class PrefixPinTable(LedgerPins):
         """Returns an owner's prefix pins, the oldest first. O(prefix pins of the node)."""
         return [pin for (whose, _), pin in self.all.items() if whose == owner]
 
+    def ending_with(self, last_hash: bytes) -> Sequence[PrefixPin]:
+        """Returns the prefix pins whose chains end with a block, wherever it is."""
+        return tuple(self._by_last_hash.get(last_hash, ()))
+
     def pin_prefix(
         self, wish: PrefixPinWish, now: float, hashes: Sequence[bytes] = (), most_blocks: int = 0
     ) -> PrefixPin:

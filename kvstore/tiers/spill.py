@@ -32,6 +32,8 @@ log = logging.getLogger("pillion.kvnode")
 BATCH_BYTES = 16 * 2**20
 # At most this many blocks are evicted before the loop does its other work.
 BATCH_BLOCKS = 512
+# A tier that has no room for a copy that may wait is looked at again after this time.
+ROOM_POLL_S = 0.02
 # At most this many bytes are copied, and not yet written or refused.
 MAX_UNDER_WAY_BYTES = 128 * 2**20
 
@@ -121,6 +123,38 @@ class Spiller:
                 if not await self._evict_some(missing):
                     break
                 await asyncio.sleep(0)
+
+    async def save(self, blocks: Sequence[Block], until_s: float, bytes_per_s: float) -> int:
+        """Copies blocks, which stay in the pool, to tiers that may outlive the node, in the order given, at this rate
+        until a time of the loop's clock; returns how many were copied."""
+        loop, block_bytes = asyncio.get_running_loop(), self._memory.block_bytes
+        tiers = [tier for tier in self._tiers if not isinstance(tier, BufferTier)]
+        begun_s, saved, at = loop.time(), 0, 0
+        while tiers and at < len(blocks):
+            room_bytes = max(tier.room_bytes() for tier in tiers)
+            due_s = begun_s + saved * block_bytes / bytes_per_s
+            if max(due_s, loop.time()) >= until_s:
+                break
+            if due_s > loop.time() or room_bytes < block_bytes:
+                await asyncio.sleep(max(ROOM_POLL_S, due_s - loop.time()))
+                continue
+            part = blocks[at : at + max(1, min(BATCH_BYTES, room_bytes) // block_bytes)]
+            at += len(part)
+            missing = [block for block in part if self._here(block) and any(block.hash not in tier for tier in tiers)]
+            copies = await self._copied(missing) if missing else []
+            named = [
+                (BlockName(block.hash, block.parent.hash if block.parent else b"", block.segment, checksum), data)
+                for block, (data, checksum) in zip(missing, copies, strict=True)
+                if self._here(block)
+            ]
+            for tier in tiers:
+                self._blocks_lost(await tier.store([one for one in named if one[0].hash not in tier]))
+            self._release([data for data, _ in copies])
+            saved += len(named)
+        return saved
+
+    def _here(self, block: Block) -> bool:
+        return self._ledger.tree.by_hash.get(block.hash) is block
 
     async def close(self) -> None:
         """Waits until evicted blocks are in their tiers and nothing reads the pool. ``run`` has ended. Idempotent."""

@@ -12,6 +12,7 @@ from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.transfer.fetch import BlockSource
+from pillion.kvstore.transfer.hand_over import HandOver
 from pillion.rooms import Seam, entered_one
 
 # Such a function returns the address of each node's gRPC services by node id.
@@ -47,6 +48,9 @@ class BlockExchange:
     async def run(self) -> None:
         """Does the exchange's background work until it is cancelled."""
         await asyncio.Event().wait()
+
+    async def hand_over(self, plan: HandOver[bytes]) -> None:
+        """Lets other nodes fetch what a plan wants them to have, until it is over. A failure hands over less."""
 
     async def leave(self) -> None:
         """Ends all connections, and with them what is fetched. Idempotent."""

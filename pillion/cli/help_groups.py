@@ -30,8 +30,8 @@ GROUPS = {
     " fence_kill_after_s fork_server standby",
     "KV cache": "kv gpu_memory_utilization block_size enable_prefix_caching decode_reserve_percent eviction_policy"
     " max_pinned_percent max_tenant_pinned_percent state_percent"
-    " low_watermark high_watermark host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool keeper_socket"
-    " max_kv_followers",
+    " low_watermark high_watermark hand_over host_bytes disk object verify_blocks fetch max_fetch_bytes keep_pool"
+    " keeper_socket max_kv_followers",
     "Scheduling": "max_num target_itl_ms speculative_config partial split_policy chunk_size enable_chunked_prefill"
     " max_waiting",
     "Limits of a gateway": "max_inflight max_running_requests max_attempts max_read_ahead",

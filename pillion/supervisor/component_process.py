@@ -169,7 +169,8 @@ async def _run(name: str, role: str, start: Any, flags: Any, standby: StandbyTur
         )
         LoopWatch(component.meters)
         log.info("%s ready at %s", name, component.address)
-        return await run_to_end(name, component, stop, getattr(flags, "drain_timeout_s", STOP_GRACE_S))
+        grace_s = getattr(flags, "drain_timeout_s", STOP_GRACE_S) + getattr(flags, "hand_over_timeout_s", 0.0)
+        return await run_to_end(name, component, stop, grace_s)
     finally:
         watcher.cancel()
         if exports is not None:

@@ -219,7 +219,8 @@ def process_specs(
         specs.append(keeper_spec(folder / KEEPER_SOCKET, environ))
     node = subset(KVNodeFlags, flags, metrics_port=next(pages), **place)
     standby = {"standby": flags.standby}
-    specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, environ=environ, **standby))
+    more = {"environ": environ, "drain_s": node.hand_over_timeout_s, **standby}
+    specs.append(component_spec("kvnode", node.node_id, node, listen, level=1, **more))
     kinds = (("prefill", PrefillFlags, flags.prefill_workers), ("decode", DecodeFlags, flags.decode_workers))
     for role, cls, count in kinds:
         for number in range(count):

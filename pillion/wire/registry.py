@@ -99,6 +99,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         step_*_tokens: what filled the token budgets of these steps.
         *_blocks: a node's slots by state; ``pinned_blocks`` are committed ones, ``disk_blocks`` are in its disk tier.
         object_url: the bucket that is a node's object tier; empty where it has none, or where that is paused.
+        leaving: whether a node hands over its blocks, because it is about to end.
         prompt_tokens, cached_tokens, completion_tokens: tokens that a gateway has served since it started.
         arrivals: requests that came to a gateway since it started, by model.
         fenced_components: workers that a node has fenced and that have not drained yet.
@@ -134,6 +135,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     committed_blocks: Count = 0
     quarantined_blocks: Count = 0
     object_url: str = ""
+    leaving: bool = False
     prompt_tokens: Count = 0
     cached_tokens: Count = 0
     completion_tokens: Count = 0
@@ -225,7 +227,7 @@ _DECODER = msgspec.json.Decoder(ComponentRecord)
 _DEFAULT_NUMBERS: dict[str, int | float] = {
     field.name: field.default
     for field in msgspec.structs.fields(ComponentRecord)
-    if isinstance(field.default, int | float)
+    if isinstance(field.default, int | float) and not isinstance(field.default, bool)
 }
 
 

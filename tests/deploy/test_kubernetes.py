@@ -172,6 +172,10 @@ def test_the_node_lives_longer_than_its_workers(manifests: list[Manifest]) -> No
         assert keeper["args"] == ["keeper", environment(node)["PILLION_KEEPER_SOCKET"]]
         assert pod["shareProcessNamespace"], "on a GPU the node has to see that a worker's process has exited"
         env = environment(node)
+        drains = [float(environment(worker)["PILLION_DRAIN_TIMEOUT_S"]) for worker in pod["containers"]]
+        assert (
+            pod["terminationGracePeriodSeconds"] > max(drains) + float(env["PILLION_HAND_OVER_TIMEOUT_S"]) > max(drains)
+        )
         assert "metadata.name" in env["PILLION_NODE_ID"], "two pods are two nodes"
         folder = env["PILLION_ATTACH_SOCKET"].rpartition("/")[0].rpartition("/")[0]
         names = [environment(worker)["PILLION_COMPONENT_ID"] for worker in pod["containers"]]

@@ -1,0 +1,126 @@
+"""A real node that leaves: its hottest chains and its pins are at another node, or on its disk, when it is gone."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+from pillion.kvstore.hashing import HASH_BYTES, split_hashes
+from pillion.kvstore.node.kv_node import KVNode
+from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefetchReply
+from testbed.conditions import WITHIN_S, until
+from testbed.redis import RedisServer
+from tests.support.kv_hosts import BLOCK_BYTES, NUM_SLOTS, KVHost, hosts, prompt
+
+LEAVING: dict[str, Any] = {"hand_over_timeout_s": WITHIN_S, "hand_over_bytes_per_s": 2**40}
+
+
+def node_of(host: KVHost) -> KVNode:
+    assert host.node is not None
+    return host.node
+
+
+def held(host: KVHost, hashes: bytes) -> int:
+    """Returns how many leading blocks of a chain a node's pool has."""
+    return node_of(host).pool.ledger.tree.longest_prefix(split_hashes(hashes)).blocks
+
+
+async def seen(host: KVHost, *node_ids: str, blocks: int) -> None:
+    """Waits until the registry tells a node that exactly these others live, with so many blocks that nobody pins."""
+
+    async def known() -> bool:
+        found = {other.node_id: other for other in await node_of(host)._others()}
+        # A block that is still pinned counts for neither.
+        used = [NUM_SLOTS - other.free for other in found.values()]
+        return (
+            set(found) == set(node_ids) and used == [other.cached for other in found.values()] and sum(used) == blocks
+        )
+
+    await until("the other nodes in the registry", known)
+
+
+async def test_a_node_that_leaves_hands_over_chains_and_pins(short_folder: str, redis: RedisServer) -> None:
+    async with hosts(short_folder, redis, "a", "b", **LEAVING) as (a, b):
+        head = [*range(6)]
+        cold, warm, pinned = prompt(*head, 7, 7), prompt(*head, 8, 8, 8), prompt(50, 51, 52)
+        for hashes in (pinned, cold, warm):
+            await a.serve(hashes)
+        wish = PinPrefixRequest(
+            epoch=a.session.epoch, owner="me", name="it", block_hashes=pinned[: 2 * HASH_BYTES], ttl_s=1000, tokens=33
+        )
+        await a.client.pin_prefix(wish)
+        await seen(a, "b", blocks=0)
+        await node_of(a).stop(WITHIN_S)
+        for hashes in (pinned, cold, warm):
+            assert held(b, hashes) == len(hashes) // HASH_BYTES
+            # Nothing is fetched again, and every block holds what its hash says.
+            assert await b.serve(hashes, "a") == PrefetchReply(blocks=len(hashes) // HASH_BYTES)
+        (pin,) = await b.client.list_prefix_pins(b.session.epoch, "me")
+        assert (pin.name, pin.tokens, pin.blocks, pin.present_blocks) == ("it", 33, 2, 2)
+        assert pin.left_s > 1000 - 3 * WITHIN_S
+        await b.idle()
+        await b.check()
+
+
+async def test_the_hottest_chains_find_room_and_leave_last(short_folder: str, redis: RedisServer) -> None:
+    brimful = {"low_watermark_percent": 0, "high_watermark_percent": 0}
+    async with hosts(short_folder, redis, "a", "b", **LEAVING, **brimful) as (a, b):
+        chains = [prompt(*range(100 * at, 100 * at + 4)) for at in range(8)]
+        for hashes in chains:
+            await a.serve(hashes)
+        # The other node is full of as many blocks as this one has slots.
+        mine = [prompt(*range(5000 + 100 * at, 5004 + 100 * at)) for at in range(10)]
+        for hashes in mine:
+            await b.serve(hashes)
+        await seen(a, "b", blocks=NUM_SLOTS)
+        await node_of(a).stop(WITHIN_S)
+        # 32 leave and 40 are there: 32/72 of those, 17 blocks, make room.
+        assert [held(b, hashes) for hashes in chains] == [0, 0, 0, 1, 4, 4, 4, 4]
+        assert [held(b, hashes) for hashes in mine[5:]] == [4] * 5
+        # Of what came, the hottest leaves last.
+        at = [one.hash for one in node_of(b).pool.ledger.tree.policy]
+        last = [at.index(split_hashes(hashes)[0]) for hashes in chains[4:]]
+        assert last == sorted(last)
+        await b.idle()
+        await b.check()
+
+
+async def test_nobody_is_asked_who_leaves_too(short_folder: str, redis: RedisServer) -> None:
+    async with hosts(short_folder, redis, "a", "b", **LEAVING) as (a, b):
+        await seen(a, "b", blocks=0)
+        node_of(b)._leaving = True
+        await seen(a, blocks=0)
+
+
+async def test_what_finds_no_other_node_is_on_the_disk(
+    short_folder: str, redis: RedisServer, tmp_path: pathlib.Path
+) -> None:
+    flags = {**LEAVING, "disk_path": str(tmp_path / "disk"), "disk_bytes": 2**24}
+    hashes = prompt(*range(20))
+    async with hosts(short_folder, redis, "a", **flags) as (a,):
+        await a.serve(hashes)
+
+        async def opened() -> bool:
+            storage = node_of(a)._storage
+            return storage is not None and bool(storage._near)
+
+        await until("the disk to be opened", opened)
+        await node_of(a).stop(WITHIN_S)
+    async with hosts(short_folder, redis, "a", **flags) as (a,):
+        await a.until(lambda status: status.disk_blocks == 20)
+        assert await a.serve(hashes) == PrefetchReply(blocks=20, restored_blocks=20)
+        await a.check()
+
+
+async def test_a_hand_over_ends_in_its_time(short_folder: str, redis: RedisServer) -> None:
+    slow = {"hand_over_timeout_s": 0.2, "hand_over_bytes_per_s": BLOCK_BYTES}
+    async with hosts(short_folder, redis, "a", "b", **slow) as (a, b):
+        cold, warm = prompt(*range(10)), prompt(*range(20, 30))
+        await a.serve(cold)
+        await a.serve(warm)
+        await seen(a, "b", blocks=0)
+        await node_of(a).stop(WITHIN_S)
+        # What went first, if anything did in this time, is ahead of the rate, and nothing follows.
+        assert held(b, cold) == 0
+        await b.idle()
+        await b.check()

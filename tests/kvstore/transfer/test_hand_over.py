@@ -1,0 +1,179 @@
+"""What a node that leaves hands over: the order, the rate, the time and the room, whatever other nodes answer."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.eviction import make_policy
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable, PrefixPinWish
+from pillion.kvstore.transfer.hand_over import MAX_VAIN_ASKS, PIECE_BYTES, HandOver, OtherNode, rooms_of, warm_tips
+from pillion.v1.kvnode_pb2 import CommitRun
+from tests.support.examples import examples
+
+BLOCK_BYTES = PIECE_BYTES // 4
+CHAINS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12, unique_by=tuple)
+
+
+class OtherPool:
+    """A node that is asked, with ``room`` slots. It takes as many blocks as ``moods`` say, or fails."""
+
+    def __init__(self, room: int, moods: random.Random | None = None) -> None:
+        self.blocks: set[tuple[int, ...]] = set()
+        self.room, self.moods = room, moods
+
+    def ask(self, chain: tuple[tuple[int, ...], ...], most_blocks: int) -> tuple[int, int] | None:
+        if self.moods is not None and self.moods.random() < 0.3:
+            return None
+        here = next((at for at, name in enumerate(chain) if name not in self.blocks), len(chain))
+        wanted = min(most_blocks, len(chain) - here)
+        fetched = wanted if self.moods is None else self.moods.randint(0, wanted)
+        self.blocks.update(chain[here : here + fetched])
+        return here + fetched, fetched
+
+
+def named(tokens: list[int]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(tokens[: depth + 1]) for depth in range(len(tokens)))
+
+
+@given(CHAINS, st.lists(st.integers(1, 30), max_size=3), st.integers(0, 2**16), st.booleans(), st.data())
+@settings(max_examples=examples(200), deadline=None)
+def test_a_hand_over_keeps_its_bounds(
+    chains: list[list[int]], rooms: list[int], seed: int, troubled: bool, data: st.DataObject
+) -> None:
+    bytes_per_s, until_s = data.draw(st.sampled_from([BLOCK_BYTES, 100 * BLOCK_BYTES])), data.draw(st.floats(0.1, 40.0))
+    others = {
+        f"n{at}": OtherPool(room, random.Random(seed + at) if troubled else None) for at, room in enumerate(rooms)
+    }
+    plan: HandOver[tuple[int, ...]] = HandOver(
+        map(named, chains),
+        {name: other.room for name, other in others.items()},
+        block_bytes=BLOCK_BYTES,
+        bytes_per_s=bytes_per_s,
+        begun_s=100.0,
+        until_s=100.0 + until_s,
+    )
+    now_s = 100.0
+    for _ in range(10_000):
+        step = plan.next(now_s)
+        if step is None:
+            break
+        if isinstance(step, float):
+            assert now_s < step <= 100.0 + until_s
+            now_s = step
+            continue
+        assert now_s < 100.0 + until_s
+        assert step.most_blocks * BLOCK_BYTES <= PIECE_BYTES
+        # What went is ahead of the rate by one piece at most.
+        assert plan.blocks * BLOCK_BYTES <= (now_s - 100.0) * bytes_per_s + 1e-3
+        answer = others[step.node_id].ask(step.chain, step.most_blocks)
+        if answer is None:
+            plan.failed(step)
+        else:
+            assert plan.answered(step, *answer) == (answer[0] == len(step.chain))
+    else:
+        raise AssertionError("the hand-over does not end")
+    for other in others.values():
+        assert len(other.blocks) <= other.room
+    for node_id, chain in plan.whole:
+        assert set(chain) <= others[node_id].blocks
+    # Each chain is whole somewhere, or left for another place, once.
+    told = [chain for _, chain in plan.whole] + list(plan.leftover())
+    assert sorted(told) == sorted(map(named, chains))
+
+
+@given(CHAINS)
+@settings(max_examples=examples(100), deadline=None)
+def test_nothing_is_lost_where_there_is_time_and_room(chains: list[list[int]]) -> None:
+    other = OtherPool(1000)
+    plan: HandOver[tuple[int, ...]] = HandOver(
+        map(named, chains), {"n": 1000}, block_bytes=BLOCK_BYTES, bytes_per_s=1e12, begun_s=0.0, until_s=1e9
+    )
+    now_s = 0.0
+    while (step := plan.next(now_s)) is not None:
+        if isinstance(step, float):
+            now_s = step
+        else:
+            answer = other.ask(step.chain, step.most_blocks)
+            assert answer is not None
+            plan.answered(step, *answer)
+    assert [chain for _, chain in plan.whole] == list(map(named, chains))
+    assert other.blocks == {name for chain in chains for name in named(chain)}
+    assert plan.blocks == len(other.blocks)
+
+
+def test_a_node_that_takes_nothing_is_asked_no_more() -> None:
+    plan: HandOver[tuple[int, ...]] = HandOver(
+        map(named, [[1], [2], [3]]), {"bad": 50, "good": 40}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
+    )
+    asked = []
+    while (step := plan.next(1e8)) is not None:
+        assert not isinstance(step, float)
+        asked.append(step.node_id)
+        if step.node_id == "bad":
+            plan.failed(step)
+        else:
+            plan.answered(step, len(step.chain), len(step.chain))
+    assert asked == ["bad"] * MAX_VAIN_ASKS + ["good"] * 2
+    assert plan.left == [named([1])]
+
+
+def test_a_chain_goes_to_the_node_that_has_its_beginning() -> None:
+    plan: HandOver[tuple[int, ...]] = HandOver(
+        map(named, [[1], [2], [1, 1]]), {"a": 50, "b": 50}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
+    )
+    while (step := plan.next(1e8)) is not None:
+        assert not isinstance(step, float)
+        plan.answered(step, len(step.chain), 1)
+    where = {chain: node_id for node_id, chain in plan.whole}
+    assert where[named([1, 1])] == where[named([1])] != where[named([2])]
+
+
+def test_room_is_what_is_free_and_a_fair_share_of_what_is_cached() -> None:
+    others = [OtherNode("empty", 100, 0), OtherNode("full", 0, 100), OtherNode("pinned", 0, 0)]
+    # 100 of 200 blocks have to go somewhere, so half of the full node's make room.
+    assert rooms_of(100, others) == {"empty": 100, "full": 50}
+    assert rooms_of(0, others) == {"empty": 100}
+
+
+@given(
+    st.sampled_from(["lru", "lfu"]),
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=15),
+    st.integers(0, 14),
+)
+@settings(max_examples=examples(150), deadline=None)
+def test_tips_cover_a_pool_in_the_reverse_order_of_eviction(policy: str, prompts: list[list[int]], pinned: int) -> None:
+    table: list[PrefixPinTable] = []
+
+    def pins(tree: object) -> PrefixPinTable:
+        table.append(PrefixPinTable(tree, 90, 90))  # type: ignore[arg-type]
+        return table[0]
+
+    ledger = Ledger(itertools.count(1).__next__, 0, make_policy(policy), pins)
+    ledger.shape(200)
+    epoch = ledger.attach("one", SESSION)
+    for nonce, tokens in enumerate(prompts, 1):
+        hashes = split_hashes(chain_hashes(bytes(32), tokens, 1))
+        ticket = ledger.admit(epoch, nonce, hashes, len(hashes))
+        assert ticket is not None
+        left = hashes[ticket.blocks :]
+        slots = ledger.adopt(epoch, ticket.ticket_id, len(left)).leased_slots
+        if left:
+            ledger.commit(epoch, [CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))])
+        ledger.release(epoch, [ticket.ticket_id])
+        if nonce - 1 == pinned:
+            wish = PrefixPinWish("me", "it", hashes[-1], len(hashes), until_s=100.0)
+            table[0].pin_prefix(wish, 0.0, hashes)
+    hot_first = list(reversed(list(ledger.tree.policy)))
+    tips = warm_tips(hot_first, lambda block: block.parent, lambda block: block.prefix_pins > 0)
+    covered = list(dict.fromkeys(block for tip in tips for block in ledger.tree.chain(tip)))
+    # Every block goes, and those that would have been evicted last go first.
+    assert covered == hot_first
+    kept = [tip.prefix_pins > 0 for tip in tips]
+    assert kept == sorted(kept, reverse=True)
