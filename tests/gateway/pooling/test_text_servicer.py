@@ -122,6 +122,17 @@ async def test_the_deadline_is_that_of_all_texts_together() -> None:
         await fakes.settled()
 
 
+async def test_priority_and_salt_are_those_of_every_text() -> None:
+    async with running_fake_cluster() as fakes:
+        await fakes.client.embed([[5, 6], [7]], priority=7, cache_salt="one")
+        await fakes.client.score("q", ["d", "e"], priority=7, cache_salt="two")
+        assert {submit.priority for submit in fakes.decode.submits} == {7}
+        roots = [submit.root_hash for submit in fakes.decode.submits]
+        assert len(set(roots[:2])) == len(set(roots[2:])) == 1
+        assert roots[0] != roots[2]
+        await fakes.settled()
+
+
 async def test_a_document_waits_for_the_first_one_whose_beginning_it_shares() -> None:
     """A block of these fakes has BLOCK tokens; the pairs of a reranker would share a query in the same way."""
     async with running_fake_cluster() as fakes:
