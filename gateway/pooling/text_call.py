@@ -23,6 +23,7 @@ from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.text_order import leaders
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.text_vectors import CUT_TO_MODEL, Vector
+from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
 from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
 
 # A call has at most this many texts, or pairs of texts.
@@ -82,7 +83,7 @@ class TextCall:
         Gateway.generate raises, for the first text that fails; the others are cancelled."""
         asked = await self.read(requests, names)
         ids = [request.token_ids for request in asked]
-        waited = leaders(ids, self._block_tokens()) if self.gateway.caches_prefixes else [None] * len(ids)
+        waited = await self._leaders(ids) if self.gateway.caches_prefixes else [None] * len(ids)
         ended = [asyncio.Event() for _ in asked]
         turns = asyncio.Semaphore(self._at_once(ids))
         runners: dict[int, RequestRunner] = {}
@@ -156,6 +157,11 @@ class TextCall:
             entry=self.model,
             pooled=self.row_ids,
         )
+
+    async def _leaders(self, ids: list[tuple[int, ...]]) -> list[int | None]:
+        """Returns which texts wait for which. It looks at every token, so it is done on a thread for long lists."""
+        size_bytes = TOKEN_BYTES * sum(map(len, ids))
+        return await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, self._block_tokens())
 
     def _at_once(self, texts: Sequence[Sequence[int]]) -> int:
         """Returns how many texts are in the gateway at once: no more than its bounds, and the tenant's, let in."""
