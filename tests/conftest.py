@@ -48,6 +48,7 @@ CLUSTERS = (
     "tests/gpu/test_cluster.py",
     "tests/benchmarks/test_gpu.py",
     "tests/deploy/test_compose.py",
+    "tests/deploy/test_rollout.py",
 )
 # The files of the long tests that take longest, the longest one first: all that comes after them is short.
 LONGEST = (

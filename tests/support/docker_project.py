@@ -66,7 +66,7 @@ class DockerProject:
             (folder / name.lower()).mkdir()
             told[name] = str(folder / name.lower())
         self._environ = {**engine.environ, **told}
-        self._compose = _compose_command()
+        self._compose = compose_command()
 
     def up(self) -> None:
         """Start the components; returns when the gateway serves and sees them all."""
@@ -168,7 +168,8 @@ class DockerProject:
         return ["-f", str(other)]
 
 
-def _compose_command() -> list[str]:
+def compose_command() -> list[str]:
+    """Return what runs compose files: Compose v2 or docker-compose. Raises NoDockerError."""
     if shutil.which("docker") and not subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
         return ["docker", "compose"]
     if shutil.which("docker-compose"):

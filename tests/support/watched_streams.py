@@ -17,6 +17,8 @@ from pillion.types import FinishReason
 from testbed.conditions import until, wait_for
 
 STREAM_TIMEOUT_S = 300.0
+# What a client of a steady load waits between an answer and its next request: starts beside it need a processor, too.
+THINK_S = 0.1
 
 
 @dataclass(eq=False)
@@ -168,7 +170,7 @@ class SteadyLoad:
 
     def _ask(self, number: int) -> None:
         for prompt in itertools.islice(itertools.cycle(self._texts), number, None):
-            if self._over.is_set():
+            if self._over.wait(THINK_S):
                 return
             with self._lock:
                 stream, doors = WatchedStream(prompt, self._tokens), self._doors()
