@@ -35,6 +35,21 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
     return found
 
 
+def scale_downs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ...]) -> tuple[tuple[float, int], ...]:
+    """Parses times and numbers of nodes: "600:2" for two nodes after 600 s."""
+    found = []
+    for text in texts:
+        at_s, _, nodes = text.partition(":")
+        try:
+            one = float(at_s), int(nodes)
+        except ValueError:
+            one = -1.0, 0
+        if not (math.isfinite(one[0]) and one[0] >= 0 and one[1] > 0):
+            raise click.BadParameter(f"{text!r} is not SECONDS:NODES, such as 600:2", ctx, param)
+        found.append(one)
+    return tuple(found)
+
+
 @click.command(cls=FlagCommand)
 @options(
     option("--trace", "File: Mooncake's JSON lines, BurstGPT's or Azure's CSV.", type=FILE, required=True),
@@ -54,6 +69,11 @@ def step_cost(ctx: click.Context, param: click.Parameter, text: str | None) -> t
     option("--gigabytes-per-s", "Pace of blocks between nodes.", 1.0, type=click.FloatRange(min=0.001)),
     option("--speed", "Replay the trace so many times as fast.", 1.0, type=click.FloatRange(min=1e-6)),
     option("--requests", "The first so many requests of the trace; 0: all.", 0, type=click.IntRange(min=0)),
+    option(
+        "--scale-down",
+        "Drain so many decode workers, with their nodes, after so many seconds: 600:2. Repeat it for more.",
+        (), multiple=True, callback=scale_downs, metavar="SECONDS:NODES",
+    ),
     option("--ttft-ms", "Objective: the longest time to the first token; 0: none.", 0.0, type=click.FloatRange(min=0)),
     option(
         "--itl-ms", "Objective: the 99th percentile of a request's gaps between tokens; 0: none.", 0.0,

@@ -118,6 +118,7 @@ def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]
         block_bytes=values["block_bytes"],
         bytes_per_s=values["gigabytes_per_s"] * 1e9,
         known_costs=True,
+        scale_down=values["scale_down"],
         macro_steps=True,
     )
     single = {name: listed[0][1] for name, listed in changes.items()}

@@ -16,11 +16,15 @@ of which 0.9 s are spent here; the ledger takes 10.2 s for the same tickets (202
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
+from pillion.kvstore.transfer.hand_over import warm_tips
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
+
+# An endless pool takes this many trace blocks from a node that leaves.
+ENDLESS_BLOCKS = 2**40
 
 
 class PrefixIndex:
@@ -98,6 +102,7 @@ class NodeStore:
         self._idle: OrderedDict[int, None] = OrderedDict()
         self._pins: dict[int, int] = {}
         self._own = 0
+        self._parents: dict[int, int | None] = {}
         # After the node has left, closing its tickets changes nothing any more.
         self._gone = False
         self._waiting: deque[SimTicket] = deque()
@@ -153,9 +158,52 @@ class NodeStore:
             return
         for block in ticket.blocks[ticket.pinned : count]:
             self._pin(block)
+            self._parents[block] = ticket.blocks[ticket.pinned - 1] if ticket.pinned else None
             ticket.own -= self._each
             self._own -= self._each
             ticket.pinned += 1
+
+    @property
+    def cached(self) -> int:
+        """Returns how many trace blocks the node has that no ticket pins."""
+        return len(self._idle)
+
+    @property
+    def free(self) -> int:
+        """Returns for how many more trace blocks there is memory, of an endless pool for ENDLESS_BLOCKS."""
+        return max(0, self._capacity - self.used) // self._each if self._capacity else ENDLESS_BLOCKS
+
+    def warm_chains(self) -> Iterator[tuple[int, ...]]:
+        """Yields the chains that the node has, in the order in which it would hand them over, as they are when it is
+        their turn."""
+        hot_first = [*self._pins, *reversed(self._idle)]
+        for tip in warm_tips(hot_first, self._parents.get, lambda block: False):
+            chain: list[int] = []
+            at: int | None = tip
+            while at is not None and (at in self._idle or at in self._pins):
+                chain.append(at)
+                at = self._parents.get(at)
+            if at is None:
+                yield tuple(reversed(chain))
+
+    def take(self, chain: Sequence[int], most: int) -> tuple[int, int]:
+        """Takes up to ``most`` further blocks of a chain from another node; returns how many of it are here then, and
+        how many came. Room is made as for a prompt."""
+        here = self.prefix(chain)
+        came = 0 if self._gone else min(most, len(chain) - here)
+        for at in range(here, here + came):
+            self._idle[chain[at]] = None
+            self._parents[chain[at]] = chain[at - 1] if at else None
+            self._index.add(chain[at], self.node_id)
+        self.touch(chain[: here + came])
+        self._evict()
+        return here + came, came
+
+    def touch(self, chain: Sequence[int]) -> None:
+        """Makes those blocks of a chain that the node has the last to be evicted."""
+        for block in reversed(chain):
+            if block in self._idle:
+                self._idle.move_to_end(block)
 
     def leave(self) -> None:
         """Empties the node, which is gone with everything that it had, tickets included."""
@@ -164,6 +212,7 @@ class NodeStore:
             self._index.remove(block, self.node_id)
         self._idle.clear()
         self._pins.clear()
+        self._parents.clear()
 
     def check_integrity(self) -> None:
         """Raises AssertionError unless pins and memory add up."""
@@ -211,4 +260,5 @@ class NodeStore:
         while self._capacity and self.used > self._capacity and self._idle:
             block, _ = self._idle.popitem(last=False)
             self._index.remove(block, self.node_id)
+            self._parents.pop(block, None)
             self.evicted += 1

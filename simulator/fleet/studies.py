@@ -27,6 +27,7 @@ SIMULATED_FLAGS = (
     *("max_num_batched_tokens", "max_num_batched_prefill_tokens", "max_num_seqs", "target_itl_ms", "split_policy"),
     *("chunk_size", "max_inflight_requests", "max_inflight_tokens", "max_running_requests", "max_attempts"),
     *("enable_prefix_caching", "heartbeat_ms", "drain_timeout_s"),
+    *("hand_over_timeout_s", "hand_over_bytes_per_s"),
 )
 MAX_FLEET_WORKERS = 10_000
 MAX_FLEET_GATEWAYS = 64

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 from pillion.config import AUTO, ServeFlags, parse_split_policy
 from pillion.engine.backends.devices import cpu_budgets
@@ -23,6 +24,7 @@ from pillion.errors import ConfigError
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.planning.plan_cost import DEFAULT_BYTES_PER_S
 from pillion.kvstore.memory.memory import CUDA
+from pillion.kvstore.transfer.hand_over import HandOver, OtherNode, rooms_of
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
@@ -63,6 +65,7 @@ class FleetConfig:
             spread.
         shared_cores: how many cores each worker owns of one host, where they lend each other cores; 0: they do not.
         sharing: whether several gateways tell each other what they have under way.
+        scale_down: at which seconds of the load how many nodes are drained, with their workers; the newest go first.
         residuals_s: what measured steps took beside their cost; see WorkerSettings.
         known_costs: workers know the cost of their steps and need not learn it; macro_steps: see SimWorker.
     """
@@ -80,6 +83,7 @@ class FleetConfig:
     macro_steps: bool = False
     noise: float = NOISE
     call_s: float = CALL_S
+    scale_down: tuple[tuple[float, int], ...] = ()
     residuals_s: tuple[float, ...] = ()
 
     @property
@@ -103,6 +107,11 @@ class FleetConfig:
             raise ConfigError(f"--block-size {self.flags.block_size} does not divide a trace's {TRACE_BLOCK_TOKENS}")
         if self.macro_steps and (self.shared_cores or not self.known_costs):
             raise ConfigError("runs of steps as one event need known costs, and workers with cores of their own")
+        gone = sum(nodes for _, nodes in self.scale_down)
+        if gone and (self.one_node or gone >= self.flags.decode_workers):
+            raise ConfigError(
+                f"{gone} of {self.flags.decode_workers} decode workers' nodes cannot leave: one has to stay"
+            )
         parse_split_policy(self.flags.split_policy)
 
 
@@ -144,7 +153,8 @@ MakeGateway = Callable[[FleetSite, GatewaySettings, int, int], SimGateway]
 
 
 class FleetWorld:
-    """Runs a fleet. Attributes are for reading: ``clock``, ``site``, ``gateways``, ``config``.
+    """Runs a fleet. Attributes are for reading: ``clock``, ``site``, ``gateways``, ``config``, and ``handed_over``, the
+    trace blocks that nodes which left gave to others.
 
     One thread makes all calls; everything follows from the config and the requests. ``make`` makes other gateways than
     usual.
@@ -171,6 +181,8 @@ class FleetWorld:
             self._cores = SharedCores(self.clock, total, config.shared_cores)
         self._numbers = itertools.count()
         self._spread_over = max(1, total)
+        self.handed_over = 0
+        self._leaving: set[str] = set()
         # These are the records of the workers that the registry lists.
         self._listed: dict[str, ComponentRecord] = {}
         self._next_node = itertools.count()
@@ -212,6 +224,16 @@ class FleetWorld:
                 self.clock.after(min(WAIT_S, until_s - self.clock.now), look)
 
         look()
+
+    def drain_nodes(self, count: int) -> None:
+        """Drains the workers of the newest nodes. A node hands over what is warm when its last worker has ended, within
+        --hand-over-timeout-s."""
+        listed = dict.fromkeys(record.node_id for record in self._listed.values() if record.role == DECODE)
+        # Nodes that leave together know it of each other.
+        self._leaving |= set(list(listed)[-count:])
+        for node_id in list(listed)[-count:]:
+            for name in [name for name, record in self._listed.items() if record.node_id == node_id]:
+                self.drain_worker(name)
 
     def workers(self, role: str) -> list[SimWorker]:
         """Returns the workers of a role that the registry lists, in the order of their starts."""
@@ -301,7 +323,7 @@ class FleetWorld:
         if self.config.one_node and stores:
             return next(iter(stores))
         if role == PREFILL and stores:
-            beside = dict.fromkeys(stores, 0)
+            beside = {node_id: 0 for node_id in stores if node_id not in self._leaving}
             for worker in self.site.workers.values():
                 beside[worker.record.node_id] += worker.record.role == PREFILL
             return min(beside, key=lambda name: beside[name])
@@ -326,8 +348,41 @@ class FleetWorld:
         worker.stop()
         del self.site.workers[name]
         if not any(other.record.node_id == node_id for other in self.site.workers.values()):
-            self.site.stores.pop(node_id).leave()
-            del self.site.nodes[node_id]
+            self._leave(node_id)
+
+    def _leave(self, node_id: str) -> None:
+        """Ends a node, after it has handed over what is warm."""
+        stores, clock, flags = self.site.stores, self.clock, self.config.flags
+        store, others = stores[node_id], {name: one for name, one in stores.items() if name not in self._leaving}
+        self._leaving.add(node_id)
+        others.pop(node_id, None)
+        each = TRACE_BLOCK_TOKENS // flags.block_size
+        plan = HandOver(
+            store.warm_chains(),
+            rooms_of(store.cached, [OtherNode(name, one.free, one.cached) for name, one in others.items()]),
+            block_bytes=max(1, self.config.block_bytes) * each,
+            bytes_per_s=flags.hand_over_bytes_per_s,
+            begun_s=clock.now,
+            until_s=clock.now + flags.hand_over_timeout_s,
+        )
+
+        def go_on() -> None:
+            step = plan.next(clock.now)
+            if isinstance(step, float):
+                clock.at(step, go_on)
+            elif step is not None:
+                here, came = others[step.node_id].take(step.chain, step.most_blocks)
+                plan.answered(step, here, came)
+                clock.after(self.site.call_s + came * each * self.site.block_s, go_on)
+            else:
+                for name, chain in reversed(plan.whole):
+                    others[name].touch(chain)
+                stores.pop(node_id).leave()
+                self._leaving.remove(node_id)
+                del self.site.nodes[node_id]
+                self.handed_over += plan.blocks
+
+        go_on()
 
 
 def simulate(
@@ -340,6 +395,8 @@ def simulate(
     world = FleetWorld(config, make)
     begin_s = world.warm_up()
     world.send(requests, begin_s)
+    for at_s, nodes in config.scale_down:
+        world.clock.at(begin_s + at_s, partial(world.drain_nodes, nodes))
     last_s = begin_s + (requests[-1].at_s if requests else 0.0)
     world.clock.run(last_s)
     while world.open_requests() and world.clock.now < last_s + PATIENCE_S:

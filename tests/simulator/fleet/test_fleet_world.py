@@ -129,3 +129,38 @@ def test_what_cannot_be_simulated_is_refused() -> None:
     config = fleet(0, 1)
     with pytest.raises(ConfigError, match="--block-size 100"):
         FleetWorld(dataclasses.replace(config, flags=dataclasses.replace(config.flags, block_size=100)))
+
+
+def conversation(turns: int, first: int, begin_s: float, tokens: int = 2048) -> list[Request]:
+    """Turns of one chat, a minute apart, each of which begins with all that was said before."""
+    blocks = tuple(range(first, first + turns * tokens // 512))
+    return [
+        Request(0, begin_s + 60.0 * turn, (turn + 1) * tokens + 4, 8, blocks[: (turn + 1) * tokens // 512])
+        for turn in range(turns)
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 20.0])
+def test_a_node_that_leaves_hands_over_what_later_turns_find(seconds: float) -> None:
+    chats = [conversation(2, 1000 * chat, 0.2 * chat) for chat in range(12)]
+    requests = sorted((one for chat in chats for one in chat), key=lambda one: one.at_s)
+    requests = [dataclasses.replace(one, number=number) for number, one in enumerate(requests)]
+    config = fleet(0, 3, scale_down=((30.0, 2),))
+    flags = dataclasses.replace(config.flags, hand_over_timeout_s=seconds, hand_over_bytes_per_s=2**30)
+    records, world = simulate(dataclasses.replace(config, flags=flags), requests)
+    world.check_integrity()
+    assert whole(records)
+    assert list(world.site.stores) == ["kv-0"]
+    second = [one.cached_tokens for one in records if one.request.at_s >= 60.0]
+    if seconds:
+        assert second == [2048] * 12
+        assert world.handed_over > 0
+    else:
+        # Of the three nodes, one and its chats are left.
+        assert 0 < sum(second) < 12 * 2048
+        assert world.handed_over == 0
+
+
+def test_one_node_has_to_stay() -> None:
+    with pytest.raises(ConfigError, match="one has to stay"):
+        FleetWorld(fleet(1, 2, scale_down=((1.0, 1), (2.0, 1))))
