@@ -26,9 +26,8 @@ PAGE = pathlib.Path(__file__).resolve().parent / "models.md"
 
 # Models of transformers' mapping that have no row, by what they would need.
 LEFT_OUT = {
-    "states of other kinds (Mamba-1, linear attention with other decays, xLSTM, RWKV), or attention without "
-    "positions over latents": """
-        bailing_hybrid bamba falcon_mamba inkling2_text inkling_text jamba kimi_linear lfm3 mamba mamba2 minimax
+    "states of other kinds (Mamba-1, linear attention with other decays, xLSTM, RWKV)": """
+        bailing_hybrid bamba falcon_mamba inkling2_text inkling_text jamba lfm3 mamba mamba2 minimax
         qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
     "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
     "a norm of the sum of experts and the MLP beside them": "axk1",
@@ -84,6 +83,7 @@ LEFT_OUT_OF_PICTURES = {
 STATES = {
     "lfm2_layers": "layers of short convolutions",
     "delta_layers": "layers of gated delta nets",
+    "kimi_layers": "layers of gated delta nets whose matrices forget by rows (KDA), no rotation",
     "olmo_hybrid_layers": "layers of gated delta nets",
     "mamba_layers": "layers of state spaces (Mamba-2)",
     "falcon_h1_layers": "state spaces (Mamba-2) beside attention",

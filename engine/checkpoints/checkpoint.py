@@ -131,6 +131,10 @@ def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spellin
     if tensor.role is Role.TAPS:
         # A convolution of each channel on its own reads one channel.
         columns = [1, *columns]
+    before, behind = tensor.ones
+    if before or behind:
+        (names,) = tensor.spellings
+        return ((CheckpointTensor(names[0] + suffix, (*[1] * before, rows, *[1] * behind)),),)
     if tensor.by_head and "{}" in tensor.spellings[0][0]:
         return tuple(
             tuple(

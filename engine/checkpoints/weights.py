@@ -128,7 +128,7 @@ def load_layer(
             case Role.EXACT_MATRIX | Role.HEAD_MATRICES | Role.VECTOR:
                 weights[tensor.name] = checkpoint.take(key, dtype)
             case Role.EXACT_VECTOR:
-                weights[tensor.name] = checkpoint.take(key, torch.float32)
+                weights[tensor.name] = checkpoint.take(key, torch.float32).view(tensor.shape)
             case Role.TAPS:
                 bias = checkpoint.take(f"{key}.bias", torch.float32) if tensor.bias else None
                 weights[tensor.name] = Taps(checkpoint.take(key, torch.float32)[:, 0], bias)

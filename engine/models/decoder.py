@@ -286,23 +286,36 @@ class LayerRun:
     def delta(self, operation: DeltaRule) -> None:
         keys, values = operation.key_heads * operation.key_dim, operation.heads * operation.head_dim
         made, count = self.linear(operation.inputs, self.rows).float(), len(self.rows)
-        learns, forgets = self.linear(operation.rates, self.rows).float().chunk(2, -1)
         mixed = silu(self._convolved(made[:, : 2 * keys + values].contiguous(), operation.taps))
-        decay, shift = (self.weights.tensor(one) for one in (operation.decay, operation.shift))
+        decays, rates = self._delta_rates(operation)
         rows = DeltaRows(
             mixed[:, :keys].view(count, -1, operation.key_dim),
             mixed[:, keys : 2 * keys].view(count, -1, operation.key_dim),
             mixed[:, 2 * keys :].view(count, -1, operation.head_dim),
-            -decay.exp() * softplus(forgets + shift),
-            learns.sigmoid() * (2.0 if operation.doubled else 1.0),
+            decays,
+            rates,
         )
         found = torch.empty_like(rows.values)
         for mine, _, memory in self._states():
             found[mine] = delta_rule(rows.of(mine), memory)
-        gates = made[:, 2 * keys + values :].view(found.shape)
-        norm = self.weights.tensor(operation.norm)
-        self.rows = normed_and_gated(found, gates, norm, operation.eps).to(self.rows.dtype).flatten(1)
+        norm, sigmoid = self.weights.tensor(operation.norm), operation.gate_up is not None
+        gates = self._of_few(operation.gate_down, operation.gate_up)
+        gates = (made[:, 2 * keys + values :] if gates is None else gates).view(found.shape)
+        normed = normed_and_gated(found, gates, norm, operation.eps, sigmoid=sigmoid)
+        self.rows = normed.to(self.rows.dtype).flatten(1)
         self._go_on_with_sampled()
+
+    def _delta_rates(self, operation: DeltaRule) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns the ``decays`` and ``rates`` of :class:`DeltaRows` of the step's rows."""
+        made, decay = self.linear(operation.rates, self.rows).float(), self.weights.tensor(operation.decay)
+        forgets = self._of_few(operation.forget_down, operation.forget_up)
+        learns, forgets = made.chunk(2, -1) if forgets is None else (made, forgets.float())
+        times = softplus(forgets + self.weights.tensor(operation.shift)).view(len(made), operation.heads, -1)
+        return -decay.exp()[:, None] * times, learns.sigmoid() * (2.0 if operation.doubled else 1.0)
+
+    def _of_few(self, down: LayerTensor | None, up: LayerTensor | None) -> torch.Tensor | None:
+        """Returns the products of the rows with one matrix and then with another; None where there are none."""
+        return None if down is None or up is None else self.linear(up, self.linear(down, self.rows))
 
     def state_space(self, operation: StateSpace) -> None:
         values, sides = operation.heads * operation.head_dim, operation.groups * operation.state_dim
@@ -355,7 +368,9 @@ class LayerRun:
         down, key_turned = self.linear(operation.down, self.rows).tensor_split([latents.rank], -1)
         ups = self.weights.tensor(operation.up).view(-1, latents.still + latents.values, latents.rank)
         key_up, value_up = ups.tensor_split([latents.still], 1)
-        turned = rotate(torch.cat((queries_turned, key_turned[:, None]), 1), *self.tables[operation.rope])
+        turned = torch.cat((queries_turned, key_turned[:, None]), 1)
+        if operation.rope is not None:
+            turned = rotate(turned, *self.tables[operation.rope])
         keys = torch.cat((self.weights.norm(operation.norm)(down)[:, None], turned[:, -1:]), -1)
         self.attention.write(self.index, keys)
         if wanted is not None and not len(wanted):

@@ -19,6 +19,7 @@ from pillion.engine.models.layer_operations import Layer
 from pillion.engine.models.linear_config import (
     delta_layers,
     falcon_h1_layers,
+    kimi_layers,
     lfm2_layers,
     mamba_layers,
     nemotron_h_kinds,
@@ -26,6 +27,7 @@ from pillion.engine.models.linear_config import (
     olmo_hybrid_layers,
 )
 from pillion.engine.models.linear_layer import (
+    delta_attention,
     delta_net,
     falcon_h1_layer,
     hybrid_layer,
@@ -1967,6 +1969,56 @@ FAMILIES: dict[str, ModelFamily] = {
             "rescale_prenorm_residual",
         ),
         fixed={"mamba_hidden_act": "silu", "mamba_proj_bias": False},
+    ),
+    "kimi_linear": ModelFamily(
+        {
+            **_LATENTS,
+            "q_lora_rank": None,
+            "max_position_embeddings": 1_048_576,
+            "num_key_value_heads": 32,
+            "rms_norm_eps": 1e-5,
+            **_SHARED,
+            "routed_scaling_factor": 2.446,
+            "num_experts": 256,
+            "moe_intermediate_size": 1024,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+            "layer_types": None,
+            "linear_attn_config": None,
+            "linear_head_dim": 128,
+            "linear_num_heads": 32,
+            "linear_conv_kernel_dim": 4,
+        },
+        layer=partial(
+            hybrid_layer,
+            mixer=delta_attention,
+            choice_bias="block_sparse_moe.gate.e_score_correction_bias",
+            shared_mlp=(
+                ("block_sparse_moe.shared_experts.gate_proj", "block_sparse_moe.shared_experts.up_proj"),
+                "block_sparse_moe.shared_experts.down_proj",
+            ),
+        ),
+        sigmoid_router=True,
+        linear=kimi_layers,
+        keys={
+            "model_max_length": "max_position_embeddings",
+            "moe_renormalize": "norm_topk_prob",
+            "num_expert_group": "n_group",
+            "num_experts_per_token": "num_experts_per_tok",
+            "num_shared_experts": "n_shared_experts",
+        },
+        # No layer has positions, so the base of rotary embeddings that its configs name is none of any.
+        derived=lambda raw: {"position_embedding_type": "nope", "head_dim": raw["qk_rope_head_dim"]},
+        names=((".linear_attn.", ".self_attn."),),
+        ignored=(*_LATENT_IGNORED, *_GUESSING),
+        fixed={
+            "mla_use_nope": True,
+            "moe_layer_freq": 1,
+            "moe_router_activation_func": "sigmoid",
+            "use_grouped_topk": True,
+            "topk_method": "noaux_tc",
+            "scoring_func": "sigmoid",
+        },
     ),
     "olmo_hybrid": ModelFamily(
         {

@@ -9,8 +9,9 @@ from pillion.engine.models.model_config import LatentConfig, ModelConfig
 _EPS = 1e-6
 
 
-def latent_attention(config: ModelConfig, latents: LatentConfig) -> AttendLatents:
-    """Describes the operation from normed rows to the results of all heads."""
+def latent_attention(config: ModelConfig, latents: LatentConfig, rope: int | None = 0) -> AttendLatents:
+    """Describes the operation from normed rows to the results of all heads, of which the rotary embedding number
+    ``rope`` rotates a part."""
     rotated, interleaved = latents.rotary, config.ropes[0].interleaved
     hidden, rank = (Entries(config.hidden_size),), (Entries(latents.rank),)
     queries = Entries(
@@ -37,7 +38,7 @@ def latent_attention(config: ModelConfig, latents: LatentConfig) -> AttendLatent
             inputs=rank,
             spellings=(("self_attn.kv_b_proj",),),
         ),
-        rope=0,
+        rope=rope,
         grows=config.query_growth is not None,
     )
 

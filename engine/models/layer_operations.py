@@ -90,6 +90,7 @@ class LayerTensor:
             all gates first.
         blocks: how many blocks checkpoints have, each of which has queries, values and keys of some heads, in this
             order (CodeGen); 0 elsewhere.
+        ones: how many dimensions of one entry checkpoints have before a vector's own, and behind it.
     """
 
     name: str
@@ -112,6 +113,7 @@ class LayerTensor:
     scales: tuple[float, ...] = ()
     gated: bool = False
     blocks: int = 0
+    ones: tuple[int, int] = (0, 0)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -201,7 +203,8 @@ class AttendLatents:
         norm: the norm of the latents.
         up: for each head the matrix that makes its key and its value of the latents. Where a checkpoint has it in few
             bits, it is widened when it is loaded.
-        rope: the number of the rotary embedding.
+        rope: the number of the rotary embedding; None where nothing is rotated, and the values that would be are used
+            as they are (Kimi-Linear).
         grows: whether queries are multiplied by a factor that grows with their position (:class:`GrowQueries`).
     """
 
@@ -211,7 +214,7 @@ class AttendLatents:
     down: LayerTensor
     norm: LayerTensor
     up: LayerTensor
-    rope: int
+    rope: int | None
     grows: bool = False
 
 
@@ -247,10 +250,13 @@ class DeltaRule:
     convolution first. The matrices and the convolution's last inputs are the layer's state.
 
     Attributes:
-        inputs: makes queries, keys, values and the gate of each value.
-        rates: makes for each head of values how much it learns, and how much it forgets.
+        inputs: makes queries, keys, values and, unless ``gate_up`` makes it, the gate of each value.
+        rates: makes for each head of values how much it learns and, unless ``forget_up`` makes it, how much it forgets.
         taps: the convolution.
         decay, shift: logarithms of how fast each head forgets, and what is added to its rate.
+        forget_down, forget_up: what makes the few values of which ``forget_up`` makes how much each row of a head's
+            matrix forgets on its own (Kimi-Linear); None where a head has one rate for all rows.
+        gate_down, gate_up: what makes the few values of which ``gate_up`` makes gates, which are sigmoids then.
         norm: the weight of the norm of each head's results, which ``eps`` belongs to.
         key_heads, heads: how many heads there are of queries and keys, and of values; neighbours share a key.
         key_dim, head_dim: how many values a query and a key have, and a value.
@@ -269,6 +275,10 @@ class DeltaRule:
     key_dim: int
     head_dim: int
     doubled: bool = False
+    forget_down: LayerTensor | None = None
+    forget_up: LayerTensor | None = None
+    gate_down: LayerTensor | None = None
+    gate_up: LayerTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pillion.engine.models.config_json import number, per_layer, size
+from pillion.engine.models.config_json import number, per_layer, size, token_ids
 from pillion.engine.models.model_config import LinearConfig, MixerScales
 from pillion.errors import ConfigError
 
@@ -59,6 +59,29 @@ def olmo_hybrid_layers(raw: Mapping[str, Any]) -> LinearConfig:
     if raw.get("layer_types") is None and count < 4:
         raw = {**raw, "layer_types": ["linear_attention"] * (count - 1) + ["full_attention"]}
     return delta_layers(raw)
+
+
+def kimi_layers(raw: Mapping[str, Any]) -> LinearConfig:
+    """Reads Kimi-Linear's gated delta nets, of which its configs may speak in an object of their own, with layers
+    counted from 1. Raises ConfigError where that object says something unknown, or leaves a layer out."""
+    count, key = size(raw, "num_hidden_layers"), "linear_attn_config"
+    own = {} if raw[key] is None else raw[key]
+    if not isinstance(own, Mapping):
+        raise ConfigError(f"config.json: {key} must be an object, not {own!r}")
+    unknown = sorted(own.keys() - {"full_attn_layers", "kda_layers", "head_dim", "num_heads", "short_conv_kernel_size"})
+    if unknown:
+        raise ConfigError(f"config.json has {key} with {unknown[0]} = {own[unknown[0]]!r}, which is not supported")
+    layers = _linear_layers(raw, "layer_types", count, ("linear_attention",))
+    if layers is None and {"full_attn_layers", "kda_layers"} <= own.keys():
+        full, linear = (token_ids(own[kind]) for kind in ("full_attn_layers", "kda_layers"))
+        if sorted((*full, *linear)) != list(range(1, count + 1)):
+            raise ConfigError(f"config.json: {key} must name each of the layers 1 to {count} once")
+        layers = tuple(layer + 1 in linear for layer in range(count))
+    if layers is None:
+        layers = tuple(layer == 0 or layer % 4 != 0 for layer in range(count))
+    heads, width = size(own, "num_heads", size(raw, "linear_num_heads")), size(own, "head_dim", raw["linear_head_dim"])
+    taps = size(own, "short_conv_kernel_size", size(raw, "linear_conv_kernel_dim"))
+    return LinearConfig(layers=layers, taps=taps, heads=heads, head_dim=width, key_heads=heads, key_dim=width)
 
 
 def mamba_layers(raw: Mapping[str, Any]) -> LinearConfig:

@@ -1,5 +1,5 @@
 """Describes what layers with a state have in place of attention: convolutions (LFM2), gated delta nets (Qwen3-Next),
-state spaces (Mamba-2). Imports no torch.
+also such as forget by rows (Kimi-Linear), state spaces (Mamba-2). Imports no torch.
 
     hybrid_layer      Llama's layer, or the same with another mixer, as the config says of each layer
     falcon_h1_layer   both beside each other
@@ -116,6 +116,29 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "ap
         ),
         Multiply(_matrix("linear.out", hidden, (values,), _own(out))),
     )
+
+
+def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
+    """Lists a gated delta net of Kimi-Linear (KDA, arXiv 2510.26692): each row of a head's matrix forgets on its own,
+    and what makes that, and the gates, are products of two narrow matrices."""
+    hidden, one = (Entries(config.hidden_size),), (Entries(linear.heads),)
+    values, few = Entries(linear.heads * linear.head_dim), (Entries(linear.head_dim),)
+    apart, out = delta_net(config, linear, spellings="each")
+    assert isinstance(apart, DeltaRule)
+    assert isinstance(out, Multiply)
+    rule = replace(
+        apart,
+        inputs=_matrix("linear.in", (values, values, values), hidden, _own("q_proj", "k_proj", "v_proj")),
+        rates=_matrix("linear.rates", one, hidden, _own("b_proj")),
+        decay=replace(apart.decay, ones=(2, 1)),
+        shift=replace(apart.shift, rows=(values,)),
+        eps=config.rms_norm_eps,
+        forget_down=_matrix("linear.forget_down", few, hidden, _own("f_a_proj")),
+        forget_up=_matrix("linear.forget_up", (values,), few, _own("f_b_proj")),
+        gate_down=_matrix("linear.gate_down", few, hidden, _own("g_a_proj")),
+        gate_up=_matrix("linear.gate_up", (values,), few, _own("g_b_proj")),
+    )
+    return rule, out
 
 
 def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:

@@ -132,7 +132,7 @@ def _attention(
     """Lists the operations from normed rows to attention's results. ``between`` stand after the product with
     ``projected``."""
     if config.latents is not None:
-        return (latent_attention(config, config.latents),)
+        return (latent_attention(config, config.latents, config.layer_ropes[index]),)
     attend = Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked)
     gate = (KeepGate(_heads(config)[0]),) if projected.gated else ()
     made = Multiply(projected), *gate, *between, *growth(config, index), attend
@@ -252,6 +252,7 @@ def gated(config: ModelConfig, index: int = 0) -> Mlp:
             ("mlp.gate_proj", "mlp.up_proj"),
             ("mlp.gate_up_proj",),
             ("feed_forward.gate_proj", "feed_forward.up_proj"),
+            ("block_sparse_moe.gate_proj", "block_sparse_moe.up_proj"),
         ),
         bias=config.mlp_bias,
     )
@@ -260,7 +261,7 @@ def gated(config: ModelConfig, index: int = 0) -> Mlp:
         role=Role.MATRIX,
         rows=hidden,
         inputs=(inner,),
-        spellings=(("mlp.down_proj",), ("feed_forward.down_proj",)),
+        spellings=(("mlp.down_proj",), ("feed_forward.down_proj",), ("block_sparse_moe.down_proj",)),
         bias=config.mlp_bias,
     )
     return Mlp(gate_up, down, config.activation)

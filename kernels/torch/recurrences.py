@@ -41,7 +41,8 @@ def convolve(rows: torch.Tensor, inputs: torch.Tensor, taps: Taps) -> torch.Tens
 @dataclass(frozen=True, slots=True)
 class DeltaRows:
     """Holds what the gated delta rule reads for n rows, in float32: ``queries`` and ``keys`` [n, key heads, key_dim],
-    ``values`` [n, heads, head_dim], ``decays`` [n, heads], logarithms of 0 to 1, and ``rates`` [n, heads]."""
+    ``values`` [n, heads, head_dim], ``decays`` [n, heads, 1], or [n, heads, key_dim] where each row of a head's matrix
+    has its own, logarithms of 0 to 1, and ``rates`` [n, heads]."""
 
     queries: torch.Tensor
     keys: torch.Tensor
@@ -63,7 +64,7 @@ def delta_rule(rows: DeltaRows, memory: torch.Tensor) -> torch.Tensor:
     for token in range(len(found)):
         key = _unit(rows.keys[token]).repeat_interleave(shared, 0)[:, :, None]
         query = (_unit(rows.queries[token]) / scale).repeat_interleave(shared, 0)[:, :, None]
-        memory *= forgets[token, :, None, None]
+        memory *= forgets[token, :, :, None]
         learnt = (rows.values[token] - (memory * key).sum(1)) * rows.rates[token, :, None]
         memory += key * learnt[:, None]
         found[token] = (memory * query).sum(1)
@@ -111,11 +112,17 @@ def steps_of_time(steps: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
 
 def normed_and_gated(
-    rows: torch.Tensor, gates: torch.Tensor, weight: torch.Tensor, eps: float, *, gate_first: bool = False
+    rows: torch.Tensor,
+    gates: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    gate_first: bool = False,
+    sigmoid: bool = False,
 ) -> torch.Tensor:
-    """Computes the RMS norm over the last dimension of float32 rows [..., values], times silu of their gates; with
-    ``gate_first`` the gated rows are normed."""
-    gate = silu(gates.float())
+    """Computes the RMS norm over the last dimension of float32 rows [..., values], times silu of their gates, or their
+    ``sigmoid``; with ``gate_first`` the gated rows are normed."""
+    gate = gates.float().sigmoid() if sigmoid else silu(gates.float())
     if gate_first:
         rows = rows * gate
     normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * weight

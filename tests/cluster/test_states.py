@@ -73,7 +73,14 @@ def prefilled(last: list[Delta]) -> list[int]:
     return [delta.timings.prefilled_tokens for delta in last if delta.timings is not None]
 
 
-@pytest.mark.parametrize("name", ["qwen3-next", pytest.param("lfm2", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3-next",
+        pytest.param("lfm2", marks=pytest.mark.long),
+        pytest.param("kimi-linear", marks=pytest.mark.long),
+    ],
+)
 def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, name: str) -> None:
     folder = make_model(tmp_path / "model", HYBRIDS[name])[0]
     with (

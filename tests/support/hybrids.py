@@ -58,6 +58,22 @@ NEMOTRON = {
     "moe_shared_expert_intermediate_size": 80,
     "tie_word_embeddings": False,
 }
+# Heads of values and keys are as many and as wide, and layers are counted from 1.
+KIMI = {
+    "model_type": "kimi_linear",
+    "pad_token_id": 2,
+    "without": ("head_dim",),
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 64,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 32,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 48,
+    "tie_word_embeddings": False,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "lfm2": {"model_type": "lfm2", "num_hidden_layers": 3, "layer_types": ["conv", ATTENTION, "conv"]},
     "lfm2-biases": {
@@ -149,6 +165,29 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "layers_block_type": ["mlp", ATTENTION, "moe", LINEAR],
         "mlp_bias": True,
         "use_bias": True,
+        "norm_topk_prob": False,
+    },
+    "kimi-linear": {
+        **KIMI,
+        "num_hidden_layers": 3,
+        "linear_attn_config": {
+            "full_attn_layers": [2],
+            "kda_layers": [1, 3],
+            "head_dim": 32,
+            "num_heads": 3,
+            "short_conv_kernel_size": 4,
+        },
+    },
+    "kimi-linear-ends-attending": {
+        **KIMI,
+        "layer_types": [LINEAR, ATTENTION],
+        "linear_head_dim": 48,
+        "linear_num_heads": 2,
+        "linear_conv_kernel_dim": 3,
+        "q_lora_rank": 24,
+        "mlp_layer_types": ["sparse", "sparse"],
+        "n_group": 3,
+        "topk_group": 2,
         "norm_topk_prob": False,
     },
     "olmo-hybrid-nope": {

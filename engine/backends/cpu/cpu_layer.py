@@ -239,7 +239,7 @@ class LayerEmitter:
         steps = latents.head_dim * shape.element_bytes, latents.rank * 4
         yield from builder.gemm(f"{ups}.keys", projected, absorbed, "store", steps=steps)
         queries = builder.buffer("queries", heads * shape.head_dim, builder.row_dtype)
-        cos, sin = builder.ropes[operation.rope]
+        cos, sin = (None, None) if operation.rope is None else builder.ropes[operation.rope]
         places: dict[str, Any] = {
             "slot_bytes": builder.layout.block_bytes,
             "layer_offset": builder.layout.place(self._index).offset,
@@ -258,7 +258,8 @@ class LayerEmitter:
             **places,
         }
         widths = latents.rank, latents.rotary, latents.still
-        spec = WriteLatents(*widths, heads, shape.block_size, builder.bf16, shape.codes, operation.grows)
+        options = shape.codes, operation.grows, operation.rope is not None
+        spec = WriteLatents(*widths, heads, shape.block_size, builder.bf16, *options)
         yield Operation(spec, values)
         places |= {"head_stride": HeadStride(shape.group * shape.head_dim * shape.element_bytes), "value_offset": 0}
         self._mixers -= 1

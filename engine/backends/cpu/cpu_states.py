@@ -4,6 +4,7 @@
 
     x --in--> convolution_inputs --convolve--> mixed --unit length--> units --delta rule--> remembered
     x --rates--> rates --> learns, forgets         remembered, gates of convolution_inputs --norm, gate--> gated
+    x --down--> narrow --up--> forgets, or gates   (Kimi-Linear, in place of a part of the matrices above)
 
     x --in--> convolution_inputs --convolve--> mixed --state space--> remembered --gate, norm--> gated
 
@@ -49,12 +50,13 @@ def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -
 @dataclass(frozen=True, slots=True)
 class NormGroups:
     """Describes the groups of a row's values that are normed: how many, and how many values each has. They have one
-    vector of weights, or each its own; they are gated after the norm, or first."""
+    one vector of weights, or each its own; they are gated after the norm, or first, by silu or a sigmoid."""
 
     count: int
     width: int
     own_weights: bool = False
     gate_first: bool = False
+    sigmoid: bool = False
 
 
 class StateEmitter:
@@ -84,21 +86,25 @@ class StateEmitter:
         yield self._convolve(operation.taps, made, mixed)
         lanes = -(-operation.key_dim // LANES) * LANES
         units = builder.buffer("units", 2 * operation.key_heads * lanes, "float32")
-        learns, forgets = (builder.buffer(name, operation.heads, "float32") for name in ("learns", "forgets"))
+        by_rows = operation.forget_up is not None
+        learns = builder.buffer("learns", operation.heads, "float32")
+        forgets = builder.buffer("forgets", operation.heads * (operation.key_dim if by_rows else 1), "float32")
+        yield from self._of_few(x, operation.forget_down, operation.forget_up, forgets)
         made_of_rows = {"units": units, "learns": learns, "forgets": forgets}
         prepare = {
             "mixed": mixed,
             "rates": rates,
-            "decay": self._decay(operation.decay),
+            "decay": self._decay(operation.decay, operation.key_dim if by_rows else 0),
             "shift": builder.weights.tensors[prefix + operation.shift.name],
             **made_of_rows,
             "mixed_stride": mixed.stride,
             "rates_stride": rates.stride,
             "units_stride": units.stride,
             "heads_stride": learns.stride,
+            "forgets_stride": forgets.stride,
         }
         heads = operation.key_heads, operation.heads, operation.key_dim
-        yield Operation(PrepareDelta(*heads, operation.doubled), prepare, builder.when)
+        yield Operation(PrepareDelta(*heads, operation.doubled, by_rows), prepare, builder.when)
         remembered = builder.buffer("remembered", values, "float32")
         run = {
             **made_of_rows,
@@ -106,14 +112,27 @@ class StateEmitter:
             "out": remembered,
             "units_stride": units.stride,
             "heads_stride": learns.stride,
+            "forgets_stride": forgets.stride,
             "values_stride": mixed.stride,
             "out_stride": remembered.stride,
             **self._places(self._pieces.memory),
         }
-        yield Operation(RunDeltaRule(*heads, operation.head_dim), run, builder.when)
-        gates = Columns(made, (2 * keys + values) * 4)
-        groups = NormGroups(operation.heads, operation.head_dim)
+        yield Operation(RunDeltaRule(*heads, operation.head_dim, by_rows), run, builder.when)
+        gates, sigmoid = Columns(made, (2 * keys + values) * 4), operation.gate_up is not None
+        if sigmoid:
+            of_few = builder.buffer("gates", values, "float32")
+            yield from self._of_few(x, operation.gate_down, operation.gate_up, of_few)
+            gates = Columns(of_few, 0)
+        groups = NormGroups(operation.heads, operation.head_dim, sigmoid=sigmoid)
         yield self._norm_gated(remembered, gates, operation.norm, operation.eps, groups)
+
+    def _of_few(self, x: Buffer, down: LayerTensor | None, up: LayerTensor | None, out: Buffer) -> Iterator[Operation]:
+        """Yields the product of ``x`` with one matrix and then with another, where there are such."""
+        if down is None or up is None:
+            return
+        few = self._builder.buffer("narrow", down.shape[0], self._builder.row_dtype)
+        yield from self._builder.gemm(self._prefix + down.name, x, few, "act_none")
+        yield from self._builder.gemm(self._prefix + up.name, few, out, "store")
 
     def state_space(self, operation: StateSpace, x: Buffer) -> Iterator[Operation]:
         """Yields the kernels from normed rows ``x`` to :func:`gated`."""
@@ -171,12 +190,14 @@ class StateEmitter:
             "weight_bytes": groups.width * 4 if groups.own_weights else 0,
             "eps": eps,
         }
-        spec = NormGated(self._builder.bf16, groups.gate_first, norm is not None)
+        spec = NormGated(self._builder.bf16, groups.gate_first, norm is not None, groups.sigmoid)
         return Operation(spec, values, self._builder.when)
 
-    def _decay(self, decay: LayerTensor) -> torch.Tensor:
-        """Returns how fast heads forget, of their logarithms, in the way in which kernels multiply by it."""
-        return self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
+    def _decay(self, decay: LayerTensor, rows: int = 0) -> torch.Tensor:
+        """Returns how fast heads forget, of their logarithms, in the way in which kernels multiply by it; once for each
+        of so many rows of a head's matrix where these forget on their own."""
+        found = self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
+        return found[: decay.shape[0]].repeat_interleave(rows) if rows else found
 
     def _convolve(self, taps: LayerTensor, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
         """Returns the convolution of ``x``; that of the first and the third of its parts, which the second multiplies,

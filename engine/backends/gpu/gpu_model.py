@@ -485,6 +485,7 @@ class GpuDecoder:
         projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
         absorbed = queries[..., : latents.rank].transpose(0, 1)
         torch.bmm(projected[..., : latents.still].transpose(0, 1), key_up, out=absorbed)
+        assert operation.rope is not None  # Only hybrid models, which have no GPU kernels, have none.
         rotary = Rotary(*model.ropes[operation.rope], self._record.rope_rows[:count])
         for part in self._latents:
             latent_write(

@@ -34,6 +34,7 @@ class WriteLatents(KernelSpec):
     their latents, where this step began the block: they are values, too, and 0 times a stale NaN would not be 0.
 
     ``codes``: keys are of this type of 8 bits, "fp8_e4m3" or "int8"; "" where they are of the model's type.
+    ``rotated``: whether pairs rotate; where they do not, there is no ``cos`` and no ``sin``.
     ``grows``: queries are multiplied at last by their position's number in ``growth`` [positions] float32.
     """
 
@@ -51,6 +52,7 @@ class WriteLatents(KernelSpec):
     bf16: bool
     codes: str = ""
     grows: bool = False
+    rotated: bool = True
 
     def emit(self, call: KernelCall) -> None:
         # Each head of a row is a work item, and its key is one more.
@@ -81,7 +83,7 @@ class WriteLatents(KernelSpec):
         projected = args.pointer("projected") + row * args.number("projected_stride")
         source = projected + (head * (self.still + self.rotary) + self.still) * size
         values = [k.load_float(source + i * (LANES * size), self.bf16) for i in range(self.rotary // LANES)]
-        for vector, value in enumerate(turned(k, values, args.pointer("cos") + angles, args.pointer("sin") + angles)):
+        for vector, value in enumerate(self._turned(call, values, angles)):
             at = target + (self.rank + vector * LANES) * size
             k.store_float(at, value if factor is None else value * factor, self.bf16)
 
@@ -96,7 +98,7 @@ class WriteLatents(KernelSpec):
         source = args.pointer("latents") + row * args.number("latents_stride")
         behind_latents = self.rank // LANES
         values = [k.load(source + (behind_latents + i) * VECTOR_BYTES) for i in range(self.rotary // LANES)]
-        keys = turned(k, values, args.pointer("cos") + angles, args.pointer("sin") + angles)
+        keys = self._turned(call, values, angles)
         clears = behind.equals(row + 1) & (row - offset >= first)
         if self.codes:
             latents = [k.load(source + i * VECTOR_BYTES) for i in range(behind_latents)]
@@ -112,6 +114,12 @@ class WriteLatents(KernelSpec):
             scatter_key(k, target, behind_latents + vector, value, self.bf16)
         with k.when(clears):
             self._clear(call, piece, offset, each)
+
+    def _turned(self, call: KernelCall, values: list[Vec], angles: Int) -> list[Vec]:
+        """Returns the values that are to be rotated, rotated by the angles of their position."""
+        if not self.rotated:
+            return values
+        return turned(call.k, values, call.args.pointer("cos") + angles, call.args.pointer("sin") + angles)
 
     @property
     def _group_bytes(self) -> int:

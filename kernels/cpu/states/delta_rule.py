@@ -40,18 +40,23 @@ class PrepareDelta(KernelSpec):
     units    [T, 2 * key_heads, key_dim up to the next multiple of 16] float32: queries and keys of unit length, queries
              divided by the root of key_dim; zeros behind each
     learns, forgets  [T, heads] float32: the share that is learnt, and the factor of what is kept
+
+    ``by_rows``: each row of a head's matrix has a factor of its own. ``rates`` is about what is learnt alone;
+    ``forgets`` [T, heads, key_dim] holds what makes these factors, and is overwritten by them; ``decay`` and ``shift``
+    are [heads, key_dim]. There are as many heads of keys as of values, and key_dim is a multiple of 16.
     """
 
     layout = RecordLayout(
         "prepare_delta",
         pointers=("mixed", "rates", "decay", "shift", "units", "learns", "forgets"),
-        numbers=("mixed_stride", "rates_stride", "units_stride", "heads_stride"),
+        numbers=("mixed_stride", "rates_stride", "units_stride", "heads_stride", "forgets_stride"),
     )
 
     key_heads: int
     heads: int
     key_dim: int
     doubled: bool = False
+    by_rows: bool = False
 
     def emit(self, call: KernelCall) -> None:
         # Each query and each key of a row is a work item, and the rates of its heads are one more.
@@ -60,6 +65,9 @@ class PrepareDelta(KernelSpec):
             row, head = item // items, item % items
             with k.when(head < 2 * self.key_heads):
                 self._unit(call, row, head)
+            if self.by_rows:
+                with k.when(head < self.heads):
+                    self._factors(call, row, head)
             with k.when(head.equals(2 * self.key_heads)):
                 self._rates(call, row)
 
@@ -89,8 +97,19 @@ class PrepareDelta(KernelSpec):
             at = vector * VECTOR_BYTES
             learns = k.sigmoid(k.load(rates + at)) * (2.0 if self.doubled else 1.0)
             k.store(args.pointer("learns") + at_row + at, learns)
-            rate = k.softplus(k.load(rates + self.heads * 4 + at) + k.load(args.pointer("shift") + at))
-            k.store(args.pointer("forgets") + at_row + at, k.exp2(rate * k.load(args.pointer("decay") + at)))
+            if not self.by_rows:
+                rate = k.softplus(k.load(rates + self.heads * 4 + at) + k.load(args.pointer("shift") + at))
+                factor = k.exp2(rate * k.load(args.pointer("decay") + at))
+                k.store(args.pointer("forgets") + row * args.number("forgets_stride") + at, factor)
+
+    def _factors(self, call: KernelCall, row: Int, head: Int) -> None:
+        k, args, first = call.k, call.args, head * (self.key_dim * 4)
+        forgets = args.pointer("forgets") + row * args.number("forgets_stride") + first
+        decay, shift = (args.pointer(name) + first for name in ("decay", "shift"))
+        with k.range(self.key_dim // LANES) as vector:
+            at = vector * VECTOR_BYTES
+            rate = k.softplus(k.load(forgets + at) + k.load(shift + at))
+            k.store(forgets + at, k.exp2(rate * k.load(decay + at)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,19 +120,21 @@ class RunDeltaRule(KernelSpec):
     values   [T, heads * head_dim] float32
     out      [T, heads * head_dim] float32
 
-    Each sum over a key has the same order for every token. head_dim is a multiple of PIECE_COLUMNS.
+    ``by_rows``: that of :class:`PrepareDelta`. Each sum over a key has the same order for every token. head_dim is a
+    multiple of PIECE_COLUMNS.
     """
 
     layout = RecordLayout(
         "run_delta_rule",
         pointers=("units", "learns", "forgets", "values", "out", *STATE_POINTERS),
-        numbers=("units_stride", "heads_stride", "values_stride", "out_stride", *STATE_NUMBERS),
+        numbers=("units_stride", "heads_stride", "forgets_stride", "values_stride", "out_stride", *STATE_NUMBERS),
     )
 
     key_heads: int
     heads: int
     key_dim: int
     head_dim: int
+    by_rows: bool = False
 
     def emit(self, call: KernelCall) -> None:
         with each_piece(call, self.heads, self.head_dim // PIECE_COLUMNS) as piece:
@@ -126,22 +147,27 @@ class RunDeltaRule(KernelSpec):
         query = args.pointer("units") + row * args.number("units_stride")
         query = query + head // (self.heads // self.key_heads) * unit_bytes
         key = query + self.key_heads * unit_bytes
-        of_head = row * args.number("heads_stride") + head * 4
-        learns = k.broadcast(args.pointer("learns") + of_head)
-        forgets = k.broadcast(args.pointer("forgets") + of_head)
+        learns = k.broadcast(args.pointer("learns") + row * args.number("heads_stride") + head * 4)
+        forgets = args.pointer("forgets") + row * args.number("forgets_stride")
+        forgets = forgets + head * (self.key_dim * 4 if self.by_rows else 4)
+        factor = None if self.by_rows else k.broadcast(forgets)
         place = head * (self.head_dim * 4) + column * VECTOR_BYTES
         value = k.load(args.pointer("values") + row * args.number("values_stride") + place)
         sums = zeros(k, self.key_dim)
         with k.range(self.key_dim, step=len(sums)) as first:
             for part, total in enumerate(sums):
-                held = memory.load(first + part)
-                total.value = k.fma(held, k.broadcast(key + (first + part) * 4), total.value)
-        learnt = (value - added_up(sums) * forgets) * learns
+                held, at = memory.load(first + part), (first + part) * 4
+                if factor is None:
+                    held = held * k.broadcast(forgets + at)
+                total.value = k.fma(held, k.broadcast(key + at), total.value)
+        remembered = added_up(sums)
+        learnt = (value - (remembered if factor is None else remembered * factor)) * learns
         sums = zeros(k, self.key_dim)
         with k.range(self.key_dim, step=len(sums)) as first:
             for part, total in enumerate(sums):
                 at = (first + part) * 4
-                held = k.fma(k.broadcast(key + at), learnt, memory.load(first + part) * forgets)
+                kept = memory.load(first + part) * (k.broadcast(forgets + at) if factor is None else factor)
+                held = k.fma(k.broadcast(key + at), learnt, kept)
                 memory.store(first + part, held)
                 total.value = k.fma(held, k.broadcast(query + at), total.value)
         k.store(args.pointer("out") + row * args.number("out_stride") + place, added_up(sums))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
@@ -24,7 +24,7 @@ class NormGated(KernelSpec):
     out      [T, groups, width] of the model's type
 
     ``gate_first``: gated rows are normed, not normed rows gated. Without ``normed`` rows are gated alone, and there is
-    no weight.
+    no weight. ``sigmoid``: gates are sigmoids.
     """
 
     layout = RecordLayout(
@@ -37,6 +37,7 @@ class NormGated(KernelSpec):
     bf16: bool
     gate_first: bool = False
     normed: bool = True
+    sigmoid: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k, args, size = call.k, call.args, 2 if self.bf16 else 4
@@ -52,8 +53,7 @@ class NormGated(KernelSpec):
             with k.range(width // LANES) as i:
                 value = k.load(x + i * VECTOR_BYTES)
                 if first:
-                    gate = k.load(gates + i * VECTOR_BYTES)
-                    value = value * (gate * k.sigmoid(gate))
+                    value = value * self._gate(call, gates + i * VECTOR_BYTES)
                     k.store(x + i * VECTOR_BYTES, value)
                 squares.value = k.fma(value, value, squares.value)
             factor = norm_factor(k, squares.value, width, args.real("eps"))
@@ -62,9 +62,12 @@ class NormGated(KernelSpec):
                 if self.normed:
                     value = value * factor * k.load(weight + i * VECTOR_BYTES)
                 if not first:
-                    gate = k.load(gates + i * VECTOR_BYTES)
-                    value = value * (gate * k.sigmoid(gate))
+                    value = value * self._gate(call, gates + i * VECTOR_BYTES)
                 k.store_float(out + i * (LANES * size), value, self.bf16)
+
+    def _gate(self, call: KernelCall, at: Ptr) -> Vec:
+        gate = call.k.load(at)
+        return call.k.sigmoid(gate) if self.sigmoid else gate * call.k.sigmoid(gate)
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,6 +139,8 @@ def test_greedy_continuation(some_case):
         pytest.param("lfm2-biases", "float32", marks=pytest.mark.long),
         pytest.param("qwen3-next", "bfloat16", marks=pytest.mark.long),
         pytest.param("falcon-h1-normed", "float32", marks=pytest.mark.long),
+        pytest.param("kimi-linear", "float32", marks=pytest.mark.long),
+        pytest.param("kimi-linear", "bfloat16", marks=pytest.mark.long),
     ],
 )
 def test_a_text_has_the_same_bits_however_it_is_cut(made, name, dtype):
@@ -158,7 +160,13 @@ def test_a_text_has_the_same_bits_however_it_is_cut(made, name, dtype):
 
 @needs_kernels
 @pytest.mark.parametrize(
-    "name", ["lfm2-biases", "falcon-h1-normed", pytest.param("qwen3-next", marks=pytest.mark.long)]
+    "name",
+    [
+        "lfm2-biases",
+        "falcon-h1-normed",
+        pytest.param("qwen3-next", marks=pytest.mark.long),
+        pytest.param("kimi-linear", marks=pytest.mark.long),
+    ],
 )
 def test_models_in_bfloat16_are_near(made, name):
     case, text = made(name, "cpu", "bfloat16"), tokens_of(PROMPT_TOKENS, 2)
@@ -264,6 +272,9 @@ SHAPE = {
 }
 
 
+KDA = {"full_attn_layers": [2], "kda_layers": [1]}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -273,6 +284,11 @@ SHAPE = {
         ({"model_type": "qwen3_next", "layer_types": [LINEAR]}, "all 2 layers"),
         ({"model_type": "qwen3_5_text", "attn_output_gate": False}, "attn_output_gate"),
         ({"model_type": "granitemoehybrid", "mamba_n_heads": 7}, "mamba_n_heads = 7"),
+        ({"model_type": "kimi_linear", "linear_attn_config": [1]}, "linear_attn_config must be an object"),
+        ({"model_type": "kimi_linear", "linear_attn_config": {"gate_lower_bound": -5.0}}, "gate_lower_bound = -5.0"),
+        ({"model_type": "kimi_linear", "linear_attn_config": KDA | {"kda_layers": [0]}}, "each of the layers 1 to 2"),
+        ({"model_type": "kimi_linear", "mla_use_nope": False}, "mla_use_nope = False"),
+        ({"model_type": "kimi_linear", "moe_router_activation_func": "softmax"}, "moe_router_activation_func"),
         ({"model_type": "granitemoehybrid", "time_step_limit": [0.1, 1.0]}, "time_step_limit"),
         ({"model_type": "granitemoehybrid", "position_embedding_type": "alibi"}, "'alibi'"),
     ],
@@ -290,3 +306,7 @@ def test_which_layers_have_keys_and_values():
     kinds = ["mamba", "attention"]
     assert parse_config({**SHAPE, "model_type": "granitemoehybrid", "layer_types": kinds}).kv_layers == (1,)
     assert parse_config({**SHAPE, "model_type": "lfm2", "layer_types": ["conv", ATTENTION]}).linear.taps == 3
+    kimi = {**SHAPE, "model_type": "kimi_linear", "num_experts": 8}
+    assert parse_config({**kimi, "linear_attn_config": KDA}).kv_layers == (1,)
+    assert parse_config({**kimi, "linear_attn_config": KDA, "layer_types": [ATTENTION, LINEAR]}).kv_layers == (0,)
+    assert parse_config({**kimi, "num_hidden_layers": 9}).kv_layers == (4, 8)

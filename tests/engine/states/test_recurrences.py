@@ -41,14 +41,15 @@ def test_convolutions_have_the_same_bits_over_any_cut(cuts: list[int]) -> None:
     torch.testing.assert_close(wanted, plain)
 
 
+@pytest.mark.parametrize("factors", [1, 24])
 @settings(max_examples=examples(40))
-@given(CUTS)
-def test_delta_rules_have_the_same_bits_over_any_cut(cuts: list[int]) -> None:
+@given(cuts=CUTS)
+def test_delta_rules_have_the_same_bits_over_any_cut(factors: int, cuts: list[int]) -> None:
     rows = DeltaRows(
         random(TOKENS, 2, 24),
         random(TOKENS, 2, 24, seed=1),
         random(TOKENS, 4, 40, seed=2),
-        -random(TOKENS, 4, seed=3).abs(),
+        -random(TOKENS, 4, factors, seed=3).abs(),
         random(TOKENS, 4, seed=4).sigmoid(),
     )
     whole, memory = torch.zeros(4, 24, 40), torch.zeros(4, 24, 40)

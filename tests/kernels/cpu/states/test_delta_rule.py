@@ -17,10 +17,12 @@ from tests.support.piece_pool import PiecePool
 
 # Neighbouring heads share a key. Keys fill no whole vector; sums over 23 or 24 values have one part or several.
 KEY_HEADS, HEADS, HEAD_DIM, COUNTS, FOUND = 2, 6, 32, (1, 9, 3), (True, False, True)
+# With a factor for each row of a matrix there are as many keys as heads, and keys fill whole vectors.
+BY_ROWS = PrepareDelta(HEADS, HEADS, 48, by_rows=True), RunDeltaRule(HEADS, HEADS, 48, HEAD_DIM, by_rows=True)
 PREPARE = [PrepareDelta(KEY_HEADS, HEADS, 24, doubled=True), PrepareDelta(KEY_HEADS, HEADS, 23)]
 RUN = [RunDeltaRule(KEY_HEADS, HEADS, key_dim, HEAD_DIM) for key_dim in (24, 23)]
 
-runner = runner_of([*PREPARE, *RUN])
+runner = runner_of([*PREPARE, *RUN, *BY_ROWS])
 
 
 @pytest.mark.parametrize(("prepare", "run"), [*zip(PREPARE, RUN, strict=True)], ids=lambda spec: spec.name)
@@ -32,7 +34,7 @@ def test_rows_and_states(runner, prepare, run):
     units = torch.full((tokens, 2, KEY_HEADS, 32), 7.0)
     learns, forgets = torch.full((tokens + 1, 16), 7.0), torch.full((tokens + 1, 16), 7.0)
     made = {"units": units, "learns": learns, "forgets": forgets}
-    strides = {"units_stride": stride(units), "heads_stride": stride(learns)}
+    strides = {"units_stride": stride(units), "heads_stride": stride(learns), "forgets_stride": stride(forgets)}
     values = {"mixed": mixed, "rates": rates, "decay": -decay * LOG2E, "shift": shift, **made, **strides}
     values |= {"mixed_stride": stride(mixed), "rates_stride": stride(rates)}
     runner.run(prepare, values, pool.step)
@@ -54,9 +56,42 @@ def test_rows_and_states(runner, prepare, run):
         heads[:, 0],
         heads[:, 1],
         of_heads.view(tokens, HEADS, HEAD_DIM),
-        -decay[:HEADS] * softplus(rates[:, HEADS : 2 * HEADS] + shift[:HEADS]),
+        (-decay[:HEADS] * softplus(rates[:, HEADS : 2 * HEADS] + shift[:HEADS]))[..., None],
         rates[:, :HEADS].sigmoid() * (2.0 if prepare.doubled else 1.0),
     )
+    for sequence, mine in enumerate(pool.rows):
+        memory = matrices(pool.old(sequence))
+        found = delta_rule(rows.of(mine), memory)
+        torch.testing.assert_close(out[mine].view(found.shape), found, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(matrices(pool.new(sequence)), memory, atol=1e-5, rtol=1e-5)
+    assert (out[tokens] == 7).all()
+    pool.check_others_unchanged()
+
+
+def test_rows_of_matrices_that_forget_on_their_own(runner):
+    prepare, run = BY_ROWS
+    tokens, key_dim = sum(COUNTS), run.key_dim
+    pool = PiecePool(COUNTS, FOUND, [(key_dim, 16)] * (HEADS * HEAD_DIM // 16))
+    keys = HEADS * key_dim
+    mixed, rates = normal(tokens, 2 * keys + HEADS * HEAD_DIM), normal(tokens, 16, seed=1) * 4
+    decay, shift, made = normal(HEADS, seed=2).exp(), normal(keys, seed=3), normal(tokens + 1, keys, seed=4) * 3
+    forgets, learns, units = made.clone(), torch.full((tokens, 16), 7.0), torch.full((tokens, 2 * keys), 7.0)
+    shared = {"units": units, "learns": learns, "forgets": forgets}
+    shared |= {"units_stride": stride(units), "heads_stride": stride(learns), "forgets_stride": stride(forgets)}
+    values = {"mixed": mixed, "rates": rates, "mixed_stride": stride(mixed), "rates_stride": stride(rates)}
+    values |= {"decay": (-decay * LOG2E).repeat_interleave(key_dim), "shift": shift}
+    runner.run(prepare, {**values, **shared}, pool.step)
+    times = softplus(made[:tokens] + shift).view(tokens, HEADS, key_dim)
+    heads = mixed[:, : 2 * keys].view(tokens, 2, HEADS, key_dim)
+    of_heads = mixed[:, 2 * keys :].view(tokens, HEADS, HEAD_DIM)
+    rows = DeltaRows(heads[:, 0], heads[:, 1], of_heads, -decay[:, None] * times, rates[:, :HEADS].sigmoid())
+    torch.testing.assert_close(forgets[:tokens].view(times.shape), rows.decays.exp(), atol=1e-5, rtol=1e-5)
+    assert torch.equal(forgets[tokens], made[tokens])
+
+    out = torch.full((tokens + 1, HEADS * HEAD_DIM), 7.0)
+    place = (mixed.data_ptr() + 2 * keys * 4, mixed.nbytes - 2 * keys * 4)
+    values = {**shared, "values": place, "out": out, "values_stride": stride(mixed), "out_stride": stride(out)}
+    runner.run(run, {**values, **pool.fields}, pool.step)
     for sequence, mine in enumerate(pool.rows):
         memory = matrices(pool.old(sequence))
         found = delta_rule(rows.of(mine), memory)

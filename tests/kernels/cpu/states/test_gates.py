@@ -12,6 +12,7 @@ from pillion.kernels.torch.recurrences import normed_and_gated
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 NORMS = [NormGated(False), NormGated(True, gate_first=True), NormGated(True), NormGated(False, normed=False)]
+NORMS += [NormGated(True, sigmoid=True)]
 GATES = [GateRows(bf16, rows_of) for bf16 in (False, True) for rows_of in ("tokens", "samples")]
 TOKENS, GROUPS, WIDTH, EPS = 5, 3, 48, 0.1
 
@@ -29,7 +30,7 @@ def test_groups_are_normed_and_gated(runner, spec, own):
     values |= {"groups": GROUPS, "width": WIDTH, "weight_bytes": WIDTH * 4 if own else 0}
     values |= {"x_stride": stride(x), "gates_stride": stride(room), "out_stride": stride(out)}
     runner.run(spec, values, rows_step(TOKENS))
-    wanted = normed_and_gated(rows, gates, weight, EPS, gate_first=spec.gate_first)
+    wanted = normed_and_gated(rows, gates, weight, EPS, gate_first=spec.gate_first, sigmoid=spec.sigmoid)
     wanted = (wanted if spec.normed else rows * silu(gates)).flatten(1).to(kind)
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if spec.bf16 else {}
     torch.testing.assert_close(out[:TOKENS], wanted, **tolerance)
