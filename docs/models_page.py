@@ -55,7 +55,7 @@ LEFT_OUT = {
         roberta-prelayernorm roc_bert roformer trocr whisper xlm xlm-roberta xlm-roberta-xl xlnet xmod""",
     "hashed or bytewise attention": "blt reformer",
     "sounds or pictures, whose text model has no row, or is not a model of its own": """
-        cohere_compass_text emu3 fuyu git got_ocr2 mllama moshi moss_transcribe_diarize musicgen musicgen_melody
+        cohere_compass_text emu3 git mllama moshi moss_transcribe_diarize musicgen musicgen_melody
         phi4_multimodal""",
 }
 
@@ -66,17 +66,17 @@ LEFT_OUT_OF_PICTURES = {
         glm5_next glm_ocr granite4_vision granite_docling hunyuan_vl inkling2 inkling_mm_model lfm3_vl minimax_m3_vl
         mistral_large4 molmo2 muse_glimmer muse_spark paddleocr_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker
         qwen4_exp step3p7 unlimited_ocr""",
-    "its checkpoints have the experts' matrices transposed": "qwen3_vl_moe",
     "some of its layers attend to pictures alone": "mllama",
     "the tokens of its prompts see each other": "paligemma",
     "it has an encoder, or its text model attends to pictures": """
         blip blip-2 evolla florence2 git idefics instructblip instructblipvideo kosmos-2 kosmos-2.5 pix2struct
         pp_chart2table pp_formulanet t5gemma2 udop vision-encoder-decoder""",
     "it answers with something else than text": "pi0 shieldgemma2",
-    "its names of keys and tensors have not been compared with transformers'": """
-        chameleon cosmos3_omni deepseek_vl deepseek_vl_hybrid fast_vlm fuyu glmga got_ocr2 hyperclovax_vision_v2
-        idefics2 janus llava_next_video minicpm_ocr minicpmv4_6 minicpmv4_7 nemotron_h_omni perception_lm qianfan_ocr
-        video_llama_3 video_llava vipllava""",
+    "queries and keys are normed by LayerNorms with weights and biases of each head's own, and tokens of pictures are "
+    "never answered": "chameleon",
+    "its tensors of attention have the names of Diffusers (`to_q`, `norm_q`), and no `model.` before them": """
+        cosmos3_omni""",
+    "what sees in it needs the package timm, so its names of tensors have not been compared": "perception_lm",
 }
 
 # What layers with a state have, by the function that reads their shapes.

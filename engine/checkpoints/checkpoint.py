@@ -36,7 +36,9 @@ _OF_PICTURES = (
     *("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "mm_projector.", "vision_embedder."),
     "embed_vision.",
     *("audio_tower.", "embed_audio.", "image_newline", "connector.", "visual_embeddings_table."),
-    *("vision_encoder.", "vision_projection."),
+    *("vision_encoder.", "vision_projection.", "vision_projector.", "vision_embed_tokens.", "high_res_vision_"),
+    *("aligner.", "projector.", "merger.", "mlp1.", "image_tower.", "video_tower."),
+    *("generation_embeddings.", "generation_aligner.", "generation_head.", "vqmodel."),
 )
 _IGNORED_PREFIXES = (*_OF_PICTURES, *(f"model.{prefix}" for prefix in _OF_PICTURES))
 # The language model's tensors begin like this in models of text and images, in transformers 4 and 5.

@@ -80,6 +80,11 @@ _AROUND_TEXT = _words(
     vision_feature_select_strategy image_seq_length image_grid_pinpoints vision_aspect_ratio downsample_ratio
     downsample_factor adapter_layer_norm_eps alignment_intermediate_size scale_factor projector_bias
     projector_hidden_size projector_use_layernorm visual_indicator_token_ids use_image_newline_parameter
+    high_res_vision_config perceiver_config vq_config image_size patch_size num_channels spatial_pool_mode
+    spatial_pool_stride video_seq_length downsample_mode insert_layer_id merge_kernel_size merger_times
+    drop_vision_last_layer image_start_id image_end_id slice_start_id slice_end_id newline_id video_temporal_patch_size
+    vision_hidden_size video_pruning_rate force_image_size projector_layernorm_eps projector_pooling_ratio
+    vision_use_cls_token
     """
 )
 

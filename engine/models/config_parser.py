@@ -13,7 +13,7 @@ from typing import Any
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
-from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, ModelFamily
+from pillion.engine.models.families import FAMILIES, SAME_AS, TEXT_AS, TEXT_OF, TRANSPOSED_EXPERTS, ModelFamily
 from pillion.engine.models.layer_config import read_layers
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.model_config import (
@@ -460,6 +460,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         sparse=2 * number(options, "router_jitter_noise", 0.0) if "router_jitter_noise" in options else None,
         shared=inner if family.shared_expert else _shared(options, inner),
         beside="enable_moe_block" in options,
+        transposed=bool(raw.get(TRANSPOSED_EXPERTS)),
     )
 
 

@@ -2068,33 +2068,54 @@ _ANY_TEXT = (
 TEXT_OF = {
     "aya_vision": ("cohere2", "cohere"),
     "cohere2_vision": ("cohere2",),
+    "deepseek_vl": ("llama",),
+    "deepseek_vl_hybrid": ("llama",),
     "exaone4_5": ("exaone4", "exaone4_5_text"),
+    "fast_vlm": ("qwen2",),
+    "fuyu": ("persimmon",),
     "gemma3": ("gemma3_text",),
     "gemma4": ("gemma4_text",),
     "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_text", "glm4v_moe_text"),
     "glm4v": ("glm4v_text",),
     "glm4v_moe": ("glm4v_moe_text",),
+    "glmga": ("glm4v_text",),
+    "got_ocr2": ("qwen2",),
+    "hyperclovax_vision_v2": ("hyperclovax",),
+    "idefics2": ("mistral",),
     "idefics3": ("llama",),
     "internvl": ("qwen2", *_ANY_TEXT),
+    "janus": ("llama",),
     "kimi_k25": ("deepseek_v3",),
     "lfm2_vl": ("lfm2",),
     "lighton_ocr": ("qwen3",),
     "llama4": ("llama4_text",),
     "llava": _ANY_TEXT,
     "llava_next": _ANY_TEXT,
+    "llava_next_video": _ANY_TEXT,
     "llava_onevision": ("qwen2", *_ANY_TEXT),
+    "minicpm_ocr": ("qwen3_5_text",),
+    "minicpmv4_6": ("qwen3_5_text",),
+    "minicpmv4_7": ("qwen3_5_text",),
     "mistral3": ("mistral", "ministral3", "mistral4"),
+    "nemotron_h_omni": ("nemotron_h",),
     "ovis2": ("qwen2", *_ANY_TEXT),
     "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_vl": ("qwen2_vl_text",),
     "qwen3_5": ("qwen3_5_text",),
     "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qianfan_ocr": ("qwen3",),
     "qwen3_vl": ("qwen3_vl_text",),
+    "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "smolvlm": ("llama",),
+    "video_llama_3": ("qwen2",),
+    "video_llava": _ANY_TEXT,
+    "vipllava": _ANY_TEXT,
 }
 # Such text models are of a family in all but their name, and what their configs say where it is missing, or may not
-# say. Where pictures stand in a text moves positions; in a text alone they are those of any text.
+# say. Where pictures stand in a text moves positions; in a text alone they are those of any text. The key of Pillion's
+# own says that experts' matrices, where one tensor has all of them, have inputs as rows.
+TRANSPOSED_EXPERTS = "_transposed_experts"
 _QWEN_VL: Mapping[str, Any] = {
     "rms_norm_eps": 1e-5,
     "num_key_value_heads": 8,
@@ -2110,6 +2131,19 @@ TEXT_AS: dict[str, tuple[str, Mapping[str, Any]]] = {
     "qwen3_vl_text": (
         "qwen3",
         {"num_key_value_heads": 32, "max_position_embeddings": 128_000, "rope_theta": 500_000.0},
+    ),
+    "qwen3_vl_moe_text": (
+        "qwen3_moe",
+        {
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 128_000,
+            "rope_theta": 500_000.0,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "norm_topk_prob": True,
+            TRANSPOSED_EXPERTS: True,
+        },
     ),
 }
 # Checkpoints of these types are of another type in all but their name.

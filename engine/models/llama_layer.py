@@ -301,8 +301,8 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
     inner, qwen, mixtral = Entries(moe.intermediate_size, Share.INNER), "mlp.experts.{}", "block_sparse_moe.experts.{}"
-    # Llama 4 alone scales what experts read, and has their stacked matrices transposed.
-    llama, transposed = "feed_forward.experts.{}", moe.scaled_inputs
+    # Llama 4, which alone scales what experts read, has their stacked matrices transposed, as Qwen3-VL has.
+    llama, transposed = "feed_forward.experts.{}", moe.scaled_inputs or moe.transposed
     router = LayerTensor(
         name="router",
         role=Role.EXACT_MATRIX,

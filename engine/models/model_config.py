@@ -40,6 +40,7 @@ class MoeConfig:
             :class:`pillion.engine.models.layer_operations.Experts`.
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         beside: whether layers with experts have their dense MLP, too.
+        transposed: whether plain matrices of all experts in one tensor have inputs as rows in checkpoints.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
     """
 
@@ -59,6 +60,7 @@ class MoeConfig:
     sparse: float | None = None
     shared: int = 0
     beside: bool = False
+    transposed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,14 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from pillion.config import ModelFlags
 from pillion.engine.backends.torch_backend import TorchBackend
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError
+from tests.support.damaged_weights import CHANGES
 from tests.support.families import FAMILIES, make_model
+from tests.support.hybrids import HYBRIDS
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -31,16 +32,13 @@ KINDS = {
     "a latents' norm": ("glm4-moe-lite", "model.layers.1.self_attn.kv_a_layernorm.weight"),
     "sinks": ("gpt-oss", "model.layers.1.self_attn.sinks"),
     "turned matrices": ("gpt2", "transformer.h.1.attn.c_attn.weight"),
+    "rates by rows": ("kimi-linear", "model.layers.2.self_attn.dt_bias"),
+    "decays": ("kimi-linear", "model.layers.2.self_attn.A_log"),
+    "a convolution's part": ("kimi-linear", "model.layers.2.self_attn.k_conv1d.weight"),
 }
-CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
-    "missing": (lambda _: None, r"{folder} lacks {name}, which a \S+ model needs"),
-    "another shape": (lambda tensor: tensor[:-1].clone(), r"{file}: {name} is \[.*\], config\.json wants \["),
-    "another type": (
-        lambda tensor: tensor.to(torch.int16),
-        r"{file}: {name} is I16; only F64, F32, F16, BF16 are read",
-    ),
-    "no numbers": (lambda tensor: tensor.fill_(torch.nan), r"{file}: {name} holds NaN or infinite numbers in float32"),
-}
+
+
+SHORT = ("stacked experts", "latents", "decays")
 
 
 @pytest.fixture(scope="module")
@@ -50,9 +48,9 @@ def shards(own_cache: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
     def make(family: str) -> pathlib.Path:
         if family not in made:
-            folder, _ = make_model(tmp_path_factory.mktemp("model") / "model", FAMILIES[family])
+            folder, _ = make_model(tmp_path_factory.mktemp("model") / "model", (FAMILIES | HYBRIDS)[family])
             tensors = load_file(folder / "model.safetensors")
-            second = {name for name in tensors if ".1." in name}
+            second = {name for name in tensors if ".1." in name or ".2." in name}
             for file, names in (("one", tensors.keys() - second), ("two", second)):
                 save_file({name: tensors[name] for name in names}, folder / f"{file}.safetensors")
             (folder / "model.safetensors").unlink()
@@ -66,7 +64,10 @@ def shards(own_cache: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param(kind, marks=() if kind in ("stacked experts", "latents") else pytest.mark.long) for kind in KINDS],
+    [
+        pytest.param(kind, marks=() if kind in ("stacked experts", "latents", "decays") else pytest.mark.long)
+        for kind in KINDS
+    ],
 )
 @pytest.mark.parametrize("change", CHANGES)
 def test_the_file_and_the_tensor_are_named(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -16,7 +17,9 @@ from pillion.engine.models.config_parser import parse_config
 from pillion.engine.models.families import FAMILIES, TEXT_AS, TEXT_OF
 from pillion.errors import ConfigError
 from testbed.tiny_model import save_model
+from tests.support.damaged_weights import CHANGES
 from tests.support.families import tokens_of
+from tests.support.hybrids import ATTENTION, DELTA, HYBRIDS, LINEAR, MROPE, StateDriver
 from tests.support.torch_model import BackendDriver
 
 TEXT = {
@@ -44,6 +47,15 @@ EYES = {
 }
 BLOCKS = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48, "out_hidden_size": 64}
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+SEGMENTS = {"output_channels": 16, "mlp_dim": 32, "num_pos_feats": 16, "global_attn_indexes": [0]}
+DELTA_NETS = {
+    "model_type": "qwen3_5_text",
+    **DELTA,
+    "layer_types": [LINEAR, ATTENTION],
+    "rope_parameters": MROPE,
+}
+STATE_SPACES = HYBRIDS["nemotron-h"]
 CONVOLVED = {"layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False}
 # Each model's text model, and what sees.
 WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -73,6 +85,44 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "exaone4_5": ({"model_type": "exaone4"}, {**BLOCKS, "fullatt_block_indexes": [0]}),
     "lighton_ocr": ({"model_type": "qwen3"}, {**EYES, "model_type": "pixtral", "head_dim": 16}),
     "ovis2": ({"model_type": "qwen2"}, EYES),
+    "qwen3_vl_moe": (
+        {"model_type": "qwen3_vl_moe_text", **MIXED, "rope_parameters": PLACES},
+        {**BLOCKS, "deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+    ),
+    "deepseek_vl": ({"model_type": "llama"}, {**EYES, "model_type": "siglip_vision_model"}),
+    "deepseek_vl_hybrid": ({"model_type": "llama"}, {**EYES, "model_type": "siglip_vision_model"}),
+    "fast_vlm": ({"model_type": "qwen2"}, {**EYES, "model_type": "siglip_vision_model"}),
+    "fuyu": ({"model_type": "persimmon", "hidden_act": "relu2"}, {}),
+    "glmga": ({"model_type": "glm4v_text", "rope_parameters": PART}, {**BLOCKS, "image_size": 28}),
+    "got_ocr2": ({"model_type": "qwen2"}, {**EYES, **SEGMENTS}),
+    "hyperclovax_vision_v2": ({"model_type": "hyperclovax"}, {**BLOCKS, "fullatt_block_indexes": [0]}),
+    "idefics2": ({"model_type": "mistral"}, EYES),
+    "janus": ({"model_type": "llama"}, {**EYES, "depth": 1, "projection_dim": 64}),
+    "llava_next_video": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
+    "minicpm_ocr": (DELTA_NETS, {**EYES, "insert_layer_id": 0}),
+    "minicpmv4_6": (DELTA_NETS, {**EYES, "insert_layer_id": 0}),
+    "minicpmv4_7": (DELTA_NETS, {**EYES, "insert_layer_id": 0}),
+    "nemotron_h_omni": (STATE_SPACES, {}),
+    "qianfan_ocr": ({"model_type": "qwen3"}, {**EYES, "image_size": [28, 28], "patch_size": [14, 14]}),
+    "video_llama_3": ({"model_type": "qwen2"}, EYES),
+    "video_llava": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
+    "vipllava": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
+}
+# One of them has more that sees, and one draws.
+BESIDE: dict[str, dict[str, Any]] = {
+    "deepseek_vl_hybrid": {"high_res_vision_config": {**EYES, **SEGMENTS, "model_type": "sam_vision_model"}},
+    "janus": {
+        "vq_config": {
+            "base_channels": 32,
+            "channel_multiplier": [1, 1],
+            "num_res_blocks": 1,
+            "num_embeddings": 16,
+            "latent_channels": 32,
+            "num_patches": 4,
+            "image_token_embed_dim": 64,
+            "projection_dim": 64,
+        }
+    },
 }
 # These are near others.
 LONG = set(WHOLE) - {"qwen2_vl", "glm4v", "internvl", "idefics3"}
@@ -83,7 +133,9 @@ def saved(folder, name: str) -> torch.nn.Module:
     text, eyes = WHOLE[name]
     torch.manual_seed(1)
     ids = {"image_token_id": 5} if name not in ("llava", "llava_next", "llava_onevision") else {"image_token_index": 5}
-    config = CONFIG_MAPPING[name](text_config={**TEXT, **text}, vision_config=eyes, **ids)
+    text = {key: value for key, value in {**TEXT, **text}.items() if key not in ("without", *text.get("without", ()))}
+    seen = {"vision_config": eyes} if eyes else {}
+    config = CONFIG_MAPPING[name](text_config=text, **seen, **BESIDE.get(name, {}), **ids)
     model = AutoModelForImageTextToText.from_config(config).float().eval()
     with torch.no_grad():
         for part, vector in model.named_parameters():
@@ -94,6 +146,13 @@ def saved(folder, name: str) -> torch.nn.Module:
     save_model(folder)
     (folder / "model.safetensors").unlink()
     model.save_pretrained(folder)
+    # transformers writes these two otherwise than the published checkpoints that it reads.
+    if name in ("qianfan_ocr", "qwen3_vl_moe"):
+        published = {}
+        for part, tensor in load_file(folder / "model.safetensors").items():
+            turned = tensor.mT.contiguous() if ".experts." in part else tensor
+            published[part.replace("language_model.model.encoder.", "language_model.model.")] = turned
+        save_file(published, folder / "model.safetensors", metadata={"format": "pt"})
     return model
 
 
@@ -105,7 +164,9 @@ def test_a_text_has_the_logits_of_the_whole_model(name, tmp_path, own_cache):
         # In transformers the whole models of Cohere's do without the factor of their text models.
         factor = getattr(model.config.text_config, "logit_scale", 1.0)
         wanted = model(torch.tensor([text])).logits[0].float() * factor
-    driver = BackendDriver(prepare(ModelFlags(model=str(tmp_path), dtype="float32")))
+    carries = parse_config(json.loads((tmp_path / "config.json").read_text())).linear is not None
+    kind = StateDriver if carries and name != "lfm2_vl" else BackendDriver
+    driver = kind(prepare(ModelFlags(model=str(tmp_path), dtype="float32")))
     torch.testing.assert_close(driver.run_all(driver.sequences.add()[0], text, [17]), wanted, atol=1e-3, rtol=1e-4)
 
 
@@ -144,6 +205,25 @@ def test_what_is_not_known_is_refused_by_its_name(tmp_path, own_cache):
         parse_config({**raw, "text_config": {**raw["text_config"], "model_type": "mamba"}})
     with pytest.raises(ConfigError, match=r"idefics3: config\.json has pooled = 3"):
         parse_config({**raw, "pooled": 3})
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "idefics3" else pytest.mark.long) for name in WHOLE]
+)
+def test_damaged_weights_are_named_by_their_file_and_tensor(name, tmp_path, own_cache):
+    saved(tmp_path, name)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    prefixes = ("model.language_model.", "language_model.", "model.text_model.", "model.layers.")
+    part = max(part for part in tensors if part.startswith(prefixes) and re.search(r"layers\.1\..*weight", part))
+    for change, (alter, words) in CHANGES.items():
+        damaged = {**tensors, part: alter(tensors[part].clone())}
+        save_file({key: one for key, one in damaged.items() if one is not None}, file, metadata={"format": "pt"})
+        # What is missing has the name that it would have without what sees.
+        shown = ".*" + re.escape(part[part.index("layers.") :]) if change == "missing" else re.escape(part)
+        expected = words.format(folder=re.escape(str(tmp_path)), file=re.escape(str(file)), name=shown)
+        with pytest.raises(ConfigError, match=expected):
+            BackendDriver(prepare(ModelFlags(model=str(tmp_path), dtype="float32")))
 
 
 def test_every_text_model_that_may_stand_within_another_is_of_a_family():

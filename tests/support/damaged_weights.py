@@ -1,0 +1,18 @@
+"""Ways in which a tensor of a checkpoint may be damaged, and the words with which each is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+# ``folder``, ``file`` and ``name`` stand for where the tensor is, each escaped; a change to None takes it away.
+CHANGES: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor | None], str]] = {
+    "missing": (lambda _: None, r"{folder} lacks {name}, which a \S+ model needs"),
+    "another shape": (lambda tensor: tensor[:-1].clone(), r"{file}: {name} is \[.*\], config\.json wants \["),
+    "another type": (
+        lambda tensor: tensor.to(torch.int16),
+        r"{file}: {name} is I16; only F64, F32, F16, BF16 are read",
+    ),
+    "no numbers": (lambda tensor: tensor.fill_(torch.nan), r"{file}: {name} holds NaN or infinite numbers in float32"),
+}
