@@ -1,4 +1,5 @@
-"""Runs several KV nodes on one machine, each with its pool, socket and workers, as if they were on several hosts."""
+"""Runs several KV nodes on one machine, each with its pool, socket and workers, as if they were on several hosts, or on
+hosts of a network of their own."""
 
 from __future__ import annotations
 
@@ -19,11 +20,16 @@ from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
+from testbed.networks import HostNetwork
 from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
 
 # The end of each process's log is shown, with at most this many characters.
 MAX_LOG_CHARS = 3000
+# On hosts of a network, each process has its own port; this host has Redis and the gateways.
+NODE_PORT = 50061
+WORKER_PORTS = {"prefill": 50100, "decode": 50200}
+EDGE = "edge"
 
 
 class Hosts:
@@ -33,9 +39,15 @@ class Hosts:
     ``caches`` has the model cache of a node's machine, which its workers share, by the node's name, where it is not
     that of this process. ``environ`` is added to the environment of all processes. ``packages`` has a folder with the
     ``pillion`` of another version by the process's name, from which that process runs; others run this tree.
+
+    With a ``network`` a node and its workers run on the host that has the node's name, and Redis and gateways on EDGE;
+    all of them meet by its addresses.
     """
 
-    def __init__(self, folder: pathlib.Path, redis: RedisServer, model: tuple[str, ...]) -> None:
+    def __init__(
+        self, folder: pathlib.Path, redis: RedisServer, model: tuple[str, ...], network: HostNetwork | None = None
+    ) -> None:
+        self.network = network
         self.folder = folder
         self.redis = redis
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
@@ -55,14 +67,17 @@ class Hosts:
 
     def node(self, node_id: str, *flags: str) -> None:
         """Start a KV node; it answers when this returns."""
-        listen = ("--node-listen", self._address(node_id), "--attach-socket", self._attach(node_id))
+        listen = ("--node-listen", self.node_address(node_id), "--attach-socket", self._attach(node_id))
         self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags, machine=node_id)
         wait_for(f"{node_id} to answer", lambda: self._ask(node_id), READY_TIMEOUT_S)
 
     def worker(self, role: str, node_id: str, *flags: str) -> str:
         """Begin to start a worker of ``role`` at a node; returns its name."""
         name = f"{role}-{node_id}"
-        place = ("--component-id", name, "--listen", f"unix:{self.folder}/{name}.sock", "--cpu-threads", "1")
+        listen = f"unix:{self.folder}/{name}.sock"
+        if self.network is not None:
+            listen = f"{self.network.address(node_id)}:{WORKER_PORTS[role]}"
+        place = ("--component-id", name, "--listen", listen, "--cpu-threads", "1")
         self._start(name, role, *self._model, *place, "--attach-socket", self._attach(node_id), *flags, machine=node_id)
         return name
 
@@ -70,6 +85,9 @@ class Hosts:
         """Begin to start a gateway; returns where clients find it. It keeps the record of a worker that has left for
         as long as its own --heartbeat-timeout-ms says."""
         target = f"127.0.0.1:{free_port()}"
+        if self.network is not None:
+            target = f"{self.network.address(EDGE)}:{free_port()}"
+            flags = ("--host", self.network.address(EDGE), *flags)
         # Every prompt goes through a prefill worker; the planner would sometimes see no gain in that.
         edge = ("--grpc-port", target.split(":")[1], "--http-port", "0", "--split-policy", "disaggregated")
         self._start(name, "gateway", *self._model, "--component-id", name, *edge, *flags)
@@ -166,6 +184,9 @@ class Hosts:
         role, *own = command
         # A keeper takes no flags.
         common = () if role == "keeper" else self._common
+        if self.network is not None and role in ("kvnode", *WORKER_PORTS):
+            # Their ports are open to the other hosts.
+            common = (*common, "--insecure-internal")
         environment = {**os.environ, **self.environ}
         environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
         if machine in self.caches:
@@ -175,16 +196,22 @@ class Hosts:
             environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
         with self._log(name).open("ab") as out:
             self.processes[name] = subprocess.Popen(
-                [sys.executable, "-m", "pillion", role, *common, *own],
+                [*self._before(machine), sys.executable, "-m", "pillion", role, *common, *own],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=environment,
             )
 
+    def _before(self, machine: str) -> tuple[str, ...]:
+        return self.network.enter(machine or EDGE) if self.network is not None else ()
+
     def _log(self, name: str) -> pathlib.Path:
         return self.folder / f"{name}.log"
 
-    def _address(self, node_id: str) -> str:
+    def node_address(self, node_id: str) -> str:
+        """Returns where a node's gRPC service is reached."""
+        if self.network is not None:
+            return f"{self.network.address(node_id)}:{NODE_PORT}"
         return f"unix:{self.folder}/{node_id}.sock"
 
     def _attach(self, node_id: str) -> str:
@@ -192,7 +219,7 @@ class Hosts:
 
     def _ask(self, node_id: str) -> NodeStatus | None:
         assert self.processes[node_id].poll() is None, f"{node_id} ended:\n{self._log(node_id).read_text()}"
-        return asyncio.run(proven_status(self._address(node_id)))
+        return asyncio.run(proven_status(self.node_address(node_id)))
 
     def _status(self, target: str) -> ClusterStatus | None:
         with contextlib.suppress(PillionError), Client(target) as client:
@@ -206,10 +233,11 @@ def _listens(path: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def hosts(folder: pathlib.Path, *model: str) -> Iterator[Hosts]:
+def hosts(folder: pathlib.Path, *model: str, network: HostNetwork | None = None) -> Iterator[Hosts]:
     """Starts Redis, and no other process yet; ``model`` are the flags that all components share. Ends every process."""
-    with running_redis() as redis:
-        running = Hosts(folder, redis, model)
+    edge = (network.enter(EDGE), network.address(EDGE)) if network is not None else ()
+    with running_redis(*edge) as redis:
+        running = Hosts(folder, redis, model, network)
         try:
             yield running
         except BaseException:

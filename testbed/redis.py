@@ -17,6 +17,7 @@ from typing import Any
 from testbed.conditions import wait_for
 
 START_TIMEOUT_S = 60.0
+REDIS_PORT = 6379
 
 
 def redis_executable() -> str:
@@ -39,6 +40,9 @@ class RedisServer:
     """Represents a redis-server. ``kill`` and ``start`` model a crash and a restart, after which all data is gone."""
 
     folder: pathlib.Path
+    # Words before the command, and an address at which it listens besides its socket, for a Redis on another host.
+    before: tuple[str, ...] = ()
+    address: str = ""
     process: subprocess.Popen[bytes] | None = field(default=None, init=False)
 
     @property
@@ -47,11 +51,14 @@ class RedisServer:
 
     @property
     def url(self) -> str:
-        return f"unix://{self.socket}"
+        return f"redis://{self.address}:{REDIS_PORT}" if self.address else f"unix://{self.socket}"
 
     def start(self) -> None:
-        quiet = ["--port", "0", "--save", "", "--appendonly", "no", "--dir", str(self.folder), "--loglevel", "warning"]
-        self.process = spawn([redis_executable(), *quiet, "--unixsocket", str(self.socket), "--unixsocketperm", "700"])
+        place = ["--port", f"{REDIS_PORT}", "--bind", self.address, "--protected-mode", "no"]
+        quiet = ["--save", "", "--appendonly", "no", "--dir", str(self.folder), "--loglevel", "warning"]
+        flags = [*(place if self.address else ("--port", "0")), *quiet]
+        own = ["--unixsocket", str(self.socket), "--unixsocketperm", "700"]
+        self.process = spawn([*self.before, redis_executable(), *flags, *own])
         wait_for("redis-server to answer", self._answers, START_TIMEOUT_S)
 
     def kill(self) -> None:
@@ -140,10 +147,10 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def running_redis() -> Iterator[RedisServer]:
+def running_redis(before: tuple[str, ...] = (), address: str = "") -> Iterator[RedisServer]:
     # pytest's tmp_path would be too long: a Unix socket's path may have about a hundred bytes.
     with tempfile.TemporaryDirectory(prefix="pillion-redis-") as folder:
-        server = RedisServer(pathlib.Path(folder))
+        server = RedisServer(pathlib.Path(folder), before, address)
         server.start()
         try:
             yield server

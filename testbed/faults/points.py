@@ -27,8 +27,8 @@ _WITH_KEEPER = ("small", "wide")
 
 # Only requests to clusters of these shapes (tests/faults/places.py) pass the point, where not all of them do.
 _ONLY_IN: dict[tuple[str, str], tuple[str, ...]] = {
-    ("gateway", "a fetch"): ("nodes",),
-    ("kvnode", "a fetch"): ("nodes",),
+    ("gateway", "a fetch"): ("nodes", "hosts"),
+    ("kvnode", "a fetch"): ("nodes", "hosts"),
     ("keeper", "a hand-over"): _WITH_KEEPER,
     ("keeper", "a keep request"): _WITH_KEEPER,
 }

@@ -1,5 +1,7 @@
 """One run: a seed draws faults and requests, the requests run while the faults happen, the checker looks at all of it.
 
+In the shape `hosts` a link between two hosts is cut besides, one way or both, and all links are long, narrow or lossy.
+
 Of some runs the faults are a chain: a step takes long, or a worker or Redis stands still, and meanwhile a process, most
 often the KV node, is killed once or several times. What needs it notices late, or comes back late. The last request
 comes only when the first of these kills has happened.
@@ -23,8 +25,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from testbed.faults.points import AT_START, MOST_PASSINGS, POINTS, SELDOM, FaultPoint
+from testbed.networks import HostNetwork
+from testbed.wire import PERFECT, LinkRule
 from tests.faults.histories import RequestHistory, complaints, read_history
-from tests.faults.places import LOOK_EVERY_S, FaultPlace, roles_in
+from tests.faults.places import LOOK_EVERY_S, NETWORK_HOSTS, FaultPlace, roles_in
 from tests.faults.questions import QUESTIONS
 
 STREAMS = 6
@@ -47,6 +51,13 @@ CHAIN_SHARE = 0.4
 CHAIN_LASTS_S, CHAIN_BEGINS_S, CHAIN_APART_S = (2.0, 4.0, 8.0), (0.05, 0.3), (0.3, 1.5, 4.0)
 # How long the last request waits for the first kill of a chain.
 KILL_WITHIN_S = 15.0
+# What all links between hosts are like in a run of the shape `hosts`; when a pair of hosts is cut apart, and how long.
+LINKS = {
+    "0.2 ms and a gigabit": LinkRule(0.0001, 125e6),
+    "20 ms and 100 Mbit": LinkRule(0.01, 12.5e6),
+    "0.2 ms and a lost packet of a hundred": LinkRule(0.0001, 125e6, loss=0.01),
+}
+CUT_BEGINS_S, CUT_LASTS_S = (0.1, 0.5, 2.0), (0.5, 3.0, 9.0)
 # Where a worker's step begins, on the thread of its steps.
 LONG_STEPS = ("decode, before a launch", "prefill, before a launch")
 # What a request may say that was in a step of two workers when they were killed.
@@ -88,6 +99,26 @@ class ChainedKill:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkFault:
+    """What the network of a run is like: all links follow one of LINKS, and between two hosts nothing passes for a
+    while, in one direction or in both."""
+
+    links: str
+    one: str
+    other: str
+    both_ways: bool
+    begins_s: float
+    lasts_s: float
+
+    @property
+    def words(self) -> str:
+        """The fault for ledgers and people."""
+        arrow = "<->" if self.both_ways else "->"
+        cut = f"{self.one} {arrow} {self.other} cut after {self.begins_s:g} s for {self.lasts_s:g} s"
+        return f"links of {self.links}, {cut}"
+
+
+@dataclass(frozen=True, slots=True)
 class FaultPlan:
     """What a seed draws: faults, questions by name, and for each whether its prompt is new to the cluster (a salt of
     the run's own) or was computed before. ``chain`` follows the first fault, in time."""
@@ -97,6 +128,7 @@ class FaultPlan:
     questions: tuple[str, ...]
     salted: tuple[bool, ...]
     chain: tuple[ChainedKill, ...] = ()
+    network: LinkFault | None = None
 
     @property
     def struck(self) -> tuple[str, ...]:
@@ -106,11 +138,11 @@ class FaultPlan:
     @property
     def words(self) -> list[str]:
         """All faults for ledgers and people, in the same order."""
-        return [fault.words for fault in (*self.faults, *self.chain)]
+        return [fault.words for fault in (*self.faults, *self.chain, *filter(None, [self.network]))]
 
     def undisturbed(self) -> FaultPlan:
         """The same without a fault."""
-        return replace(self, faults=(), chain=())
+        return replace(self, faults=(), chain=(), network=None)
 
 
 @dataclass(slots=True)
@@ -150,7 +182,15 @@ def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
     if any(fault.point.what == "a cancel" for fault in faults):
         asked[1] = "stop strings", True
     questions, salted = zip(*asked, strict=True)
-    return FaultPlan(seed, tuple(faults), questions, salted, chain)
+    # This is drawn last, so that the other shapes' seeds stand for what they stood for before there were networks.
+    network = _link_fault(chance) if shape == "hosts" else None
+    return FaultPlan(seed, tuple(faults), questions, salted, chain, network)
+
+
+def _link_fault(chance: random.Random) -> LinkFault:
+    one, other = chance.sample(NETWORK_HOSTS, 2)
+    begins_s, lasts_s = chance.choice(CUT_BEGINS_S), chance.choice(CUT_LASTS_S)
+    return LinkFault(chance.choice(tuple(LINKS)), one, other, chance.random() < 0.5, begins_s, lasts_s)
 
 
 def _begin_of_chain(chance: random.Random, points: list[FaultPoint]) -> DrawnFault:
@@ -189,6 +229,21 @@ def _fault(chance: random.Random, points: list[FaultPoint], victims: Sequence[st
     )
 
 
+def cut_apart(network: HostNetwork, fault: LinkFault, over: threading.Event) -> None:
+    """Lets a network be as a fault says, until the run's requests are over; afterwards its links are perfect."""
+    rule = LINKS[fault.links]
+    cut = replace(rule, cut=True)
+    network.links(rule)
+    try:
+        if not over.wait(fault.begins_s):
+            network.link(fault.one, fault.other, cut, cut if fault.both_ways else rule)
+            over.wait(fault.lasts_s)
+            network.link(fault.one, fault.other, rule)
+            over.wait()
+    finally:
+        network.links(PERFECT)
+
+
 class FaultRunner:
     """Runs plans on one cluster. ``expected`` are the answers of the undisturbed cluster, by question."""
 
@@ -209,6 +264,8 @@ class FaultRunner:
             killed.set()
         waking = [threading.Thread(target=self._wake, args=(*armed, stopped)) for armed in self._arm(plan)]
         waking.append(threading.Thread(target=self._strike, args=(plan.chain, struck, killed, stopped)))
+        if plan.network is not None and place.network is not None:
+            waking.append(threading.Thread(target=cut_apart, args=(place.network, plan.network, stopped)))
         for thread in waking:
             thread.start()
         try:
@@ -225,7 +282,8 @@ class FaultRunner:
             stopped.set()
             for thread in waking:
                 thread.join()
-            record.fired += struck
+            # Whatever runs over a link meets it: heartbeats do so several times a second.
+            record.fired += struck + [True] * (plan.network is not None)
         record.wrong += place.complaints()
         record.seconds = time.monotonic() - began_s
         return record

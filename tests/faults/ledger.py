@@ -14,7 +14,7 @@ from typing import Any
 from tests.faults.fault_runs import FaultRecord
 
 LEDGER = pathlib.Path(__file__).with_name("ledger.jsonl")
-SHAPES = ("small", "wide", "nodes")
+SHAPES = ("small", "wide", "nodes", "hosts")
 # How much of what was found wrong the ledger keeps; the whole text is printed.
 MAX_OUTCOME_CHARS = 200
 

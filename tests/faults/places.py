@@ -3,6 +3,7 @@
 small   one worker of each kind, one gateway, standbys
 wide    two workers of each kind, two gateways behind one port, guessed tokens, a disk tier, standbys
 nodes   two KV nodes with their own workers, as on two hosts, two gateways on two ports
+hosts   the same on three hosts of a network, whose links are long, narrow, lossy or cut (testbed/networks.py)
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pillion import Client
 from pillion.errors import Conflict, PillionError
 from testbed.cluster import alive, proven_status, served
 from testbed.faults.board import FaultBoard, hook_environment
-from testbed.hosts import hosts
+from testbed.hosts import EDGE, hosts
+from testbed.networks import HostNetwork, network
 from tests.faults import leftovers
 from tests.faults.questions import write_models
 from tests.support.drafts import guessing
@@ -29,6 +31,8 @@ from tests.support.own_cache import model_cache
 # that the components start on.
 WHOLE_WITHIN_S = 90.0
 LOOK_EVERY_S = 0.15
+# The hosts of the shape `hosts`: gateways and Redis are on the first one.
+NETWORK_HOSTS = (EDGE, "kv-a", "kv-b")
 ROLES = ("prefill", "decode", "kvnode", "gateway", "redis-server", "keeper")
 # Of each process of two nodes.
 MAX_LOG_CHARS = 200_000
@@ -44,7 +48,7 @@ SMALL_POOL = ("--kv-pool-bytes", "3MiB")
 
 def roles_in(shape: str) -> tuple[str, ...]:
     """Roles of the processes of a shape: what stands for several hosts has no keeper."""
-    return tuple(role for role in ROLES if shape != "nodes" or role != "keeper")
+    return tuple(role for role in ROLES if shape not in ("nodes", "hosts") or role != "keeper")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +66,7 @@ class FaultPlace:
     log: Callable[[], str]
     restarts_counted: bool = True
     roles: tuple[str, ...] = ROLES
+    network: HostNetwork | None = None
     _growth: leftovers.ProcessGrowth = field(default_factory=leftovers.ProcessGrowth)
 
     def client(self, patience_s: float = 0.0) -> Client:
@@ -122,8 +127,8 @@ def fault_place(shape: str, *flags: str) -> Iterator[FaultPlace]:
         board = FaultBoard(folder / "board")
         (folder / "run").mkdir()
         run = folder / "run"
-        if shape == "nodes":
-            made = _two_nodes(run, model, environ, board)
+        if shape in ("nodes", "hosts"):
+            made = _two_nodes(run, model, environ, board, shape == "hosts")
         else:
             made = _one_node(run, (*model, *flags), environ, board, shape == "wide")
         with made as place:
@@ -156,12 +161,16 @@ def _one_node(
 
 @contextlib.contextmanager
 def _two_nodes(
-    folder: pathlib.Path, model: tuple[str, ...], environ: dict[str, str], board: FaultBoard
+    folder: pathlib.Path, model: tuple[str, ...], environ: dict[str, str], board: FaultBoard, apart: bool
 ) -> Iterator[FaultPlace]:
     name, *lora = model
     enabled, modules = lora[:-2], lora[-2:]
     gateways, nodes = ("gateway-a", "gateway-b"), ("kv-a", "kv-b")
-    with hosts(folder, "--model", name, "--dtype", "float32", "--max-model-len", "2048") as cluster:
+    flags = ("--model", name, "--dtype", "float32", "--max-model-len", "2048")
+    with (
+        network(*NETWORK_HOSTS) if apart else contextlib.nullcontext() as between,
+        hosts(folder, *flags, network=between) as cluster,
+    ):
         cluster.environ.update(environ)
         for node in nodes:
             cluster.node(node, *POOL)
@@ -178,9 +187,10 @@ def _two_nodes(
                 frozenset({*workers, *gateways, *nodes}),
                 board,
                 cluster.pids,
-                lambda: [f"unix:{folder}/{node}.sock" for node in nodes],
+                lambda: [cluster.node_address(node) for node in nodes],
                 lambda: cluster.redis.socket,
                 lambda: cluster.logs(MAX_LOG_CHARS),
                 restarts_counted=False,
                 roles=roles_in("nodes"),
+                network=between,
             )
