@@ -79,7 +79,7 @@ class StreamTimes:
 class StreamLoad:
     """Threads that ask for one answer after the other; ``streams`` has all of them."""
 
-    def __init__(self, target: str, prompt_tokens: int, answer_tokens: int) -> None:
+    def __init__(self, target: str | Sequence[str], prompt_tokens: int, answer_tokens: int) -> None:
         self.streams: list[StreamTimes] = []
         self._target = target
         self._sizes = prompt_tokens, answer_tokens
