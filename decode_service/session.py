@@ -158,8 +158,12 @@ class DecodeSession:
         try:
             worker.check_open()
             check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
-            if submit.pooled and not gives_vectors(worker.model.backend):
+            if _pooled_rows(submit) is not None and not gives_vectors(worker.model.backend):
                 raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes on GPUs or ranks")
+            if _pooled_rows(submit) is None and not worker.model.chooses_tokens:
+                raise InvalidRequest(
+                    f"{worker.model.prepared.name} generates nothing: it has no head that chooses tokens"
+                )
             if submit.siblings and submit.prompt_tokens != len(submit.token_ids):
                 raise InvalidRequest("only a prompt without an answer has siblings")
             if not submit.awaited_blocks:
@@ -236,6 +240,9 @@ class DecodeSession:
         self._drop(key)
         delta.finish_reason = finish_to_pb(ending.reason)
         delta.vector = ending.vector
+        head = self._worker.model.head
+        if head is not None and ending.vector:
+            delta.vector = head.logits(np.frombuffer(ending.vector, "<f4")).astype("<f4").tobytes()
         if ending.error is not None:
             delta.error.CopyFrom(_error_of(ending.error))
             if isinstance(ending.error, BrokenModel):
@@ -340,7 +347,7 @@ class DecodeSession:
             siblings=tuple(other.sibling for other in stream.siblings),
             scored_tokens=submit.scored_tokens,
             adapter=submit.adapter,
-            pooled=submit.pooled,
+            pooled=_pooled_rows(submit),
             pooled_ids=tuple(submit.pooled_ids),
         )
         return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
@@ -390,6 +397,13 @@ class DecodeSession:
 def _waits(submit: Submit) -> bool:
     """Says whether the stream may have to wait for blocks or for memory before the scheduler gets it."""
     return bool(submit.awaited_blocks) or not submit.ticket_id
+
+
+def _pooled_rows(submit: Submit) -> range | None:
+    """Returns the positions whose rows' mean is the stream's vector; None where no vector is wanted."""
+    if submit.pooled_rows:
+        return range(submit.pooled_first, submit.pooled_first + submit.pooled_rows)
+    return range(submit.prompt_tokens - 1, submit.prompt_tokens) if submit.pooled else None
 
 
 def _needs_of(submit: Submit) -> RequestNeeds:
@@ -447,7 +461,10 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("sampling.prompt_logprobs", f"{asked} log probabilities; at most {MAX_PROMPT_LOGPROBS}")
     if len(submit.root_hash) != ROOT_HASH_BYTES:
         yield FieldViolation("root_hash", f"{len(submit.root_hash)} bytes; {ROOT_HASH_BYTES} are needed")
-    if submit.pooled and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
+    pooled = _pooled_rows(submit)
+    if pooled is not None and pooled.stop > submit.prompt_tokens:
+        yield FieldViolation("pooled_rows", f"rows up to {pooled.stop} of {submit.prompt_tokens} tokens")
+    if pooled is not None and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
         yield FieldViolation("pooled", "a stream that ends with a vector generates nothing and scores nothing")
     if len(submit.pooled_ids) > MAX_POOLED_IDS or (submit.pooled_ids and not submit.pooled):
         text = f"{len(submit.pooled_ids)} tokens; at most {MAX_POOLED_IDS}, and only with pooled"

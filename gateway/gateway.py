@@ -44,7 +44,7 @@ from pillion.gateway.answer_formats import (
 from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.named_adapters import Adapters, NamedAdapter
 from pillion.gateway.planning.forecast import GivenAnswer
-from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions
+from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
     CHAT,
@@ -213,7 +213,7 @@ class Gateway:
         timeout_s: float | None = None,
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
-        pooled: tuple[int, ...] | None = None,
+        pooled: PooledRows | None = None,
     ) -> RequestRunner:
         """Starts a request, which the caller reads or cancels.
 
@@ -223,7 +223,7 @@ class Gateway:
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
             entry: the model that the request's name meant when its call came; by default what it means now.
-            pooled: the tokens whose logits the request, which generates nothing, ends with; () for its text's vector.
+            pooled: which rows the request, which generates nothing, ends with; None: it generates.
 
         Raises:
             NotFound: no such model. InvalidRequest: the error names every wrong field. Overloaded: a bound or a quota
@@ -258,7 +258,7 @@ class Gateway:
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline)
             if pooled is not None:
-                admitted = replace(admitted, pooled=True, pooled_ids=pooled)
+                admitted = replace(admitted, pooled=pooled)
             if grammar is not None:
                 admitted = replace(admitted, grammar=grammar.text, grammar_fields=grammar.fields)
             answers = await self._answers(request, model, admitted, output_format, tenant)

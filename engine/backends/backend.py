@@ -55,15 +55,16 @@ class StepBatch:
         context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 after its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R + Q + P] numbers of the rows whose logits are computed. The first R are sampled, and rise; a row
-            may occur several times among them. The next Q are only scored (SamplingRows.scored), and of the last P the
-            hidden states or some logits are wanted (Sampled.pooled). Empty for pure prefill.
+        sample_rows: [R + Q + P] numbers of the rows that are computed to the end. The first R are sampled, and rise; a row
+            may occur several times among them. The next Q are only scored (SamplingRows.scored), or some of their
+            logits are wanted, and of the last P the hidden states are (Sampled.pooled). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
         adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
             sequence has one.
         states: where the sequences' states are; None in a model without them.
-        pooled: P, how many rows give their hidden states, or the logits of tokens.
-        pooled_ids: for each of these rows, the tokens whose logits are wanted; () for the hidden state.
+        pooled: P, how many rows give their hidden states.
+        pooled_ids: what texts want, row by row in their order: the tokens whose logits are wanted of the next row
+            before the last P, or () for the hidden state of the next one of these.
     """
 
     token_ids: Int32
@@ -273,14 +274,17 @@ def warm_up_batches(max_tokens: int, block_size: int, slots: int = 0) -> Iterato
 
 
 def distinct_rows(batch: StepBatch) -> tuple[Int32, npt.NDArray[np.intp] | None]:
-    """Returns the rows whose logits a step computes, and the place among them of each of ``batch.sample_rows``.
+    """Returns the rows that a step computes to the end, and the place among them of each of ``batch.sample_rows`` whose
+    logits are wanted. The last ``batch.pooled`` rows have none.
 
     Several answers to one prompt sample the same row, computed once. The places are None where no row occurs twice.
     """
     rows = batch.sample_rows
-    if len(set(rows.tolist())) == len(rows):
+    chosen = rows[: len(rows) - batch.pooled]
+    if len(set(chosen.tolist())) == len(chosen):
         return rows, None
-    return np.unique(rows, return_inverse=True)
+    distinct, places = np.unique(chosen, return_inverse=True)
+    return np.concatenate([distinct, rows[len(chosen) :]]), places
 
 
 def checked_copies(sources: Sequence[int], targets: Sequence[int], num_slots: int) -> list[tuple[int, int]]:

@@ -25,19 +25,21 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
     pieces = plan.pieces
     counts = [piece.count for piece in pieces]
     ends = list(accumulate(counts))
-    pooled = [end - 1 for piece, end in zip(pieces, ends, strict=True) if piece.pools]
-    pooled_ids = tuple(piece.sequence.spec.pooled_ids for piece in pieces if piece.pools)
+    pooled = list(_pooled_rows(pieces, ends))
+    # Rows whose logits are wanted stand before those whose vectors are.
+    with_logits = [row for row, ids in pooled if ids]
+    vectors = [row for row, ids in pooled if not ids]
     batch = build_rows(
         [piece.sequence for piece in pieces],
         [piece.start for piece in pieces],
         counts,
         [piece.sequence.spec.rope_shift for piece in pieces],
         block_size,
-        sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends), *pooled],
+        sample_rows=[*_sample_rows(pieces, ends), *_scored_rows(pieces, ends), *with_logits, *vectors],
         adapters=plan.adapters,
         states=plan.states,
-        pooled=len(pooled),
-        pooled_ids=pooled_ids,
+        pooled=len(vectors),
+        pooled_ids=tuple(ids for _, ids in pooled),
     )
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
@@ -102,6 +104,16 @@ def _scored_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
         piece = pieces[place]
         after = ends[place] - (piece.start + piece.count - piece.scores_end)
         yield from range(after - piece.scores, after)
+
+
+def _pooled_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yields the rows of each piece that are added to the vector of its text, each with the tokens whose logits it is,
+    () for a hidden state."""
+    for piece, end in zip(pieces, ends, strict=True):
+        if piece.pools:
+            after = end - (piece.start + piece.count - piece.scores_end)
+            for row in range(after - piece.pools, after):
+                yield row, piece.sequence.spec.pooled_ids
 
 
 def build_sampling(plan: StepPlan, masks: RowMasks | None = None) -> SamplingRows:

@@ -79,13 +79,10 @@ class HostBackend(AdaptedBackend, ABC):
         raise Internal("this backend gives no vectors")
 
     def _pooled(self, batch: StepBatch, logits: torch.Tensor) -> tuple[Float32, ...]:
-        """Returns what each pooled row gives, a copy; ``logits`` [pooled, vocab_size] are theirs."""
-        # Rows of logits alone need no hidden states.
-        vectors = None if all(batch.pooled_ids) else self._read_vectors(batch)
-        found: list[Float32] = []
-        for row, ids in enumerate(batch.pooled_ids):
-            found.append(logits[row, list(ids)].numpy() if ids or vectors is None else vectors[row])
-        return tuple(found)
+        """Returns what each row of ``pooled_ids`` gives, a copy; ``logits`` are those of the rows that want some."""
+        vectors = iter(self._read_vectors(batch) if batch.pooled else ())
+        rows = iter(logits)
+        return tuple(next(rows)[list(ids)].numpy() if ids else next(vectors) for ids in batch.pooled_ids)
 
     @abstractmethod
     def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
@@ -100,7 +97,8 @@ class HostBackend(AdaptedBackend, ABC):
         self._pool = torch.frombuffer(view, dtype=torch.uint8, count=needed).view(num_slots, -1)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Writes the batch's KV and returns float32 logits [R, vocab_size] of ``sample_rows``, in that order."""
+        """Writes the batch's KV and returns float32 logits [R, vocab_size] of ``sample_rows``, in that order, but the
+        last ones, whose vectors are wanted."""
         return self._run(self._bound_pool(), batch)
 
     def copy_blocks(self, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -117,9 +115,10 @@ class HostBackend(AdaptedBackend, ABC):
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
         logits = self.forward(batch)
-        sampled = sample_and_score(logits[: -batch.pooled] if batch.pooled else logits, rows)
-        if batch.pooled:
-            sampled = replace(sampled, pooled=self._pooled(batch, logits[-batch.pooled :]))
+        chosen = len(logits) - sum(map(bool, batch.pooled_ids))
+        sampled = sample_and_score(logits[:chosen], rows)
+        if batch.pooled_ids:
+            sampled = replace(sampled, pooled=self._pooled(batch, logits[chosen:]))
         if self.state_layers:
             sampled = replace(sampled, states=self._read_states(batch.num_tokens))
         return FinishedStep(replace(sampled, borrowed_s=self.borrowed_s) if self.borrowed_s else sampled)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 from pillion.config import ComputeFlags, PrepareFlags, WorkerFlags
@@ -20,6 +20,7 @@ from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.engine.models.vector_head import VectorHead
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
@@ -66,7 +67,8 @@ class LoadedModel:
 
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its lending
     table's cores; 0: it has no lending table, or borrows none of its cores. ``ranks`` are the worker's other processes,
-    or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known.
+    or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known. A model that
+    does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier.
     """
 
     prepared: PreparedModel
@@ -75,6 +77,8 @@ class LoadedModel:
     core_share: float = 0.0
     ranks: OtherProcesses | None = None
     expected_cost: StepModel | None = None
+    chooses_tokens: bool = True
+    head: VectorHead | None = None
 
     def bind_pool(self, attachment: Attachment) -> None:
         """Makes every process of the worker map the pool and use it."""
@@ -165,6 +169,24 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     flags = with_budgets(flags)
     device, prepared, loader = resolve_device(flags), prepare(flags, log.info), process_loader(flags)
     config = load_config(prepared.folder)
+    from pillion.engine.checkpoints.weights import chooses_tokens, load_labels
+
+    chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
+    if not chooses and (device != CPU or loader is not None):
+        raise ConfigError(f"{prepared.name} has no head that chooses tokens, and GPUs and ranks give no vectors yet")
+    found = _load(flags, threads, device, prepared, config, loader)
+    labels = None if chooses else load_labels(prepared.folder, config)
+    return replace(found, chooses_tokens=chooses, head=None if labels is None else VectorHead(labels.numpy()))
+
+
+def _load(
+    flags: WorkerFlags,
+    threads: int,
+    device: str,
+    prepared: PreparedModel,
+    config: ModelConfig,
+    loader: ProcessLoader | None,
+) -> LoadedModel:
     if config.linear is not None:
         require(STATES, "states", f"{config.family}, a model whose layers have states,")(flags, device, config)
     if loader is not None:

@@ -65,9 +65,7 @@ class TorchBackend(HostBackend):
         return rows_to_numpy(torch.cat([self._states[layer] for layer in self.state_layers], 1))
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        rows, places = distinct_rows(batch)
-        wanted = np.arange(len(rows)) if places is None else places
-        found: Float32 = self._normed[_indices(wanted[-batch.pooled :])].float().numpy()
+        found: Float32 = self._normed[-batch.pooled :].float().numpy()
         return found
 
     def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
@@ -90,6 +88,7 @@ class TorchBackend(HostBackend):
                 adapters=None if batch.adapters is None else bound_adapters(self.adapters).of_step(batch),
                 states=self._states,
                 carried=carried,
+                pooled=batch.pooled,
             )
             if carried is not None and batch.states is not None:
                 carried.write(pool, batch.states.writes)

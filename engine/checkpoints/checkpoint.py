@@ -71,7 +71,9 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     wanted = {"embedding": _named("model.embed_tokens.weight", config.vocab_size, config.hidden_size)}
     for key, spellings in layer_spellings((Norm(norm(config, "final_norm", "norm")),)).items():
         wanted[key] = tuple(_of_model(spelling, "model.") for spelling in spellings)
-    if not config.tie_word_embeddings:
+    if config.labels:
+        wanted["score"] = _named("score.weight", config.labels, config.hidden_size)
+    elif not config.tie_word_embeddings:
         wanted["lm_head"] = _named("lm_head.weight", config.vocab_size, config.hidden_size)
     for layer, operations in enumerate(layers_of(config)):
         for key, spellings in layer_spellings(operations).items():
@@ -85,7 +87,7 @@ def decoder_tensors(config: ModelConfig) -> dict[str, tuple[Spelling, ...]]:
     if config.learned_positions:
         rows = config.max_position_embeddings + family.position_offset
         wanted["positions"] = _named("model.embed_positions.weight", rows, config.hidden_size)
-    if config.head_bias:
+    if config.head_bias and not config.labels:
         wanted["lm_head.bias"] = _named("lm_head.bias", config.vocab_size)
     if config.token_inputs is not None:
         width, tokens = config.token_inputs.width, config.token_inputs.vocab_size
@@ -197,10 +199,15 @@ class FileTensor:
 
 
 class Checkpoint:
-    """Holds the open weight files of one folder, checked against a config. Tensors are views of mapped files."""
+    """Holds the open weight files of one folder, checked against a config. Tensors are views of mapped files.
 
-    def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, FileTensor]) -> None:
-        """Takes ``handles``, the tensors of all files by their plain names. Raises ConfigError if they do not fit."""
+    ``chooses_tokens`` says whether the model has a head that does. Classifiers have none, nor have files of the model
+    within alone whose head is not the embedding.
+    """
+
+    def __init__(self, folder: Path, config: ModelConfig, handles: dict[str, FileTensor], *, within: bool) -> None:
+        """Takes ``handles``, the tensors of all files by their plain names, and whether they are those of the model
+        ``within`` alone. Raises ConfigError if they do not fit."""
         self._folder = folder
         self._family = config.family
         # Layers after the model's last one only guess tokens (multi-token prediction), in families that may have them.
@@ -218,9 +225,13 @@ class Checkpoint:
         wanted = decoder_tensors(config)
         (plain,) = _named("lm_head.weight", config.vocab_size, config.hidden_size)
         head = (_in_files(plain, config),)
-        if config.tie_word_embeddings and self._has(head[0][0]):
+        self.chooses_tokens = not config.labels
+        if config.tie_word_embeddings and not config.labels and self._has(head[0][0]):
             # The config ties the head to the embedding; a head in the file is used nevertheless, equal or not.
             wanted["lm_head"] = head
+        elif within and "lm_head" in wanted and not self._has(head[0][0]):
+            self.chooses_tokens = False
+            wanted = {key: spellings for key, spellings in wanted.items() if not key.startswith("lm_head")}
         self._spellings = self._choose(wanted)
         self._check_names()
         self._check_shapes()
@@ -351,9 +362,11 @@ def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
                     handles[_plain(name)] = FileTensor(handle, name, path)
         # Checkpoints of embedding models are often those of the model within that for text.
         prefix = "model." if "embed_tokens.weight" in handles else FAMILIES[config.family].bare_prefix
-        if prefix and not any(name.startswith(prefix) for name in handles):
-            handles = {prefix + name: found for name, found in handles.items()}
-        yield Checkpoint(folder, config, handles)
+        within = bool(prefix) and not any(name.startswith(prefix) for name in handles)
+        if within:
+            kept = ("score.",) if config.labels else ()
+            handles = {name if name.startswith(kept) else prefix + name: found for name, found in handles.items()}
+        yield Checkpoint(folder, config, handles, within=within)
 
 
 def _header(stored: FileTensor) -> TensorHeader:

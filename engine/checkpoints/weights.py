@@ -70,6 +70,7 @@ def load_head(checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype,
     """Loads the output projection: the embedding if the model ties the two and the checkpoint holds no other one. Where
     the checkpoint has the embedding in few bits, a tied head stays in few bits."""
     if not checkpoint.has("lm_head"):
+        # Where nothing chooses tokens, nobody asks for logits.
         tied = checkpoint.take_matrix("embedding", dtype)
         return tied if isinstance(tied, QuantizedMatrix) else embedding
     head = checkpoint.take_matrix("lm_head", dtype)
@@ -105,6 +106,23 @@ def load_token_inputs(checkpoint: TensorSource, config: ModelConfig, dtype: torc
 def load_head_bias(checkpoint: TensorSource, dtype: torch.dtype) -> torch.Tensor | None:
     """Loads the bias of the logits; None for a model without one."""
     return checkpoint.take("lm_head.bias", dtype) if checkpoint.has("lm_head.bias") else None
+
+
+def load_labels(folder: Path, config: ModelConfig) -> torch.Tensor | None:
+    """Loads what makes the logits of a classifier's labels of a row: float32 [labels, hidden]; None for other models.
+    Raises ConfigError for a tensor that does not fit the config or is not finite."""
+    if not config.labels:
+        return None
+    with open_checkpoint(folder, config) as checkpoint:
+        return checkpoint.take("score", torch.float32).clone()
+
+
+def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
+    """Returns whether a model has a head that chooses tokens. Raises ConfigError for files that do not fit."""
+    if config.labels or config.tie_word_embeddings:
+        return not config.labels
+    with open_checkpoint(folder, config) as checkpoint:
+        return checkpoint.chooses_tokens
 
 
 def load_layer(

@@ -13,6 +13,7 @@
     config_json.py       checked values of a ``config.json``;  config_keys.py: refuses keys that nobody here obeys
     decoder.py           the forward pass of every family on torch, and the weights that it reads
     layers.py            norms, activations, mixture of experts;  rope.py: rotary embedding
+    vector_head.py       from the vector of a text to the logits of a classifier's labels
 
 Read families.py first, then layer_operations.py and decoder.py. Files (engine/checkpoints) and kernels of one device
 (engine/backends) stay out of here. Families, their layers and what reads configs import no torch, because the gateway

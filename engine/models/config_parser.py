@@ -55,6 +55,8 @@ _ROUTED_SCALE = ("routed_scaling_factor", "router_scaling_factor")
 _NUM_SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts", "num_shared_expert")
 _SHARED_WIDTH = ("shared_intermediate_size", "shared_expert_intermediate_size")
 
+# The names of architectures of classifiers end like this.
+CLASSIFIER = "ForSequenceClassification"
 # Checkpoints say under these keys how their weights are quantized; the last is MLX's.
 QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization")
 # The room's function reads what a family's config says under these keys, and raises ConfigError for what is not
@@ -100,6 +102,7 @@ def quantization_method(config: Mapping[str, Any]) -> str:
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
+    labels = _labels(config)
     config = _text_config(config)
     name, family = _family_of(config)
     raw = {**family.defaults, **config}
@@ -141,6 +144,7 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         o_bias=family.o_bias or o_bias,
         mlp_bias=family.mlp_bias or mlp_bias,
         head_bias=bool(options.get("lm_head_bias", family.head_bias)),
+        labels=labels,
         learned_positions=family.learned_positions,
         activation=_activation(name, family, raw, options),
         gated=family.gated,
@@ -166,6 +170,15 @@ def parse_config(config: Mapping[str, Any]) -> ModelConfig:
         eos_token_ids=token_ids(raw.get("eos_token_id")),
         quantization=_quantization(name, raw),
     )
+
+
+def _labels(config: Mapping[str, Any]) -> int:
+    """Returns how many labels a classifier tells apart, 2 where its config does not say; 0 for other models."""
+    named = config.get("architectures")
+    if not (isinstance(named, list) and named and str(named[0]).endswith(CLASSIFIER)):
+        return 0
+    labels = config.get("id2label")
+    return size(config, "num_labels", len(labels) if isinstance(labels, Mapping) and labels else 2)
 
 
 def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:

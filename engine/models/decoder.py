@@ -484,13 +484,15 @@ def run_decoder(
     adapters: RowAdapters | None = None,
     states: dict[int, torch.Tensor] | None = None,
     carried: StepStates | None = None,
+    pooled: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs T tokens, with their adapters where any has one, and writes their KV. ``states`` gets the inputs [T, hidden]
     of the layers that are its keys; ``carried`` are the states of the step's sequences, which go on with their tokens.
+    Of the last ``pooled`` sample_rows nobody wants logits.
 
     Takes token_ids and rope_rows [T], which are rows of the rotary tables, and sample_rows [R] (all int64); returns
-    float32 logits [R, vocab], and the sampled rows after the last norm, [R, hidden]. The last layer computes only what
-    is needed: sampled rows, or nothing but its KV where no row is sampled.
+    float32 logits [R - pooled, vocab], and the sampled rows after the last norm, [R, hidden]. The last layer computes
+    only what is needed: sampled rows, or nothing but its KV where no row is sampled.
     """
     hidden = weights.embedding[token_ids]
     if weights.embedding_scale != 1.0:
@@ -517,7 +519,7 @@ def run_decoder(
         if run.ended:
             return torch.empty((0, config.vocab_size), dtype=torch.float32), hidden[:0]
     normed = weights.final_norm(hidden)
-    return _logits(config, weights, normed), normed
+    return _logits(config, weights, normed[: len(normed) - pooled]), normed
 
 
 def _logits(config: ModelConfig, weights: ModelWeights, normed: torch.Tensor) -> torch.Tensor:

@@ -195,6 +195,7 @@ class ModelConfig:
         chunked: whether a query sees not the last tokens of its window, but those since the last multiple of it.
         qkv_bias, o_bias, mlp_bias: which linear layers add a bias.
         head_bias: whether logits have a bias.
+        labels: how many labels a classifier tells apart, which has a head for these and none for tokens; else 0.
         learned_positions: whether embeddings of positions are added to those of tokens.
         gated: whether MLPs have a gate.
         activation: the MLP's activation: "silu", "gelu_tanh", or, without a gate, "relu", "relu2" and "gelu".
@@ -242,6 +243,7 @@ class ModelConfig:
     o_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    labels: int = 0
     learned_positions: bool = False
     gated: bool = True
     activation: str = "silu"

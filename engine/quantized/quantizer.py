@@ -201,6 +201,10 @@ def quantize_folder(source: Path, folder: Path, kind: str, group: int, progress:
             open_checkpoint(source, config) as checkpoint,
             write_shards(folder) as writer,
         ):
+            if not checkpoint.chooses_tokens:
+                raise ConfigError(
+                    f"{source}: --quantization is for models that choose tokens, and this one has no head"
+                )
             untied = replace(config, tie_word_embeddings=False)
             names, linear = decoder_tensors(untied), _linear_names(untied)
             embedding, head = (names[key][0][0].name for key in ("embedding", "lm_head"))

@@ -163,8 +163,8 @@ class Sampled:
 
     ``borrowed_s`` is how much longer the step would have taken without the cores that other workers lent. ``states``
     are those that ``HostBackend.keep_states`` asked for, of every row of the step; None where nobody did. ``pooled``
-    has float32 [hidden] for each of the last P of the batch's ``sample_rows``, what the model's last norm made of it,
-    or the logits of StepBatch.pooled_ids.
+    has a row of float32 for each of StepBatch.pooled_ids: what the model's last norm made of a token, [hidden], or the
+    logits that are wanted.
     """
 
     token_ids: tuple[int, ...] = ()

@@ -37,7 +37,7 @@ from math import isnan
 import numpy as np
 
 from pillion.engine.backends.backend import Int32
-from pillion.engine.sampling.sampling_rows import MASK_LATE, Float32, RowMasks, Sampled
+from pillion.engine.sampling.sampling_rows import MASK_LATE, RowMasks, Sampled
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.block_manager import BlockManager
 from pillion.engine.scheduling.in_flight import InFlightSteps
@@ -320,8 +320,10 @@ class Scheduler:
                     next(tokens), next(logprobs, None)
                 self._fail_broken(piece, piece.scores_end, tokens, logprobs, now)
                 continue
+            if piece.pools:
+                sequence.pool(islice(vectors, piece.pools))
             if sequence.is_prompt_only and sequence.left_to_compute == 0:
-                self._end_prompt(sequence, next(vectors) if piece.pools else None, now)
+                self._end_prompt(sequence, now)
             if piece.samples:
                 self._accept_tokens(piece, tokens, logprobs, now)
             if sequence.state is SequenceState.RUNNING:
@@ -463,7 +465,7 @@ class Scheduler:
                 if not wanted or sequence.end_reported:
                     continue
             scored = sequence.unscored_from
-            if scored is not None:
+            if scored is not None and sequence.spec.pooled is None:
                 wanted = min(wanted, max(scored - start, 0) + rows_left)
                 if not wanted:
                     continue
@@ -481,10 +483,12 @@ class Scheduler:
             self.queues.start_running(sequence)
         start = sequence.next_start
         sequence.plan_piece(count, now)
-        scores = sequence.rows_to_score(start, start + count)
+        rows = sequence.rows_to_score(start, start + count)
+        if sequence.spec.pooled is not None:
+            return SequencePiece(sequence, start, count, 0, pools=rows)
         if sequence.is_prefill or sequence.is_prompt_only or start + count < sequence.num_tokens:
-            return SequencePiece(sequence, start, count, 0, scores=scores)
-        return SequencePiece(sequence, start, count, 1, tuple(sibling.seed for sibling in sequence.siblings), scores)
+            return SequencePiece(sequence, start, count, 0, scores=rows)
+        return SequencePiece(sequence, start, count, 1, tuple(sibling.seed for sibling in sequence.siblings), rows)
 
     def _owed(self, prompt_tails: Seq[Sequence]) -> int:
         """Returns how many tokens of a step proposals must leave to prompt tails: some, or all that the first tail
@@ -537,9 +541,10 @@ class Scheduler:
         self.blocks.out.updates.append(Update(seq_id=piece.sequence.seq_id, prompt_logprobs=scores))
         return True
 
-    def _end_prompt(self, sequence: Sequence, vector: Float32 | None, now: float) -> None:
+    def _end_prompt(self, sequence: Sequence, now: float) -> None:
         """Ends a sequence that generates nothing, with its vector where one is wanted. It fails where that is not
         finite."""
+        vector = sequence.vector
         if vector is not None and not np.isfinite(vector).all():
             error = "the model's vector of a text is not finite: its weights are damaged, or its arithmetic overflows"
             self.fail(sequence.seq_id, BrokenModel(error), now)

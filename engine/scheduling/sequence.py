@@ -19,7 +19,7 @@ only writers of its fields.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -29,6 +29,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from pillion.engine.backends.backend import Int32
+from pillion.engine.sampling.sampling_rows import Float32
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
 from pillion.priority import queue_order
@@ -87,8 +88,9 @@ class SequenceSpec:
         scored_tokens: with ``sampling.prompt_logprobs``, the number of tokens after the prompt's first one that are not
             scored.
         adapter: digest of the adapter that the sequence runs with; "" for the model alone.
-        pooled: whether the sequence, which generates nothing, ends with the vector of its last token.
-        pooled_ids: the tokens whose logits that vector has; empty for the model's own row.
+        pooled: the positions whose rows' mean is the vector with which the sequence ends, which generates nothing; None
+            where no vector is wanted.
+        pooled_ids: the tokens whose logits that vector has, of one position; empty for the model's own rows.
     """
 
     seq_id: int
@@ -106,7 +108,7 @@ class SequenceSpec:
     siblings: tuple[SiblingSpec, ...] = ()
     scored_tokens: int = 0
     adapter: str = ""
-    pooled: bool = False
+    pooled: range | None = None
     pooled_ids: tuple[int, ...] = ()
 
 
@@ -217,6 +219,10 @@ class Sequence(BlockChain):
         if sampling is not None and sampling.prompt_logprobs is not None:
             self.scored_alternatives = sampling.prompt_logprobs
             self.score_end = max(spec.scored_tokens, spec.prompt_tokens - 1)
+        # Where a vector is wanted, the rows of these positions are added up in their order instead.
+        if spec.pooled is not None:
+            self.num_scored, self.score_end = spec.pooled.start, spec.pooled.stop
+        self._rows_sum: Float32 | None = None
         # These tokens stand after the sequence's own for one step, and ``proposer`` has proposed them.
         self.num_proposed = 0
         self.proposer: Proposer | None = None
@@ -341,19 +347,36 @@ class Sequence(BlockChain):
         self.decoding = True
 
     def rows_to_score(self, start: int, end: int) -> int:
-        """Returns how many rows of the positions ``start`` to ``end`` are to be scored; they are the last ones before
-        ``score_end``."""
+        """Returns how many rows of the positions ``start`` to ``end`` are to be scored, or to be pooled; they are the
+        last ones before ``score_end``."""
         return max(0, min(end, self.score_end) - max(start, self.num_scored))
 
     @property
     def unscored_from(self) -> int | None:
-        """Gives the first position whose row is to be scored, and so computed, however long the cached prefix is; None
-        where all are scored."""
+        """Gives the first position whose row is to be scored or pooled, and so computed, however long the cached prefix
+        is; None where all are."""
         return self.num_scored if self.num_scored < self.score_end else None
 
     def score(self, count: int) -> None:
         """Notes that ``count`` more tokens of the prompt are scored."""
         self.num_scored += count
+
+    def pool(self, rows: Iterable[Float32]) -> None:
+        """Adds the rows of the next positions that make the vector. One row is added after the other,
+        so that the sum has the same bits however steps cut the text; a sequence that resumes keeps its sum."""
+        for row in rows:
+            self.num_scored += 1
+            if self._rows_sum is None:
+                self._rows_sum = row.copy()
+            else:
+                self._rows_sum += row
+
+    @property
+    def vector(self) -> Float32 | None:
+        """Gives the mean of the rows that were added up; None where no vector is wanted."""
+        if self.spec.pooled is None or self._rows_sum is None:
+            return None
+        return self._rows_sum / np.float32(len(self.spec.pooled))
 
     def accept(self, chosen: Seq[int], now: float) -> tuple[int, FinishReason | None]:
         """Appends a step's tokens as far as the token that was proposed after each was right; later results are void.

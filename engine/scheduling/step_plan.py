@@ -24,6 +24,7 @@ class SequencePiece:
         sibling_seeds: the last row chooses one more token with each of these seeds, in this order, after the others.
         scores: number of rows of the piece that score the prompt's next token; the last one is that of position
             ``scores_end`` - 1.
+        pools: number of rows of the piece that are added to a text's vector; the last one is that of the same position.
     """
 
     sequence: Sequence
@@ -32,16 +33,12 @@ class SequencePiece:
     samples: int
     sibling_seeds: tuple[int, ...] = ()
     scores: int = 0
+    pools: int = 0
 
     @property
     def scores_end(self) -> int:
-        """Gives the position after the last one whose row is scored."""
+        """Gives the position after the last one whose row is scored or pooled."""
         return min(self.start + self.count, self.sequence.score_end)
-
-    @property
-    def pools(self) -> bool:
-        """Says whether the piece's last row is the vector of a text whose vector is wanted."""
-        return self.sequence.spec.pooled and self.start + self.count == self.sequence.num_tokens
 
     def lengthened(self) -> SequencePiece:
         """Returns the piece, lengthened by the tokens that are proposed after it, if the sequence's own token is

@@ -27,6 +27,7 @@ import numpy as np
 
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
 from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json
+from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.text_vectors import TextPair, Vector
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
@@ -67,14 +68,15 @@ class PairForm:
     Attributes:
         kind: what a request's row is.
         text: how a pair becomes one text; it does not matter for COSINE.
-        token_ids: for TOKENS, the true token and, where the checkpoint has one, the false one.
+        rows: what a request's row is, for LABELS and TOKENS: for these, the logits of the true token and, where the
+            checkpoint has one, of the false one.
         activated: whether a score is the logit's probability (its sigmoid), and not the logit.
         instruction: what the model is told to look for; "" for what its template has.
     """
 
     kind: ScoreKind = ScoreKind.COSINE
     text: PairText = PairText.JOINED
-    token_ids: tuple[int, ...] = ()
+    rows: PooledRows = LAST_ROW
     activated: bool = True
     instruction: str = ""
 
@@ -104,7 +106,7 @@ class PairForm:
 
     def score(self, row: Vector) -> float:
         """Returns the score of a pair by its row. Raises Internal for a row of another length than the form has."""
-        if len(row) != max(len(self.token_ids), 1):
+        if len(row) != max(len(self.rows.logits_of), 1):
             raise Internal(f"a worker of another version gave {len(row)} numbers for a score")
         logit = float(row[0]) - (float(row[1]) if len(row) > 1 else 0.0)
         return _sigmoid(logit) if self.activated else logit
@@ -129,7 +131,9 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
         labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))
         if labels != 1:
             raise ConfigError(f"{folder / 'config.json'}: a head with {labels} labels; a score needs one label")
-        return replace(form, kind=ScoreKind.LABELS)
+        padding = config.get("pad_token_id")
+        rows = PooledRows(padding_id=padding if type(padding) is int else None)
+        return replace(form, kind=ScoreKind.LABELS, rows=rows)
     ids = _score_tokens(folder, config, name, tokenizer)
     if not ids:
         return PairForm()
@@ -137,7 +141,7 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
         if config.get("model_type") != _QWEN3:
             raise ConfigError(f"{folder}: its chat template has no roles query and document; --chat-template gives one")
         text = PairText.QWEN3
-    return replace(form, kind=ScoreKind.TOKENS, text=text, token_ids=ids)
+    return replace(form, kind=ScoreKind.TOKENS, text=text, rows=PooledRows(logits_of=ids))
 
 
 def _knows_pairs(template: str) -> bool:

@@ -1,7 +1,7 @@
 """Reads how a checkpoint wants its vectors made, from the files that sentence-transformers writes beside the weights.
 
     modules.json                       the modules that a text passes: Transformer, Pooling, perhaps Normalize
-    1_Pooling/config.json              how rows become one vector; here that of the last token alone
+    1_Pooling/config.json              which rows become one vector: the last token's, the first one's, or all
     config_sentence_transformers.json  prompts by name, and which of them is the default
     sentence_bert_config.json          the longest text; whether texts are lowered first, which is not supported
     config.json                        how many values a vector has
@@ -20,11 +20,13 @@ from typing import Any
 import msgspec
 
 from pillion.errors import ConfigError
+from pillion.gateway.request.admitted_request import Pooling
 
 # A file that describes pooling is no larger than this.
 MAX_FILE_BYTES = 2**20
-_LAST = "lasttoken"
 _MODE = "pooling_mode_"
+# The names of architectures of classifiers end like this.
+_CLASSIFIER = "ForSequenceClassification"
 # The keys of a pooling that say which rows count, by the names of modes in newer files.
 _MODES = {
     "cls_token": "cls",
@@ -32,15 +34,16 @@ _MODES = {
     "max_tokens": "max",
     "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
     "weightedmean_tokens": "weightedmean",
-    "lasttoken": _LAST,
+    "lasttoken": "lasttoken",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class VectorForm:
-    """Says what is made of the last token's row, and what stands before texts.
+    """Says of which rows a vector is made, what is made of it, and what stands before texts.
 
     Attributes:
+        pooling: the rows whose mean is the vector.
         normalized: whether vectors have the length 1.
         prompts: texts that may stand before a text, by name.
         default_prompt: the name of the one that does where a call names none; "" for none.
@@ -53,12 +56,16 @@ class VectorForm:
     default_prompt: str = ""
     max_tokens: int | None = None
     width: int | None = None
+    pooling: Pooling = Pooling.LAST
 
 
 def read_vector_form(folder: Path) -> VectorForm:
     """Reads the files of a model's folder. Raises ConfigError for files that are damaged, and, by its name, for what is
     not supported."""
-    width = _width(folder)
+    config = read_json(folder / "config.json", {})
+    architectures, width = config.get("architectures"), _width(config)
+    if isinstance(architectures, list) and architectures and str(architectures[0]).endswith(_CLASSIFIER):
+        raise ConfigError(f"{folder / 'config.json'}: a {architectures[0]} tells labels apart")
     if not (folder / "modules.json").is_file():
         return VectorForm(width=width)
     modules = list(modules_of(folder))
@@ -69,9 +76,12 @@ def read_vector_form(folder: Path) -> VectorForm:
             " this order, are supported"
         )
     most = _longest_text(folder / modules[0][1])
-    _check_pooling(folder / modules[1][1] / "config.json")
+    path = folder / modules[1][1] / "config.json"
+    pooling, with_prompt = _pooling(path)
     prompts, default = prompts_of(folder, read_json(folder / "config_sentence_transformers.json", {}))
-    return VectorForm("Normalize" in kinds, prompts, default, most, width)
+    if prompts and not with_prompt and pooling is not Pooling.LAST:
+        raise ConfigError(f"{path}: pooling by {pooling} without the rows of prompts is not supported")
+    return VectorForm("Normalize" in kinds, prompts, default, most, width, pooling)
 
 
 def prompts_of(folder: Path, own: Mapping[str, Any]) -> tuple[Mapping[str, str], str]:
@@ -111,23 +121,25 @@ def _longest_text(folder: Path) -> int | None:
     return most
 
 
-def _width(folder: Path) -> int | None:
-    config = read_json(folder / "config.json", {})
+def _width(config: Mapping[str, Any]) -> int | None:
     inner = config.get("text_config")
     width = (inner if isinstance(inner, dict) else config).get("hidden_size")
     return width if type(width) is int else None
 
 
-def _check_pooling(path: Path) -> None:
-    """Raises ConfigError unless a pooling takes the last token alone."""
+def _pooling(path: Path) -> tuple[Pooling, bool]:
+    """Returns the rows that a pooling takes, and whether those of a prompt before the text are among them. Raises
+    ConfigError for rows that are not supported."""
     if not path.is_file():
         raise ConfigError(f"{path} is missing, and modules.json names it; --tokenizer gives a folder without it")
     found = read_json(path, {})
     modes = [name for key, name in _MODES.items() if found.get(_MODE + key)]
     named = found.get("pooling_mode")
     modes += [named] if isinstance(named, str) else list(named or ())
-    if modes != [_LAST]:
-        raise ConfigError(f"{path}: pooling by {', '.join(map(str, modes)) or 'nothing'}; only lasttoken is supported")
+    if len(modes) != 1 or modes[0] not in list(Pooling):
+        found_modes, known = ", ".join(map(str, modes)) or "nothing", ", ".join(Pooling)
+        raise ConfigError(f"{path}: pooling by {found_modes}; only one of {known} is supported")
+    return Pooling(modes[0]), bool(found.get("include_prompt", True))
 
 
 def read_json(path: Path, absent: Any) -> Any:

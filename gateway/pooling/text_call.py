@@ -21,6 +21,7 @@ from pillion.errors import DeadlineExceeded, FieldViolation, Internal, InvalidRe
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.text_order import leaders
+from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.text_vectors import CUT_TO_MODEL, Vector
 from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
@@ -57,7 +58,7 @@ class TextCall:
         most_tokens: the most tokens of a text that the checkpoint takes.
         cut_tokens: texts are cut to so many tokens; CUT_TO_MODEL stands for ``most_tokens``, None cuts none.
         deadline: monotonic seconds; None for no limit.
-        row_ids: the tokens whose logits make the rows; empty for the model's own rows.
+        pooled: what the texts' rows are.
     """
 
     gateway: Gateway
@@ -67,7 +68,7 @@ class TextCall:
     cut_tokens: int | None = None
     deadline: float | None = None
     parent: otel_context.Context | None = None
-    row_ids: tuple[int, ...] = ()
+    pooled: PooledRows = LAST_ROW
 
     def __post_init__(self) -> None:
         if self.cut_tokens == CUT_TO_MODEL:
@@ -155,7 +156,7 @@ class TextCall:
             timeout_s=left_s,
             parent=self.parent,
             entry=self.model,
-            pooled=self.row_ids,
+            pooled=self.pooled,
         )
 
     async def _leaders(self, ids: list[tuple[int, ...]]) -> list[int | None]:

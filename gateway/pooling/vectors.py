@@ -22,6 +22,7 @@ from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.pair_forms import PairForm, ScoreKind, cosine, read_pair_form
 from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids
+from pillion.gateway.request.admitted_request import PooledRows
 from pillion.gateway.text_vectors import EmbeddedTexts, ScoredPairs, TextPair, Vector
 from pillion.types import GenerateRequest
 
@@ -64,7 +65,8 @@ class GatewayVectors:
             _check_dimensions(dimensions, form.width)
         before = _prompt_of(form, prompt_name)
         asked = [replace(one, text=before + one.text if one.text else "") for one in requests]
-        call = TextCall(self._gateway, model, tenant, _most(form, model), cut_tokens, deadline, parent)
+        pooled = PooledRows(pooling=form.pooling)
+        call = TextCall(self._gateway, model, tenant, _most(form, model), cut_tokens, deadline, parent, pooled)
         found = await call.rows(asked, [f"inputs[{number}]" for number in range(len(asked))])
         vectors = [_cut(row, dimensions, form.normalized) for row in found.rows]
         return EmbeddedTexts(vectors, found.token_ids, found.usage, model.name)
@@ -93,9 +95,10 @@ class GatewayVectors:
                 replace(pair, document=await _first_tokens(call, pair.document, document_tokens)) for pair in pairs
             ]
         if form.kind is ScoreKind.COSINE:
+            call.pooled = PooledRows(pooling=vectors.pooling)
             scores, found = await _cosines(call, vectors, pairs, shared)
         else:
-            call.row_ids = form.token_ids
+            call.pooled = form.rows
             requests = [await _pair_request(call, form, pair, shared) for pair in pairs]
             found = await call.rows(requests, [f"inputs[{number}]" for number in range(len(pairs))])
             scores = [form.score(row) for row in found.rows]

@@ -6,6 +6,7 @@ import hashlib
 import time
 from array import array
 from dataclasses import dataclass
+from enum import StrEnum
 
 from pillion.gateway.planning.cluster_view import SplitPolicy
 from pillion.gateway.request.validation import ResolvedSampling
@@ -27,6 +28,48 @@ class GatewayOptions:
     max_running_requests: int = 0
 
 
+class Pooling(StrEnum):
+    """Names the rows whose mean is the vector of a text, as sentence-transformers does: that of its first token, all of
+    them, or that of its last token."""
+
+    CLS = "cls"
+    MEAN = "mean"
+    LAST = "lasttoken"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PooledRows:
+    """Says what a request ends with that generates nothing.
+
+    Attributes:
+        pooling: the rows whose mean is its vector.
+        logits_of: the tokens whose logits after the last token are that vector; () for the model's own rows.
+        padding_id: a token that does not count as the last one, as classifiers have it; None where each does.
+    """
+
+    pooling: Pooling = Pooling.LAST
+    logits_of: tuple[int, ...] = ()
+    padding_id: int | None = None
+
+    def positions(self, prompt: tuple[int, ...], first: int) -> range | None:
+        """Returns the positions of the rows in a prompt whose text begins at ``first``; None for the last one."""
+        match self.pooling:
+            case Pooling.MEAN:
+                return range(first, len(prompt))
+            case Pooling.CLS:
+                return range(first, first + 1)
+        last = len(prompt) - 1
+        while last > first and prompt[last] == self.padding_id:
+            last -= 1
+        # As in transformers, a text of padding alone has the row of its first token.
+        last = first if prompt[last] == self.padding_id else last
+        return None if last == len(prompt) - 1 else range(last, last + 1)
+
+
+# The vector of a text is by default that of its last token.
+LAST_ROW = PooledRows()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdmittedRequest:
     """Describes a checked request that is ready to run. ``deadline`` and ``arrived`` are monotonic seconds.
@@ -36,8 +79,8 @@ class AdmittedRequest:
     ``grammar`` from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
     which it was made. ``adapter`` is the digest of the adapter that answers are computed with; "" for the model alone.
     ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. Nobody waits for
-    a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with the vector
-    of its last token: the logits of ``pooled_ids`` after it, or the model's own row where these are empty.
+    a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with a vector
+    of its text.
     """
 
     request_id: str
@@ -61,13 +104,18 @@ class AdmittedRequest:
     adapter_rank: int = 0
     virtual_tokens: int = 0
     background: bool = False
-    pooled: bool = False
-    pooled_ids: tuple[int, ...] = ()
+    pooled: PooledRows | None = None
 
     @property
     def own_prompt(self) -> tuple[int, ...]:
         """Gives the tokens that the client sent."""
         return self.prompt[self.virtual_tokens :]
+
+    @property
+    def pooled_rows(self) -> range | None:
+        """Gives the positions whose rows' mean is the vector; None where it is the last token's row alone, for which
+        cached blocks are used, or where no vector is wanted."""
+        return None if self.pooled is None else self.pooled.positions(self.prompt, self.virtual_tokens)
 
     @property
     def text_tokens(self) -> int:

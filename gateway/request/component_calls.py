@@ -366,9 +366,12 @@ class ComponentCalls:
             scored_tokens=action.scored_tokens,
             grammar=admitted.grammar,
             adapter=admitted.adapter,
-            pooled=admitted.pooled,
-            pooled_ids=admitted.pooled_ids,
         )
+        if admitted.pooled is not None:
+            rows = admitted.pooled_rows
+            submit.pooled = rows is None
+            submit.pooled_first, submit.pooled_rows = (0, 0) if rows is None else (rows.start, len(rows))
+            submit.pooled_ids.extend(admitted.pooled.logits_of)
         if action.hold is None:
             submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks
         else:

@@ -336,6 +336,9 @@ def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:
     )
     # The first answer brings the prompt's log probabilities, for all of them.
     scores = index == 0 and resolved.sampling.prompt_logprobs is not None
+    if admitted.pooled_rows is not None:
+        # The rows of cached tokens are not there, so all tokens from the first of these rows on are computed.
+        scores = True
     if resume is None:
         return machine(follows=index > 0, scored_tokens=0 if scores else None)
     scored = resume.scored_tokens if scores else None

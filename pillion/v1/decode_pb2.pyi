@@ -79,6 +79,8 @@ class Submit(_message.Message):
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     POOLED_FIELD_NUMBER: _builtins.int
     POOLED_IDS_FIELD_NUMBER: _builtins.int
+    POOLED_FIRST_FIELD_NUMBER: _builtins.int
+    POOLED_ROWS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -121,6 +123,12 @@ class Submit(_message.Message):
     """
     pooled: _builtins.bool
     """The stream ends with the vector of its last token: what the model's last norm makes of its row. Needs max_tokens 0."""
+    pooled_first: _builtins.int
+    """The stream ends with the mean of the rows of so many tokens of the prompt, from pooled_first on, in place of the last
+    token's. ``pooled`` is not set then, so that an older worker gives no vector in place of another one. No block of
+    these tokens is in the ticket's chain: blocks have no rows.
+    """
+    pooled_rows: _builtins.int
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt, followed by tokens that earlier attempts already generated."""
@@ -168,10 +176,12 @@ class Submit(_message.Message):
         expected_blocks: _builtins.int = ...,
         pooled: _builtins.bool = ...,
         pooled_ids: _abc.Iterable[_builtins.int] | None = ...,
+        pooled_first: _builtins.int = ...,
+        pooled_rows: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_ids", b"pooled_ids", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_first", b"pooled_first", "pooled_ids", b"pooled_ids", "pooled_rows", b"pooled_rows", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -266,7 +276,7 @@ class DecodeDelta(_message.Message):
     pinned_blocks: _builtins.int
     """Blocks of the ticket's chain. Set once."""
     vector: _builtins.bytes
-    """Set with finish_reason where Submit.pooled was set: float32, least significant byte first."""
+    """Set with finish_reason where Submit.pooled or pooled_rows was set: float32, least significant byte first."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Tokens sampled since the last delta of this key."""

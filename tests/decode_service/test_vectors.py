@@ -66,6 +66,34 @@ async def test_a_text_in_chunks_and_one_that_is_cached_have_their_vector() -> No
         await workers.quiet()
 
 
+@pytest.mark.parametrize("rows", [(0, 41), (0, 1), (3, 20), (40, 1)], ids=str)
+async def test_the_mean_of_some_rows_whole_and_in_chunks(rows: tuple[int, int]) -> None:
+    first, count = rows
+    positions = np.arange(first, first + count)
+    kv = kv_of(np.array(PROMPT)[positions], positions).astype(np.float32)
+    wanted = [float(kv.mean(dtype=np.float64)), float(positions.mean())]
+    fields = {"pooled": False, "pooled_first": first, "pooled_rows": count}
+    bits = set()
+    for budget in (64, 16, 7):
+        async with (
+            running_workers(
+                decode={"max_num_batched_tokens": budget, "max_num_seqs": 4}, backend=VectorBackend
+            ) as workers,
+            connected(workers) as connection,
+        ):
+            found = read(await ask(workers, connection, 1, PROMPT, **fields))
+            assert found == pytest.approx(wanted, rel=1e-6)
+            bits.add(np.array(found, np.float32).tobytes())
+            # Now the text's blocks are there, and a ticket with some whose rows are wanted is refused: plan again.
+            again = await ask(workers, connection, 2, PROMPT, **fields)
+            if first < 40:
+                assert again.last is not None
+                assert again.last.error is not None
+                assert (again.last.error.retryable, "to be scored" in again.last.error.message) == (True, True)
+            await workers.quiet()
+    assert len(bits) == 1
+
+
 async def test_texts_beside_streams_in_one_step_have_their_own_vectors() -> None:
     async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
         texts = [PROMPT[:count] for count in (5, 9, 12)]
@@ -121,8 +149,13 @@ async def test_logits_of_tokens_come_in_a_vectors_place() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_tokens": 1}, {"siblings": (Sibling(key=9, seed=1),)}, {"sampling": replace(GREEDY, prompt_logprobs=1)}],
-    ids=["tokens", "siblings", "scores"],
+    [
+        {"max_tokens": 1},
+        {"siblings": (Sibling(key=9, seed=1),)},
+        {"sampling": replace(GREEDY, prompt_logprobs=1)},
+        {"pooled": False, "pooled_rows": 3, "max_tokens": 1},
+    ],
+    ids=["tokens", "siblings", "scores", "mean"],
 )
 async def test_what_a_text_cannot_ask_for_is_refused(fields: dict[str, object]) -> None:
     async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
@@ -130,6 +163,14 @@ async def test_what_a_text_cannot_ask_for_is_refused(fields: dict[str, object]) 
         assert answer.last is not None
         assert answer.last.error is not None
         assert "pooled: a stream that ends with a vector generates nothing" in answer.last.error.message
+
+
+async def test_rows_that_a_text_does_not_have_are_refused() -> None:
+    async with running_workers(backend=VectorBackend) as workers, connected(workers) as connection:
+        answer = await ask(workers, connection, 1, PROMPT, pooled=False, pooled_first=40, pooled_rows=2)
+        assert answer.last is not None
+        assert answer.last.error is not None
+        assert "pooled_rows: rows up to 42 of 41 tokens" in answer.last.error.message
 
 
 async def test_a_worker_whose_steps_give_no_vectors_says_so() -> None:

@@ -329,7 +329,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         await self.gate.wait()
         if submit.sampling.HasField("prompt_logprobs") and not await self._score(submit, out):
             return
-        if submit.pooled:
+        if submit.pooled or submit.pooled_rows:
             ended = finish_to_pb(FinishReason.LENGTH)
             row = logits_of(submit.token_ids, submit.pooled_ids) if submit.pooled_ids else vector_of(submit.token_ids)
             vector = row.tobytes() if self.knows_vectors else b""

@@ -153,6 +153,7 @@ def rows_step(tokens: int, samples: int = 0) -> CpuStepRecord:
     step = CpuStepRecord()
     step.count("num_tokens", tokens)
     step.count("num_samples", samples)
+    step.count("num_logits", samples)
     return step
 
 

@@ -251,13 +251,11 @@ class CpuBackend(HostBackend):
         )
 
     def _read_vectors(self, batch: StepBatch) -> Float32:
-        rows, places = distinct_rows(batch)
-        wanted = np.arange(len(rows)) if places is None else places
-        buffer = self.model.plan.normed
+        rows, buffer = distinct_rows(batch)[0], self.model.plan.normed
         assert buffer is not None
-        found = self._rows(buffer, len(rows), self.model.config.hidden_size)[wanted[-batch.pooled :]]
+        found = self._rows(buffer, len(rows), self.model.config.hidden_size)[-batch.pooled :]
         # Rows in bfloat16 are kept as whole numbers of the same bits.
-        return found if found.dtype == np.float32 else (found.astype(np.uint32) << 16).view(np.float32)
+        return found.copy() if found.dtype == np.float32 else (found.astype(np.uint32) << 16).view(np.float32)
 
     def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
         if self._bounds.num_slots != len(pool):
@@ -284,7 +282,7 @@ class CpuBackend(HostBackend):
         self.borrowed_s = self._thread_pool.borrowed_s
         if self.model.checked:
             self.check_integrity()
-        return self._read_logits(rows, places)
+        return self._read_logits(rows[: len(rows) - batch.pooled], places)
 
     def _read_logits(self, rows: Int32, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
         """Returns the logits of ``rows``, which the kernels have written, at ``places``."""
@@ -300,7 +298,8 @@ class CpuBackend(HostBackend):
 
     def _fill(self, pool: torch.Tensor, batch: StepBatch, rows: Int32) -> None:
         """Fills the step's record; buffers grow where this step is larger than all steps before it."""
-        for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows))):
+        num_logits = len(rows) - batch.pooled
+        for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows)), ("logits", num_logits)):
             self._unbound |= self.workspace.reserve(unit, count)
         if self._unbound:
             self._logits.clear()
@@ -328,6 +327,7 @@ class CpuBackend(HostBackend):
         step.count("num_tokens", batch.num_tokens)
         step.count("num_seqs", batch.num_seqs)
         step.count("num_samples", len(rows))
+        step.count("num_logits", num_logits)
         step.count("table_stride", batch.block_tables.shape[1])
         step.count("state_pages", self.layout.state_pages)
 

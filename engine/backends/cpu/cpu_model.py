@@ -87,23 +87,28 @@ def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
             operations.append(builder.norm("", builder.state(index)))
         last, own = index == config.num_layers - 1, replace(builder, wanted=index > builder.last_kept_layer)
         operations += LayerEmitter(own, sampled, index, last=last).emit(layers[index])
-    head = weights.linear("lm_head")
+    # A model that chooses no tokens has no head.
+    width = weights.linear("lm_head").pairs * 32 if weights.has("lm_head") else config.vocab_size
     # The sampler edits logits in place where rows follow one another without padding.
-    logits = replace(sampled.buffer("logits", head.pairs * 32, "float32"), dense=True)
+    chosen = replace(builder, rows_of="logits")
+    logits = replace(chosen.buffer("logits", width, "float32"), dense=True)
     if meeting is not None:
         logits = meeting.logits(config, logits)
     if mine.stop == config.num_layers:
-        operations += _head(sampled, logits)
+        operations += _head(sampled, chosen, logits)
     if meeting is not None:
         operations.append(meeting.end())
     states = {index: builder.state(index) for index in state_layers}
     return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states, sampled.normed)
 
 
-def _head(sampled: OperationBuilder, logits: Buffer) -> Iterator[Operation]:
+def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -> Iterator[Operation]:
     config = sampled.config
     yield sampled.norm("final_norm")
-    yield from sampled.gemm("lm_head", sampled.normed, logits, "store")
+    if not sampled.weights.has("lm_head"):
+        return
+    # The rows whose logits are wanted are the first ones of the sampled rows.
+    yield from chosen.gemm("lm_head", sampled.normed, logits, "store")
     if config.logit_divisor != 1.0 or config.logit_softcap:
         values = {
             "logits": logits,
@@ -112,7 +117,7 @@ def _head(sampled: OperationBuilder, logits: Buffer) -> Iterator[Operation]:
             "divisor": config.logit_divisor,
             "cap": config.logit_softcap,
         }
-        yield Operation(SoftCapScale(config.logit_softcap > 0), values, "num_samples")
+        yield Operation(SoftCapScale(config.logit_softcap > 0), values, "num_logits")
 
 
 def _embed(builder: OperationBuilder) -> Iterator[Operation]:

@@ -73,7 +73,8 @@ FEW_BIT_ROWS = Seam[Callable[["OperationBuilder", CpuLinear, Buffer], MatrixRows
 
 @dataclass(frozen=True, slots=True)
 class OperationBuilder:
-    """Builds a model's operations. ``rows_of`` is "tokens", and "samples" after the last layer's attention. ``dtype``
+    """Builds a model's operations. ``rows_of`` is "tokens", "samples" after the last layer's attention, and "logits"
+    for the head, which the rows of vectors do not pass. ``dtype``
     is the model's type, which the KV of ``layout`` has too, unless it is in 8 bits. ``adapters`` are the slots, in a
     program for steps with adapters. ``config`` is the shape of the process's own layers; ``layout`` is that of all KV,
     and ``model_heads`` are all query heads. ``meeting`` is None for a program of the whole model. ``growth`` has the
@@ -108,6 +109,8 @@ class OperationBuilder:
     def when(self) -> str:
         """Gives the condition under which these operations run: without sampled rows nothing runs after the last
         layer's KV."""
+        if self.rows_of == "logits":
+            return "num_logits"
         return "num_samples" if self.rows_of == "samples" or self.wanted else ""
 
     @property

@@ -227,6 +227,8 @@ class MatrixPacker:
             for index, operations in enumerate(layers_of(config)):
                 self.layer(f"layers.{index}.", operations, load_layer(checkpoint, config, dtype, index, Linear.plain))
             self.norm("final_norm", load_final_norm(checkpoint, config, dtype))
+            if not checkpoint.chooses_tokens:
+                return
             head = load_head(checkpoint, config, dtype, embedding)
             bias = load_head_bias(checkpoint, dtype)
             self.linear("lm_head", Linear.plain(select_rows(head, rows), None if bias is None else bias[rows]))

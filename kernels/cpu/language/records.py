@@ -110,6 +110,7 @@ STEP = RecordLayout(
         "num_tokens",
         "num_seqs",
         "num_samples",
+        "num_logits",  # num_logits is how many of the samples have logits, the first ones
         "table_stride",
         "num_items",
         "num_merges",

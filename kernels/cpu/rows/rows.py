@@ -194,7 +194,7 @@ class SoftCapScale(KernelSpec):
         logits, stride, vectors = args.pointer("logits"), args.number("stride"), vectors_of(args.number("width"))
         divisor, cap = args.real("divisor"), args.real("cap")
         chunks = (vectors + (_CHUNK_VECTORS - 1)) // _CHUNK_VECTORS
-        with call.even_share(call.step.number("num_samples") * chunks) as item:
+        with call.even_share(call.step.number("num_logits") * chunks) as item:
             row, first = logits + item // chunks * stride, item % chunks * _CHUNK_VECTORS
             with k.range(k.least(first + _CHUNK_VECTORS, vectors), first) as i:
                 at = row + i * VECTOR_BYTES

@@ -72,6 +72,12 @@ def test_a_rows_vector_is_the_last_hidden_state_whole_and_in_chunks(own_cache, t
     assert np.abs(alone - wanted).max() <= TOLERANCE * max(1.0, float(np.abs(wanted).max()))
     half = len(text) // 2
     driver.step((cut[0], text[:half]), sample=())
+    # A step that samples rows, one of them twice, gives logits of these alone beside the vectors.
+    rows = [last, 2, 2, 0, 1, last]
+    batch = dataclasses.replace(driver.sequences.step([(driver.sequences.add()[0], text)], rows), pooled=3)
+    logits = driver.backend.forward(batch).clone()
+    assert (len(logits), torch.equal(logits[1], logits[2]), torch.equal(logits[0], logits[1])) == (3, True, False)
+    assert np.abs(driver.backend._read_vectors(batch)[2] - alone).max() <= (0.0 if kernels == "cpu" else TOLERANCE)
     # The step gives the vector of one row twice, and that of a row of another text.
     row = 2 + len(text) - half - 1
     beside, *twice = vectors(driver, (other[0], text[3:5]), (cut[0], text[half:]), of=[1, row, row])

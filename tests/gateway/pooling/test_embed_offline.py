@@ -97,14 +97,61 @@ def test_vectors_beside_answers(llm: LLM) -> None:
     assert llm.generate("The sea", asked, use_tqdm=False)[0].outputs[0].token_ids == before
 
 
-def test_pooling_that_is_not_supported_is_refused_by_name(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
+def pooled_by(folder: pathlib.Path, own: pathlib.Path, mode: str) -> str:
+    """Copies the checkpoint to ``own``, with this pooling and nothing else of sentence-transformers' files."""
     for path in folder.iterdir():
-        if path.is_file():
-            (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode_mean_tokens": True}))
+        if path.is_file() and path.name != "config_sentence_transformers.json":
+            (own / path.name).write_bytes(path.read_bytes())
+    (own / "1_Pooling").mkdir()
+    (own / "1_Pooling" / "config.json").write_text(json.dumps({f"pooling_mode_{mode}": True}))
+    return str(own)
+
+
+@torch.inference_mode()
+def test_the_mean_of_all_rows_is_the_oracles_whole_in_chunks_cached_and_beside_others(
+    tmp_path: pathlib.Path, folder: pathlib.Path
+) -> None:
+    own = pooled_by(folder, tmp_path, "mean_tokens")
+    options = {"max_model_len": "512", "kv_pool_bytes": "32MiB", "cpu_threads": 1}
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(own, dtype="float32", runner="pooling", max_num_seqs=16, max_num_batched_tokens=64, **options) as llm:
+        # Answers bring the blocks of two texts into the pool first; a vector's rows are not in them.
+        llm.generate(TEXTS, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)
+        found = llm.embed(TEXTS)
+        for one in found:
+            rows = model(torch.tensor([one.prompt_token_ids])).last_hidden_state[0]
+            wanted = torch.nn.functional.normalize(rows.mean(0), dim=0).numpy()
+            assert np.abs(wanted - np.array(one.outputs.embedding)).max() < 1e-5
+        vectors = [one.outputs.embedding for one in found]
+        assert [llm.embed(text)[0].outputs.embedding for text in TEXTS] == vectors
+        beside = llm.embed([*reversed(TEXTS), *TEXTS])
+        assert [one.outputs.embedding for one in beside] == [*reversed(vectors), *vectors]
+    with LLM(own, dtype="float32", runner="pooling", max_num_seqs=16, max_num_batched_tokens=512, **options) as whole:
+        assert [one.outputs.embedding for one in whole.embed(TEXTS)] == vectors
+
+
+@torch.inference_mode()
+def test_the_first_row_is_the_oracles(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
+    options = {"max_model_len": "512", "kv_pool_bytes": "32MiB", "cpu_threads": 1, "max_num_batched_tokens": 64}
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with LLM(pooled_by(folder, tmp_path, "cls_token"), dtype="float32", max_num_seqs=16, **options) as llm:
+        for one in llm.embed([TEXTS[0], TEXTS[0], "x"]):
+            row = model(torch.tensor([one.prompt_token_ids])).last_hidden_state[0, 0]
+            wanted = torch.nn.functional.normalize(row, dim=0).numpy()
+            assert np.abs(wanted - np.array(one.outputs.embedding)).max() < 1e-5
+
+
+def test_pooling_that_is_not_supported_is_refused_by_name(tmp_path: pathlib.Path, folder: pathlib.Path) -> None:
     with (
-        LLM(str(tmp_path), dtype="float32", max_model_len="512", kv_pool_bytes="32MiB", cpu_threads=1) as llm,
-        pytest.raises(InvalidRequest, match=r"gives no vectors of texts: .* pooling by mean; only lasttoken"),
+        LLM(
+            pooled_by(folder, tmp_path, "max_tokens"),
+            dtype="float32",
+            max_model_len="512",
+            kv_pool_bytes="32MiB",
+            cpu_threads=1,
+        ) as llm,
+        pytest.raises(
+            InvalidRequest, match=r"gives no vectors of texts: .* pooling by max; only one of cls, mean, last"
+        ),
     ):
         llm.embed("x")

@@ -10,8 +10,10 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.gateway.pooling.pooling_files import MAX_FILE_BYTES, VectorForm, read_vector_form
+from pillion.gateway.request.admitted_request import Pooling
 
 OLD = "sentence_transformers.models."
+MEAN = {"pooling_mode_mean_tokens": True}
 LAST = {"word_embedding_dimension": 64, "pooling_mode_cls_token": False, "pooling_mode_lasttoken": True}
 
 
@@ -47,6 +49,17 @@ def test_the_last_token_in_every_form(tmp_path: pathlib.Path, kinds: list[str], 
     assert read_vector_form(written(tmp_path, kinds, pooling)) == VectorForm(normalized=len(kinds) == 3)
 
 
+@pytest.mark.parametrize(
+    ("pooling", "wanted"),
+    [(MEAN, "mean"), ({"pooling_mode": "mean"}, "mean"), ({"pooling_mode_cls_token": True}, "cls")],
+)
+def test_the_mean_and_the_first_token(tmp_path: pathlib.Path, pooling: Any, wanted: str) -> None:
+    assert read_vector_form(written(tmp_path, three(), pooling)) == VectorForm(pooling=Pooling(wanted))
+    # Without prompts no text has rows of one.
+    without = {**pooling, "include_prompt": False}
+    assert read_vector_form(written(tmp_path, three(), without)) == VectorForm(pooling=Pooling(wanted))
+
+
 def test_prompts_and_the_one_that_is_the_default(tmp_path: pathlib.Path) -> None:
     own = {"prompts": {"query": "Find: ", "document": ""}, "default_prompt_name": "query"}
     form = read_vector_form(written(tmp_path, three(), config_sentence_transformers=own))
@@ -58,9 +71,22 @@ def test_prompts_and_the_one_that_is_the_default(tmp_path: pathlib.Path) -> None
     [
         ([*three()[:2], f"{OLD}Dense"], LAST, {}, "the modules Transformer, Pooling, Dense; only"),
         (three()[:1], LAST, {}, "the modules Transformer; only"),
-        (three(), {"pooling_mode_mean_tokens": True}, {}, "pooling by mean; only lasttoken is supported"),
+        (
+            three(),
+            {"pooling_mode_max_tokens": True},
+            {},
+            "pooling by max; only one of cls, mean, lasttoken is supported",
+        ),
+        (three(), {"pooling_mode_weightedmean_tokens": True}, {}, "pooling by weightedmean; only"),
+        (
+            three(),
+            MEAN | {"include_prompt": False},
+            {"config_sentence_transformers": {"prompts": {"q": "Q: "}}},
+            "without",
+        ),
         (three(), {"pooling_mode_cls_token": True, "pooling_mode_lasttoken": True}, {}, "pooling by cls, lasttoken"),
         (three(), {"pooling_mode": ["mean", "lasttoken"]}, {}, "pooling by mean, lasttoken"),
+        (three(), LAST, {"config": {"architectures": ["Qwen3ForSequenceClassification"]}}, "tells labels apart"),
         (three(), {}, {}, "pooling by nothing"),
         (three(), None, {}, "config.json is missing, and modules.json names it"),
         (three(), [], {}, "holds no JSON object"),

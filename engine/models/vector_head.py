@@ -1,0 +1,23 @@
+"""Turns the vector of a text into the logits of a classifier's labels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Float32 = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class VectorHead:
+    """Holds a classifier's head: one row of ``weight`` [labels, hidden], float32, for each label."""
+
+    weight: Float32
+
+    def logits(self, vector: Float32) -> Float32:
+        """Returns the logits [labels] of a vector [hidden]. Each is summed up by itself in float64, so that its bits
+        depend on the vector alone."""
+        found: Float32 = (self.weight.astype(np.float64) * vector).sum(1).astype(np.float32)
+        return found
