@@ -160,7 +160,7 @@ class DecodeSession:
             check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
             if _pooled_rows(submit) is not None and not gives_vectors(worker.model.backend):
                 raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes on GPUs or ranks")
-            if _pooled_rows(submit) is None and not worker.model.chooses_tokens:
+            if (_pooled_rows(submit) is None or submit.pooled_ids) and not worker.model.chooses_tokens:
                 raise InvalidRequest(
                     f"{worker.model.prepared.name} generates nothing: it has no head that chooses tokens"
                 )
@@ -349,6 +349,8 @@ class DecodeSession:
             adapter=submit.adapter,
             pooled=_pooled_rows(submit),
             pooled_ids=tuple(submit.pooled_ids),
+            second_from=submit.second_from,
+            keeps_blocks=not self._worker.model.whole_texts,
         )
         return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
 
@@ -464,6 +466,10 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
     pooled = _pooled_rows(submit)
     if pooled is not None and pooled.stop > submit.prompt_tokens:
         yield FieldViolation("pooled_rows", f"rows up to {pooled.stop} of {submit.prompt_tokens} tokens")
+    if submit.second_from >= max(submit.prompt_tokens, 1):
+        yield FieldViolation(
+            "second_from", f"a second text from {submit.second_from} of {submit.prompt_tokens} tokens on"
+        )
     if pooled is not None and (submit.max_tokens or submit.siblings or submit.sampling.HasField("prompt_logprobs")):
         yield FieldViolation("pooled", "a stream that ends with a vector generates nothing and scores nothing")
     if len(submit.pooled_ids) > MAX_POOLED_IDS or (submit.pooled_ids and not submit.pooled):

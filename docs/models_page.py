@@ -108,6 +108,10 @@ a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA ada
 `attention_k_eq_v`) have no adapters yet. An answer of each family of these goes on, with the
 tokens of transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`).
 
+Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
+([055](decisions/055-pooling.md#encoders)), on torch's operators (`tests/engine/encoders`). Of every family below,
+vectors of texts are served, and classifiers (`ForSequenceClassification`, `tests/engine/models/test_vector_head.py`).
+
 Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on the CPU kernels
 and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`). GPUs,
 ranks, draft models, adapters and KV in 8 bits are not there for them yet and are refused. Their quantized checkpoints

@@ -117,6 +117,15 @@ ROOMS: tuple[Room, ...] = (
             "gateway.grpc_api.calls": "pillion.gateway.pooling.text_servicer:text_calls",
         },
     ),
+    Room(
+        "encoders",
+        paths=("engine/encoders", "tests/engine/encoders"),
+        entries={
+            "engine.models.encoders": "pillion.engine.encoders.encoder_parser:ENCODER_PARSER",
+            "engine.backends.encoders": "pillion.engine.encoders.encoder_backend:load_encoder",
+        },
+        needs=("pooling",),
+    ),
     # Slots of partial blocks are given up before those of drafts.
     Room(
         "partial blocks",

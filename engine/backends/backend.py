@@ -55,8 +55,8 @@ class StepBatch:
         context_lens: [S] tokens that the last query row of s sees, itself included: that row's position + 1.
         block_tables: [S, B] slots of each sequence's blocks in order, padded with 0 after its last block. The step
             writes the KV of position p of sequence s into row p % block_size of slot block_tables[s, p // block_size].
-        sample_rows: [R + Q + P] numbers of the rows that are computed to the end. The first R are sampled, and rise; a row
-            may occur several times among them. The next Q are only scored (SamplingRows.scored), or some of their
+        sample_rows: [R + Q + P] numbers of the rows that are computed to the end. The first R are sampled, and rise; a
+            row may occur several times among them. The next Q are only scored (SamplingRows.scored), or some of their
             logits are wanted, and of the last P the hidden states are (Sampled.pooled). Empty for pure prefill.
         rope_rows: [T] each token's row of the rotary tables; None where that is its position.
         adapters: [S] the slot among the backend's adapters of each sequence's adapter, -1 for none; None where no
@@ -65,6 +65,8 @@ class StepBatch:
         pooled: P, how many rows give their hidden states.
         pooled_ids: what texts want, row by row in their order: the tokens whose logits are wanted of the next row
             before the last P, or () for the hidden state of the next one of these.
+        seconds: [S] where a sequence that is a pair of texts has the second one's first token, and 0 for a single text;
+            None where all are single. Encoders read it.
     """
 
     token_ids: Int32
@@ -78,6 +80,7 @@ class StepBatch:
     states: StateSlots | None = None
     pooled: int = 0
     pooled_ids: tuple[tuple[int, ...], ...] = ()
+    seconds: Int32 | None = None
 
     @property
     def table_rows(self) -> Int32:

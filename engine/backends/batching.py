@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import accumulate, chain
 from typing import Any
 
@@ -41,6 +42,9 @@ def build_step_batch(plan: StepPlan, block_size: int) -> StepBatch:
         pooled=len(vectors),
         pooled_ids=tuple(ids for _, ids in pooled),
     )
+    seconds = [piece.sequence.spec.second_from for piece in pieces]
+    if any(seconds):
+        batch = replace(batch, seconds=np.array(seconds, np.int32))
     for place, chosen in plan.unknown:
         batch.token_ids[ends[place] - counts[place]] = -1 - chosen
     return batch

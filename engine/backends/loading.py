@@ -20,7 +20,7 @@ from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
-from pillion.engine.models.vector_head import VectorHead
+from pillion.engine.models.vector_head import Labeller, VectorHead
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import ATTENTION_PLANS, LANES, Isa, choose_isa, host_features
@@ -68,7 +68,8 @@ class LoadedModel:
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its lending
     table's cores; 0: it has no lending table, or borrows none of its cores. ``ranks`` are the worker's other processes,
     or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known. A model that
-    does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier.
+    does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier. One of
+    ``whole_texts`` computes each text in one step, and nothing of it is kept.
     """
 
     prepared: PreparedModel
@@ -78,7 +79,8 @@ class LoadedModel:
     ranks: OtherProcesses | None = None
     expected_cost: StepModel | None = None
     chooses_tokens: bool = True
-    head: VectorHead | None = None
+    head: Labeller | None = None
+    whole_texts: bool = False
 
     def bind_pool(self, attachment: Attachment) -> None:
         """Makes every process of the worker map the pool and use it."""
@@ -134,6 +136,8 @@ class RankLoader(ProcessLoader, Protocol):
 
 
 RANKS = Seam[RankLoader]("engine.backends.ranks")
+# The room "encoders" loads an encoder for blocks of so many tokens and so many threads.
+ENCODER_LOADER = Seam[Callable[[PreparedModel, int, int], LoadedModel]]("engine.backends.encoders")
 # The room "states" raises ConfigError for what a worker's flags ask of a model with states, and it cannot do.
 STATES = Seam[Callable[[WorkerFlags, str, ModelConfig], None]]("engine.backends.states")
 # The room "stages" loads workers whose processes have some of the layers each.
@@ -169,6 +173,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     flags = with_budgets(flags)
     device, prepared, loader = resolve_device(flags), prepare(flags, log.info), process_loader(flags)
     config = load_config(prepared.folder)
+    if config.encoder is not None:
+        return _load_encoder(flags, threads, device, prepared, loader)
     from pillion.engine.checkpoints.weights import chooses_tokens, load_labels
 
     chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
@@ -177,6 +183,17 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     found = _load(flags, threads, device, prepared, config, loader)
     labels = None if chooses else load_labels(prepared.folder, config)
     return replace(found, chooses_tokens=chooses, head=None if labels is None else VectorHead(labels.numpy()))
+
+
+def _load_encoder(
+    flags: WorkerFlags, threads: int, device: str, prepared: PreparedModel, loader: ProcessLoader | None
+) -> LoadedModel:
+    if device != CPU or loader is not None or flags.enable_lora or flags.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"{prepared.name} is an encoder, which runs on the CPU in one process: without --tensor-parallel-size,"
+            " --pipeline-parallel-size, --enable-lora and --kv-cache-dtype"
+        )
+    return require(ENCODER_LOADER, "encoders", "an encoder")(prepared, flags.block_size, threads)
 
 
 def _load(
@@ -371,6 +388,8 @@ def check_adapters(config: ModelConfig) -> None:
 
 def unsupported(config: ModelConfig, block_size: int) -> str:
     """Returns why the CPU kernels cannot run a model of this shape, or ""."""
+    if config.encoder is not None:
+        return "encoders run on torch"
     if config.linear is not None and config.linear.head_dim % PIECE_COLUMNS:
         return f"states need heads of a multiple of {PIECE_COLUMNS} values, not {config.linear.head_dim}"
     latents = config.latents

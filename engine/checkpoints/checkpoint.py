@@ -348,7 +348,9 @@ class Checkpoint:
 
 @contextmanager
 def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Opens all weight files of a folder. Raises ConfigError if they do not fit the config."""
+    """Opens all weight files of a decoder's folder. Raises ConfigError if they do not fit the config."""
+    if config.encoder is not None:
+        raise ConfigError(f"{folder} has an encoder ({config.family}), and a decoder is needed here")
     with ExitStack() as stack:
         handles: dict[str, FileTensor] = {}
         for path in weight_files(folder):

@@ -10,6 +10,7 @@
     layer_config.py      what a config says of single layers, in families whose layers differ
     linear_config.py     which layers have states, and their shapes
     model_shard.py       what one process computes of a model: all of it, unless it is a rank of several
+    encoder_config.py    what a config says of an encoder (the room of that name)
     config_json.py       checked values of a ``config.json``;  config_keys.py: refuses keys that nobody here obeys
     decoder.py           the forward pass of every family on torch, and the weights that it reads
     layers.py            norms, activations, mixture of experts;  rope.py: rotary embedding

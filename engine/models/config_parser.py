@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pillion.engine.models.config_json import above_zero, number, per_layer, read_json, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys, refuse_unknown_outer_keys, without_pictures
@@ -34,7 +34,7 @@ from pillion.engine.models.rope_config import (
     yarn_mscale,
 )
 from pillion.errors import ConfigError
-from pillion.rooms import Seam, require
+from pillion.rooms import Seam, entered_one, require
 
 # Layers with a window, or with attention in chunks, have these types.
 _WINDOW_KINDS = ("sliding_attention", "chunked_attention")
@@ -62,13 +62,34 @@ QUANTIZATION_KEYS = ("quantization_config", "compression_config", "quantization"
 # The room's function reads what a family's config says under these keys, and raises ConfigError for what is not
 # supported.
 QUANTIZATION = Seam[Callable[[str, Mapping[str, Any]], FewBitWeights]]("engine.models.quantization")
+
+
+class EncoderReader(Protocol):
+    """Reads the configs of encoders, models whose tokens all see each other (the room "encoders")."""
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Gives the values of ``model_type`` that it reads."""
+
+    def parse(self, raw: Mapping[str, Any], labels: int) -> ModelConfig:
+        """Reads a config of a model with so many labels. Raises ConfigError for what is not supported."""
+
+
+ENCODERS = Seam[EncoderReader]("engine.models.encoders")
 # In these files older tools say how they quantized a folder's weights, where the config.json does not say it.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
 
 def known_architectures() -> tuple[str, ...]:
     """Returns the values of ``model_type`` that can be served."""
-    return tuple(sorted({*FAMILIES, *TEXT_OF, *SAME_AS}))
+    encoders = entered_one(ENCODERS)
+    return tuple(sorted({*FAMILIES, *TEXT_OF, *SAME_AS, *(() if encoders is None else encoders.kinds)}))
+
+
+def is_encoder(config: Mapping[str, Any]) -> bool:
+    """Returns whether a config is that of an encoder, whose tokens all see each other."""
+    encoders = entered_one(ENCODERS)
+    return encoders is not None and config.get("model_type") in encoders.kinds
 
 
 def load_config(folder: Path) -> ModelConfig:
@@ -102,8 +123,13 @@ def quantization_method(config: Mapping[str, Any]) -> str:
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
-    labels = _labels(config)
-    config = _text_config(config)
+    encoders, labels = entered_one(ENCODERS), _labels(config)
+    if encoders is not None and is_encoder(config):
+        return encoders.parse(config, labels)
+    return _parse_decoder(_text_config(config), labels)
+
+
+def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     name, family = _family_of(config)
     raw = {**family.defaults, **config}
     refuse_unknown_keys(name, family.own, family.ignored, family.fixed, raw)

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.layer_operations import ClampedSwiglu
 from pillion.engine.models.rope_config import RopeConfig
 
@@ -215,6 +216,8 @@ class ModelConfig:
         latents: how keys and values are made of latents, where they are; there is one KV head then, and ``head_dim`` is
             the number of values of a row of KV.
         linear: the layers that have a state in place of keys and values, where some have.
+        encoder: the layers of an encoder, which has no others: the other numbers of layers and heads are those of a
+            stand-in for keys and values, of which it has none. None for a decoder.
         eos_token_ids: tokens that end a text.
         quantization: how the files hold matrices in few bits; None where all of them are plain.
     """
@@ -263,6 +266,7 @@ class ModelConfig:
     moe: MoeConfig | None = None
     latents: LatentConfig | None = None
     linear: LinearConfig | None = None
+    encoder: EncoderConfig | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: FewBitWeights | None = None

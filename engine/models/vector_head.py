@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 Float32 = npt.NDArray[np.float32]
+
+
+class Labeller(Protocol):
+    """Makes the logits of a classifier's labels."""
+
+    def logits(self, vector: Float32) -> Float32:
+        """Returns the logits [labels] of a text's vector [hidden]."""
 
 
 @dataclass(frozen=True, slots=True)

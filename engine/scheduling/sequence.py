@@ -91,6 +91,8 @@ class SequenceSpec:
         pooled: the positions whose rows' mean is the vector with which the sequence ends, which generates nothing; None
             where no vector is wanted.
         pooled_ids: the tokens whose logits that vector has, of one position; empty for the model's own rows.
+        second_from: where the second text of a pair begins, for encoders; 0 for a single text.
+        keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
     """
 
     seq_id: int
@@ -110,6 +112,8 @@ class SequenceSpec:
     adapter: str = ""
     pooled: range | None = None
     pooled_ids: tuple[int, ...] = ()
+    second_from: int = 0
+    keeps_blocks: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +234,8 @@ class Sequence(BlockChain):
         # then not chosen: a step that was launched under an older number is void for it.
         self.generation = 0
         self.hold(holding, SequenceState.WAITING)
+        if not spec.keeps_blocks:
+            self.refuse_commit()
         self.progress.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
 

@@ -142,6 +142,9 @@ class Worker:
         refuse_missing_rooms(flags)
         model = await asyncio.to_thread(backend_factory, flags, thread_count(flags))
         longest = flags.max_model_len or model.prepared.max_model_len
+        if model.whole_texts:
+            # A step holds at least the longest text, which nobody may cut.
+            max_num_batched_tokens = max(max_num_batched_tokens, longest + max_num_seqs)
         make_scheduler = partial(
             Scheduler,
             block_size=flags.block_size,
@@ -149,7 +152,7 @@ class Worker:
             max_num_seqs=max_num_seqs,
             target_itl_s=target_itl_ms / 1000,
             target_itl_steps=target_itl_steps,
-            max_whole_tokens=0 if flags.enable_chunked_prefill else longest,
+            max_whole_tokens=0 if flags.enable_chunked_prefill and not model.whole_texts else longest,
             max_scored_rows=scored_rows(model.backend.vocab_size),
             even_steps=flags.pipeline_parallel_size > 1,
             expected_cost=model.expected_cost,

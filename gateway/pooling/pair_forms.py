@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from pillion.engine.models.config_parser import is_encoder
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
 from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json
-from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
+from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows, Pooling
 from pillion.gateway.text_vectors import TextPair, Vector
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
@@ -59,6 +60,7 @@ class PairText(enum.Enum):
     TEMPLATE = "template"
     JOINED = "joined"
     QWEN3 = "qwen3"
+    PAIR = "pair"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class PairForm:
         place for one."""
         if instruction is None:
             return self
-        if self.text is PairText.JOINED:
+        if self.text in (PairText.JOINED, PairText.PAIR):
             raise InvalidRequest.of(FieldViolation("instruction", "the model has no place for one before a pair"))
         return replace(self, instruction=instruction)
 
@@ -126,6 +128,9 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
     architectures = config.get("architectures") or [""]
     own = read_json(folder / "config_sentence_transformers.json", {})
     text = PairText.TEMPLATE if _knows_pairs(tokenizer.chat_template) else PairText.JOINED
+    if text is PairText.JOINED and is_encoder(config):
+        # The tokenizer joins the two texts, and marks the second one.
+        text = PairText.PAIR
     form = PairForm(text=text, activated=_activated(folder, own, config), instruction=_instruction(folder, own))
     if str(architectures[0]).endswith(_HEAD):
         labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))
@@ -133,6 +138,9 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
             raise ConfigError(f"{folder / 'config.json'}: a head with {labels} labels; a score needs one label")
         padding = config.get("pad_token_id")
         rows = PooledRows(padding_id=padding if type(padding) is int else None)
+        if is_encoder(config):
+            mean = config.get("classifier_pooling") == "mean"
+            rows = PooledRows(pooling=Pooling.MEAN if mean else Pooling.CLS)
         return replace(form, kind=ScoreKind.LABELS, rows=rows)
     ids = _score_tokens(folder, config, name, tokenizer)
     if not ids:
@@ -185,7 +193,8 @@ def _score_tokens(folder: Path, config: Any, name: str, tokenizer: ModelTokenize
 def _activated(folder: Path, own: Any, config: Any) -> bool:
     """Returns whether scores are probabilities. Raises ConfigError for another function of logits."""
     of_config = config.get("sentence_transformers")
-    named = own.get("activation_fn") or (of_config.get("activation_fn") if isinstance(of_config, dict) else None)
+    old = config.get("sbert_ce_default_activation_function")
+    named = own.get("activation_fn") or old or (of_config.get("activation_fn") if isinstance(of_config, dict) else None)
     kind = str(named or "Sigmoid").rpartition(".")[2]
     if kind not in ("Sigmoid", "Identity"):
         raise ConfigError(f"{folder}: scores by activation_fn {kind}; only Sigmoid and Identity are supported")

@@ -6,8 +6,8 @@
     sentence_bert_config.json          the longest text; whether texts are lowered first, which is not supported
     config.json                        how many values a vector has
 
-A checkpoint without modules.json has the vector of its last token, normalized. What is not supported is refused by its
-name, because the vectors would be others than the model was trained for.
+A checkpoint without modules.json has the vector of its last token, an encoder the mean of its rows, normalized. What is
+not supported is refused by its name, because the vectors would be others than the model was trained for.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from pillion.engine.models.config_parser import is_encoder
 from pillion.errors import ConfigError
 from pillion.gateway.request.admitted_request import Pooling
 
@@ -67,7 +68,7 @@ def read_vector_form(folder: Path) -> VectorForm:
     if isinstance(architectures, list) and architectures and str(architectures[0]).endswith(_CLASSIFIER):
         raise ConfigError(f"{folder / 'config.json'}: a {architectures[0]} tells labels apart")
     if not (folder / "modules.json").is_file():
-        return VectorForm(width=width)
+        return VectorForm(width=width, pooling=Pooling.MEAN if is_encoder(config) else Pooling.LAST)
     modules = list(modules_of(folder))
     kinds = [kind for kind, _ in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
@@ -78,6 +79,8 @@ def read_vector_form(folder: Path) -> VectorForm:
     most = _longest_text(folder / modules[0][1])
     path = folder / modules[1][1] / "config.json"
     pooling, with_prompt = _pooling(path)
+    if pooling is Pooling.LAST and is_encoder(config):
+        raise ConfigError(f"{path}: pooling by {pooling} is not supported for encoders")
     prompts, default = prompts_of(folder, read_json(folder / "config_sentence_transformers.json", {}))
     if prompts and not with_prompt and pooling is not Pooling.LAST:
         raise ConfigError(f"{path}: pooling by {pooling} without the rows of prompts is not supported")

@@ -79,12 +79,15 @@ class TextCall:
             )
             raise InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 
-    async def rows(self, requests: Sequence[GenerateRequest], names: Sequence[str]) -> TextRows:
-        """Returns the row of each text. ``names`` are the fields of the texts, with which errors begin. Raises what
-        Gateway.generate raises, for the first text that fails; the others are cancelled."""
+    async def rows(
+        self, requests: Sequence[GenerateRequest], names: Sequence[str], seconds: Sequence[int] = ()
+    ) -> TextRows:
+        """Returns the row of each text. ``names`` are the fields of the texts, with which errors begin; ``seconds`` are
+        where the second texts of pairs begin. Raises what Gateway.generate raises, for the first text that fails; the
+        others are cancelled."""
         asked = await self.read(requests, names)
         ids = [request.token_ids for request in asked]
-        waited = await self._leaders(ids) if self.gateway.caches_prefixes else [None] * len(ids)
+        waited = await self._leaders(ids) if self._shares_prefixes else [None] * len(ids)
         ended = [asyncio.Event() for _ in asked]
         turns = asyncio.Semaphore(self._at_once(ids))
         runners: dict[int, RequestRunner] = {}
@@ -93,7 +96,8 @@ class TextCall:
             if (leader := waited[number]) is not None:
                 await ended[leader].wait()
             async with turns:
-                runner = runners[number] = await self._start(asked[number])
+                second = seconds[number] if seconds else 0
+                runner = runners[number] = await self._start(asked[number], second)
                 row = await _row_of(runner)
             ended[number].set()
             return row
@@ -146,7 +150,11 @@ class TextCall:
         """Returns the ids of a text that is not cut."""
         return await self.gateway.prompt_ids(request, self.model, self.tenant or OPEN)
 
-    async def _start(self, request: GenerateRequest) -> RequestRunner:
+    @property
+    def _shares_prefixes(self) -> bool:
+        return self.gateway.caches_prefixes and self.pooled.uses_prefixes
+
+    async def _start(self, request: GenerateRequest, second: int) -> RequestRunner:
         left_s = None if self.deadline is None else self.deadline - time.monotonic()
         if left_s is not None and left_s <= 0:
             raise DeadlineExceeded("the call's deadline passed before all of its texts had begun")
@@ -156,7 +164,7 @@ class TextCall:
             timeout_s=left_s,
             parent=self.parent,
             entry=self.model,
-            pooled=self.pooled,
+            pooled=replace(self.pooled, second_from=second),
         )
 
     async def _leaders(self, ids: list[tuple[int, ...]]) -> list[int | None]:

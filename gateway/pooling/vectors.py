@@ -19,7 +19,7 @@ from opentelemetry import context as otel_context
 from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.pooling.pair_forms import PairForm, ScoreKind, cosine, read_pair_form
+from pillion.gateway.pooling.pair_forms import PairForm, PairText, ScoreKind, cosine, read_pair_form
 from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids
 from pillion.gateway.request.admitted_request import PooledRows
@@ -99,8 +99,9 @@ class GatewayVectors:
             scores, found = await _cosines(call, vectors, pairs, shared)
         else:
             call.pooled = form.rows
-            requests = [await _pair_request(call, form, pair, shared) for pair in pairs]
-            found = await call.rows(requests, [f"inputs[{number}]" for number in range(len(pairs))])
+            asked = [await _pair_request(call, form, pair, shared) for pair in pairs]
+            names = [f"inputs[{number}]" for number in range(len(pairs))]
+            found = await call.rows([one for one, _ in asked], names, [second for _, second in asked])
             scores = [form.score(row) for row in found.rows]
         return ScoredPairs(scores, found.usage, model.name)
 
@@ -154,12 +155,21 @@ async def _cosines(
     return [cosine(found.rows[query], found.rows[document]) for query, document in asked], found
 
 
-async def _pair_request(call: TextCall, form: PairForm, pair: TextPair, shared: GenerateRequest) -> GenerateRequest:
-    """Returns the request of a pair that is read as one text. Where the call cuts texts, the document is cut until the
+async def _pair_request(
+    call: TextCall, form: PairForm, pair: TextPair, shared: GenerateRequest
+) -> tuple[GenerateRequest, int]:
+    """Returns the request of a pair that is read as one text, and where its second text begins if the tokenizer joins
+    the two and the model tells them apart; else 0. Where the call cuts texts, the document is cut until the
     whole has few enough tokens, because the model reads what stands after it."""
     most = call.cut_tokens
+    if form.text is PairText.PAIR:
+        size, encode = len(pair.query) + len(pair.document), call.model.tokenizer.encode_pair
+        ids, second = await call.gateway.on_thread(call.tenant or OPEN, size, encode, pair.query, pair.document, most)
+        if most is not None and len(ids) > most:
+            raise _no_room(most)
+        return replace(shared, token_ids=ids), second
     if most is None:
-        return form.request(pair, shared)
+        return form.request(pair, shared), 0
     kept = most - len(await call.whole_ids(form.request(replace(pair, document=""), shared)))
     for _ in range(MAX_CUTS):
         if kept < 1:
@@ -167,10 +177,14 @@ async def _pair_request(call: TextCall, form: PairForm, pair: TextPair, shared: 
         request = form.request(replace(pair, document=await _first_tokens(call, pair.document, kept)), shared)
         ids = await call.whole_ids(request)
         if len(ids) <= most:
-            return as_ids(request, ids)
+            return as_ids(request, ids), 0
         kept -= len(ids) - most
+    raise _no_room(most)
+
+
+def _no_room(most: int) -> InvalidRequest:
     text = f"the query and what stands around it leave no room for a document within {most} tokens"
-    raise InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
+    return InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 
 
 async def _first_tokens(call: TextCall, text: str, most: int) -> str:

@@ -44,12 +44,19 @@ class PooledRows:
     Attributes:
         pooling: the rows whose mean is its vector.
         logits_of: the tokens whose logits after the last token are that vector; () for the model's own rows.
+        second_from: where the second text of a pair begins, for encoders; 0 for a single text.
         padding_id: a token that does not count as the last one, as classifiers have it; None where each does.
     """
 
     pooling: Pooling = Pooling.LAST
     logits_of: tuple[int, ...] = ()
+    second_from: int = 0
     padding_id: int | None = None
+
+    @property
+    def uses_prefixes(self) -> bool:
+        """Says whether cached prefixes are used: they have no rows but the last token's."""
+        return self.pooling is Pooling.LAST
 
     def positions(self, prompt: tuple[int, ...], first: int) -> range | None:
         """Returns the positions of the rows in a prompt whose text begins at ``first``; None for the last one."""

@@ -372,6 +372,7 @@ class ComponentCalls:
             submit.pooled = rows is None
             submit.pooled_first, submit.pooled_rows = (0, 0) if rows is None else (rows.start, len(rows))
             submit.pooled_ids.extend(admitted.pooled.logits_of)
+            submit.second_from = admitted.pooled.second_from
         if action.hold is None:
             submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks
         else:

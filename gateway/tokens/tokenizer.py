@@ -118,6 +118,17 @@ class ModelTokenizer:
         ids: list[int] = self.codec.post_process(encoding).ids
         return self._one_bos(ids[1:] if self.codec_writes_bos else ids)[:most_tokens]
 
+    def encode_pair(self, first: str, second: str, most_tokens: int | None) -> tuple[tuple[int, ...], int]:
+        """Returns the ids of a pair of texts, as the tokenizer joins them, and where the second one begins if it marks
+        that; else 0. A second text that makes more than ``most_tokens`` loses its last ones; None cuts none."""
+        check_wanted()
+        one, other = self.codec.encode_batch([first, second], add_special_tokens=False)
+        if most_tokens is not None:
+            other.truncate(max(most_tokens - self.codec.num_special_tokens_to_add(True) - len(one), 0))
+        encoding = self.codec.post_process(one, other)
+        kinds: list[int] = encoding.type_ids
+        return tuple(encoding.ids), kinds.index(1) if 1 in kinds else 0
+
     def first_tokens(self, text: str, most_tokens: int) -> str:
         """Returns the beginning of a piece of text that has at most so many tokens; the whole where it has no more."""
         check_wanted()

@@ -203,9 +203,9 @@ def test_a_text_that_ends_under_way_takes_its_own_vector_along(gone: int) -> Non
     in_flight = InFlightSteps()
     texts = [stream(n, 6, range(4 * n, 4 * n + 4)) for n in (1, 2, 3)]
     for text in texts:
-        text.spec = replace(text.spec, pooled=True, max_tokens=0)
+        text.spec = replace(text.spec, pooled=range(5, 6), max_tokens=0)
         text.start_running()
-    plan = StepPlan(tuple(SequencePiece(text, 0, 6, 0) for text in texts))
+    plan = StepPlan(tuple(SequencePiece(text, 0, 6, 0, pools=1) for text in texts))
     in_flight.launched(plan)
     texts[gone].hold(Holding(9, (), (1, 2)), SequenceState.WAITING)
     pieces, found = in_flight.landed(plan, Sampled(pooled=tuple(np.full(2, n, np.float32) for n in range(3))))

@@ -1,0 +1,66 @@
+"""Implements the backend of encoders on torch: each text of a step is computed whole and by itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pillion.engine.backends.backend import BackendAdapters, StepBatch, kv_layout
+from pillion.engine.backends.host_backend import HostBackend
+from pillion.engine.backends.loading import LoadedModel
+from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.checkpoints.weights import DTYPES
+from pillion.engine.encoders.encoder import Encoder
+from pillion.engine.encoders.encoder_weights import read_tensors
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.sampling.sampling_rows import Float32
+from pillion.errors import ConfigError, Internal
+
+
+class EncoderBackend(HostBackend):
+    """Is a :class:`HostBackend` over an :class:`Encoder`. It neither reads nor writes the pool. Texts are not put
+    together in products, whose last places depend on the number of rows: a vector has the same bits alone and beside
+    others."""
+
+    gives_vectors = True
+
+    def __init__(self, prepared: PreparedModel, block_size: int, threads: int) -> None:
+        """Loads the weights. Raises ConfigError where they do not fit the config. ``threads`` sets torch's threads for
+        the whole process; 0 leaves torch's default."""
+        if threads:
+            torch.set_num_threads(threads)
+        config = load_config(prepared.folder)
+        assert config.encoder is not None
+        super().__init__(kv_layout(prepared, block_size), config.vocab_size)
+        self.encoder = Encoder(config.encoder, read_tensors(prepared.folder, config, DTYPES[prepared.dtype]))
+        # These are the last step's rows after the last layer.
+        self._hidden = torch.empty(0)
+
+    def _make_adapters(self, max_adapters: int, max_rank: int) -> BackendAdapters:
+        raise ConfigError("--enable-lora is not there for encoders")
+
+    def check_step(self, pool: torch.Tensor, batch: StepBatch) -> None:
+        if (batch.context_lens != np.diff(batch.query_starts)).any():
+            raise Internal("an encoder's text was cut into steps")
+
+    def _run(self, pool: torch.Tensor, batch: StepBatch) -> torch.Tensor:
+        self.check_step(pool, batch)
+        ids = torch.from_numpy(batch.token_ids.astype(np.int64))
+        seconds = [0] * batch.num_seqs if batch.seconds is None else batch.seconds.tolist()
+        starts = batch.query_starts.tolist()
+        with torch.inference_mode():
+            texts = zip(starts, starts[1:], seconds, strict=False)
+            self._hidden = torch.cat([self.encoder.rows(ids[start:end], second) for start, end, second in texts])
+        return torch.empty((0, self.vocab_size), dtype=torch.float32)
+
+    def _read_vectors(self, batch: StepBatch) -> Float32:
+        wanted = torch.from_numpy(batch.sample_rows[-batch.pooled :].astype(np.int64))
+        found: Float32 = self._hidden[wanted].float().numpy()
+        return found
+
+
+def load_encoder(prepared: PreparedModel, block_size: int, threads: int) -> LoadedModel:
+    """Loads an encoder. Raises ConfigError for files that do not fit the config."""
+    backend = EncoderBackend(prepared, block_size, threads)
+    head = backend.encoder if load_config(prepared.folder).labels else None
+    return LoadedModel(prepared, backend, "torch", chooses_tokens=False, head=head, whole_texts=True)

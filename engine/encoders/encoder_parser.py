@@ -1,0 +1,154 @@
+"""Reads the ``config.json`` of an encoder. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pillion.engine.models.config_json import number, per_layer, size, token_ids
+from pillion.engine.models.config_keys import refuse_unknown_keys
+from pillion.engine.models.encoder_config import EncoderConfig
+from pillion.engine.models.model_config import ModelConfig
+from pillion.errors import ConfigError
+
+# Encoders with learned positions, by their model_type, with what a classifier's head is called in their files.
+_LEARNED = {"bert": "pooler", "roberta": "dense", "xlm-roberta": "dense"}
+_ROTARY = "modernbert"
+_ACTIVATIONS = {
+    **dict.fromkeys(("gelu", "gelu_python"), "gelu"),
+    **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
+    "relu": "relu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+}
+_OWN = frozenset({"layer_norm_eps", "type_vocab_size"})
+_OWN_ROTARY = frozenset(
+    {
+        *("norm_eps", "norm_bias", "attention_bias", "mlp_bias", "hidden_activation", "local_attention"),
+        *("global_attn_every_n_layers", "global_rope_theta", "local_rope_theta", "sliding_window"),
+        *("classifier_activation", "classifier_bias", "classifier_pooling"),
+    }
+)
+# These keys are about other heads, training, or how others compute the same.
+_IGNORED = (
+    *("pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers", "pooler_size_per_head", "pooler_type"),
+    "sbert_ce_default_activation_function",
+    *("directionality", "gradient_checkpointing", "sentence_transformers", "cls_token_id", "mask_token_id"),
+)
+_IGNORED_ROTARY = (
+    *("initializer_cutoff_factor", "sparse_prediction", "sparse_pred_ignore_index", "deterministic_flash_attn"),
+    *("reference_compile", "repad_logits_with_grad", "position_embedding_type", "layer_norm_eps", "decoder_bias"),
+    "mlp_dropout",
+)
+# A slot of the pool has a stand-in for keys and values, which nobody reads: that of one small head.
+_STAND_IN_VALUES = 16
+
+
+class EncoderParser:
+    """Implements :class:`pillion.engine.models.config_parser.EncoderReader`."""
+
+    kinds = (*_LEARNED, _ROTARY)
+
+    def parse(self, raw: Mapping[str, Any], labels: int) -> ModelConfig:
+        kind = str(raw["model_type"])
+        learned = kind in _LEARNED
+        fixed = {"position_embedding_type": "absolute"} if learned else {}
+        own, ignored = (_OWN, _IGNORED) if learned else (_OWN_ROTARY, (*_IGNORED, *_IGNORED_ROTARY))
+        refuse_unknown_keys(kind, own, ignored, fixed, raw)
+        if raw.get("is_decoder"):
+            raise ConfigError(f"{kind}: config.json has is_decoder = True, which is not supported")
+        hidden, heads = size(raw, "hidden_size"), size(raw, "num_attention_heads")
+        if hidden % heads or (not learned and hidden // heads % 2):
+            raise ConfigError(f"{kind}: {heads} heads do not divide {hidden} values")
+        encoder = _learned(kind, raw, labels) if learned else _rotary(raw, labels)
+        longest = encoder.num_positions - encoder.position_offset
+        if learned and longest < 1:
+            raise ConfigError(f"{kind}: max_position_embeddings = {encoder.num_positions} leaves no position")
+        return ModelConfig(
+            family=kind,
+            vocab_size=size(raw, "vocab_size"),
+            hidden_size=hidden,
+            intermediate_size=size(raw, "intermediate_size"),
+            num_layers=1,
+            num_heads=1,
+            num_kv_heads=1,
+            head_dim=_STAND_IN_VALUES,
+            rms_norm_eps=encoder.eps,
+            # A text is as long as the positions, and a place more is that of the answer that never comes.
+            max_position_embeddings=(longest if learned else size(raw, "max_position_embeddings", 8192)) + 1,
+            ropes=(),
+            layer_ropes=(None,),
+            sliding_windows=(0,),
+            attention_scale=1.0,
+            labels=labels,
+            encoder=encoder,
+            bos_token_id=next(iter(token_ids(raw.get("bos_token_id"))), None),
+            eos_token_ids=token_ids(raw.get("eos_token_id")),
+        )
+
+
+def _activation(raw: Mapping[str, Any], key: str) -> str:
+    named = raw.get(key) or "gelu"
+    if named not in _ACTIVATIONS:
+        raise ConfigError(f"{raw['model_type']}: {key} {named!r} is not supported; known are {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[named]
+
+
+def _learned(kind: str, raw: Mapping[str, Any], labels: int) -> EncoderConfig:
+    padding = None if kind == "bert" else int(number(raw, "pad_token_id", 1))
+    return EncoderConfig(
+        num_layers=size(raw, "num_hidden_layers"),
+        num_heads=size(raw, "num_attention_heads"),
+        eps=number(raw, "layer_norm_eps", 1e-12),
+        activation=_activation(raw, "hidden_act"),
+        position_offset=0 if padding is None else padding + 1,
+        padding_id=padding,
+        num_positions=size(raw, "max_position_embeddings", 512),
+        num_token_types=size(raw, "type_vocab_size", 2),
+        head=_LEARNED[kind] if labels else "",
+    )
+
+
+def _rotary(raw: Mapping[str, Any], labels: int) -> EncoderConfig:
+    layers = size(raw, "num_hidden_layers")
+    kinds = per_layer(raw, "layer_types", layers)
+    if kinds is None:
+        every = size(raw, "global_attn_every_n_layers", 3)
+        kinds = ["sliding_attention" if layer % every else "full_attention" for layer in range(layers)]
+    if not {*kinds} <= {"sliding_attention", "full_attention"}:
+        raise ConfigError(f"modernbert: layer_types {sorted({*map(str, kinds)})} are not all supported")
+    window = size(raw, "local_attention", 128) // 2
+    thetas = {
+        "full_attention": _theta(raw, "full_attention", "global_rope_theta", 160_000.0),
+        "sliding_attention": _theta(raw, "sliding_attention", "local_rope_theta", 10_000.0),
+    }
+    return EncoderConfig(
+        num_layers=layers,
+        num_heads=size(raw, "num_attention_heads"),
+        eps=number(raw, "norm_eps", 1e-5),
+        activation=_activation(raw, "hidden_activation"),
+        thetas=tuple(thetas[kind] for kind in kinds),
+        windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
+        attention_bias=bool(raw.get("attention_bias", False)),
+        mlp_bias=bool(raw.get("mlp_bias", False)),
+        norm_bias=bool(raw.get("norm_bias", False)),
+        head="normed" if labels else "",
+        head_activation=_activation(raw, "classifier_activation"),
+        head_bias=bool(raw.get("classifier_bias", False)),
+    )
+
+
+def _theta(raw: Mapping[str, Any], kind: str, old_key: str, default: float) -> float:
+    """Returns the base of the rotary embedding of a kind of layers. Raises ConfigError for another rotation."""
+    every = raw.get("rope_parameters")
+    own = every.get(kind) if isinstance(every, Mapping) else None
+    own = own if isinstance(own, Mapping) else {}
+    if (
+        own.get("rope_type", "default") != "default"
+        or set(own) - {"rope_type", "rope_theta"}
+        or raw.get("rope_scaling")
+    ):
+        raise ConfigError(f"modernbert: a rotary embedding other than the default one is not supported: {dict(own)}")
+    return number(own, "rope_theta", number(raw, old_key, default))
+
+
+ENCODER_PARSER = EncoderParser()
