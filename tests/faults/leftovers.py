@@ -51,13 +51,29 @@ def of_processes(pids: Mapping[str, list[int]], names: Collection[str]) -> list[
     return [f"{count} of {role} serve, not {wanted[role]}" for role, count in serving.items() if count != wanted[role]]
 
 
+# How /proc/PID/net says that a socket listens: the state of TCP, and the flag of a Unix socket that accepts.
+TCP_LISTENS, UNIX_ACCEPTS = "0A", 0x10000
+
+
 def _serves(pid: int) -> bool:
-    """Whether the process has a socket on which it listens."""
-    with contextlib.suppress(psutil.Error):
-        process = psutil.Process(pid)
-        inet = any(one.status == psutil.CONN_LISTEN for one in process.net_connections("inet"))
-        return inet or any(one.laddr for one in process.net_connections("unix"))
-    return False
+    """Whether the process has a socket on which it listens, be it in this network namespace or in another one."""
+    process = pathlib.Path(f"/proc/{pid}")
+    own = set()
+    for file in (process / "fd").glob("*"):
+        with contextlib.suppress(OSError):
+            own.add(str(file.readlink()))
+    return any(f"socket:[{inode}]" in own for inode in _listening(process / "net"))
+
+
+def _listening(tables: pathlib.Path) -> Iterator[str]:
+    """Yields the inodes of all sockets that listen in a network namespace, by its tables in /proc/PID/net."""
+    for name in ("tcp", "tcp6", "unix"):
+        with contextlib.suppress(OSError):
+            for line in (tables / name).read_text().splitlines()[1:]:
+                words = line.split()
+                listens = int(words[3], 16) & UNIX_ACCEPTS if name == "unix" else words[3] == TCP_LISTENS
+                if listens:
+                    yield words[6 if name == "unix" else 9]
 
 
 def of_node(status: NodeStatus, components: Iterable[ComponentStatus]) -> list[str]:
