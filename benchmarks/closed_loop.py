@@ -10,6 +10,7 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pillion.loadgen.drive import LoadDriver
 from pillion.loadgen.figures import Run, summarize
@@ -18,6 +19,17 @@ from pillion.loadgen.target import LoadTarget
 
 # Ordinary token ids of the demo model; special tokens come first in its vocabulary.
 TOKEN_RANGE = (1000, 40_000)
+
+
+class DrivenLoad(Protocol):
+    """A load that the driver can send: ``concurrency`` sessions at any time, or None for each at its own time."""
+
+    @property
+    def concurrency(self) -> int | None:
+        """Return the number of sessions at any time."""
+
+    def sessions(self, seed: int) -> list[LoadSession]:
+        """Return the sessions, which load and seed determine."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,7 @@ from typing import IO, Any
 import psutil
 
 from benchmarks import llama_stream
-from benchmarks.closed_loop import ClosedLoad, measure
+from benchmarks.closed_loop import ClosedLoad, DrivenLoad, measure
 from pillion.loadgen.figures import Record, Run
 from pillion.loadgen.openai_target import OpenAITarget
 from pillion.loadgen.target import LoadTarget, PillionTarget
@@ -57,7 +57,7 @@ LLAMA_CONTEXT_TOKENS = 4096
 LOG_TAIL_BYTES = 8000
 
 # A function that runs one load on a running system, with prompts drawn from a seed.
-Measure = Callable[[ClosedLoad, int], Run]
+Measure = Callable[[DrivenLoad, int], Run]
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def about_kernels(log: str) -> str:
 def over(make: Callable[[], LoadTarget]) -> Measure:
     """Measure loads with the closed loop of `pillion bench`, over a new target for each load."""
 
-    def run(load: ClosedLoad, seed: int) -> Run:
+    def run(load: DrivenLoad, seed: int) -> Run:
         async def all_of_it() -> Run:
             return await measure(make(), load.sessions(seed), load.concurrency)
 
@@ -275,8 +275,10 @@ def _reply(pipe: IO[bytes]) -> dict[str, Any]:
     return reply
 
 
-def _run_llama(questions: IO[bytes], replies: IO[bytes], load: ClosedLoad, seed: int) -> Run:
-    """Run one prompt after the other. The process has its own clock, so only differences of times count."""
+def _run_llama(questions: IO[bytes], replies: IO[bytes], load: DrivenLoad, seed: int) -> Run:
+    """Run one prompt of a closed load after the other. The process has its own clock, so only differences of times
+    count."""
+    assert isinstance(load, ClosedLoad), "one stream has no times of arrival"
     cpu, begin, records = time.process_time(), time.perf_counter(), []
     for number, session in enumerate(load.sessions(seed)):
         question = {"prompt": list(session.turns[0].ids), "max_tokens": load.output_tokens}
