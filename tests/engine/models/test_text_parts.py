@@ -49,6 +49,7 @@ BLOCKS = {"depth": 1, "num_heads": 2, "hidden_size": 32, "intermediate_size": 48
 EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MIXED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 SEGMENTS = {"output_channels": 16, "mlp_dim": 32, "num_pos_feats": 16, "global_attn_indexes": [0]}
+RADIO = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 DELTA_NETS = {
     "model_type": "qwen3_5_text",
     **DELTA,
@@ -102,7 +103,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "minicpm_ocr": (DELTA_NETS, {**EYES, "insert_layer_id": 0}),
     "minicpmv4_6": (DELTA_NETS, {**EYES, "insert_layer_id": 0}),
     "minicpmv4_7": (DELTA_NETS, {**EYES, "insert_layer_id": 0}),
-    "nemotron_h_omni": (STATE_SPACES, {}),
+    "nemotron_h_omni": (STATE_SPACES, {**RADIO, "model_type": "radio", "video_temporal_patch_size": 2}),
     "qianfan_ocr": ({"model_type": "qwen3"}, {**EYES, "image_size": [28, 28], "patch_size": [14, 14]}),
     "video_llama_3": ({"model_type": "qwen2"}, EYES),
     "video_llava": ({"model_type": "llama"}, {**EYES, "model_type": "clip_vision_model"}),
@@ -110,6 +111,7 @@ WHOLE: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 # One of them has more that sees, and one draws.
 BESIDE: dict[str, dict[str, Any]] = {
+    "nemotron_h_omni": {"vision_hidden_size": 32, "projector_hidden_size": 32},
     "deepseek_vl_hybrid": {"high_res_vision_config": {**EYES, **SEGMENTS, "model_type": "sam_vision_model"}},
     "janus": {
         "vq_config": {
