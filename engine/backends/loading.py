@@ -175,7 +175,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     config = load_config(prepared.folder)
     if config.encoder is not None:
         return _load_encoder(flags, threads, device, prepared, loader)
-    from pillion.engine.checkpoints.weights import chooses_tokens, load_labels
+    from pillion.engine.checkpoints.checkpoint import chooses_tokens
+    from pillion.engine.checkpoints.weights import load_labels
 
     chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
     if not chooses and (device != CPU or loader is not None):

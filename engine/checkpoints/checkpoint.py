@@ -347,28 +347,52 @@ class Checkpoint:
 
 
 @contextmanager
-def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
-    """Opens all weight files of a decoder's folder. Raises ConfigError if they do not fit the config."""
-    if config.encoder is not None:
-        raise ConfigError(f"{folder} has an encoder ({config.family}), and a decoder is needed here")
+def open_files(folder: Path) -> Iterator[dict[str, FileTensor]]:
+    """Opens all weight files of a folder; yields their tensors by the names that they have there. Raises ConfigError
+    for a file that is cut short or no safetensors file."""
     with ExitStack() as stack:
-        handles: dict[str, FileTensor] = {}
+        found: dict[str, FileTensor] = {}
         for path in weight_files(folder):
             try:
                 handle = stack.enter_context(safe_open(path, framework="pt"))
             except (SafetensorError, OSError) as error:
                 size = f"{path.stat().st_size:,} bytes" if path.is_file() else "no file"
                 raise ConfigError(f"{path} ({size}) is cut short, or no safetensors file: {error}") from None
-            for name in handle.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
-                if not name.startswith(_IGNORED_PREFIXES):
-                    handles[_plain(name)] = FileTensor(handle, name, path)
+            found |= {name: FileTensor(handle, name, path) for name in handle.keys()}  # noqa: SIM118  (it is no mapping)
+        yield found
+
+
+@contextmanager
+def _open_decoder(folder: Path, config: ModelConfig) -> Iterator[tuple[dict[str, FileTensor], bool]]:
+    """Opens a decoder's files; yields its tensors by their plain names, and whether they are those of the model within
+    alone."""
+    with open_files(folder) as files:
+        handles = {_plain(name): found for name, found in files.items() if not name.startswith(_IGNORED_PREFIXES)}
         # Checkpoints of embedding models are often those of the model within that for text.
         prefix = "model." if "embed_tokens.weight" in handles else FAMILIES[config.family].bare_prefix
         within = bool(prefix) and not any(name.startswith(prefix) for name in handles)
         if within:
             kept = ("score.",) if config.labels else ()
             handles = {name if name.startswith(kept) else prefix + name: found for name, found in handles.items()}
+        yield handles, within
+
+
+@contextmanager
+def open_checkpoint(folder: Path, config: ModelConfig) -> Iterator[Checkpoint]:
+    """Opens all weight files of a decoder's folder. Raises ConfigError if they do not fit the config."""
+    if config.encoder is not None:
+        raise ConfigError(f"{folder} has an encoder ({config.family}), and a decoder is needed here")
+    with _open_decoder(folder, config) as (handles, within):
         yield Checkpoint(folder, config, handles, within=within)
+
+
+def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
+    """Returns whether a decoder's files have a head that chooses tokens. Raises ConfigError for files that cannot be
+    read; whether they fit the config is looked at where the head may be absent."""
+    if config.labels or config.tie_word_embeddings:
+        return not config.labels
+    with _open_decoder(folder, config) as (handles, within):
+        return not within or Checkpoint(folder, config, handles, within=within).chooses_tokens
 
 
 def _header(stored: FileTensor) -> TensorHeader:

@@ -117,14 +117,6 @@ def load_labels(folder: Path, config: ModelConfig) -> torch.Tensor | None:
         return checkpoint.take("score", torch.float32).clone()
 
 
-def chooses_tokens(folder: Path, config: ModelConfig) -> bool:
-    """Returns whether a model has a head that chooses tokens. Raises ConfigError for files that do not fit."""
-    if config.labels or config.tie_word_embeddings:
-        return not config.labels
-    with open_checkpoint(folder, config) as checkpoint:
-        return checkpoint.chooses_tokens
-
-
 def load_layer(
     checkpoint: TensorSource, config: ModelConfig, dtype: torch.dtype, index: int, linear: MakeLinear
 ) -> LayerWeights:

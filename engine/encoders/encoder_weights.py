@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from pillion.engine.checkpoints.checkpoint import FileTensor, finite, names_in_words
-from pillion.engine.checkpoints.model_files import weight_files
+from pillion.engine.checkpoints.checkpoint import FileTensor, finite, names_in_words, open_files
 from pillion.engine.checkpoints.weight_format import FLOATS
 from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.model_config import ModelConfig
@@ -31,20 +28,15 @@ def read_tensors(folder: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
     wanted, prefix = tensor_shapes(config, config.encoder), _PREFIXES[config.family]
     found: dict[str, torch.Tensor] = {}
     unknown: list[str] = []
-    with ExitStack() as stack:
-        for path in weight_files(folder):
-            try:
-                handle = stack.enter_context(safe_open(path, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} is cut short, or no safetensors file: {error}") from None
-            for stored in handle.keys():  # noqa: SIM118  (a file of safetensors is no mapping)
-                name = stored.removeprefix(prefix)
-                for old, new in _OLD_NAMES:
-                    name = name.replace(old, new)
-                if name in wanted:
-                    found[name] = _read(FileTensor(handle, stored, path), wanted[name], dtype)
-                elif not _UNREAD.fullmatch(name) and not (name.startswith("head.") and not config.labels):
-                    unknown.append(f"{path.name}: {stored}")
+    with open_files(folder) as files:
+        for stored, tensor in files.items():
+            name = stored.removeprefix(prefix)
+            for old, new in _OLD_NAMES:
+                name = name.replace(old, new)
+            if name in wanted:
+                found[name] = _read(tensor, wanted[name], dtype)
+            elif not _UNREAD.fullmatch(name) and not (name.startswith("head.") and not config.labels):
+                unknown.append(f"{tensor.path.name}: {stored}")
     missing = sorted(wanted.keys() - found.keys())
     if missing:
         raise ConfigError(f"{folder} lacks {names_in_words(missing)}, which a {config.family} model needs")

@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from pillion.config import DecodeFlags, ModelFlags
 from pillion.engine.backends.loading import load_model
+from pillion.engine.checkpoints.checkpoint import chooses_tokens
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
-from pillion.engine.checkpoints.weights import chooses_tokens, load_labels
+from pillion.engine.checkpoints.weights import load_labels
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.vector_head import VectorHead
 from pillion.errors import ConfigError
