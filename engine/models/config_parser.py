@@ -123,7 +123,7 @@ def quantization_method(config: Mapping[str, Any]) -> str:
 
 def parse_config(config: Mapping[str, Any]) -> ModelConfig:
     """Reads a config of transformers 4 or 5. Raises ConfigError for an architecture or option that is not supported."""
-    encoders, labels = entered_one(ENCODERS), _labels(config)
+    encoders, labels = entered_one(ENCODERS), labels_of(config)
     if encoders is not None and is_encoder(config):
         return encoders.parse(config, labels)
     return _parse_decoder(_text_config(config), labels)
@@ -198,7 +198,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     )
 
 
-def _labels(config: Mapping[str, Any]) -> int:
+def labels_of(config: Mapping[str, Any]) -> int:
     """Returns how many labels a classifier tells apart, 2 where its config does not say; 0 for other models."""
     named = config.get("architectures")
     if not (isinstance(named, list) and named and str(named[0]).endswith(CLASSIFIER)):

@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from pillion.engine.models.config_parser import is_encoder
+from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
 from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows, Pooling
@@ -33,7 +33,6 @@ from pillion.gateway.text_vectors import TextPair, Vector
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
 
-_HEAD = "ForSequenceClassification"
 # The published Qwen3-Reranker checkpoints are plain Qwen3ForCausalLM; nothing but their names says what they are.
 _RERANKER, _QWEN3 = "reranker", "qwen3"
 _YES, _NO = "yes", "no"
@@ -125,15 +124,13 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
     """Reads how the checkpoint in a folder scores pairs; ``name`` is the one by which it was asked for. Raises
     ConfigError, by its name, for what is not supported."""
     config = read_json(folder / "config.json", {})
-    architectures = config.get("architectures") or [""]
     own = read_json(folder / "config_sentence_transformers.json", {})
     text = PairText.TEMPLATE if _knows_pairs(tokenizer.chat_template) else PairText.JOINED
     if text is PairText.JOINED and is_encoder(config):
-        # The tokenizer joins the two texts, and marks the second one.
+        # An encoder's tokenizer joins the two texts, and marks the second one.
         text = PairText.PAIR
     form = PairForm(text=text, activated=_activated(folder, own, config), instruction=_instruction(folder, own))
-    if str(architectures[0]).endswith(_HEAD):
-        labels = config.get("num_labels") or len(config.get("id2label") or (0, 1))
+    if labels := labels_of(config):
         if labels != 1:
             raise ConfigError(f"{folder / 'config.json'}: a head with {labels} labels; a score needs one label")
         padding = config.get("pad_token_id")
@@ -154,12 +151,8 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
 
 def _knows_pairs(template: str) -> bool:
     """Returns whether a chat template has the roles of a pair."""
-    return all(f"{mark}{role}{mark}" in template for role, mark in _marked(template))
-
-
-def _marked(template: str) -> list[tuple[str, str]]:
     mark = '"' if '"query"' in template else "'"
-    return [("query", mark), ("document", mark)]
+    return all(f"{mark}{role}{mark}" in template for role in ("query", "document"))
 
 
 def _score_tokens(folder: Path, config: Any, name: str, tokenizer: ModelTokenizer) -> tuple[int, ...]:

@@ -19,15 +19,13 @@ from typing import Any
 
 import msgspec
 
-from pillion.engine.models.config_parser import is_encoder
+from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError
 from pillion.gateway.request.admitted_request import Pooling
 
 # A file that describes pooling is no larger than this.
 MAX_FILE_BYTES = 2**20
 _MODE = "pooling_mode_"
-# The names of architectures of classifiers end like this.
-_CLASSIFIER = "ForSequenceClassification"
 # The keys of a pooling that say which rows count, by the names of modes in newer files.
 _MODES = {
     "cls_token": "cls",
@@ -64,9 +62,9 @@ def read_vector_form(folder: Path) -> VectorForm:
     """Reads the files of a model's folder. Raises ConfigError for files that are damaged, and, by its name, for what is
     not supported."""
     config = read_json(folder / "config.json", {})
-    architectures, width = config.get("architectures"), _width(config)
-    if isinstance(architectures, list) and architectures and str(architectures[0]).endswith(_CLASSIFIER):
-        raise ConfigError(f"{folder / 'config.json'}: a {architectures[0]} tells labels apart")
+    width = _width(config)
+    if labels_of(config):
+        raise ConfigError(f"{folder / 'config.json'}: a {config['architectures'][0]} tells labels apart")
     if not (folder / "modules.json").is_file():
         return VectorForm(width=width, pooling=Pooling.MEAN if is_encoder(config) else Pooling.LAST)
     modules = list(modules_of(folder))

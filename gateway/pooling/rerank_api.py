@@ -31,7 +31,7 @@ from pillion.types import GenerateRequest
 
 _RERANK_EXAMPLE = {"model": "demo", "query": "What is blue?", "documents": ["The sea", "The land"], "top_n": 1}
 _SCORE_EXAMPLE = {"model": "demo", "text_1": "What is blue?", "text_2": ["The sea", "The land"]}
-# A score and what stands around it take about so many bytes in an answer.
+# In an answer, a score and the JSON around it take about so many bytes.
 SCORE_BYTES = 64
 # Cohere's clients read this version of the API in each answer.
 COHERE_VERSION = "2"
@@ -111,7 +111,7 @@ class AskedPairs:
 
 
 def rerank_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
-    """Returns the pages of scores for the table of the HTTP port."""
+    """Returns the routes of the pages that score pairs, for the HTTP port's table."""
     api = RerankApi(calls)
 
     def page(
@@ -136,15 +136,15 @@ class RerankApi:
         self._vectors = GatewayVectors(calls.gateway)
 
     async def rerank(self, call: HttpCall) -> None:
-        """Orders documents, in vLLM's and Jina's form."""
+        """Answers a call that orders documents, in vLLM's and Jina's form."""
         await self._serve(call, _read_rerank, partial(_write_rerank, call.request_id))
 
     async def rerank_of_cohere(self, call: HttpCall) -> None:
-        """Orders documents, in the form of Cohere's second version."""
+        """Answers a call that orders documents, in the form of Cohere's second version."""
         await self._serve(call, _read_rerank, partial(_write_cohere, call.request_id))
 
     async def score(self, call: HttpCall) -> None:
-        """Scores pairs in vLLM's form."""
+        """Answers a call that scores pairs, in vLLM's form."""
         await self._serve(call, _read_score, partial(_write_score, call.request_id))
 
     async def _serve(
@@ -253,32 +253,32 @@ def _ranked(asked: AskedPairs, found: ScoredPairs, with_texts: bool) -> list[dic
     return results
 
 
+def _usage(found: ScoredPairs) -> dict[str, Any]:
+    """Returns the tokens of a call, which has no answer's."""
+    return {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens}
+
+
 def _write_rerank(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
-    tokens = found.usage.prompt_tokens
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     results = _ranked(asked, found, with_texts=True)
-    return msgspec.json.encode({"id": request_id, "model": found.model, "usage": usage, "results": results})
+    answer = {"id": request_id, "model": found.model, "usage": _usage(found), "results": results}
+    return msgspec.json.encode(answer)
 
 
 def _write_cohere(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
-    tokens = found.usage.prompt_tokens
     meta = {
         "api_version": {"version": COHERE_VERSION, "is_experimental": False},
         "billed_units": {"search_units": 1},
-        "tokens": {"input_tokens": tokens, "output_tokens": 0},
+        "tokens": {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0},
     }
-    usage = {"prompt_tokens": tokens, "total_tokens": tokens}
     results = _ranked(asked, found, with_texts=False)
-    answer = {"id": request_id, "results": results, "meta": meta, "model": found.model, "usage": usage}
+    answer = {"id": request_id, "results": results, "meta": meta, "model": found.model, "usage": _usage(found)}
     return msgspec.json.encode(answer)
 
 
 def _write_score(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
     data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
-    tokens = found.usage.prompt_tokens
     usage = {
-        "prompt_tokens": tokens,
-        "total_tokens": tokens,
+        **_usage(found),
         "completion_tokens": 0,
         "prompt_tokens_details": {"cached_tokens": found.usage.cached_tokens},
     }
