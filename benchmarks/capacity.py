@@ -67,7 +67,7 @@ P90 = 1.2816
 # Both systems serve prompts of so many tokens; longer draws are cut.
 MOST_PROMPT_TOKENS, MOST_ANSWER_TOKENS = 3500, 400
 SUMMARY_SHARE = 0.2
-# Of the lengths of `turns`, none is from a data set: a question and an answer of a chat, and a system prompt.
+# The load `turns` has these lengths of questions, answers and system prompts; they are from no data set.
 QUESTION_TOKENS, CHAT_ANSWER_TOKENS, CHAT_SYSTEM_TOKENS, CHAT_TURNS = 800, 415, 1600, "uniform:3,6"
 MAX_RUNS, TOLERANCE = 16, 0.1
 # Below this rate, runs of a minute have too few requests to say anything, and a capacity counts as none.

@@ -223,7 +223,7 @@ class Sequence(BlockChain):
         if sampling is not None and sampling.prompt_logprobs is not None:
             self.scored_alternatives = sampling.prompt_logprobs
             self.score_end = max(spec.scored_tokens, spec.prompt_tokens - 1)
-        # Where a vector is wanted, the rows of these positions are added up in their order instead.
+        # Where a vector is wanted, these positions' rows are not scored: they are added up, in their order.
         if spec.pooled is not None:
             self.num_scored, self.score_end = spec.pooled.start, spec.pooled.stop
         self._rows_sum: Float32 | None = None

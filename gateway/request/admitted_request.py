@@ -68,7 +68,7 @@ class PooledRows:
         last = len(prompt) - 1
         while last > first and prompt[last] == self.padding_id:
             last -= 1
-        # As in transformers, a text of padding alone has the row of its first token.
+        # A text of padding alone has the row of its first token; transformers takes that one, too.
         last = first if prompt[last] == self.padding_id else last
         return None if last == len(prompt) - 1 else range(last, last + 1)
 

@@ -49,8 +49,8 @@ PROMPT = tokens_of(37, 5)
 EPSILON = 1e-3
 WORKER = "decode-0"
 SHOWN_LINES = 40
-# Of the families that are rows of the table these have positions, places or layers of other kinds; the others' workers
-# keep and compute again what those of families beside the table do.
+# These families are rows of the table, and have positions, places or layers of kinds that its other rows lack. What
+# workers keep and compute again for those other rows, they do for the families beside the table, too.
 OTHER_STATE = ("gpt2", "gpt-oss", "deepseek-v3", "llama4", "gemma4", "gpt-neox")
 CASES = {**FAMILIES, **HYBRIDS}
 HYBRIDS_FIRST = {options["model_type"]: name for name, options in reversed(HYBRIDS.items())}

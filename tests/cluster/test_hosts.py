@@ -38,7 +38,8 @@ LINKS = {
     "one of a hundred packets is lost": LinkRule(0.0001, GIGABIT, loss=0.01),
 }
 CUT = LinkRule(cut=True)
-# Who is cut off from whom in the middle of answers, and whether the way back is cut, too.
+# Each cut names the host that is cut off in the middle of answers, the one that it does not reach, and whether the way
+# back is cut, too.
 CUTS = (("kv-a", "kv-b", False), ("edge", "kv-a", True), ("edge", "kv-b", True), ("kv-a", "kv-b", True))
 # The cut has met so many packets before it is mended.
 MET_PACKETS = 10

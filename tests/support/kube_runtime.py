@@ -202,7 +202,7 @@ class DockerRuntime:
                 await self._docker("volume", "rm", self._volume(pod, volume["name"]))
 
     def _mode(self, spec: Manifest) -> str:
-        # As the kubelet makes them: the pod's group may write, and new files are the group's.
+        # The kubelet makes volumes so that the pod's group may write, and new files are the group's.
         group = spec["securityContext"].get("fsGroup")
         return f"mode=2777,gid={group}" if group is not None else "mode=0777"
 

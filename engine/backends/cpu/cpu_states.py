@@ -49,7 +49,7 @@ def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -
 
 @dataclass(frozen=True, slots=True)
 class NormGroups:
-    """Describes the groups of a row's values that are normed: how many, and how many values each has. They have one
+    """Describes the groups of a row's values that are normed: how many, and how many values each has. They have
     one vector of weights, or each its own; they are gated after the norm, or first, by silu or a sigmoid."""
 
     count: int

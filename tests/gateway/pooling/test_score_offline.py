@@ -69,7 +69,7 @@ def test_scores_are_the_probabilities_of_two_tokens(llm: LLM, folder: pathlib.Pa
     found = [one.outputs.score for one in llm.score(QUERY, DOCUMENTS)]
     wanted = [sigmoid(log_odds(llm, folder, pair_text(QUERY, one), YES, NO)) for one in DOCUMENTS]
     assert found == pytest.approx(wanted, abs=1e-5)
-    # The same bits alone and found in the pool, in another order, and with a query each.
+    # A score has the same bits alone and found in the pool, in another order, and with a query for each pair.
     assert [llm.score(QUERY, one)[0].outputs.score for one in DOCUMENTS] == found
     turned = llm.score([QUERY] * len(DOCUMENTS), DOCUMENTS[::-1])
     assert [one.outputs.score for one in turned] == found[::-1]

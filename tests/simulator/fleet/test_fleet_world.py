@@ -156,7 +156,7 @@ def test_a_node_that_leaves_hands_over_what_later_turns_find(seconds: float) -> 
         assert second == [2048] * 12
         assert world.handed_over > 0
     else:
-        # Of the three nodes, one and its chats are left.
+        # One of the three nodes is left, with its chats.
         assert 0 < sum(second) < 12 * 2048
         assert world.handed_over == 0
 
