@@ -166,9 +166,11 @@ def test_paused_workers_cost_a_pause_and_come_back(
     assert [tokens_of(iter(got)), tokens_of(iter(deltas))] == expected
     moved, prefilled = got[-1].timings, deltas[-1].timings
     assert moved is not None
-    assert (moved.replays, moved.decode_worker == decode) == (1, False)
+    # Either request may have waited at both victims: a replayed prompt of some 80 tokens is worth a prefill worker, and
+    # the paused one is a candidate until its own fence is seen; a long prompt may wait at the paused decode worker.
+    assert moved.replays in (1, 2)
+    assert moved.decode_worker != decode
     assert prefilled is not None
-    # It may have waited at the decode worker that was paused, too.
     assert prefilled.replays in (1, 2)
     assert prefilled.prefill_worker != prefill
     assert prefilled.cached_tokens == 0, "cached before the first attempt, that is"
