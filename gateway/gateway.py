@@ -170,6 +170,10 @@ class Gateway:
         self.meters.watch(self.adapters.readings)
         # It is called with a request that has to wait for its turn; what it returns is called when the wait is over.
         self.on_waiting: Callable[[AdmittedRequest], Callable[[], None]] = lambda admitted: lambda: None
+        # It raises InvalidRequest for hints about KV that make no sense; by default nobody reads them.
+        self.check_hints: Callable[[str], object] = lambda hints: None
+        # It is called with each request that has ended, what the client sent, and its tenant.
+        self.on_ended: Callable[[RequestRunner, GenerateRequest, Tenant], None] = lambda runner, request, tenant: None
         # This counts the tokens of all requests that have ended.
         self.totals = Usage(0, 0, 0)
 
@@ -293,6 +297,7 @@ class Gateway:
 
     async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
         model.formats.check(request.tools, request.sampling.structured_outputs is not None)
+        self.check_hints(request.kv_hints)
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
     async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:
@@ -659,6 +664,7 @@ class Gateway:
                 )
             if admitted.adapter:
                 self.adapters.ended(name)
+            self.on_ended(runner, request, permit.tenant)
 
         if admitted.adapter:
             self.adapters.began(name)

@@ -567,6 +567,16 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
     max_tenant_pinned_percent: int = flag(
         25, "Share of the pool that one tenant's pins may have.", least=0, most=90, room="prefix pins"
     )
+    max_retained_percent: int = flag(
+        70,
+        "Share of the pool that conversations may have whose next turns are expected. 0: none are kept for them.",
+        least=0,
+        most=90,
+        room="retentions",
+    )
+    max_tenant_retained_percent: int = flag(
+        50, "Share of the pool that one tenant's such conversations may have.", least=0, most=90, room="retentions"
+    )
     state_percent: int = flag(
         100,
         "Most of the pool that states of hybrid models may have, apart from those that running requests hold.",

@@ -109,6 +109,17 @@ ROOMS: tuple[Room, ...] = (
         entries={"gateway.parts": "pillion.gateway.read_ahead.read_ahead:ReadAhead"},
     ),
     Room(
+        "retentions",
+        paths=(
+            *("gateway/retentions", "kvstore/retentions", "benchmarks/kv_lifetime.py"),
+            *("tests/gateway/retentions", "tests/kvstore/retentions", "tests/cluster/test_retentions.py"),
+        ),
+        entries={
+            "gateway.parts": "pillion.gateway.retentions.retentions:Retentions",
+            "kvstore.node.retentions": "pillion.kvstore.retentions.node_retentions:make_retentions",
+        },
+    ),
+    Room(
         "pooling",
         paths=("gateway/pooling", "tests/gateway/pooling", "tests/cluster/test_text_lists.py"),
         entries={

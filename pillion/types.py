@@ -378,7 +378,8 @@ class GenerateRequest:
     """Describes a client's request. Exactly one of ``text``, ``token_ids`` and ``messages`` is the prompt; ``chat`` and
     ``tools`` go with messages alone.
 
-    ``resume`` goes on with a broken stream; the clients set it by themselves.
+    ``resume`` goes on with a broken stream; the clients set it by themselves. ``kv_hints`` says in vLLM's envelope, as
+    JSON, what is to become of the KV when the answer has ended.
     """
 
     model: str = ""
@@ -392,6 +393,7 @@ class GenerateRequest:
     request_id: str = ""
     priority: int = 0
     resume: Resume | None = None
+    kv_hints: str = ""
 
 
 @dataclass(frozen=True, slots=True)

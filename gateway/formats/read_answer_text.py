@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import AnswerReader, OutputFormat
-from pillion.gateway.tokens.answer_text import AnswerDelta, AnswerText, Detokenizer, StopStrings
+from pillion.gateway.tokens.answer_text import MAX_TOOLS, AnswerDelta, AnswerText, Detokenizer, StopStrings
 from pillion.types import TokenLogprob
 
 
@@ -53,4 +53,6 @@ class ReadAnswerText(AnswerText):
         parts = self._reader.parts
         self.calls = parts.calls
         reasoning, calls = parts.take()
+        if calls and len(self.tools) < MAX_TOOLS:
+            self.tools = (*self.tools, *(call.name for call in calls if call.name))[:MAX_TOOLS]
         return AnswerDelta(text, token_ids, logprobs, reasoning, calls)

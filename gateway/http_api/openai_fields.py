@@ -180,6 +180,7 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
         prompt_logprobs: number of alternatives that are reported with the log probabilities of the prompt's tokens, as
             vLLM does; it does not go with stream.
         cache_salt: only requests with the same salt share cached prefixes.
+        kv_hints: what is to become of the KV when the answer has ended, in vLLM's envelope; at most 64 KiB.
         response_format: the structure of the answer, in OpenAI's words.
         structured_outputs: the structure of the answer, in vLLM's words.
         user: a label of at most 512 characters; nothing is stored.
@@ -199,6 +200,7 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     timings: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
+    kv_hints: Raw = Raw()
     response_format: Raw = Raw()
     structured_outputs: Raw = Raw()
     user: Ignored[Label | None] = None
@@ -587,6 +589,7 @@ READ_LATER: Mapping[str, Any] = {
     "stop": str | list[str],
     "stop_token_ids": list[Int],
     "logit_bias": dict[Int, float],
+    "kv_hints": dict[str, Any],
     "metadata": dict[str, str],
     "response_format": TextFormat | JsonObjectFormat | JsonSchemaFormat | TagFormat,
     "structured_outputs": ShapeBody,

@@ -129,11 +129,13 @@ MAX_PROMPTS = 128
 _MAX_STOP_BYTES = 16 * MAX_STOPS * MAX_STOP_CHARS
 _MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
 _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
+_MAX_HINTS_BYTES = 65_536
 _MAX_RAW_TOOLS_BYTES = 2 * MAX_TOOLS_BYTES
 _MAX_CHOICE_BYTES = 1024
 _STOPS_BOUND = f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters"
 _IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
 _BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
+_HINTS_BOUND = f"at most {_MAX_HINTS_BYTES} bytes of JSON"
 _KWARGS_BOUND = f"at most {MAX_TEMPLATE_KWARGS_BYTES} bytes of JSON"
 # OpenAI has these bounds of metadata.
 MAX_METADATA_PAIRS = 16
@@ -412,10 +414,17 @@ def _request(
         model=body.model,
         sampling=sampling,
         cache_salt=body.cache_salt or "",
+        kv_hints=_hints(body.kv_hints),
         request_id=request_id,
         priority=body.priority or 0,
         **prompt,
     )
+
+
+def _hints(raw: Raw) -> str:
+    """Returns hints about KV as JSON; the gateway reads them."""
+    sent = _bounded(raw, "kv_hints", _MAX_HINTS_BYTES, _HINTS_BOUND)
+    return "" if sent is None else bytes(raw).decode()
 
 
 def _openai_request(

@@ -353,6 +353,10 @@ class AnswerDelta(NamedTuple):
     tool_calls: tuple[ToolCallDelta, ...] = ()
 
 
+# So many names of the tools that one answer calls are kept.
+MAX_TOOLS = 16
+
+
 class AnswerText:
     """Follows one answer as it grows, over all attempts.
 
@@ -364,11 +368,12 @@ class AnswerText:
         completion_tokens: number of tokens so far.
         reasoning_tokens: how many of these tokens were reasoning, up to the one that ended it.
         calls: number of calls of tools that have begun.
+        tools: the names of the first MAX_TOOLS tools that they call.
     """
 
     __slots__ = (
         *("_detokenizer", "_ended", "_has_stops", "_min_tokens", "_stop_ids", "_stops"),
-        *("calls", "completion_tokens", "reasoning_tokens"),
+        *("calls", "completion_tokens", "reasoning_tokens", "tools"),
     )
 
     def __init__(
@@ -383,6 +388,7 @@ class AnswerText:
         self.completion_tokens = 0
         self.reasoning_tokens = 0
         self.calls = 0
+        self.tools: tuple[str, ...] = ()
 
     @property
     def stopped(self) -> bool:

@@ -29,6 +29,7 @@ from pillion.kvstore.node.block_watch import watch_of
 from pillion.kvstore.node.node_servicer import NODE_CALLS, SERVICE_NAME, KVNodeServicer
 from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.node.pool_pins import pins_of
+from pillion.kvstore.node.pool_retentions import retentions_of
 from pillion.kvstore.node.pool_states import states_of
 from pillion.kvstore.node.storage import Storage
 from pillion.kvstore.tiers.media import far_medium, near_medium
@@ -74,12 +75,13 @@ class KVNode:
         if not flags.node_id:
             raise ConfigError("--node-id must name the node")
         self.address = flags.node_advertise
+        retentions = retentions_of(flags, make_policy(flags.eviction_policy))
         self.pool = Pool(
             pool_bytes=0,
             decode_reserve_percent=flags.decode_reserve_percent,
             max_waiting=flags.max_waiting_tickets,
             heartbeat_timeout_s=flags.heartbeat_timeout_ms / 1000,
-            policy=make_policy(flags.eviction_policy),
+            retentions=retentions,
             pins=pins_of(flags),
             states=states_of(flags),
             announce=self._announce,

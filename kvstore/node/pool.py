@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from pillion.errors import Cancelled, Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, split_hashes, state_page
-from pillion.kvstore.ledger.eviction import EvictionPolicy
+from pillion.kvstore.ledger.eviction import LruEviction
 from pillion.kvstore.ledger.integrity import check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.ledger_states import LedgerStates
@@ -26,6 +26,7 @@ from pillion.kvstore.ledger.tree import BlockTree
 from pillion.kvstore.ledger.waiting_queue import Grant, Waiter, WaitingQueue
 from pillion.kvstore.node.block_watch import BlockWatch
 from pillion.kvstore.node.pool_pins import NO_PINS, PinMakers
+from pillion.kvstore.node.pool_retentions import PoolRetentions
 from pillion.kvstore.node.pool_states import StatesMaker
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.observability import metric_catalog as names
@@ -86,8 +87,9 @@ class Pool:
 
     Args:
         pool_bytes: memory that is cut into slots when the first worker decides how big a block is.
-        decode_reserve_percent, policy, max_waiting: as :class:`Ledger` and :class:`WaitingQueue` have them.
+        decode_reserve_percent, max_waiting: as :class:`Ledger` and :class:`WaitingQueue` have them.
         heartbeat_timeout_s: a worker's silence after which it is fenced.
+        retentions: the pool's policy of eviction, and what keeps chains until their next use; LRU by default.
         pins: makes the prefix pins.
         states: decides which states stay in the pool.
         announce: called with the blocks that came and went, maybe none, after every change.
@@ -97,7 +99,7 @@ class Pool:
     Attributes:
         pool_bytes: may be changed until the pool has its shape.
         fetcher: set once the pool has memory; without one, nothing is brought from anywhere.
-        prefix_pins: the prefix pins, for callers.
+        prefix_pins, retentions: the prefix pins and what is kept for next uses, for callers.
         life: what the pool does for the node's next life; it is set with the pool's shape.
         watch: what watches its blocks.
         meters: how long tickets and fetches took; the node adds its counts.
@@ -112,7 +114,7 @@ class Pool:
         decode_reserve_percent: int,
         max_waiting: int,
         heartbeat_timeout_s: float,
-        policy: EvictionPolicy | None = None,
+        retentions: PoolRetentions | None = None,
         pins: PinMakers = NO_PINS,
         states: StatesMaker = LedgerStates,
         announce: Callable[[list[IndexEvent]], None] = lambda events: None,
@@ -143,7 +145,9 @@ class Pool:
         self._last_epoch: dict[int, int] = {}
         # For each first epoch this has the last epoch that was replaced, and the one that replaced it.
         self._replaced: dict[int, tuple[int, int]] = {}
-        self.ledger = Ledger(_new_id, decode_reserve_percent, policy, pins.of_tree, states)
+        self.retentions = retentions or PoolRetentions(LruEviction())
+        self.ledger = Ledger(_new_id, decode_reserve_percent, self.retentions.policy, pins.of_tree, states)
+        self.retentions.bind(self.ledger)
         self.prefix_pins = pins.of_ledger(self.ledger)
         self.waiting = WaitingQueue(self.ledger, max_waiting)
         self.watch = watch(self.ledger.tree)
@@ -430,6 +434,7 @@ class Pool:
         check_integrity(self.ledger)
         self.watch.check_integrity()
         self.life.check_integrity()
+        self.retentions.check_integrity()
         if len(self._waiting) != len(self.waiting):
             raise Conflict(f"{len(self._waiting)} calls wait, {len(self.waiting)} are in the queue")
         waits = sum(map(len, self._chain_waits.values()))

@@ -726,6 +726,65 @@ class ListPrefixPinsReply(_message.Message):
 Global___ListPrefixPinsReply: _TypeAlias = ListPrefixPinsReply  # noqa: Y015
 
 @_typing.final
+class RetainChainRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    BLOCK_HASHES_FIELD_NUMBER: _builtins.int
+    DUE_MS_FIELD_NUMBER: _builtins.int
+    UNTIL_MS_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    epoch: _builtins.int
+    """The caller's session."""
+    owner: _builtins.str
+    """The tenant, "" for that of an open gateway."""
+    block_hashes: _builtins.bytes
+    """Hashes of the chain from its first block, 32 bytes each."""
+    due_ms: _builtins.int
+    """In how many milliseconds the next use is expected, and after how many nobody is expected any more. 0: nobody is."""
+    until_ms: _builtins.int
+    shared_blocks: _builtins.int
+    """Where nobody is expected: of the chain's first blocks, so many belong to others, too."""
+    def __init__(
+        self,
+        *,
+        epoch: _builtins.int = ...,
+        owner: _builtins.str = ...,
+        block_hashes: _builtins.bytes = ...,
+        due_ms: _builtins.int = ...,
+        until_ms: _builtins.int = ...,
+        shared_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "due_ms", b"due_ms", "epoch", b"epoch", "owner", b"owner", "shared_blocks", b"shared_blocks", "until_ms", b"until_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainChainRequest: _TypeAlias = RetainChainRequest  # noqa: Y015
+
+@_typing.final
+class RetainChainReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEPT_FIELD_NUMBER: _builtins.int
+    kept: _builtins.bool
+    """Whether the chain is kept, as far as it is here."""
+    def __init__(
+        self,
+        *,
+        kept: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kept", b"kept"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RetainChainReply: _TypeAlias = RetainChainReply  # noqa: Y015
+
+@_typing.final
 class ReattachRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -111,7 +111,7 @@ class NodeStore:
     @property
     def used(self) -> int:
         """Returns how many KV blocks are shared or reserved."""
-        return (len(self._idle) + len(self._pins)) * self._each + self._own
+        return self._shared() * self._each + self._own
 
     @property
     def waiting(self) -> int:
@@ -147,8 +147,7 @@ class NodeStore:
             self._waiting.remove(ticket)
         else:
             self._own -= ticket.own
-            for block in reversed(ticket.blocks[: ticket.pinned]):
-                self._unpin(block)
+            self._unpin_all(ticket)
         self._grant()
 
     def commit(self, ticket: SimTicket, count: int) -> None:
@@ -157,8 +156,7 @@ class NodeStore:
         if self._gone:
             return
         for block in ticket.blocks[ticket.pinned : count]:
-            self._pin(block)
-            self._parents[block] = ticket.blocks[ticket.pinned - 1] if ticket.pinned else None
+            self._share(ticket, block)
             ticket.own -= self._each
             self._own -= self._each
             ticket.pinned += 1
@@ -225,19 +223,47 @@ class NodeStore:
         while self._waiting:
             ticket = self._waiting[0]
             here = self.prefix(ticket.blocks)
-            pinned_only = self._own + len(self._pins) * self._each
-            newly = sum(block in self._idle for block in ticket.blocks[:here]) * self._each
+            pinned_only = self._own + self._pinned() * self._each
+            newly = self._idle_among(ticket.blocks[:here]) * self._each
             fits = pinned_only + newly + ticket.total - here * self._each <= self._capacity
-            if self._capacity and not fits and (self._pins or self._own):
+            if self._capacity and not fits and (self._pinned() or self._own):
                 return
             self._waiting.popleft()
             ticket.waiting = False
-            for block in ticket.blocks[:here]:
-                self._pin(block)
+            self._pin_all(ticket, here)
             ticket.pinned, ticket.own = here, max(0, ticket.total - here * self._each)
             self._own += ticket.own
             self._evict()
             ticket.granted(ticket)
+
+    # The methods below know how blocks are kept. Others may take their place (make_store of FleetWorld).
+
+    def _shared(self) -> int:
+        """Returns the number of blocks of the trace that are here."""
+        return len(self._idle) + len(self._pins)
+
+    def _pinned(self) -> int:
+        """Returns how many of them tickets pin."""
+        return len(self._pins)
+
+    def _idle_among(self, blocks: Sequence[int]) -> int:
+        """Returns how many of some blocks that are here no ticket pins."""
+        return sum(block in self._idle for block in blocks)
+
+    def _pin_all(self, ticket: SimTicket, count: int) -> None:
+        """Pins the first blocks of a ticket, which are here."""
+        for block in ticket.blocks[:count]:
+            self._pin(block)
+
+    def _share(self, ticket: SimTicket, block: int) -> None:
+        """Pins the next block of a ticket, which may be new here."""
+        self._pin(block)
+        self._parents[block] = ticket.blocks[ticket.pinned - 1] if ticket.pinned else None
+
+    def _unpin_all(self, ticket: SimTicket) -> None:
+        """Takes all pins of a ticket back, the end of its chain first."""
+        for block in reversed(ticket.blocks[: ticket.pinned]):
+            self._unpin(block)
 
     def _pin(self, block: int) -> None:
         count = self._pins.get(block, 0)
@@ -257,8 +283,12 @@ class NodeStore:
             self._idle[block] = None
 
     def _evict(self) -> None:
-        while self._capacity and self.used > self._capacity and self._idle:
-            block, _ = self._idle.popitem(last=False)
-            self._index.remove(block, self.node_id)
-            self._parents.pop(block, None)
+        while self._capacity and self.used > self._capacity and self._shared() > self._pinned():
+            self._index.remove(self._victim(), self.node_id)
             self.evicted += 1
+
+    def _victim(self) -> int:
+        """Takes out the block that leaves next, and returns it."""
+        block, _ = self._idle.popitem(last=False)
+        self._parents.pop(block, None)
+        return block

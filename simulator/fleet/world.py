@@ -28,7 +28,7 @@ from pillion.kvstore.transfer.hand_over import HandOver, OtherNode, rooms_of
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
-from pillion.simulator.fleet.prefix_store import NodeStore
+from pillion.simulator.fleet.prefix_store import NodeStore, PrefixIndex
 from pillion.simulator.fleet.sim_gateway import MODEL, PATIENCE_S, GatewaySettings, SimGateway
 from pillion.simulator.fleet.sim_worker import SimWorker, WorkerSettings
 from pillion.simulator.fleet.site import FleetSite
@@ -150,6 +150,8 @@ def lab_fleet(
 
 # This function makes one of several gateways: from the site, the flags, its number and how many gateways there are.
 MakeGateway = Callable[[FleetSite, GatewaySettings, int, int], SimGateway]
+# This function makes a node's pool: from its name, the index, its KV blocks and the tokens of each.
+MakeStore = Callable[[str, PrefixIndex, int, int], NodeStore]
 
 
 class FleetWorld:
@@ -157,11 +159,12 @@ class FleetWorld:
     trace blocks that nodes which left gave to others.
 
     One thread makes all calls; everything follows from the config and the requests. ``make`` makes other gateways than
-    usual.
+    usual, and ``make_store`` other pools.
     """
 
-    def __init__(self, config: FleetConfig, make: MakeGateway = SimGateway) -> None:
+    def __init__(self, config: FleetConfig, make: MakeGateway = SimGateway, make_store: MakeStore = NodeStore) -> None:
         config.check()
+        self._make_store = make_store
         self.config = config = config.settled()
         flags = config.flags
         self.clock = Clock()
@@ -328,7 +331,7 @@ class FleetWorld:
                 beside[worker.record.node_id] += worker.record.role == PREFILL
             return min(beside, key=lambda name: beside[name])
         name = f"kv-{next(self._next_node)}"
-        stores[name] = NodeStore(name, self.site.index, self.config.node_blocks, self.config.flags.block_size)
+        stores[name] = self._make_store(name, self.site.index, self.config.node_blocks, self.config.flags.block_size)
         self.site.nodes[name] = ComponentRecord(
             component_id=name, role="kvnode", address="x", node_id=name, total_blocks=self.config.node_blocks
         )
@@ -386,13 +389,16 @@ class FleetWorld:
 
 
 def simulate(
-    config: FleetConfig, requests: Sequence[Request], make: MakeGateway = SimGateway
+    config: FleetConfig,
+    requests: Sequence[Request],
+    make: MakeGateway = SimGateway,
+    make_store: MakeStore = NodeStore,
 ) -> tuple[list[ClientRecord], FleetWorld]:
     """Simulates a load; returns the clients' records, and the world as it was left.
 
     The simulation ends when every request has, or PATIENCE_S after the last arrival.
     """
-    world = FleetWorld(config, make)
+    world = FleetWorld(config, make, make_store)
     begin_s = world.warm_up()
     world.send(requests, begin_s)
     for at_s, nodes in config.scale_down:

@@ -1,0 +1,271 @@
+"""Learns how long after an answer the next turn of its conversation comes, by tenant and tool, and decides what is to
+become of the conversation's KV meanwhile. Sans-IO (I9).
+
+    ended --the next turn begins--> its gap is learned          by the hash of the prompt's last whole block, which
+      '-----nobody comes---------> it counts as one that left   the next turn repeats
+
+An answer that calls tools is followed by their results as soon as they are there; one that calls none ends most agents'
+work. What was learned of a key, a tool's name or "" for an answer without calls, is a histogram of gaps in which an
+answer counts half after HALF_LIFE later ones, so quantiles follow the traffic and a few odd gaps do not move them. Of
+several tools called at once the slowest one counts. A tool that is new gets what the tenant's other tools have.
+
+Everything is bounded, by tenant and in all; what was not used for the longest time goes first. A tenant learns from its
+own turns alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+# So many tenants are remembered, and so many tools and conversations of each. A tool is known by so many characters.
+MAX_TENANTS = 1024
+MAX_TENANT_TOOLS = 64
+MAX_TENANT_CONVERSATIONS = 1024
+MAX_CONVERSATIONS = 65_536
+MAX_TOOL_CHARS = 64
+# Gaps are counted in classes, each STEP times as long as the one before; shorter and longer gaps count for the ends.
+LEAST_GAP_S, STEP, CLASSES = 0.05, 1.3, 44
+# After so many answers of a key, an older one counts half.
+HALF_LIFE = 64
+# Nothing is decided by fewer answers than these, apart from what is expected of any tool.
+MIN_ANSWERS = 8.0
+# What is expected of the tools of a tenant of whom nothing is known yet, as if it had been seen so often.
+PRIOR_GAP_S, PRIOR_RETURNS, PRIOR_ANSWERS = 5.0, 0.9, 2.0
+# Where at least KEEP_SHARE of the conversations go on, they are retained until that share QUANTILE has come back; where
+# fewer than LEAVE_SHARE do, they are let go.
+KEEP_SHARE, LEAVE_SHARE, QUANTILE = 0.3, 0.1, 0.97
+# A conversation has left when it has not come back for PATIENCE times the time within which nearly all do, and for
+# FIRST_PATIENCE_S where that is not known. Nobody is waited for longer than MAX_GAP_S.
+PATIENCE, FIRST_PATIENCE_S, MAX_GAP_S = 2.0, 120.0, 3600.0
+NO_TOOL = ""
+# Where conversations wait for so many different tools, others are taken for one tool of this name.
+OTHER_TOOLS = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Says that a conversation's KV is to be kept: its next turn is expected in ``due_s`` seconds, and after
+    ``until_s`` nobody is expected any more."""
+
+    due_s: float
+    until_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """Says that nobody is expected to go on with a conversation; other ones begin with its first ``shared_blocks``."""
+
+    shared_blocks: int
+
+
+class GapTable:
+    """Holds what was learned of one key: how many answers, of late, were followed by a next turn after what gap."""
+
+    __slots__ = ("gaps", "left", "total")
+
+    def __init__(self) -> None:
+        self.gaps = [0.0] * CLASSES
+        self.total = self.left = 0.0
+
+    def came(self, gap_s: float) -> None:
+        """Learns of a next turn."""
+        self._fade()
+        self.gaps[_class_of(gap_s)] += 1.0
+        self.total += 1.0
+
+    def gone(self) -> None:
+        """Learns of a conversation that left."""
+        self._fade()
+        self.left += 1.0
+
+    @property
+    def answers(self) -> float:
+        """Gives the number of answers that count."""
+        return self.total + self.left
+
+    def quantile_s(self, share: float) -> float:
+        """Returns the time within which this share of the next turns came, of those that came at all."""
+        wanted, seen = share * self.total, 0.0
+        for number, count in enumerate(self.gaps):
+            if count and seen + count >= wanted:
+                return LEAST_GAP_S * math.pow(STEP, number + (wanted - seen) / count)
+            seen += count
+        return MAX_GAP_S
+
+    def _fade(self) -> None:
+        factor = 0.5 ** (1 / HALF_LIFE)
+        self.gaps = [count * factor for count in self.gaps]
+        self.total *= factor
+        self.left *= factor
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTurn:
+    """Represents an answer whose conversation may go on: when it ended, with what key, and how many of its first blocks
+    others had computed before it began."""
+
+    ended_s: float
+    key: str
+    shared_blocks: int
+
+
+@dataclass(slots=True)
+class TenantGaps:
+    """Holds what is known of one tenant: its tables by key and those of all its tools, its open turns by the hash of
+    their last block, and for each key the hashes of those that have not left yet, the oldest first."""
+
+    tables: OrderedDict[str, GapTable] = field(default_factory=OrderedDict)
+    tools: GapTable = field(default_factory=GapTable)
+    turns: OrderedDict[bytes, OpenTurn] = field(default_factory=OrderedDict)
+    waiting: defaultdict[str, OrderedDict[bytes, None]] = field(default_factory=lambda: defaultdict(OrderedDict))
+
+
+class TurnGaps:
+    """Learns from all conversations of a gateway. ``sees_all`` says whether their next turns come to this gateway for
+    certain: where they may go to another one, a conversation that does not come back is no sign that it left."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, TenantGaps] = OrderedDict()
+        self._turns = 0
+
+    def turn(
+        self, tenant: str, chain: Sequence[bytes], began_s: float, found_blocks: int, *, sees_all: bool = True
+    ) -> int:
+        """Notes that a turn began, whose prompt has this chain of blocks, of which so many were found in a cache.
+        Returns how many of its first blocks belong to other conversations, too: those that the conversation's first
+        turn found. O(blocks of the chain)."""
+        known = self._tenants.get(tenant)
+        if known is None:
+            return found_blocks
+        self._leave(known, began_s, sees_all)
+        for block_hash in reversed(chain):
+            open_turn = known.turns.get(block_hash)
+            if open_turn is None or open_turn.ended_s > began_s:
+                continue
+            self._close(known, block_hash)
+            gap_s = began_s - open_turn.ended_s
+            self._table(known, open_turn.key).came(gap_s)
+            if open_turn.key != NO_TOOL:
+                known.tools.came(gap_s)
+            return open_turn.shared_blocks
+        return found_blocks
+
+    def ended(
+        self, tenant: str, chain: Sequence[bytes], tools: Sequence[str], ended_s: float, shared_blocks: int
+    ) -> Keep | LetGo | None:
+        """Notes that an answer ended that called these tools, after a prompt that has this chain of whole blocks.
+        Returns what is to become of the conversation's KV; None: what the pool does with any KV. That is so, too, where
+        other conversations have all of the prompt's blocks, by which it is not told apart from them."""
+        if len(chain) <= shared_blocks:
+            return None
+        known = self._tenants.setdefault(tenant, TenantGaps())
+        self._tenants.move_to_end(tenant)
+        if len(self._tenants) > MAX_TENANTS:
+            _, forgotten = self._tenants.popitem(last=False)
+            self._turns -= len(forgotten.turns)
+        key = self._slowest(known, tools)
+        self._open(known, chain[-1], OpenTurn(ended_s, key, shared_blocks))
+        return self._decided(known, key, shared_blocks)
+
+    @property
+    def tenants(self) -> int:
+        """Gives the number of tenants that are remembered."""
+        return len(self._tenants)
+
+    @property
+    def conversations(self) -> int:
+        """Gives the number of conversations that may go on."""
+        return self._turns
+
+    def tools_of(self, tenant: str) -> int:
+        """Returns how many tools of a tenant are remembered."""
+        known = self._tenants.get(tenant)
+        return 0 if known is None else len(known.tables)
+
+    def _decided(self, known: TenantGaps, key: str, shared_blocks: int) -> Keep | LetGo | None:
+        table = known.tables.get(key)
+        if table is None or table.answers < MIN_ANSWERS:
+            if key == NO_TOOL:
+                return None
+            table = known.tools
+        total, answers = table.total, table.answers
+        if key != NO_TOOL:
+            total, answers = total + PRIOR_RETURNS * PRIOR_ANSWERS, answers + PRIOR_ANSWERS
+        share = total / answers
+        if share < LEAVE_SHARE:
+            return LetGo(shared_blocks)
+        if share < KEEP_SHARE:
+            return None
+        if table.total < 1.0:
+            return Keep(PRIOR_GAP_S / share, FIRST_PATIENCE_S)
+        until_s = min(MAX_GAP_S, PATIENCE * table.quantile_s(QUANTILE))
+        return Keep(min(until_s, table.quantile_s(0.5) / share), until_s)
+
+    def _slowest(self, known: TenantGaps, tools: Sequence[str]) -> str:
+        """Returns the key of an answer that called these tools: the one that takes longest, as far as that is known."""
+        names = [tool[:MAX_TOOL_CHARS] or "?" for tool in tools[:MAX_TENANT_TOOLS]]
+        if not names:
+            return NO_TOOL
+
+        def usual_s(name: str) -> float:
+            table = known.tables.get(name)
+            return table.quantile_s(0.5) if table is not None and table.total else 0.0
+
+        slowest = max(names, key=usual_s)
+        return slowest if slowest in known.waiting or len(known.waiting) < MAX_TENANT_TOOLS else OTHER_TOOLS
+
+    def _table(self, known: TenantGaps, key: str) -> GapTable:
+        table = known.tables.get(key)
+        if table is None:
+            table = known.tables[key] = GapTable()
+            if len(known.tables) > MAX_TENANT_TOOLS:
+                known.tables.popitem(last=False)
+        known.tables.move_to_end(key)
+        return table
+
+    def _open(self, known: TenantGaps, last_hash: bytes, turn: OpenTurn) -> None:
+        if last_hash in known.turns:
+            self._close(known, last_hash)
+        known.turns[last_hash] = turn
+        known.waiting[turn.key][last_hash] = None
+        self._turns += 1
+        if len(known.turns) > MAX_TENANT_CONVERSATIONS:
+            self._close(known, next(iter(known.turns)))
+        while self._turns > MAX_CONVERSATIONS:
+            # The tenant that has not been here for the longest time gives way.
+            oldest = next(one for one in self._tenants.values() if one.turns)
+            self._close(oldest, next(iter(oldest.turns)))
+
+    def _close(self, known: TenantGaps, last_hash: bytes) -> None:
+        turn = known.turns.pop(last_hash)
+        waiting = known.waiting[turn.key]
+        waiting.pop(last_hash, None)
+        if not waiting:
+            del known.waiting[turn.key]
+        self._turns -= 1
+
+    def _leave(self, known: TenantGaps, now_s: float, sees_all: bool) -> None:
+        """Counts the conversations that have left. Each is counted once, so this takes O(1) a turn on average."""
+        for key in list(known.waiting):
+            table = known.tables.get(key)
+            patience_s = FIRST_PATIENCE_S
+            if table is not None and table.total >= MIN_ANSWERS:
+                patience_s = min(MAX_GAP_S, PATIENCE * table.quantile_s(QUANTILE))
+            waiting = known.waiting[key]
+            while waiting and known.turns[next(iter(waiting))].ended_s < now_s - patience_s:
+                waiting.popitem(last=False)
+                if sees_all:
+                    self._table(known, key).gone()
+                    if key != NO_TOOL:
+                        known.tools.gone()
+            if not waiting:
+                del known.waiting[key]
+        while known.turns and next(iter(known.turns.values())).ended_s < now_s - MAX_GAP_S:
+            self._close(known, next(iter(known.turns)))
+
+
+def _class_of(gap_s: float) -> int:
+    return min(CLASSES - 1, max(0, int(math.log(max(gap_s, LEAST_GAP_S) / LEAST_GAP_S, STEP))))

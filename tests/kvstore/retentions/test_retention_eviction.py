@@ -1,0 +1,190 @@
+"""RetentionEviction: random lives of a ledger with it, the order in which blocks leave, and its bounds."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.eviction import EvictionPolicy, make_policy
+from pillion.kvstore.ledger.integrity import check_integrity
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger_pins import LedgerPins
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.tree import BlockTree
+from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable, PrefixPinWish
+from pillion.kvstore.retentions.retention_eviction import RetentionEviction
+from pillion.v1.kvnode_pb2 import CommitRun
+from tests.support.examples import examples
+
+NUM_SLOTS = 12
+# Shares of the pool that all owners, and one, may retain: 9 and 6 blocks.
+PERCENTS = 75, 50
+OWNERS = ("a", "b", "c")
+# Beginnings of three texts, so that most chains share blocks, and many are each other's beginning.
+TEXTS = ([0] * 7, [0, 0, 1, 1, 1, 1, 1], [2] * 7)
+TOKENS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 7))
+
+
+def prompt(*tokens: int) -> list[bytes]:
+    return split_hashes(chain_hashes(bytes(32), tokens, 1))
+
+
+class ServingPool:
+    """A ledger with one caller, which serves prompts whole."""
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        num_slots: int = NUM_SLOTS,
+        pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
+    ) -> None:
+        self.ledger = Ledger(itertools.count(1).__next__, 0, policy, pins)
+        self.ledger.shape(num_slots)
+        self.epoch = self.ledger.attach("one", SESSION)
+        self.nonces = itertools.count(1)
+
+    def open(self, hashes: list[bytes]) -> int | None:
+        """Serves a prompt and returns its ticket; None where memory is short."""
+        ticket = self.ledger.admit(self.epoch, next(self.nonces), hashes, len(hashes))
+        if ticket is None:
+            return None
+        left = hashes[ticket.blocks :]
+        slots = self.ledger.adopt(self.epoch, ticket.ticket_id, len(left)).leased_slots
+        if left:
+            run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))
+            [result] = self.ledger.commit(self.epoch, [run])
+            assert not result.refusal
+        return ticket.ticket_id
+
+    def close(self, ticket_id: int) -> None:
+        self.ledger.release(self.epoch, [ticket_id])
+
+    def serve(self, *tokens: int) -> None:
+        ticket_id = self.open(prompt(*tokens))
+        assert ticket_id is not None
+        self.close(ticket_id)
+
+    def blocks(self, *tokens: int) -> int:
+        return self.ledger.tree.longest_prefix(prompt(*tokens)).blocks
+
+
+class RetainingPool(ServingPool):
+    """The same with retentions, at a time that tests set."""
+
+    def __init__(
+        self,
+        policy: str = "lru",
+        num_slots: int = NUM_SLOTS,
+        percents: tuple[int, int] = PERCENTS,
+        pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
+    ) -> None:
+        self.now = 0.0
+        self.policy = RetentionEviction(make_policy(policy), *percents, lambda: self.now)
+        super().__init__(self.policy, num_slots, pins)
+        self.policy.bind(self.ledger.tree, num_slots)
+
+    def retain(self, owner: str, due_s: float, *tokens: int) -> bool:
+        """Retains a chain that is due in so many seconds, for twice as long."""
+        return self.policy.retain(owner, prompt(*tokens), self.now + due_s, self.now + 2 * due_s)
+
+    def check(self) -> None:
+        check_integrity(self.ledger)
+        assert not list(self.policy.check())
+
+
+class RetainedLives(RuleBasedStateMachine):
+    """A pool with retentions and one without serve the same prompts: both have the same room for each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plain = ServingPool(make_policy("lru"))
+        self.tickets: list[tuple[int, int]] = []
+        self.pool = self.make()
+
+    def make(self) -> RetainingPool:
+        return RetainingPool()
+
+    @rule(tokens=TOKENS)
+    def open(self, tokens: list[int]) -> None:
+        opened = self.pool.open(prompt(*tokens)), self.plain.open(prompt(*tokens))
+        assert (opened[0] is None) == (opened[1] is None), "retentions change for whom there is room"
+        if opened[0] is not None and opened[1] is not None:
+            self.tickets.append((opened[0], opened[1]))
+
+    @rule(tokens=TOKENS)
+    def serve(self, tokens: list[int]) -> None:
+        before = len(self.tickets)
+        self.open(tokens)
+        if len(self.tickets) > before:
+            self.close(len(self.tickets) - 1)
+
+    @precondition(lambda self: self.tickets)
+    @rule(number=st.integers(0, 3))
+    def close(self, number: int) -> None:
+        ours, plain = self.tickets.pop(number % len(self.tickets))
+        self.pool.close(ours)
+        self.plain.close(plain)
+
+    @rule(owner=st.sampled_from(OWNERS), tokens=TOKENS, due_s=st.integers(1, 20))
+    def retain(self, owner: str, tokens: list[int], due_s: int) -> None:
+        self.pool.retain(owner, due_s, *tokens)
+
+    @rule(owner=st.sampled_from(OWNERS), tokens=TOKENS, shared=st.integers(0, 3))
+    def let_go(self, owner: str, tokens: list[int], shared: int) -> None:
+        self.pool.policy.let_go(owner, prompt(*tokens), shared)
+
+    @rule(seconds=st.integers(1, 10))
+    def wait(self, seconds: int) -> None:
+        self.pool.now += seconds
+
+    @precondition(lambda self: any(not block.children for block in self.pool.ledger.tree.policy))
+    @rule(number=st.integers(0, 11))
+    def spill(self, number: int) -> None:
+        ends = [block for block in self.pool.ledger.tree.policy if not block.children]
+        self.pool.ledger.evict_block(ends[number % len(ends)])
+
+    @invariant()
+    def adds_up(self) -> None:
+        self.pool.check()
+        assert self.pool.ledger.available == self.plain.ledger.available
+
+
+class LivesWithLfu(RetainedLives):
+    """The same around the other policy."""
+
+    def make(self) -> RetainingPool:
+        return RetainingPool("lfu")
+
+
+class LivesWithPins(RetainedLives):
+    """The same where users pin prefixes, too."""
+
+    def make(self) -> RetainingPool:
+        def make_table(tree: BlockTree) -> PrefixPinTable:
+            self.table = PrefixPinTable(tree, 75, 50)
+            return self.table
+
+        return RetainingPool(pins=make_table)
+
+    @rule(tokens=TOKENS, name=st.sampled_from("xy"))
+    def pin(self, tokens: list[int], name: str) -> None:
+        hashes = prompt(*tokens)
+        wish = PrefixPinWish("a", name, hashes[-1], len(hashes), self.pool.now + 5)
+        if len(hashes) <= 3:
+            self.table.pin_prefix(wish, self.pool.now, hashes)
+
+    @rule(name=st.sampled_from("xy"))
+    def unpin(self, name: str) -> None:
+        self.table.drop("a", name)
+
+
+for lives in (RetainedLives, LivesWithLfu, LivesWithPins):
+    lives.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
+TestRetainedLives = RetainedLives.TestCase
+TestLivesWithLfu = LivesWithLfu.TestCase
+TestLivesWithPins = LivesWithPins.TestCase
