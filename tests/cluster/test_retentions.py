@@ -22,7 +22,7 @@ WORD = {"type": "string", "pattern": "^[a-z]{8}$"}
 SCHEMA = {"type": "object", "properties": {"command": WORD}, "required": ["command"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "run", "parameters": SCHEMA}}
 # Each of the other tenants' prompts takes some forty blocks, and comes so many seconds after the one before it, on the
-# clock of the pool's retentions. A tool takes as long as OTHERS of them, and is expected to.
+# clock of the pool's retentions. A tool takes as long as OTHERS of them, and is expected to take half of that.
 OTHER_TOKENS, OTHERS, BETWEEN_S = 645, 6, 10.0
 TURNS = 3
 
@@ -41,7 +41,7 @@ class PoolTime:
 
         def retained(owner: str, hashes: list[bytes], due_s: float, until_s: float) -> bool:
             self.asked = True
-            return retain(owner, hashes, self.now_s + OTHERS * BETWEEN_S, self.now_s + 4 * OTHERS * BETWEEN_S)
+            return retain(owner, hashes, self.now_s + OTHERS / 2 * BETWEEN_S, self.now_s + 4 * OTHERS * BETWEEN_S)
 
         self.policy.retain = retained  # type: ignore[method-assign, assignment]
         self.asked = False
