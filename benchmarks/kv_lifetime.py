@@ -39,7 +39,7 @@ from benchmarks.mooncake import WORKLOADS, TextKind, _systems
 from benchmarks.report import save, show_table
 from benchmarks.traces import TraceText
 from pillion.config import ServeFlags
-from pillion.gateway.retentions.turn_gaps import Keep, LetGo, TurnGaps
+from pillion.gateway.retentions.turn_gaps import KeepUntil, LetGo, TurnGaps
 from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.records import Block
 from pillion.kvstore.retentions.retention_eviction import RetentionEviction
@@ -192,7 +192,7 @@ class Learner:
         label = self._labels[request.number]
         shared = self.gaps.turn(label.tenant, chain, arrived_s, found_blocks)
         wish = self.gaps.ended(label.tenant, chain, label.tools, now, shared)
-        if isinstance(wish, Keep):
+        if isinstance(wish, KeepUntil):
             self._policy.retain(label.tenant, chain, now + wish.due_s, now + wish.until_s)
         elif isinstance(wish, LetGo):
             self._policy.let_go(label.tenant, chain, wish.shared_blocks)

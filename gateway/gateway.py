@@ -297,7 +297,8 @@ class Gateway:
 
     async def _check(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant | None) -> None:
         model.formats.check(request.tools, request.sampling.structured_outputs is not None)
-        self.check_hints(request.kv_hints)
+        if request.kv_hints:
+            self.check_hints(request.kv_hints)
         await self.off_loop(tenant, weight(request), check_request, request, model.limits)
 
     async def off_loop(self, tenant: Tenant | None, size_bytes: int, job: Callable[..., T], *arguments: Any) -> T:

@@ -46,7 +46,7 @@ OTHER_TOOLS = "*"
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class KeepUntil:
     """Says that a conversation's KV is to be kept: its next turn is expected in ``due_s`` seconds, and after
     ``until_s`` nobody is expected any more."""
 
@@ -155,7 +155,7 @@ class TurnGaps:
 
     def ended(
         self, tenant: str, chain: Sequence[bytes], tools: Sequence[str], ended_s: float, shared_blocks: int
-    ) -> Keep | LetGo | None:
+    ) -> KeepUntil | LetGo | None:
         """Notes that an answer ended that called these tools, after a prompt that has this chain of whole blocks.
         Returns what is to become of the conversation's KV; None: what the pool does with any KV. That is so, too, where
         other conversations have all of the prompt's blocks, by which it is not told apart from them."""
@@ -185,7 +185,7 @@ class TurnGaps:
         known = self._tenants.get(tenant)
         return 0 if known is None else len(known.tables)
 
-    def _decided(self, known: TenantGaps, key: str, shared_blocks: int) -> Keep | LetGo | None:
+    def _decided(self, known: TenantGaps, key: str, shared_blocks: int) -> KeepUntil | LetGo | None:
         table = known.tables.get(key)
         if table is None or table.answers < MIN_ANSWERS:
             if key == NO_TOOL:
@@ -200,9 +200,9 @@ class TurnGaps:
         if share < KEEP_SHARE:
             return None
         if table.total < 1.0:
-            return Keep(PRIOR_GAP_S / share, FIRST_PATIENCE_S)
+            return KeepUntil(PRIOR_GAP_S / share, FIRST_PATIENCE_S)
         until_s = min(MAX_GAP_S, PATIENCE * table.quantile_s(QUANTILE))
-        return Keep(min(until_s, table.quantile_s(0.5) / share), until_s)
+        return KeepUntil(min(until_s, table.quantile_s(0.5) / share), until_s)
 
     def _slowest(self, known: TenantGaps, tools: Sequence[str]) -> str:
         """Returns the key of an answer that called these tools: the one that takes longest, as far as that is known."""

@@ -102,7 +102,7 @@ class Ledger:
     def available(self) -> int:
         """Returns the number of slots that are free or can be freed at once: all except leased, quarantined and
         protected ones."""
-        return len(self.free) + len(self.tree.policy)
+        return len(self.free) + self.tree.idle
 
     @property
     def unpromised(self) -> int:

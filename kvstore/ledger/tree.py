@@ -61,6 +61,11 @@ class BlockTree:
     def __len__(self) -> int:
         return len(self.by_hash)
 
+    @property
+    def idle(self) -> int:
+        """Gives the number of blocks that nothing protects: the policy knows exactly these."""
+        return len(self.by_hash) - self.protected
+
     def order_by(self, plain: EvictionPolicy) -> None:
         """Puts ``plain``, which knows the blocks that ``self.plain`` knows, in its place. Idempotent."""
         if self.policy is self.plain:

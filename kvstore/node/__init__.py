@@ -5,6 +5,7 @@
     kv_node.py        KVNode, start_kvnode: starts and stops everything; status, metrics, heartbeat record.
     block_watch.py    BlockWatch: what a pool tells of its changes; a seam.
     pool_pins.py      PoolPins: what callers ask of prefixes that are to stay; a seam.
+    pool_retentions.py  retentions_of: what keeps chains until their next use is expected; a seam.
     pool_states.py    states_of: what decides which states of hybrid models stay; a seam.
     attach_server.py  the attach socket: workers get the pool's memory; proof that a worker's process is gone.
     storage.py        Storage: the pool's memory, lower tiers, fetches and reads, once the pool has a shape.

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pillion.gateway.retentions import turn_gaps
-from pillion.gateway.retentions.turn_gaps import MAX_TOOL_CHARS, STEP, GapTable, Keep, LetGo, TurnGaps
+from pillion.gateway.retentions.turn_gaps import MAX_TOOL_CHARS, STEP, GapTable, KeepUntil, LetGo, TurnGaps
 from tests.support.examples import examples
 
 
@@ -54,15 +54,15 @@ def test_a_call_is_kept_until_its_tools_turns_have_come_and_an_end_is_let_go() -
     for _ in range(60):
         quick = traffic.conversation("a", "read", 1.0)
         slow = traffic.conversation("a", "build", 90.0)
-    assert isinstance(quick, Keep)
-    assert isinstance(slow, Keep)
+    assert isinstance(quick, KeepUntil)
+    assert isinstance(slow, KeepUntil)
     assert 0.7 <= quick.due_s <= 1.5 < quick.until_s < 10
     assert 65 <= slow.due_s <= 130 < slow.until_s < 400
     # The slower of two tools counts, and a new tool is taken for the tenant's others.
     _, both = traffic.answer("a", "read", "build")
-    assert isinstance(both, Keep)
+    assert isinstance(both, KeepUntil)
     assert both.due_s == pytest.approx(slow.due_s, rel=0.1)
-    assert isinstance(traffic.answer("a", "new")[1], Keep)
+    assert isinstance(traffic.answer("a", "new")[1], KeepUntil)
     # All conversations have ended with an answer without a call, and are let go but for the shared system prompt.
     traffic.now += 1000
     traffic.answer("a")
@@ -70,7 +70,7 @@ def test_a_call_is_kept_until_its_tools_turns_have_come_and_an_end_is_let_go() -
     # Another tenant has learned nothing.
     assert traffic.answer("b")[1] is None
     _, fresh = traffic.answer("b", "build")
-    assert isinstance(fresh, Keep)
+    assert isinstance(fresh, KeepUntil)
     assert fresh.due_s < 10
 
 
@@ -90,7 +90,7 @@ def test_where_turns_may_come_to_another_gateway_nobody_counts_as_gone() -> None
         chain = [b"%d" % number]
         shared = gaps.turn("a", chain, number * 10.0, 0, sees_all=False)
         decided = gaps.ended("a", chain, ("run",), number * 10.0, shared)
-        assert isinstance(decided, Keep)
+        assert isinstance(decided, KeepUntil)
 
 
 def test_a_prompt_that_others_have_whole_is_nobodys_conversation() -> None:
@@ -120,7 +120,7 @@ def test_any_traffic_is_bounded(steps: list[tuple[int, list[int], int, bool]]) -
             now += wait_s
             shared = gaps.turn(name, chain, now, 0)
             decided = gaps.ended(name, chain, [f"{'x' * 100}{tool}"[tool:] for tool in tools], now, shared)
-            assert not isinstance(decided, Keep) or 0 < decided.due_s <= decided.until_s <= turn_gaps.MAX_GAP_S
+            assert not isinstance(decided, KeepUntil) or 0 < decided.due_s <= decided.until_s <= turn_gaps.MAX_GAP_S
             assert gaps.tenants <= 4
             assert gaps.conversations <= 20
             known = gaps._tenants.values()
