@@ -22,9 +22,9 @@ from pillion.kvstore.exchange.plane_servicer import SERVICE_NAME, KVPlaneService
 from pillion.kvstore.ledger.records import Block, PoolShape
 from pillion.kvstore.memory.memory import PoolMemory
 from pillion.kvstore.node.pool import Pool
-from pillion.kvstore.transfer.block_exchange import Addresses, BlockExchange, Service
+from pillion.kvstore.transfer.block_exchange import Addresses, BlockExchange, LookUp, Service
 from pillion.kvstore.transfer.fetch import BlockSource
-from pillion.kvstore.transfer.hand_over import HandOver
+from pillion.kvstore.transfer.hand_over import HandOver, HandOverLook
 from pillion.v1 import kvplane_pb2_grpc
 from pillion.v1.kvnode_pb2 import PinPrefixRequest
 from pillion.v1.kvplane_pb2 import MeetReply, PinBlocksReply
@@ -90,11 +90,14 @@ class NodeExchange(BlockExchange):
             log.warning("no blocks from and for other nodes: %s", error.message)
         await super().run()
 
-    async def hand_over(self, plan: HandOver[bytes]) -> None:
+    async def hand_over(self, plan: HandOver[bytes], look_up: LookUp) -> None:
         pool, loop = self.shaped(), asyncio.get_running_loop()
         while (step := plan.next(loop.time())) is not None:
             if isinstance(step, float):
                 await asyncio.sleep(step - loop.time())
+                continue
+            if isinstance(step, HandOverLook):
+                await self._look(plan, step, look_up)
                 continue
             hashes, most_bytes = b"".join(step.chain), step.most_blocks * pool.memory.block_bytes
             try:
@@ -110,6 +113,16 @@ class NodeExchange(BlockExchange):
                 break
             with contextlib.suppress(PillionError):
                 await (await pool.peers.get(node_id)).touch(b"".join(chain))
+
+    async def _look(self, plan: HandOver[bytes], look: HandOverLook[bytes], look_up: LookUp) -> None:
+        """Asks the index about a chain. A full node that has it gets the pins that end in it."""
+        node_id = plan.looked(look, await look_up(b"".join(look.chain)))
+        pool = self.shaped()
+        if node_id is not None and (pins := pool.pins_of(look.chain)):
+            try:
+                await (await pool.peers.get(node_id)).pin_prefixes(pins)
+            except PillionError as error:
+                log.info("node %s takes over no pins: %s", node_id, error.message)
 
     async def leave(self) -> None:
         if self.pool is not None:

@@ -19,6 +19,7 @@ from pillion.errors import ConfigError, Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.kvstore.index.advertise import advertised
 from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
+from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.records import IndexEvent, PoolShape
@@ -113,6 +114,8 @@ class KVNode:
         self._server: RunningServer | None = None
         self._announcer: Announcer | None = None
         self._registry: Registry | None = None
+        # The index is asked when the node leaves.
+        self._index: Index | None = None
         self._boot_epoch = new_boot_epoch()
         self._stopping = asyncio.Event()
         self._leaving = False
@@ -216,6 +219,8 @@ class KVNode:
             self._near.close()
         if self._registry is not None:
             await self._registry.aclose()
+        if self._index is not None:
+            await self._index.aclose()
         self.regions.close()
         self._memory.close()
 
@@ -233,12 +238,19 @@ class KVNode:
                     # Nodes that are told to stop together see that of each other.
                     await asyncio.sleep(min(self._flags.heartbeat_ms / 1000, within_s / 2))
                 left_s = within_s - (time.monotonic() - began_s)
-                await storage.hand_over(await self._others(), left_s, self._flags.hand_over_bytes_per_s)
+                rate = self._flags.hand_over_bytes_per_s
+                await storage.hand_over(await self._others(), self._look_up, left_s, rate)
         except TimeoutError:
             log.warning("what is warm was not handed over within %g s", within_s)
         except PillionError as error:
             log.warning("what is warm is not handed over: %s", error.message)
         return time.monotonic() - began_s
+
+    async def _look_up(self, hashes: bytes) -> dict[str, int]:
+        """Returns how many of the first blocks of a chain each node has, as the index says."""
+        if self._index is None:
+            self._index = Index(self._flags.redis_url)
+        return {hit.node_id: hit.blocks for hit in await self._index.longest_prefix(hashes)}
 
     async def _others(self) -> list[OtherNode]:
         """Returns the other nodes that may take blocks; those that leave themselves may not."""

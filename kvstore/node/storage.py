@@ -19,7 +19,7 @@ from pillion.kvstore.node.pool import Pool
 from pillion.kvstore.tiers.media import EarlyCopies, FarMedium, NearMedium
 from pillion.kvstore.tiers.spill import Spiller, lost_everywhere, without_moved
 from pillion.kvstore.tiers.tiers import BlockName, FarTier, Tier
-from pillion.kvstore.transfer.block_exchange import BlockExchange
+from pillion.kvstore.transfer.block_exchange import BlockExchange, LookUp
 from pillion.kvstore.transfer.fetch import Fetcher
 from pillion.kvstore.transfer.hand_over import HandOver, OtherNode, rooms_of, warm_tips
 from pillion.v1.kvnode_pb2 import NodeStatus
@@ -134,7 +134,9 @@ class Storage:
         """Yields (hash, segment) of the blocks in lower tiers."""
         return ((name.hash, name.segment) for tier in self._tiers for name in tier.names())
 
-    async def hand_over(self, others: Sequence[OtherNode], within_s: float, bytes_per_s: float) -> None:
+    async def hand_over(
+        self, others: Sequence[OtherNode], look_up: LookUp, within_s: float, bytes_per_s: float
+    ) -> None:
         """Lets other nodes fetch the pool's hottest chains, and copies those that they have no room for to the disk.
         The node is about to leave; both take ``within_s`` at most, at this rate."""
         ledger, began_s = self._pool.ledger, asyncio.get_running_loop().time()
@@ -151,7 +153,7 @@ class Storage:
             begun_s=began_s,
             until_s=began_s + within_s,
         )
-        await self._exchange.hand_over(plan)
+        await self._exchange.hand_over(plan, look_up)
         left = dict.fromkeys(name for chain in plan.leftover() for name in chain)
         blocks = [tree.by_hash[name] for name in left if name in tree.by_hash]
         saved = await self._spiller.save(blocks, plan.until_s, bytes_per_s)

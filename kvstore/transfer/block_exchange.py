@@ -17,6 +17,8 @@ from pillion.rooms import Seam, entered_one
 
 # Such a function returns the address of each node's gRPC services by node id.
 Addresses = Callable[[], Awaitable[Mapping[str, str]]]
+# Such a function asks the index: it returns how many of the first blocks of a chain (32 bytes per hash) each node has.
+LookUp = Callable[[bytes], Awaitable[Mapping[str, int]]]
 # A service is the name of a gRPC service, and the function that adds it to a server.
 Service = tuple[str, Callable[[Any], None]]
 
@@ -49,7 +51,7 @@ class BlockExchange:
         """Does the exchange's background work until it is cancelled."""
         await asyncio.Event().wait()
 
-    async def hand_over(self, plan: HandOver[bytes]) -> None:
+    async def hand_over(self, plan: HandOver[bytes], look_up: LookUp) -> None:
         """Lets other nodes fetch what a plan wants them to have, until it is over. A failure hands over less."""
 
     async def leave(self) -> None:

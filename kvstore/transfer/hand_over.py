@@ -1,6 +1,7 @@
 """Decides what a node that leaves hands over: which chains, in which order, to which nodes, and how fast. Sans-IO (I9).
 
-    warm_tips --> chains, hottest first --> next: ask a node for a piece --answered: the chain is whole--> next chain
+    warm_tips --> chains, hottest first --> next: look up who has the chain --looked: a full node, whole--> next chain
+                                             +-- ask a node for a piece --answered: the chain is whole--> next chain
                                              |                  +-- some came: the next piece, when it is due
                                              |                  +-- none came: once more, then another chain
                                              +-- wait: the bytes that went are ahead of the rate
@@ -9,6 +10,9 @@
 Another node fetches what it is asked for as it does for a prompt, under a ticket, and may bring less (I1, I3). A pool
 that serves is full, so a node's room is not only what is free there: it gives up its coldest blocks, in the proportion
 in which blocks leave a pool of all nodes that has become smaller by this node's.
+
+What the index says of a chain chooses the node that is asked: one that has the chain already fetches nothing, and what
+it says then is certain (I3).
 
 What came last is the last to leave a pool. So chains that came are touched again, the hottest last, when all is over.
 """
@@ -46,6 +50,13 @@ class HandOverAsk(Generic[Name]):
     node_id: str
     chain: tuple[Name, ...]
     most_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class HandOverLook(Generic[Name]):
+    """Says that the index is to be asked which nodes have how much of a chain."""
+
+    chain: tuple[Name, ...]
 
 
 def warm_tips(
@@ -108,25 +119,45 @@ class HandOver(Generic[Name]):
         self._block_bytes, self._bytes_per_s = block_bytes, bytes_per_s
         self._begun_s, self.until_s = begun_s, until_s
         self._chain: tuple[Name, ...] | None = None
+        # The nodes that stay have the first so many blocks of this chain, as the index and their answers say; None
+        # before the index was asked.
+        self._held: dict[str, int] | None = None
+        self._full: set[str] = set()
         self._vain_asks = 0
         self._vain: dict[str, int] = {}
         # For each block that came somewhere, this has the first node that got it.
         self._where: dict[Name, str] = {}
 
-    def next(self, now_s: float) -> HandOverAsk[Name] | float | None:
-        """Returns what to ask a node for now, or the time until which to wait, or None where the hand-over is over."""
+    def next(self, now_s: float) -> HandOverLook[Name] | HandOverAsk[Name] | float | None:
+        """Returns what to ask the index or a node for now, or the time until which to wait, or None where the hand-over
+        is over."""
         if now_s >= self.until_s or not self._rooms:
             return None
         if self._chain is None:
-            self._chain, self._vain_asks = next(self._chains, None), 0
+            self._chain, self._held, self._vain_asks = next(self._chains, None), None, 0
         if self._chain is None:
             return None
+        if self._held is None:
+            return HandOverLook(self._chain)
         due_s = self._begun_s + self.blocks * self._block_bytes / self._bytes_per_s
         if due_s > now_s:
             return min(due_s, self.until_s)
-        node_id = self._node_for(self._chain)
+        node_id = self._node_for(self._chain, self._held)
         piece = max(1, PIECE_BYTES // self._block_bytes)
         return HandOverAsk(node_id, self._chain, min(piece, self._rooms[node_id]))
+
+    def looked(self, look: HandOverLook[Name], held: Mapping[str, int]) -> str | None:
+        """Notes how many of the first blocks of the chain nodes probably have, those that leave included. Returns the
+        node that is taken to have all of it and has no room for others, which is not asked."""
+        self._held = {node_id: blocks for node_id, blocks in held.items() if node_id in self._rooms}
+        if len(look.chain) in self._held.values():
+            return None
+        for node_id in self._full:
+            if held.get(node_id, 0) >= len(look.chain):
+                self.whole.append((node_id, look.chain))
+                self._chain = None
+                return node_id
+        return None
 
     def answered(self, ask: HandOverAsk[Name], here: int, fetched: int) -> bool:
         """Notes that the node has the first ``here`` blocks of the chain, some of which it has just fetched; returns
@@ -134,6 +165,8 @@ class HandOver(Generic[Name]):
         self.blocks += fetched
         for name in ask.chain[:here]:
             self._where.setdefault(name, ask.node_id)
+        if self._held is not None:
+            self._held[ask.node_id] = here
         if here >= len(ask.chain):
             self.whole.append((ask.node_id, ask.chain))
             self._chain = None
@@ -144,6 +177,7 @@ class HandOver(Generic[Name]):
         self._rooms[ask.node_id] -= fetched
         if self._rooms[ask.node_id] <= 0:
             del self._rooms[ask.node_id]
+            self._full.add(ask.node_id)
             self._give_up()
         return here >= len(ask.chain)
 
@@ -168,12 +202,13 @@ class HandOver(Generic[Name]):
             self.left.append(self._chain)
             self._chain = None
 
-    def _node_for(self, chain: Sequence[Name]) -> str:
-        """Returns the node that has the most of the chain from this one, or else the one with the most room."""
-        for name in reversed(chain):
-            node_id = self._where.get(name)
+    def _node_for(self, chain: Sequence[Name], held: Mapping[str, int]) -> str:
+        """Returns the node that has the most of the chain, and of those that have as much the one with the most
+        room."""
+        most = dict(held)
+        for blocks in range(len(chain), 0, -1):
+            node_id = self._where.get(chain[blocks - 1])
             if node_id is not None:
-                if node_id in self._rooms:
-                    return node_id
+                most[node_id] = max(blocks, most.get(node_id, 0))
                 break
-        return max(self._rooms, key=lambda node_id: self._rooms[node_id])
+        return max(self._rooms, key=lambda node_id: (most.get(node_id, 0), self._rooms[node_id]))

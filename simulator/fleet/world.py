@@ -24,7 +24,7 @@ from pillion.errors import ConfigError
 from pillion.gateway.links.cluster import VIEW_POLL_S
 from pillion.gateway.planning.plan_cost import DEFAULT_BYTES_PER_S
 from pillion.kvstore.memory.memory import CUDA
-from pillion.kvstore.transfer.hand_over import HandOver, OtherNode, rooms_of
+from pillion.kvstore.transfer.hand_over import HandOver, HandOverLook, OtherNode, rooms_of
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
@@ -373,6 +373,10 @@ class FleetWorld:
             step = plan.next(clock.now)
             if isinstance(step, float):
                 clock.at(step, go_on)
+            elif isinstance(step, HandOverLook):
+                # The time of a look-up is not simulated.
+                plan.looked(step, {name: one.prefix(step.chain) for name, one in others.items()})
+                go_on()
             elif step is not None:
                 here, came = others[step.node_id].take(step.chain, step.most_blocks)
                 plan.answered(step, here, came)

@@ -62,6 +62,23 @@ async def test_a_node_that_leaves_hands_over_chains_and_pins(short_folder: str, 
         await b.check()
 
 
+async def test_what_a_third_node_has_is_not_handed_over_to_another_one(short_folder: str, redis: RedisServer) -> None:
+    async with hosts(short_folder, redis, "a", "b", "c", **LEAVING) as (a, b, c):
+        there, here = prompt(*range(5)), prompt(*range(20, 25))
+        await c.serve(there)
+        await a.serve(there)
+        await a.serve(here)
+
+        async def announced() -> bool:
+            return (await node_of(a)._look_up(there)).get("c") == 5
+
+        await until("the third node's blocks in the index", announced)
+        await seen(a, "b", "c", blocks=5)
+        await node_of(a).stop(WITHIN_S)
+        assert (held(b, there), held(c, there)) == (0, 5)
+        assert held(b, here) == 5
+
+
 async def test_the_hottest_chains_find_room_and_leave_last(short_folder: str, redis: RedisServer) -> None:
     brimful = {"low_watermark_percent": 0, "high_watermark_percent": 0}
     async with hosts(short_folder, redis, "a", "b", **LEAVING, **brimful) as (a, b):

@@ -13,7 +13,16 @@ from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.prefix_pins.pin_table import PrefixPinTable, PrefixPinWish
-from pillion.kvstore.transfer.hand_over import MAX_VAIN_ASKS, PIECE_BYTES, HandOver, OtherNode, rooms_of, warm_tips
+from pillion.kvstore.transfer.hand_over import (
+    MAX_VAIN_ASKS,
+    PIECE_BYTES,
+    HandOver,
+    HandOverAsk,
+    HandOverLook,
+    OtherNode,
+    rooms_of,
+    warm_tips,
+)
 from pillion.v1.kvnode_pb2 import CommitRun
 from tests.support.examples import examples
 
@@ -31,11 +40,21 @@ class OtherPool:
     def ask(self, chain: tuple[tuple[int, ...], ...], most_blocks: int) -> tuple[int, int] | None:
         if self.moods is not None and self.moods.random() < 0.3:
             return None
-        here = next((at for at, name in enumerate(chain) if name not in self.blocks), len(chain))
+        here = self.prefix(chain)
         wanted = min(most_blocks, len(chain) - here)
         fetched = wanted if self.moods is None else self.moods.randint(0, wanted)
         self.blocks.update(chain[here : here + fetched])
         return here + fetched, fetched
+
+    def prefix(self, chain: tuple[tuple[int, ...], ...]) -> int:
+        return next((at for at, name in enumerate(chain) if name not in self.blocks), len(chain))
+
+
+def unknown(plan: HandOver[tuple[int, ...]], now_s: float) -> HandOverAsk[tuple[int, ...]] | float | None:
+    """Returns the next step of a hand-over whose index knows nothing."""
+    while isinstance(step := plan.next(now_s), HandOverLook):
+        assert plan.looked(step, {}) is None
+    return step
 
 
 def named(tokens: list[int]) -> tuple[tuple[int, ...], ...]:
@@ -59,7 +78,7 @@ def test_a_hand_over_keeps_its_bounds(
         begun_s=100.0,
         until_s=100.0 + until_s,
     )
-    now_s = 100.0
+    now_s, trusted = 100.0, []
     for _ in range(10_000):
         step = plan.next(now_s)
         if step is None:
@@ -67,6 +86,16 @@ def test_a_hand_over_keeps_its_bounds(
         if isinstance(step, float):
             assert now_s < step <= 100.0 + until_s
             now_s = step
+            continue
+        if isinstance(step, HandOverLook):
+            # The index says what is true, or anything.
+            said = {
+                name: other.prefix(step.chain) if other.moods is None else other.moods.randint(0, len(step.chain))
+                for name, other in others.items()
+            }
+            held_by = plan.looked(step, said)
+            assert held_by is None or said[held_by] == len(step.chain)
+            trusted += [(held_by, step.chain)] if held_by is not None else []
             continue
         assert now_s < 100.0 + until_s
         assert step.most_blocks * BLOCK_BYTES <= PIECE_BYTES
@@ -82,7 +111,8 @@ def test_a_hand_over_keeps_its_bounds(
     for other in others.values():
         assert len(other.blocks) <= other.room
     for node_id, chain in plan.whole:
-        assert set(chain) <= others[node_id].blocks
+        assert set(chain) <= others[node_id].blocks or (node_id, chain) in trusted
+    assert not trusted or all(len(others[node_id].blocks) == others[node_id].room for node_id, _ in trusted)
     # Each chain is whole somewhere, or left for another place, once.
     told = [chain for _, chain in plan.whole] + list(plan.leftover())
     assert sorted(told) == sorted(map(named, chains))
@@ -96,7 +126,7 @@ def test_nothing_is_lost_where_there_is_time_and_room(chains: list[list[int]]) -
         map(named, chains), {"n": 1000}, block_bytes=BLOCK_BYTES, bytes_per_s=1e12, begun_s=0.0, until_s=1e9
     )
     now_s = 0.0
-    while (step := plan.next(now_s)) is not None:
+    while (step := unknown(plan, now_s)) is not None:
         if isinstance(step, float):
             now_s = step
         else:
@@ -113,7 +143,7 @@ def test_a_node_that_takes_nothing_is_asked_no_more() -> None:
         map(named, [[1], [2], [3]]), {"bad": 50, "good": 40}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
     )
     asked = []
-    while (step := plan.next(1e8)) is not None:
+    while (step := unknown(plan, 1e8)) is not None:
         assert not isinstance(step, float)
         asked.append(step.node_id)
         if step.node_id == "bad":
@@ -128,11 +158,69 @@ def test_a_chain_goes_to_the_node_that_has_its_beginning() -> None:
     plan: HandOver[tuple[int, ...]] = HandOver(
         map(named, [[1], [2], [1, 1]]), {"a": 50, "b": 50}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
     )
-    while (step := plan.next(1e8)) is not None:
+    while (step := unknown(plan, 1e8)) is not None:
         assert not isinstance(step, float)
         plan.answered(step, len(step.chain), 1)
     where = {chain: node_id for node_id, chain in plan.whole}
     assert where[named([1, 1])] == where[named([1])] != where[named([2])]
+
+
+def test_a_chain_that_a_node_has_is_not_sent_to_another_one() -> None:
+    pools = {"roomy": OtherPool(50), "holder": OtherPool(40)}
+    pools["holder"].blocks = {*named([1, 1, 1]), *named([2])}
+    chains = [named([1, 1, 1]), named([2, 2, 2]), named([3])]
+    plan: HandOver[tuple[int, ...]] = HandOver(
+        chains, {"roomy": 50, "holder": 40}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
+    )
+    sent = {}
+    while (step := plan.next(1e8)) is not None:
+        assert not isinstance(step, float)
+        if isinstance(step, HandOverLook):
+            # The node that leaves is in the index, too.
+            held = {"leaving": len(step.chain), **{name: pool.prefix(step.chain) for name, pool in pools.items()}}
+            assert plan.looked(step, held) is None
+        else:
+            answer = pools[step.node_id].ask(step.chain, step.most_blocks)
+            assert answer is not None
+            sent[step.chain] = step.node_id, answer[1]
+            plan.answered(step, *answer)
+    assert sent == {chains[0]: ("holder", 0), chains[1]: ("holder", 2), chains[2]: ("roomy", 1)}
+    assert plan.blocks == 3
+    assert [chain for _, chain in plan.whole] == chains
+
+
+def test_a_full_node_that_has_a_chain_keeps_it_from_others() -> None:
+    chains = [named([1]), named([2])]
+    plan: HandOver[tuple[int, ...]] = HandOver(
+        chains, {"full": 1, "roomy": 1}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
+    )
+    look = plan.next(1e8)
+    assert isinstance(look, HandOverLook)
+    assert plan.looked(look, {"full": 0}) is None
+    ask = plan.next(1e8)
+    assert isinstance(ask, HandOverAsk)
+    assert ask.node_id == "full"
+    plan.answered(ask, 1, 1)
+    look = plan.next(1e8)
+    assert isinstance(look, HandOverLook)
+    assert plan.looked(look, {"full": 1, "roomy": 0}) == "full"
+    assert plan.next(1e8) is None
+    assert plan.whole == [("full", chains[0]), ("full", chains[1])]
+
+
+def test_an_index_that_is_wrong_costs_one_ask() -> None:
+    plan: HandOver[tuple[int, ...]] = HandOver(
+        map(named, [[1, 1]]), {"said": 9, "roomy": 10}, block_bytes=1, bytes_per_s=1e9, begun_s=0.0, until_s=1e9
+    )
+    look = plan.next(1e8)
+    assert isinstance(look, HandOverLook)
+    plan.looked(look, {"said": 2})
+    asked = []
+    while (step := plan.next(1e8)) is not None:
+        assert isinstance(step, HandOverAsk)
+        asked.append(step.node_id)
+        plan.answered(step, *((0, 0) if step.node_id == "said" else (2, 2)))
+    assert asked == ["said", "roomy"]
 
 
 def test_room_is_what_is_free_and_a_fair_share_of_what_is_cached() -> None:
