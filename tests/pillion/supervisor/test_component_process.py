@@ -28,24 +28,25 @@ kv_node.start_kvnode = start_kvnode
 listen, attach = (f"{sys.argv[1]}/{name}.sock" for name in "ka")
 flags = KVNodeFlags(redis_url="", kv_pool_bytes=2**20, node_listen=f"unix:{listen}", attach_socket=attach)
 status = component_process.run_component("kvnode", flags)
-print(status, gc.get_freeze_count(), *resource.getrlimit(resource.RLIMIT_NOFILE))
+print(status, gc.get_freeze_count(), int(gc.isenabled()), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 
-def component(folder: pathlib.Path, *, soft_files: int) -> tuple[int, int, int, int]:
+def component(folder: pathlib.Path, *, soft_files: int) -> tuple[int, int, int, int, int]:
     """Runs the component with a soft limit of open files; returns its status, the objects that collections pass over,
-    and both limits of open files."""
+    whether there are collections, and both limits of open files."""
     argv = ["sh", "-c", f'ulimit -Sn {soft_files}; exec "$@"', "sh", sys.executable, "-c", PROGRAM, str(folder)]
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, timeout=2 * WITHIN_S)
     assert done.returncode == 0, done.stderr
-    status, frozen, soft, hard = map(int, done.stdout.split()[-4:])
-    return status, frozen, soft, hard
+    status, frozen, collects, soft, hard = map(int, done.stdout.split()[-5:])
+    return status, frozen, collects, soft, hard
 
 
 def test_no_collection_looks_through_what_a_component_has_loaded_and_it_may_open_many_files(
     tmp_path: pathlib.Path,
 ) -> None:
-    status, frozen, soft, hard = component(tmp_path, soft_files=256)
+    status, frozen, collects, soft, hard = component(tmp_path, soft_files=256)
     assert status == 0
+    assert collects
     assert frozen > 10_000
     assert soft == (min(hard, MAX_OPEN_FILES) if hard > 0 else MAX_OPEN_FILES)
