@@ -174,7 +174,9 @@ def _two_nodes(
         cluster.environ.update(environ)
         for node in nodes:
             cluster.node(node, *POOL)
-        workers = [cluster.worker("decode", node, *enabled) for node in nodes]
+        # What decode workers keep of ended answers would look like leaked slots.
+        decode = ("--partial-block-percent", "0", *enabled)
+        workers = [cluster.worker("decode", node, *decode) for node in nodes]
         # What it computes for the decode worker of the other node is fetched from its own.
         workers.append(cluster.worker("prefill", nodes[0], "--max-num-batched-prefill-tokens", "64", *enabled))
         edge = ("--chunk-size", "64", *enabled, *modules)
