@@ -21,6 +21,7 @@ from pillion.gateway.links.outage import ModelKey, OutageWaiters
 from pillion.gateway.links.prefill_link import PrefillLink
 from pillion.gateway.planning.cluster_view import ClusterView, choose_by_hits, choose_workers
 from pillion.gateway.planning.forecast import Forecaster
+from pillion.gateway.planning.plan_cost import FETCH_CALL_S
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
@@ -477,6 +478,7 @@ class Cluster:
         wait_s = MAX_FETCH_S if left_s is None else min(left_s, MAX_FETCH_S)
         with telemetry.tracer().start_as_current_span("kv.fetch") as span:
             span.set_attributes({"pillion.node": hold.node_id, "pillion.sources": tuple(sources)})
+            begun_s = time.monotonic()
             try:
                 client = self.node(hold.node_id).client
                 brought = await client.prefetch(hold.epoch, hold.ticket_id, hashes, sources, timeout_s=wait_s)
@@ -485,7 +487,11 @@ class Cluster:
                 span.set_attribute("error.type", type(error).__name__)
                 return PrefetchReply(blocks=pinned_blocks)
             now = time.monotonic()
-            self.routes.fetch_pace.observe(brought.fetched_blocks, brought.fetched_ms / 1000, now)
+            if sources and brought.fetched_ms:
+                # Where some blocks came from elsewhere, the call's time is not that of the other nodes alone.
+                all_fetched = brought.blocks - pinned_blocks == brought.fetched_blocks
+                taken_s = now - begun_s if all_fetched else brought.fetched_ms / 1000 + FETCH_CALL_S
+                self.routes.fetch_paces.observe(sources[0], hold.node_id, brought.fetched_blocks, taken_s, now)
             self.routes.bucket_pace.observe(brought.bucket_blocks, brought.bucket_ms / 1000, now)
             span.set_attribute("pillion.fetched_blocks", brought.fetched_blocks)
             span.set_attribute("pillion.restored_blocks", brought.restored_blocks)

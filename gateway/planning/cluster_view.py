@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from pillion._version import PROTOCOL
 from pillion.config import parse_split_policy
+from pillion.gateway.planning.plan_cost import FetchCost, unmeasured
 from pillion.types import WORKERS
 from pillion.wire.registry import FOREIGN, ComponentRecord
 
@@ -336,7 +337,8 @@ class ClusterSnapshot:
             the others as far as it knows. Heartbeats are up to a second old, and lack these.
         sent_tokens: prompt tokens that gateways have sent to each component and that are not computed yet, by component
             id.
-        fetch_block_s: seconds that a block takes to come from another node; 0.0 if that was never measured.
+        fetch_costs: what a fetch from one node to another costs, by their ids; None for a pair never measured.
+        fetch_block_s: seconds that a block takes to come between such a pair; 0.0 if no pair was measured.
         bucket_block_s: seconds that a block takes to come from a bucket; 0.0 if that was never measured.
         demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
             (see Demand in plan_cost).
@@ -364,6 +366,7 @@ class ClusterSnapshot:
     far_hits: Mapping[str, int] = field(default_factory=dict)
     sent_load: Mapping[str, int] = field(default_factory=dict)
     sent_tokens: Mapping[str, int] = field(default_factory=dict)
+    fetch_costs: Callable[[str, str], FetchCost | None] = unmeasured
     fetch_block_s: float = 0.0
     bucket_block_s: float = 0.0
     sticky_choice: str = ""

@@ -31,8 +31,8 @@ from pillion.wire.registry import ComponentRecord
 # acknowledgement of each chunk takes.
 SPAN_CALL_S = 0.003
 CHUNK_CALL_S = 0.001
-# The call that fetches blocks takes FETCH_CALL_S; where no fetch was measured, blocks are assumed to come at
-# DEFAULT_BYTES_PER_S.
+# Between nodes of which no fetch was measured, the call that fetches blocks is assumed to take FETCH_CALL_S; where none
+# was measured at all, blocks are assumed to come at DEFAULT_BYTES_PER_S.
 FETCH_CALL_S = 0.003
 DEFAULT_BYTES_PER_S = 1e9
 # A fetch may take as long as computing the blocks that it would bring, and at least LEAST_FETCH_S. So where a fetch
@@ -486,9 +486,20 @@ class Demand:
         self._tokens_per_s *= left
 
 
+class FetchCost(NamedTuple):
+    """Says how many seconds a fetch takes: those of the call, and those of each block."""
+
+    call_s: float
+    block_s: float
+
+    def seconds(self, blocks: int) -> float:
+        """Returns how long a fetch of so many blocks takes; none takes no time."""
+        return self.call_s + blocks * self.block_s if blocks > 0 else 0.0
+
+
 class FetchPace:
-    """Measures, as a decaying mean, how fast this gateway's fetches bring blocks from one kind of source. Times are in
-    seconds of one clock.
+    """Measures, with decaying weights, how fast this gateway's fetches bring blocks from one kind of source. Times are
+    in seconds of one clock.
 
     A slow source is not asked, so nothing more is learnt of it. Its speed is therefore assumed to rise while nobody
     asks it, until one request tries it again, at a bounded cost (LEAST_FETCH_S).
@@ -499,23 +510,85 @@ class FetchPace:
     # MAX_HALVINGS times.
     HALVING_S = 60.0
     MAX_HALVINGS = 10
+    # Fetches of about one size do not tell the time of a call from that of a block. So the line through the fetches is
+    # drawn towards one without a call, as if the sizes' variance along that one were this share of their squared mean.
+    PROPORTIONAL = 0.01
 
     def __init__(self) -> None:
+        self._count = 0.0
         self._blocks = 0.0
+        self._squares = 0.0
         self._seconds = 0.0
+        self._products = 0.0
         self._seen_s = 0.0
 
     def observe(self, blocks: int, seconds: float, now: float) -> None:
         """Notes a fetch that brought ``blocks`` blocks in ``seconds``, and ended ``now``. A fetch that brought no block
         counts too, but not one of 0 seconds, which has asked no source."""
-        if seconds > 0:
-            self._blocks = self._blocks * self.FADING + blocks
-            self._seconds = self._seconds * self.FADING + seconds
-            self._seen_s = now
+        if seconds <= 0:
+            return
+        # The time of a fetch that brought nothing makes all other fetches dearer by as much, whatever their sizes.
+        size = blocks if blocks > 0 else self._blocks / max(self._count, 1.0)
+        self._count = self._count * self.FADING + (blocks > 0)
+        self._blocks = self._blocks * self.FADING + blocks
+        self._squares = self._squares * self.FADING + blocks * blocks
+        self._seconds = self._seconds * self.FADING + seconds
+        self._products = self._products * self.FADING + size * seconds
+        self._seen_s = now
 
     def block_s(self, now: float) -> float:
-        """Returns the seconds that a block takes; 0.0 before any fetch ended. Where fetches have brought no block yet,
-        all their time counts as that of one block."""
+        """Returns the seconds that a block takes, with its share of the calls; 0.0 before any fetch ended. Where
+        fetches have brought no block yet, all their time counts as that of one block."""
+        return self._seconds / max(self._blocks, 1.0) * self._faded(now)
+
+    def cost(self, now: float) -> FetchCost:
+        """Returns the line through the fetches seen, by least squares; neither of its two numbers is negative."""
+        if self._blocks < 1.0:
+            return FetchCost(0.0, self.block_s(now))
+        size, taken_s = self._blocks / self._count, self._seconds / self._count
+        pull = self.PROPORTIONAL * size * size
+        spread = max(0.0, self._squares / self._count - size * size)
+        slope = (self._products / self._count - size * taken_s + pull * taken_s / size) / (spread + pull)
+        slope = min(max(0.0, slope), taken_s / size)
+        faded = self._faded(now)
+        return FetchCost(max(0.0, taken_s - slope * size) * faded, slope * faded)
+
+    def _faded(self, now: float) -> float:
         silent_s = max(0.0, now - self._seen_s)
-        halvings = min(silent_s / self.HALVING_S, self.MAX_HALVINGS)
-        return self._seconds / max(self._blocks, 1.0) * math.exp2(-halvings)
+        return math.exp2(-min(silent_s / self.HALVING_S, self.MAX_HALVINGS))
+
+
+class FetchPaces:
+    """Holds the pace of each pair of nodes between which this gateway's requests fetched blocks: links differ.
+
+    Attributes:
+        anywhere: the pace over all pairs, which a pair is assumed to have that was never measured.
+    """
+
+    # The pair that was measured longest ago is forgotten for a further one.
+    MAX_PAIRS = 4096
+
+    def __init__(self) -> None:
+        self.anywhere = FetchPace()
+        self._pairs: dict[tuple[str, str], FetchPace] = {}
+
+    def observe(self, source: str, target: str, blocks: int, seconds: float, now: float) -> None:
+        """Notes a fetch to the node ``target`` that asked ``source`` first: that is what a plan has to foretell. Its
+        ``seconds`` are those of the gateway's call, by which far nodes differ from near ones too."""
+        if seconds <= 0:
+            return
+        self.anywhere.observe(blocks, seconds, now)
+        pace = self._pairs.pop((source, target), None) or FetchPace()
+        pace.observe(blocks, seconds, now)
+        self._pairs[source, target] = pace
+        if len(self._pairs) > self.MAX_PAIRS:
+            del self._pairs[next(iter(self._pairs))]
+
+    def cost(self, source: str, target: str, now: float) -> FetchCost | None:
+        """Returns what a fetch from ``source`` to ``target`` costs; None where none was measured."""
+        pace = self._pairs.get((source, target))
+        return None if pace is None else pace.cost(now)
+
+
+def unmeasured(source: str, target: str) -> FetchCost | None:
+    """Returns what a fetch between two nodes costs where no fetch was measured yet."""

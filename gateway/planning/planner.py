@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 from pillion.errors import Unavailable
 from pillion.gateway.planning.cluster_view import ClusterSnapshot, SplitPolicy
-from pillion.gateway.planning.split_decision import Fetched, SplitDecision, choose
+from pillion.gateway.planning.split_decision import Fetched, Route, SplitDecision, choose
 from pillion.wire.registry import ComponentRecord
 
 # Fewer blocks than this are not worth a fetch from elsewhere, and are computed.
@@ -127,9 +127,8 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
     node_id = route.decode.component.node_id
     fixed = snapshot.policy.share is not None
     sources = _sources(snapshot, node_id, fixed or route.fetched is Fetched.OF_BUCKET)
-    if route.fetched is Fetched.NOTHING and not fixed:
-        # Blocks on the disk of the node itself are always fetched into its pool.
-        sources = tuple(source for source in sources if source.node_id == node_id)
+    if not fixed:
+        sources = _worth_it(sources, node_id, route)
     draft = RequestPlan(
         node_id=node_id,
         prefill=None if route.prefill is None else route.prefill.component,
@@ -229,6 +228,17 @@ def _avoidance(snapshot: ClusterSnapshot, component: ComponentRecord) -> tuple[b
     """Returns whether the component, and whether its node, failed this request before, as a key by which components
     that did not sort first."""
     return component.component_id in snapshot.avoid, component.node_id in snapshot.avoid
+
+
+def _worth_it(sources: tuple[PrefixSource, ...], node_id: str, route: Route) -> tuple[PrefixSource, ...]:
+    """Returns the sources that a route fetches from: the one that it counts on, then others in its place. They count
+    for the route's blocks at most: if one has more, those would cost more to fetch than to compute. Blocks on the disk
+    of the node itself are always fetched into its pool."""
+    if route.fetched is Fetched.OF_NODES:
+        sources = tuple(replace(source, blocks=min(source.blocks, route.cached_blocks)) for source in sources)
+        return tuple(sorted(sources, key=lambda source: source.node_id != route.holder))
+    # A node asks its bucket only for what other nodes did not give, so slow ones are left out.
+    return tuple(source for source in sources if source.node_id in (node_id, route.holder))
 
 
 def _sources(snapshot: ClusterSnapshot, node_id: str, of_bucket: bool) -> tuple[PrefixSource, ...]:

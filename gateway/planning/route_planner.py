@@ -7,11 +7,12 @@ A gateway has one planner for all of its requests: in the services, offline, and
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Set
 
 from pillion.gateway.planning.cluster_view import ClusterSnapshot
 from pillion.gateway.planning.forecast import Forecaster, PlannedPrompt
-from pillion.gateway.planning.plan_cost import Demand, FetchPace
+from pillion.gateway.planning.plan_cost import Demand, FetchPace, FetchPaces
 from pillion.gateway.planning.planner import RequestPlan, make_plan
 from pillion.gateway.planning.split_decision import StickyChoices
 
@@ -55,14 +56,14 @@ class RoutePlanner:
     """Plans the requests of one gateway, and remembers what later plans need of them.
 
     Attributes:
-        fetch_pace, bucket_pace: how fast blocks of other nodes, and of a bucket, have come.
+        fetch_paces, bucket_pace: how fast blocks of other nodes, and of a bucket, have come.
         demand: how many requests come, and of what size.
         sent_adapters: workers that load an adapter for this gateway's requests.
         forecaster: gets each request that clients wait for.
     """
 
     def __init__(self, forecaster: Forecaster | None = None) -> None:
-        self.fetch_pace, self.bucket_pace = FetchPace(), FetchPace()
+        self.fetch_paces, self.bucket_pace = FetchPaces(), FetchPace()
         self.demand = Demand()
         self.sent_adapters = SentAdapters()
         self.forecaster = forecaster or Forecaster()
@@ -85,7 +86,8 @@ class RoutePlanner:
         """
         unknown = seen.prompt_tokens - seen.block_size * max(seen.hits.values(), default=0)
         every, shared = self.demand.per_s(now)
-        seen.fetch_block_s, seen.bucket_block_s = self.fetch_pace.block_s(now), self.bucket_pace.block_s(now)
+        seen.fetch_costs = functools.partial(self.fetch_paces.cost, now=now)
+        seen.fetch_block_s, seen.bucket_block_s = self.fetch_paces.anywhere.block_s(now), self.bucket_pace.block_s(now)
         seen.demand_per_s, seen.demand_tokens = (gateways * every, gateways * shared), self.demand.mean_tokens
         seen.sticky_choice = self._sticky_choices.of(seen.model, unknown)
         if seen.adapter:

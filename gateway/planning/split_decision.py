@@ -16,6 +16,7 @@ equal routes do not take turns with every heartbeat.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -28,6 +29,7 @@ from pillion.gateway.planning.plan_cost import (
     LEAST_FETCH_S,
     CoreBudget,
     DecodeSide,
+    FetchCost,
     Models,
     PrefillSide,
     route_s,
@@ -63,7 +65,7 @@ class Fetched(enum.Enum):
 class Route(NamedTuple):
     """Describes a decode worker with the better of two choices: no prefill worker, or one for all chunks. The price of
     the better one is enough to compare decode workers. ``fetched`` are the sources whose blocks are worth their
-    transfer, which takes ``fetch_s``."""
+    transfer, which takes ``fetch_s``; ``holder`` is the other node that is asked first, "" where none is."""
 
     price_s: float
     decode: DecodeSide
@@ -71,6 +73,7 @@ class Route(NamedTuple):
     cached_blocks: int
     fetch_s: float
     fetched: Fetched
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +180,7 @@ def choose(
     models, hits = Models(decodes, prefills), snapshot.hits
     weighed = _least(snapshot, models, decodes)[:MAX_WEIGHED]
     best = _prefill_sides(snapshot, models, prefills, weighed)
-    known, holder = max(((hits[name], name) for name in nodes if name in hits), default=(0, ""))
-    limit = snapshot.limit_blocks
+    held = {name: min(blocks, snapshot.limit_blocks) for name, blocks in hits.items() if name in nodes}
     behind = snapshot.demand_per_s[0] / len(decodes)
     shared_cores = (
         _shared_cores(snapshot, weighed) if any(component.core_lending_table for component in weighed) else {}
@@ -189,8 +191,7 @@ def choose(
             component,
             models.of(component),
             best,
-            min(known, limit),
-            limit,
+            held,
             behind,
             shared_cores.get(component.component_id),
         )
@@ -201,10 +202,11 @@ def choose(
     words = _why(snapshot, chosen, decodes)
     node_id = chosen.decode.component.node_id
     far = snapshot.far_hits.get(node_id, 0)
+    known, holder = max(((blocks, name) for name, blocks in held.items()), default=(0, ""))
     for kind, blocks, name in ((Fetched.OF_NODES, known, holder), (Fetched.OF_BUCKET, far, "a bucket")):
         if chosen.fetched is kind:
-            words += f", with blocks of {name}"
-        elif min(blocks, limit) > chosen.cached_blocks:
+            words += f", with blocks of {chosen.holder if kind is Fetched.OF_NODES else name}"
+        if min(blocks, snapshot.limit_blocks) > chosen.cached_blocks:
             words += f", blocks of {name} cost more to fetch"
     if not snapshot.index_available:
         words += ", the index is away"
@@ -277,19 +279,18 @@ def _route(
     component: ComponentRecord,
     model: StepModel,
     best: list[PrefillSide],
-    known: int,
-    limit: int,
+    held: Mapping[str, int],
     behind: float,
     shared_cores: CoreBudget | None,
 ) -> Route:
     """Returns the price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
-    block_s = snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S
+    limit = snapshot.limit_blocks
     streams, tokens = snapshot.sent_load.get(component_id, 0), snapshot.sent_tokens.get(component_id, 0)
     decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, shared_cores)
     if snapshot.adapter:
         decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))
-    cached, fetch_s, fetched = _fetched(snapshot, decode, known, limit, block_s)
+    cached, fetch_s, fetched, holder = _fetched(snapshot, decode, held)
     chosen: PrefillSide | None = None
     for side in best:
         if side.component.node_id == node_id:
@@ -299,34 +300,54 @@ def _route(
         if chosen is None:
             there = min(snapshot.hits.get(side.component.node_id, 0), cached)
             carried = min(limit - cached, snapshot.chunk_tokens // size) + cached - there
-            chosen = side._replace(extra_s=2 * FETCH_CALL_S + carried * block_s)
+            cost = _fetch_cost(snapshot, side.component.node_id, component)
+            chosen = side._replace(extra_s=2 * cost.call_s + carried * cost.block_s)
     places = {cached}
     if chosen is not None:
         most = snapshot.policy.split_blocks(cached, limit)
         places = {cached, most} if snapshot.policy.share is None else {most}
     price_s = min(route_s(chosen, decode, cached * size, place * size, fetch_s) for place in places)
-    return Route(price_s, decode, chosen, cached, fetch_s, fetched)
+    return Route(price_s, decode, chosen, cached, fetch_s, fetched, holder)
 
 
-def _fetched(
-    snapshot: ClusterSnapshot, decode: DecodeSide, known: int, limit: int, block_s: float
-) -> tuple[int, float, Fetched]:
-    """Returns how many leading blocks a decode worker's node will have, the seconds that fetching takes, and the
-    sources that they come from. Of three choices it takes what saves most: its own blocks, those with the ``known``
-    ones of other nodes, and those with a bucket's after them. A fixed policy takes the most blocks."""
-    node_id, size = decode.component.node_id, snapshot.block_size
+def _fetch_cost(snapshot: ClusterSnapshot, source: str, component: ComponentRecord) -> FetchCost:
+    """Returns what a fetch from the node ``source`` to a worker's node costs, as far as that is known."""
+    measured = snapshot.fetch_costs(source, component.node_id)
+    if measured is not None:
+        return measured
+    return FetchCost(FETCH_CALL_S, snapshot.fetch_block_s or component.block_bytes / DEFAULT_BYTES_PER_S)
+
+
+def _fetched(snapshot: ClusterSnapshot, decode: DecodeSide, held: Mapping[str, int]) -> tuple[int, float, Fetched, str]:
+    """Returns how many leading blocks a decode worker's node will have, the seconds that fetching takes, the sources
+    that they come from, and the other node that is asked first. It takes what saves most of: the node's own blocks,
+    those with the ones that some other node holds, and those with a bucket's after them. A fixed policy takes the most
+    blocks. ``held`` are the blocks of live nodes, by node id."""
+    node_id, limit = decode.component.node_id, snapshot.limit_blocks
     own = min(snapshot.hits.get(node_id, 0), limit)
-    here, nodes_s = max(own, known), max(0, known - own) * block_s
-    far = min(snapshot.far_hits.get(node_id, 0), limit)
-    bucket_s = nodes_s + (far - here) * (snapshot.bucket_block_s or decode.component.block_bytes / DEFAULT_BYTES_PER_S)
-    best, best_gain = (own, 0.0, Fetched.NOTHING), 0.0
-    for blocks, taken_s, kind in ((known, nodes_s, Fetched.OF_NODES), (far, bucket_s, Fetched.OF_BUCKET)):
-        if blocks <= own or (kind is Fetched.OF_BUCKET and far <= here):
+    best, best_gain = (own, 0.0, Fetched.NOTHING, ""), 0.0
+    # What a bucket has comes after the blocks of the best node, if any is worth its transfer.
+    here, here_s, most = own, 0.0, own
+    for name, blocks in held.items():
+        if name == node_id or blocks <= own:
             continue
-        if snapshot.policy.share is not None:
-            gain = float(blocks)
-        else:
-            gain = decode.model.range_s(own * size, blocks * size, decode.most) - taken_s - FETCH_CALL_S
+        taken_s, most = _fetch_cost(snapshot, name, decode.component).seconds(blocks - own), max(most, blocks)
+        gain = _gain(snapshot, decode, own, blocks, taken_s)
         if gain > best_gain:
-            best, best_gain = (blocks, taken_s + FETCH_CALL_S, kind), gain
+            best, best_gain = (blocks, taken_s, Fetched.OF_NODES, name), gain
+            here, here_s = blocks, taken_s
+    far = min(snapshot.far_hits.get(node_id, 0), limit)
+    if far > most:
+        bucket_block_s = snapshot.bucket_block_s or decode.component.block_bytes / DEFAULT_BYTES_PER_S
+        taken_s = (here_s or FETCH_CALL_S) + (far - here) * bucket_block_s
+        if _gain(snapshot, decode, own, far, taken_s) > best_gain:
+            best = far, taken_s, Fetched.OF_BUCKET, best[3]
     return best
+
+
+def _gain(snapshot: ClusterSnapshot, decode: DecodeSide, own: int, blocks: int, taken_s: float) -> float:
+    """Returns the seconds that having ``blocks`` blocks in place of ``own`` saves; the blocks for a fixed policy."""
+    if snapshot.policy.share is not None:
+        return float(blocks)
+    size = snapshot.block_size
+    return decode.model.range_s(own * size, blocks * size, decode.most) - taken_s

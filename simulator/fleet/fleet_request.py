@@ -201,7 +201,8 @@ class FleetRequest:
         seconds = took_s + count * self._site.block_s
 
         def brought() -> None:
-            self._host.routes.fetch_pace.observe(count, seconds, self._site.clock.now)
+            source, target = action.wanted.source_node_ids[0], action.plan.node_id
+            self._host.routes.fetch_paces.observe(source, target, count, seconds, self._site.clock.now)
             self._commit((here + count) * self._site.block_size)
             self._post(ev.BlocksFetched(action.attempt, here + count))
 
