@@ -63,6 +63,7 @@ class _Remote:
     """Represents a source that the agent knows.
 
     Attributes:
+        agent_name: its agent; "" until the agent of this node has met it.
         blocks: its slots as NIXL's list; None if they have to be streamed.
         probe: the probe's handle while it is under way, until ``probe_until_s`` at most.
         probe_again_s: time from which a streamed source is probed again.
@@ -70,8 +71,8 @@ class _Remote:
     """
 
     pool: MeetReply
-    agent_name: str
-    blocks: Any
+    agent_name: str = ""
+    blocks: Any = None
     probe: Any = None
     probe_until_s: float = 0.0
     probe_again_s: float = 0.0
@@ -270,11 +271,12 @@ class NixlPlane(DataPlane):
         """Makes a source known to the agent and sends the probe."""
         if len(self._remotes) >= MAX_REMOTES:
             self._cut(next(iter(self._remotes.values())))
-        agent_name, blocks = self._agent.add(pool)
-        peer = self._remotes[node_id_of(pool)] = _Remote(pool, agent_name, blocks)
+        peer = self._remotes[node_id_of(pool)] = _Remote(pool)
         peer.probe_until_s = now + self._stall_timeout_s
         try:
-            peer.probe, done = self._agent.probe(agent_name, pool)
+            # This fails already where the two hosts have nothing but TCP between them.
+            peer.agent_name, peer.blocks = self._agent.add(pool)
+            peer.probe, done = self._agent.probe(peer.agent_name, pool)
             if done:
                 self._probed(peer, "")
         except Exception as error:  # noqa: BLE001
@@ -301,8 +303,9 @@ class NixlPlane(DataPlane):
         if trouble:
             log.info("blocks of node %s come by gRPC, NIXL finds no way to it: %s", node_id_of(peer.pool), trouble)
             peer.probe_again_s = time.monotonic() + PROBE_AGAIN_S
-            self._release_list(peer)
-            self._agent.disconnect(peer.agent_name)
+            if peer.blocks is not None:
+                self._release_list(peer)
+                self._agent.disconnect(peer.agent_name)
 
     def _cut(self, peer: _Remote | None) -> None:
         if peer is None or peer.cut:

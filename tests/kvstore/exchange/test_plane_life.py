@@ -171,6 +171,30 @@ async def test_a_source_without_nixl_is_streamed_from() -> None:
             assert bytes(memory[2 * BLOCK_BYTES : 3 * BLOCK_BYTES]) == block_of(1, pinned.slots[1], BLOCK_BYTES)
 
 
+async def test_a_source_that_nixl_cannot_even_meet_is_streamed_from(
+    source: SourceProcess, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it is between two hosts that have nothing but TCP: no probe is sent. Later it is tried again."""
+    caplog.set_level("INFO")
+
+    def no_way(_: object) -> tuple[str, object]:
+        raise RuntimeError("NIXL_ERR_BACKEND")
+
+    async with reading_side(source.address) as (peers, plane, memory):
+        peer = await peers.get("source")
+        pinned = await peer.pin(b"".join(chain_of(NUM_SLOTS)[0]), 0, WITHIN_S)
+        with monkeypatch.context() as broken:
+            broken.setattr(plane._agent, "add", no_way)
+            for _ in range(2):
+                memory[:] = bytes(len(memory))
+                await peer.read(plane, pinned.ticket_id, pinned.slots, tuple(range(NUM_SLOTS)))
+                assert bytes(memory) == b"".join(block_of(1, slot, BLOCK_BYTES) for slot in pinned.slots)
+        assert caplog.text.count("come by gRPC, NIXL finds no way to it: RuntimeError('NIXL_ERR_BACKEND')") == 1
+        plane.forget("source")
+        # The stream would refuse a ticket that does not exist.
+        await plane.read(peer.pool, peer, 10**6, pinned.slots, tuple(range(NUM_SLOTS)))
+
+
 async def test_many_first_reads_share_one_probe(source: SourceProcess) -> None:
     async with reading_side(source.address) as (peers, plane, memory):
         peer = await peers.get("source")
