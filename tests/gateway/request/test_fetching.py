@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
@@ -202,6 +203,17 @@ async def test_a_fetch_is_in_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
         "pillion.bucket_blocks": 0,
     }
     assert bad.attributes["error.type"] == "Unavailable"
+
+
+async def test_the_planner_learns_of_each_fetch_between_which_nodes_it_went() -> None:
+    async with running_fake_cluster(SCRIPT, BOTH) as fakes:
+        fakes.node.brings = [3]
+        knows(fakes, kv_1=6)
+        await read(fakes.client.generate(PROMPT, max_tokens=1))
+        await fakes.settled()
+        paces, now = fakes.gateway.cluster.routes.fetch_paces, time.monotonic()
+        assert paces.cost("kv-1", "kv-0", now) is not None
+        assert paces.cost("kv-0", "kv-1", now) is None
 
 
 async def test_a_fetch_gets_no_more_time_than_computing_would_take(monkeypatch: pytest.MonkeyPatch) -> None:
