@@ -49,6 +49,8 @@ log = logging.getLogger("pillion.kvnode")
 
 # A node that has this one's name must answer within this time at start.
 TWIN_TIMEOUT_S = 2.0
+# A node that listens on a wildcard looks this often whether its host has another address.
+ADDRESS_CHECK_S = 2.0
 
 
 async def start_kvnode(flags: KVNodeFlags) -> KVNode:
@@ -160,6 +162,8 @@ class KVNode:
                 hashes=self._hashes,
             )
             self._spawn(self._announcer.run(), "announcing")
+            if self.address not in (listening, flags.node_advertise):
+                self._spawn(self._follow_address(listening), "following the address")
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
 
     async def _refuse_twin(self) -> None:
@@ -393,6 +397,23 @@ class KVNode:
         """Returns the URL of the bucket that this node can be asked about now; "" where there is none."""
         answers = self._far is not None and self._storage is not None and self._storage.objects_answer()
         return self._far.place if answers and self._far is not None else ""
+
+    async def _follow_address(self, listening: str) -> None:
+        """Announces the node at another address where its host gets one, which a node that listens on a wildcard is
+        reached at without anything else."""
+        flags = self._flags
+        while True:
+            await asyncio.sleep(ADDRESS_CHECK_S)
+            try:
+                address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
+            except ConfigError:
+                # The host has no address at the moment.
+                continue
+            if address != self.address:
+                log.warning("node %s is at %s now, not at %s any more", flags.node_id, address, self.address)
+                self.address = address
+                if self._announcer is not None:
+                    self._announcer.beat_now()
 
     async def _judge_silence(self) -> None:
         # The interval is half a heartbeat, so that a silence is noticed soon after it became one.

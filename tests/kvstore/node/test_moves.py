@@ -1,0 +1,46 @@
+"""A node whose host gets another address while it runs is found at that one."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from pillion.errors import ConfigError
+from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.index.registry import Registry
+from pillion.kvstore.node import kv_node
+from testbed.conditions import until
+from testbed.redis import RedisServer
+from tests.kvstore.node.test_node import running
+from tests.support.redis_nodes import patient
+
+
+async def test_the_registry_follows_a_node_that_moves(
+    short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_node, "ADDRESS_CHECK_S", 0.01)
+    registry, lost = patient(Registry(redis.url, 600_000)), threading.Event()
+
+    def nowhere(*_: str) -> str:
+        lost.set()
+        raise ConfigError("no address that others could use")
+
+    async def listed(address: str) -> bool:
+        return [record.address for record in await registry.components()] == [address]
+
+    wild = {"node_listen": "0.0.0.0:0", "insecure_internal": True, "node_id": "kv-0", "heartbeat_timeout_ms": 600_000}
+    async with running(short_folder, redis_url=redis.url, **wild) as line:
+        first = line.node.address
+        second = f"127.0.0.2:{first.rpartition(':')[2]}"
+        await until("the first address", lambda: listed(first))
+        # Between two addresses a host has none for a while.
+        monkeypatch.setattr(kv_node, "advertised", nowhere)
+        await until("a look without an address", lost.is_set)
+        assert line.node.address == first
+        monkeypatch.setattr(kv_node, "advertised", lambda *_: second)
+        await until("the second address", lambda: listed(second))
+        other = NodeClient(second, "gateway-1")
+        assert (await other.status()).node_id == "kv-0"
+        await other.aclose()
+    await registry.aclose()
