@@ -193,7 +193,8 @@ class Learner:
         shared = self.gaps.turn(label.tenant, chain, arrived_s, found_blocks)
         wish = self.gaps.ended(label.tenant, chain, label.tools, now, shared)
         if isinstance(wish, KeepUntil):
-            self._policy.retain(label.tenant, chain, now + wish.due_s, now + wish.until_s)
+            steps = [(now + age_s, worth) for age_s, worth in wish.worth]
+            self._policy.retain(label.tenant, chain, steps, now + wish.until_s)
         elif isinstance(wish, LetGo):
             self._policy.let_go(label.tenant, chain, wish.shared_blocks)
 

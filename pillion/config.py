@@ -568,7 +568,7 @@ class KVNodeFlags(LoraStoreFlags, PoolFlags, InternalServerFlags):
         25, "Share of the pool that one tenant's pins may have.", least=0, most=90, room="prefix pins"
     )
     max_retained_percent: int = flag(
-        70,
+        90,
         "Share of the pool that conversations may have whose next turns are expected. 0: none are kept for them.",
         least=0,
         most=90,

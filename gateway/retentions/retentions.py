@@ -19,10 +19,10 @@ from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.retentions.kv_hints import read_hints
-from pillion.gateway.retentions.turn_gaps import KeepUntil, LetGo, TurnGaps
+from pillion.gateway.retentions.turn_gaps import KeepUntil, LetGo, TurnGaps, until_used
 from pillion.kvstore.hashing import split_hashes
 from pillion.types import GenerateRequest
-from pillion.v1.kvnode_pb2 import RetainChainRequest
+from pillion.v1.kvnode_pb2 import RetainChainRequest, WorthStep
 
 log = logging.getLogger("pillion.gateway")
 
@@ -59,7 +59,7 @@ class Retentions(GatewayPart):
         shared = self.gaps.turn(tenant.name, chain, arrived, found, sees_all=sees_all)
         wish = self.gaps.ended(tenant.name, chain, runner.called_tools, now, shared)
         if (hint := read_hints(request.kv_hints)) is not None:
-            wish = KeepUntil(hint.retain_s / 2, hint.retain_s) if hint.retain_s else LetGo(shared)
+            wish = until_used(hint.retain_s) if hint.retain_s else LetGo(shared)
         if wish is None:
             return
         if len(self._calls) >= MAX_CALLS:
@@ -67,7 +67,8 @@ class Retentions(GatewayPart):
             return
         asked = RetainChainRequest(owner=tenant.name, block_hashes=text.hashes)
         if isinstance(wish, KeepUntil):
-            asked.due_ms, asked.until_ms = round(wish.due_s * 1000), max(1, round(wish.until_s * 1000))
+            asked.worth.extend(WorthStep(from_ms=round(at * 1000), uses_per_s=worth) for at, worth in wish.worth)
+            asked.until_ms = max(1, round(wish.until_s * 1000))
         else:
             asked.shared_blocks = wish.shared_blocks
         call = asyncio.create_task(self._tell(text.node_id, asked), name="retention")

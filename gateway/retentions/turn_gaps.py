@@ -1,13 +1,21 @@
-"""Learns how long after an answer the next turn of its conversation comes, by tenant and tool, and decides what is to
-become of the conversation's KV meanwhile. Sans-IO (I9).
+"""Learns how long after an answer the next turn of its conversation comes, by tenant and tool, and decides what the
+conversation's KV is worth meanwhile. Sans-IO (I9).
 
     ended --the next turn begins--> its gap is learned          by the hash of the prompt's last whole block, which
       '-----nobody comes---------> it counts as one that left   the next turn repeats
 
 An answer that calls tools is followed by their results as soon as they are there; one that calls none ends most agents'
 work. What was learned of a key, a tool's name or "" for an answer without calls, is a histogram of gaps in which an
-answer counts half after HALF_LIFE later ones, so quantiles follow the traffic and a few odd gaps do not move them. Of
-several tools called at once the slowest one counts. A tool that is new gets what the tenant's other tools have.
+answer counts half after HALF_LIFE later ones, so it follows the traffic and a few odd gaps do not move it. Of several
+tools called at once the slowest one counts. A tool that is new gets what the tenant's other tools have.
+
+What KV is worth at an age is Gittins' index (Gittins, Bandit Processes and Dynamic Allocation Indices, 1979): of all
+times until which it could stay, the one with most uses for each second in memory, where it leaves when it is used.
+
+    worth(age) = max over t of  P(age < gap <= t)  /  E[min(gap, t) - age]        given that the gap is longer than age
+
+So a call of a quick tool is worth much for a few seconds and little after them, and one that takes minutes little at
+first and more when its time comes.
 
 Everything is bounded, by tenant and in all; what was not used for the longest time goes first. A tenant learns from its
 own turns alone.
@@ -29,17 +37,21 @@ MAX_TOOL_CHARS = 64
 # Gaps are counted in classes, each STEP times as long as the one before; shorter and longer gaps count for the ends.
 LEAST_GAP_S, STEP, CLASSES = 0.05, 1.3, 44
 # After so many answers of a key, an older one counts half.
-HALF_LIFE = 64
+HALF_LIFE = 512
+# What is counted in a class counts for those beside it, too, in these parts, as few answers say little of neighbours.
+SPREAD = (1 / 9, 2 / 9, 3 / 9, 2 / 9, 1 / 9)
+# A worth is computed anew after so many answers of its key; steps that differ by less than WORTH_RATIO are one.
+WORTH_ANSWERS, WORTH_RATIO = 8, 1.1
 # Nothing is decided by fewer answers than these, apart from what is expected of any tool.
 MIN_ANSWERS = 8.0
-# What is expected of the tools of a tenant of whom nothing is known yet, as if it had been seen so often.
-PRIOR_GAP_S, PRIOR_RETURNS, PRIOR_ANSWERS = 5.0, 0.9, 2.0
-# Where at least KEEP_SHARE of the conversations go on, they are retained until that share QUANTILE has come back; where
-# fewer than LEAVE_SHARE do, they are let go.
-KEEP_SHARE, LEAVE_SHARE, QUANTILE = 0.3, 0.1, 0.97
-# A conversation has left when it has not come back for PATIENCE times the time within which nearly all do, and for
-# FIRST_PATIENCE_S where that is not known. Nobody is waited for longer than MAX_GAP_S.
-PATIENCE, FIRST_PATIENCE_S, MAX_GAP_S = 2.0, 120.0, 3600.0
+# What is expected of the tools of a tenant of whom little is known, as if so many had come back after a gap between
+# these, and so many had not.
+PRIOR_GAPS_S, PRIOR_RETURNS, PRIOR_LEFT = (1.0, 25.0), 1.8, 0.2
+# Where fewer than this share of the conversations go on, they are let go.
+LEAVE_SHARE = 0.1
+# A conversation has left when it has not come back for PATIENCE times the time within which a share QUANTILE does, and
+# for FIRST_PATIENCE_S where that is not known. Nobody is waited for longer than MAX_GAP_S.
+QUANTILE, PATIENCE, FIRST_PATIENCE_S, MAX_GAP_S = 0.97, 2.0, 120.0, 3600.0
 NO_TOOL = ""
 # Where conversations wait for so many different tools, others are taken for one tool of this name.
 OTHER_TOOLS = "*"
@@ -47,11 +59,16 @@ OTHER_TOOLS = "*"
 
 @dataclass(frozen=True, slots=True)
 class KeepUntil:
-    """Says that a conversation's KV is to be kept: its next turn is expected in ``due_s`` seconds, and after
-    ``until_s`` nobody is expected any more."""
+    """Says what a conversation's KV is worth: from which age in seconds so many uses a second, in order and from 0 on;
+    after ``until_s`` seconds nobody is expected any more."""
 
-    due_s: float
+    worth: tuple[tuple[float, float], ...]
     until_s: float
+
+
+def until_used(until_s: float) -> KeepUntil:
+    """Returns the wish for KV that is used for certain within this time, and nobody knows when."""
+    return KeepUntil(((0.0, 2 / until_s),), until_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +81,13 @@ class LetGo:
 class GapTable:
     """Holds what was learned of one key: how many answers, of late, were followed by a next turn after what gap."""
 
-    __slots__ = ("gaps", "left", "total")
+    __slots__ = ("_since", "_wish", "gaps", "left", "total")
 
     def __init__(self) -> None:
         self.gaps = [0.0] * CLASSES
         self.total = self.left = 0.0
+        self._wish: KeepUntil | None = None
+        self._since = 0
 
     def came(self, gap_s: float) -> None:
         """Learns of a next turn."""
@@ -95,7 +114,21 @@ class GapTable:
             seen += count
         return MAX_GAP_S
 
+    def wish(self) -> KeepUntil:
+        """Returns what KV is worth by what was learned, and where that is little by what is expected of any tool."""
+        if self._wish is None or self._since >= WORTH_ANSWERS or self.answers < 2 * WORTH_ANSWERS:
+            gaps, left = self.gaps, self.left
+            if self.answers < MIN_ANSWERS:
+                first, last = map(_class_of, PRIOR_GAPS_S)
+                each = PRIOR_RETURNS / (last - first)
+                gaps = [count + each * (first <= number < last) for number, count in enumerate(gaps)]
+                left += PRIOR_LEFT
+            self._wish = _kept_by_worth(gaps, left)
+            self._since = 0
+        return self._wish
+
     def _fade(self) -> None:
+        self._since += 1
         factor = 0.5 ** (1 / HALF_LIFE)
         self.gaps = [count * factor for count in self.gaps]
         self.total *= factor
@@ -191,18 +224,9 @@ class TurnGaps:
             if key == NO_TOOL:
                 return None
             table = known.tools
-        total, answers = table.total, table.answers
-        if key != NO_TOOL:
-            total, answers = total + PRIOR_RETURNS * PRIOR_ANSWERS, answers + PRIOR_ANSWERS
-        share = total / answers
-        if share < LEAVE_SHARE:
+        if table.answers >= MIN_ANSWERS and table.total < LEAVE_SHARE * table.answers:
             return LetGo(shared_blocks)
-        if share < KEEP_SHARE:
-            return None
-        if table.total < 1.0:
-            return KeepUntil(PRIOR_GAP_S / share, FIRST_PATIENCE_S)
-        until_s = min(MAX_GAP_S, PATIENCE * table.quantile_s(QUANTILE))
-        return KeepUntil(min(until_s, table.quantile_s(0.5) / share), until_s)
+        return table.wish()
 
     def _slowest(self, known: TenantGaps, tools: Sequence[str]) -> str:
         """Returns the key of an answer that called these tools: the one that takes longest, as far as that is known."""
@@ -267,5 +291,32 @@ class TurnGaps:
             self._close(known, next(iter(known.turns)))
 
 
+def _kept_by_worth(gaps: Sequence[float], left: float) -> KeepUntil:
+    """Returns Gittins' index by age: for answers of which so many were gone on with after gaps of these classes, and
+    ``left`` were not. O(CLASSES^2)."""
+    counts = [0.0] * CLASSES
+    for number, count in enumerate(gaps):
+        for place, part in enumerate(SPREAD if count else ()):
+            counts[min(max(0, number + place - len(SPREAD) // 2), CLASSES - 1)] += count * part
+    last = max((number for number, count in enumerate(counts) if count), default=-1)
+    steps: list[tuple[float, float]] = []
+    for first in range(last + 1):
+        age_s, worth, uses, seconds = _EDGES_S[first] if first else 0.0, 0.0, 0.0, 0.0
+        others = sum(counts[first:]) + left
+        for number in range(first, last + 1):
+            uses += counts[number]
+            others -= counts[number]
+            seconds += counts[number] * (_MIDDLES_S[number] - age_s)
+            worth = max(worth, uses / (seconds + others * (_EDGES_S[number + 1] - age_s)))
+        if not steps or not 1 / WORTH_RATIO < worth / steps[-1][1] < WORTH_RATIO:
+            steps.append((age_s, worth))
+    return KeepUntil(tuple(steps), min(MAX_GAP_S, _EDGES_S[last + 1]))
+
+
 def _class_of(gap_s: float) -> int:
     return min(CLASSES - 1, max(0, int(math.log(max(gap_s, LEAST_GAP_S) / LEAST_GAP_S, STEP))))
+
+
+# The first gap of each class, and one in its middle.
+_EDGES_S = [LEAST_GAP_S * STEP**number for number in range(CLASSES + 1)]
+_MIDDLES_S = [edge_s * math.sqrt(STEP) for edge_s in _EDGES_S]

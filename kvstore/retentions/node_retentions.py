@@ -11,7 +11,7 @@ from pillion.kvstore.hashing import split_hashes
 from pillion.kvstore.ledger.eviction import EvictionPolicy
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.node.pool_retentions import PoolRetentions
-from pillion.kvstore.retentions.retention_eviction import RetentionEviction
+from pillion.kvstore.retentions.retention_eviction import MAX_WORTH_STEPS, RetentionEviction
 from pillion.v1.kvnode_pb2 import RetainChainReply, RetainChainRequest
 
 # A tenant's name has at most this many characters, which the gateway bounds more tightly.
@@ -40,12 +40,16 @@ class NodeRetentions(PoolRetentions):
         hashes = split_hashes(request.block_hashes)
         if not hashes or len(request.owner) > MAX_OWNER_CHARS:
             raise InvalidRequest(f"a chain has a block, and its owner's name at most {MAX_OWNER_CHARS} characters")
+        times = [step.from_ms for step in request.worth]
+        if len(times) > MAX_WORTH_STEPS or times != sorted(times):
+            raise InvalidRequest(f"a worth has at most {MAX_WORTH_STEPS} steps, in the order of their times")
         self.retaining.bind(ledger.tree, ledger.num_slots)
-        if not request.until_ms:
+        if not request.worth:
             self.retaining.let_go(request.owner, hashes, request.shared_blocks)
             return RetainChainReply()
-        until_s, due_s = (now + ms / 1000 for ms in (request.until_ms, request.due_ms))
-        return RetainChainReply(kept=self.retaining.retain(request.owner, hashes, due_s, until_s))
+        steps = [(now + step.from_ms / 1000, step.uses_per_s) for step in request.worth]
+        until_s = now + request.until_ms / 1000
+        return RetainChainReply(kept=self.retaining.retain(request.owner, hashes, steps, until_s))
 
     def check_integrity(self) -> None:
         for line in self.retaining.check():

@@ -1,18 +1,20 @@
-"""Evicts the block that is expected to be used latest, where gateways have said when a chain's next turn is expected.
+"""Evicts the block that is worth least, where gateways have said what chains are worth until their next turns.
 
-    retained   until a time; its next use is expected at its due time      plain      nothing is known of it
+    retained   until a time; it has a worth, which changes in steps      plain      nothing is known of it
     let go     nobody is expected to come back for it
 
-What was let go leaves first, the ends of chains before their heads. Then the plain block that leaves next by the pool's
-own policy is compared with the retention whose use is farthest away: a plain block is taken to rest for REST_FACTOR
-times as long as it has rested, a chain that is overdue for as long again, and a chain that is not yet due until then.
-The retention that loses ends, and those blocks of its chain that no other one holds are let go. So what is retained is
-a guess about time and no protection: as many slots are available with retentions as without, and no allocation fails
-because of them (I5).
+A worth is in uses a second: how many uses are expected for each second that a block stays, where it leaves at the best
+moment (Gittins' index; :mod:`pillion.gateway.retentions.turn_gaps` computes it). A plain block that has rested for some
+time is worth one use in as much time again, as for gaps without a scale.
 
-Bounds: a share of the pool for all owners and one for each. Where an owner's share is full, its own farthest retention
-gives way; where that of all is full, the farthest one of the owner that has the most, if that is more than the new
-one's owner would have. So no owner is kept out by the others. A block counts for the owner that retained it first.
+What was let go leaves first, the ends of chains before their heads. Then the plain block that leaves next by the pool's
+own policy is compared with the retention that is worth least. The retention that loses ends, and those blocks of its
+chain that no other one holds are let go. So what is retained is a guess about time and no protection: as many slots are
+available with retentions as without, and no allocation fails because of them (I5).
+
+Bounds: a share of the pool for all owners and one for each. Where an owner's share is full, its own retention of least
+worth gives way; where that of all is full, that of the owner that has the most, if that is more than the new one's
+owner would have. So no owner is kept out by the others. A block counts for the owner that retained it first.
 
 A retention marks its chain by ``Block.retained``, as a pin holds one by ``Block.holds``; an ancestor of a marked block
 is marked. It ends when its last block is used again, at its time, or when another one of its owner covers it.
@@ -41,9 +43,8 @@ MAX_WAITS = 64
 MAX_LET_GO_LATER = 8192
 # Whoever expects a chain's use later than this expects nothing.
 MAX_RETENTION_S = 3600.0
-# A plain block that has rested for some time is taken to rest for so many times as long from then on: some never come
-# back (`python -m benchmarks.kv_lifetime` chose it).
-REST_FACTOR = 2.0
+# A worth changes so often at most.
+MAX_WORTH_STEPS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -53,26 +54,31 @@ class Retention:
     Attributes:
         number: tells retentions of the same time apart.
         waits: hashes of its next blocks, as far as they were not in the pool when it was made.
-        due_s, until_s: when its use is expected, and when it is given up, on the policy's clock.
+        steps: from what time on it is worth how many uses a second, on the policy's clock; the first step holds from
+            its beginning.
+        until_s: when it is given up.
+        at: the step that holds now.
         end: the last block of the chain that is in the pool; None while it has no marks.
     """
 
     number: int
     owner: str
     waits: tuple[bytes, ...]
-    due_s: float
+    steps: tuple[tuple[float, float], ...]
     until_s: float
+    at: int = 0
     end: Block | None = None
 
     @property
-    def by_due(self) -> tuple[float, int]:
-        """Gives its place in the order of due times."""
-        return self.due_s, self.number
+    def by_worth(self) -> tuple[float, int]:
+        """Gives its place in the order of worth."""
+        return self.steps[self.at][1], self.number
 
     @property
-    def by_until(self) -> tuple[float, int]:
-        """Gives its place in the order of last times."""
-        return self.until_s, self.number
+    def by_change(self) -> tuple[float, int]:
+        """Gives its place in the order of times at which a worth changes, or a retention is given up."""
+        later = self.steps[self.at + 1][0] if self.at + 1 < len(self.steps) else self.until_s
+        return min(later, self.until_s), self.number
 
 
 class RetentionEviction:
@@ -98,10 +104,10 @@ class RetentionEviction:
         self._tree: BlockTree | None = None
         self._numbers = itertools.count()
         self._all: dict[int, Retention] = {}
-        self._by_due: list[tuple[float, int]] = []
-        self._by_until: list[tuple[float, int]] = []
-        # The same order for each owner.
-        self._due_of: dict[str, list[tuple[float, int]]] = {}
+        self._by_worth: list[tuple[float, int]] = []
+        self._by_change: list[tuple[float, int]] = []
+        # The order by worth for each owner.
+        self._worth_of: dict[str, list[tuple[float, int]]] = {}
         self._ends: dict[Block, list[Retention]] = {}
         # For blocks that are waited for: their retention, or how many leading blocks others have use for where their
         # chain is let go.
@@ -138,13 +144,15 @@ class RetentionEviction:
 
     # Gateways make the following calls.
 
-    def retain(self, owner: str, hashes: Sequence[bytes], due_s: float, until_s: float) -> bool:
+    def retain(self, owner: str, hashes: Sequence[bytes], steps: Sequence[tuple[float, float]], until_s: float) -> bool:
         """Retains a chain until ``until_s``, its blocks as far as they are in the pool and the rest when the last one
-        comes. Earlier retentions of the owner that it covers end. Returns whether it is within the bounds.
-        O(blocks of the chain)."""
+        comes. ``steps`` has the times from which it is worth so many uses a second, in order, at least one of them and
+        MAX_WORTH_STEPS at most. Earlier retentions of the owner that it covers end. Returns whether it is within the
+        bounds. O(blocks of the chain)."""
         assert self._tree is not None, "the policy has no tree yet"
+        assert 0 < len(steps) <= MAX_WORTH_STEPS, "a worth has a step"
         now = self._clock()
-        self._expire(now)
+        self._change(now)
         until_s = min(until_s, now + MAX_RETENTION_S)
         if not hashes or until_s <= now:
             return False
@@ -154,7 +162,7 @@ class RetentionEviction:
             return False
         number = next(self._numbers)
         waits = tuple(hashes[found.blocks : found.blocks + MAX_WAITS])
-        made = Retention(number, owner, waits, min(due_s, until_s), until_s)
+        made = Retention(number, owner, waits, tuple(steps), until_s)
         self._all[number] = made
         for keys, key in self._orders(made):
             insort(keys, key)
@@ -220,14 +228,14 @@ class RetentionEviction:
 
     def pop(self) -> Block:
         now = self._clock()
-        self._expire(now)
+        self._change(now)
         while not self._first:
-            farthest, distance_s = self._farthest(now)
+            least = self._least()
             front = next(iter(self._plain), None)
-            if farthest is None or (front is not None and (now - front.idle_since_s) * REST_FACTOR >= distance_s):
+            if least is None or (front is not None and (now - front.idle_since_s) * least.by_worth[0] >= 1.0):
                 return self._plain.pop()
             self.revoked_ever += 1
-            self._forget(farthest)
+            self._forget(least)
         return self._first.popitem(last=False)[0]
 
     def drop(self, block: Block) -> None:
@@ -264,38 +272,39 @@ class RetentionEviction:
             yield f"{len(self._owners)} blocks are retained, of at most {self._max_blocks}"
         if any(count > self._max_owner_blocks for count in self._owned.values()):
             yield "an owner retains more than it may"
-        if len(self._all) > MAX_RETENTIONS or any(len(keys) > MAX_OWNER_RETENTIONS for keys in self._due_of.values()):
+        if len(self._all) > MAX_RETENTIONS or any(len(keys) > MAX_OWNER_RETENTIONS for keys in self._worth_of.values()):
             yield f"there are {len(self._all)} retentions"
-        lists = sorted(one.by_due for one in self._all.values()), sorted(one.by_until for one in self._all.values())
-        if lists != (self._by_due, self._by_until) or sorted(chain(*self._due_of.values())) != self._by_due:
-            yield "the orders of retentions are not those of their times"
+        worths = sorted(one.by_worth for one in self._all.values())
+        changes = sorted(one.by_change for one in self._all.values())
+        if (worths, changes) != (self._by_worth, self._by_change) or sorted(chain(*self._worth_of.values())) != worths:
+            yield "the orders of retentions are not those of their worths and times"
         known = {block for block in blocks if not (block.holds or block.prefix_pins)}
         if {*self} != known or len(self) != len(known):
             yield "the policy does not know exactly the blocks that nothing protects"
 
-    def _expire(self, now: float) -> None:
-        while self._by_until and self._by_until[0][0] <= now:
-            self.expired_ever += 1
-            self._forget(self._all[self._by_until[0][1]])
+    def _change(self, now: float) -> None:
+        """Gives up the retentions whose time is over, and files those whose worth has changed."""
+        while self._by_change and self._by_change[0][0] <= now:
+            retention = self._all[self._by_change[0][1]]
+            if retention.until_s <= now:
+                self.expired_ever += 1
+                self._forget(retention)
+                continue
+            for keys, key in self._orders(retention):
+                del keys[bisect_left(keys, key)]
+            retention.at += 1
+            for keys, key in self._orders(retention):
+                insort(keys, key)
 
-    def _farthest(self, now: float) -> tuple[Retention | None, float]:
-        """Returns the retention, of those whose chains nobody uses, whose use is expected latest, and in how many
-        seconds."""
-        latest = self._idle_among(reversed(self._by_due))
-        overdue = self._idle_among(iter(self._by_due))
-        if latest is None or overdue is None:
-            return None, 0.0
-        found = max(latest, overdue, key=lambda one: abs(one.due_s - now))
-        return found, abs(found.due_s - now)
-
-    def _idle_among(self, keys: Iterator[tuple[float, int]]) -> Retention | None:
-        ordered = (self._all[number] for _, number in keys)
+    def _least(self) -> Retention | None:
+        """Returns the retention of least worth of those whose chains nobody uses."""
+        ordered = (self._all[number] for _, number in self._by_worth)
         return next((one for one in ordered if one.end is not None and not one.end.holds), None)
 
     def _end_covered(self, owner: str, hashes: Sequence[bytes]) -> None:
         """Ends the owner's retentions whose chains end within another one."""
         assert self._tree is not None
-        for block_hash in hashes if owner in self._due_of else ():
+        for block_hash in hashes if owner in self._worth_of else ():
             block = self._tree.by_hash.get(block_hash)
             if block is None:
                 break
@@ -303,17 +312,16 @@ class RetentionEviction:
                 self._forget(retention, leaves=False)
 
     def _bound_counts(self, made: Retention) -> None:
-        """Ends a retention where there are too many: the farthest one of the owner, or of the owner that has most."""
-        if len(self._due_of[made.owner]) > MAX_OWNER_RETENTIONS:
+        """Ends a retention where there are too many: the least one of the owner, or of the owner that has most."""
+        if len(self._worth_of[made.owner]) > MAX_OWNER_RETENTIONS:
             self._revoke_of(made.owner, made)
         elif len(self._all) > MAX_RETENTIONS:
-            self._revoke_of(max(self._due_of, key=lambda one: len(self._due_of[one])), made)
+            self._revoke_of(max(self._worth_of, key=lambda one: len(self._worth_of[one])), made)
 
     def _revoke_of(self, owner: str, spared: Retention) -> bool:
-        """Ends the retention of an owner whose use is expected latest, but not ``spared``; returns whether there was
-        one."""
-        keys = self._due_of.get(owner, ())
-        found = next((self._all[number] for _, number in reversed(keys) if number != spared.number), None)
+        """Ends the retention of an owner that is worth least, but not ``spared``; returns whether there was one."""
+        keys = self._worth_of.get(owner, ())
+        found = next((self._all[number] for _, number in keys if number != spared.number), None)
         if found is None:
             return False
         self.revoked_ever += 1
@@ -386,8 +394,8 @@ class RetentionEviction:
         del self._all[retention.number]
         for keys, key in self._orders(retention):
             del keys[bisect_left(keys, key)]
-        if not self._due_of[retention.owner]:
-            del self._due_of[retention.owner]
+        if not self._worth_of[retention.owner]:
+            del self._worth_of[retention.owner]
         for block_hash in retention.waits:
             if self._awaited.get(block_hash) is retention:
                 del self._awaited[block_hash]
@@ -443,9 +451,9 @@ class RetentionEviction:
 
     def _orders(self, retention: Retention) -> tuple[tuple[list[tuple[float, int]], tuple[float, int]], ...]:
         """Returns the ordered lists that have a retention, with its place in each."""
-        of_owner = self._due_of.setdefault(retention.owner, [])
-        due, until = retention.by_due, retention.by_until
-        return (self._by_due, due), (of_owner, due), (self._by_until, until)
+        of_owner = self._worth_of.setdefault(retention.owner, [])
+        worth = retention.by_worth
+        return (self._by_worth, worth), (of_owner, worth), (self._by_change, retention.by_change)
 
     def _may_go(self, block: Block, shared_blocks: int) -> bool:
         """Returns whether a block may be let go: the only block after it, if any, was let go just now."""

@@ -732,7 +732,7 @@ class RetainChainRequest(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
-    DUE_MS_FIELD_NUMBER: _builtins.int
+    WORTH_FIELD_NUMBER: _builtins.int
     UNTIL_MS_FIELD_NUMBER: _builtins.int
     SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
@@ -741,28 +741,55 @@ class RetainChainRequest(_message.Message):
     """The tenant, "" for that of an open gateway."""
     block_hashes: _builtins.bytes
     """Hashes of the chain from its first block, 32 bytes each."""
-    due_ms: _builtins.int
-    """In how many milliseconds the next use is expected, and after how many nobody is expected any more. 0: nobody is."""
     until_ms: _builtins.int
+    """After how many milliseconds nobody is expected any more."""
     shared_blocks: _builtins.int
     """Where nobody is expected: of the chain's first blocks, so many belong to others, too."""
+    @_builtins.property
+    def worth(self) -> _containers.RepeatedCompositeFieldContainer[Global___WorthStep]:
+        """What its blocks are worth from now on, the first step at once; without any, nobody is expected."""
+
     def __init__(
         self,
         *,
         epoch: _builtins.int = ...,
         owner: _builtins.str = ...,
         block_hashes: _builtins.bytes = ...,
-        due_ms: _builtins.int = ...,
+        worth: _abc.Iterable[Global___WorthStep] | None = ...,
         until_ms: _builtins.int = ...,
         shared_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "due_ms", b"due_ms", "epoch", b"epoch", "owner", b"owner", "shared_blocks", b"shared_blocks", "until_ms", b"until_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "epoch", b"epoch", "owner", b"owner", "shared_blocks", b"shared_blocks", "until_ms", b"until_ms", "worth", b"worth"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RetainChainRequest: _TypeAlias = RetainChainRequest  # noqa: Y015
+
+@_typing.final
+class WorthStep(_message.Message):
+    """From a time on, a chain is worth so many uses for each second that its blocks stay."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FROM_MS_FIELD_NUMBER: _builtins.int
+    USES_PER_S_FIELD_NUMBER: _builtins.int
+    from_ms: _builtins.int
+    uses_per_s: _builtins.float
+    def __init__(
+        self,
+        *,
+        from_ms: _builtins.int = ...,
+        uses_per_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_ms", b"from_ms", "uses_per_s", b"uses_per_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WorthStep: _TypeAlias = WorthStep  # noqa: Y015
 
 @_typing.final
 class RetainChainReply(_message.Message):

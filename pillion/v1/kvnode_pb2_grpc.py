@@ -258,8 +258,8 @@ class KVNodeServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RetainChain(self, request, context):
-        """Says when the next use of a chain is expected: until then its blocks leave after others. Without a time, its end
-        leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
+        """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
+        its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

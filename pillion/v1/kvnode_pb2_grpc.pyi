@@ -90,8 +90,8 @@ class KVNodeStub:
     ListPrefixPins: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.ListPrefixPinsRequest, _kvnode_pb2.ListPrefixPinsReply]
     """A tenant's prefix pins at this node, the oldest first."""
     RetainChain: _grpc.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.RetainChainReply]
-    """Says when the next use of a chain is expected: until then its blocks leave after others. Without a time, its end
-    leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
+    """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
+    its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
     """
     ReadAdapter: _grpc.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
@@ -177,8 +177,8 @@ class KVNodeAsyncStub(KVNodeStub):
     ListPrefixPins: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.ListPrefixPinsRequest, _kvnode_pb2.ListPrefixPinsReply]  # type: ignore[assignment]
     """A tenant's prefix pins at this node, the oldest first."""
     RetainChain: _aio.UnaryUnaryMultiCallable[_kvnode_pb2.RetainChainRequest, _kvnode_pb2.RetainChainReply]  # type: ignore[assignment]
-    """Says when the next use of a chain is expected: until then its blocks leave after others. Without a time, its end
-    leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
+    """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
+    its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
     """
     ReadAdapter: _aio.UnaryStreamMultiCallable[_kvnode_pb2.ReadAdapterRequest, _kvnode_pb2.AdapterPiece]  # type: ignore[assignment]
     """Streams the files of an adapter (LoRA) out of the model cache of the node's machine, or of another node's machine
@@ -345,8 +345,8 @@ class KVNodeServicer(metaclass=_abc_1.ABCMeta):
         request: _kvnode_pb2.RetainChainRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvnode_pb2.RetainChainReply, _abc.Awaitable[_kvnode_pb2.RetainChainReply]]:
-        """Says when the next use of a chain is expected: until then its blocks leave after others. Without a time, its end
-        leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
+        """Says what a chain's blocks are worth until its next use: what is worth least leaves first. Where nobody is expected,
+        its end leaves before others. It is a wish: what is beyond a share of the pool is not kept, and no error.
         """
 
     @_abc_1.abstractmethod

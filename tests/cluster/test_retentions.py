@@ -22,8 +22,9 @@ WORD = {"type": "string", "pattern": "^[a-z]{8}$"}
 SCHEMA = {"type": "object", "properties": {"command": WORD}, "required": ["command"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "run", "parameters": SCHEMA}}
 # Each of the other tenants' prompts takes some forty blocks, and comes so many seconds after the one before it, on the
-# clock of the pool's retentions. A tool takes as long as OTHERS of them, and is expected to take half of that.
-OTHER_TOKENS, OTHERS, BETWEEN_S = 645, 6, 10.0
+# clock of the pool's retentions. A tool takes as long as OTHERS of them. Others' blocks have rested for BETWEEN_S at
+# least when they are in the way, and what is kept for the agent is worth more.
+OTHER_TOKENS, OTHERS, BETWEEN_S, WORTH = 645, 6, 10.0, 1 / 5
 TURNS = 3
 
 
@@ -39,9 +40,9 @@ class PoolTime:
         # The node gives the times of a wish by its own clock.
         retain = self.policy.retain
 
-        def retained(owner: str, hashes: list[bytes], due_s: float, until_s: float) -> bool:
+        def retained(owner: str, hashes: list[bytes], steps: list[tuple[float, float]], until_s: float) -> bool:
             self.asked = True
-            return retain(owner, hashes, self.now_s + OTHERS / 2 * BETWEEN_S, self.now_s + 4 * OTHERS * BETWEEN_S)
+            return retain(owner, hashes, [(self.now_s, WORTH)], self.now_s + 4 * OTHERS * BETWEEN_S)
 
         self.policy.retain = retained  # type: ignore[method-assign, assignment]
         self.asked = False

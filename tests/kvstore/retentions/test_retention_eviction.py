@@ -89,8 +89,9 @@ class RetainingPool(ServingPool):
         self.policy.bind(self.ledger.tree, num_slots)
 
     def retain(self, owner: str, due_s: float, *tokens: int) -> bool:
-        """Retains a chain that is due in so many seconds, for twice as long."""
-        return self.policy.retain(owner, prompt(*tokens), self.now + due_s, self.now + 2 * due_s)
+        """Retains a chain for twice as long as until it is due; from then on it is worth half."""
+        steps = [(self.now, 1 / due_s), (self.now + due_s, 0.5 / due_s)]
+        return self.policy.retain(owner, prompt(*tokens), steps, self.now + 2 * due_s)
 
     def check(self) -> None:
         check_integrity(self.ledger)
@@ -188,3 +189,36 @@ for lives in (RetainedLives, LivesWithLfu, LivesWithPins):
 TestRetainedLives = RetainedLives.TestCase
 TestLivesWithLfu = LivesWithLfu.TestCase
 TestLivesWithPins = LivesWithPins.TestCase
+
+
+class OrderedPool(RetainingPool):
+    """A pool of eight slots, whose owners may have all of it."""
+
+    def __init__(self) -> None:
+        super().__init__(num_slots=8, percents=(100, 100))
+
+    def keep(self, steps: list[tuple[float, float]], *tokens: int) -> None:
+        self.serve(*tokens)
+        assert self.policy.retain("a", prompt(*tokens), [(self.now + at, worth) for at, worth in steps], self.now + 900)
+
+
+def test_what_is_worth_least_now_leaves_first_and_its_chain_with_it() -> None:
+    pool = OrderedPool()
+    pool.keep([(0, 0.5), (20, 0.001)], 1, 1)
+    pool.keep([(0, 0.1)], 2, 2)
+    pool.keep([(0, 0.01), (15, 0.3)], 3, 3)
+    pool.serve(4)
+    pool.now += 10
+    # The plain block has rested for 10 s, so it is worth a tenth of a use a second: that of the third chain is less.
+    pool.serve(5, 5)
+    assert [pool.blocks(*([text] * 2)) for text in (1, 2, 3, 4)] == [2, 2, 1, 1]
+    # The rest of the chain that gave way leaves first, then the first chain: it was worth most for 20 s.
+    pool.now += 12
+    pool.serve(6, 6)
+    pool.check()
+    assert [pool.blocks(*([text] * 2)) for text in (1, 2, 3, 4)] == [1, 2, 0, 1]
+    # The plain block has rested for 22 s, and the second chain is worth a use in ten.
+    pool.serve(7, 7)
+    pool.check()
+    assert [pool.blocks(*([text] * 2)) for text in (1, 2, 4)] == [0, 2, 0]
+    assert (pool.policy.revoked_ever, pool.policy.retentions) == (2, 1)
