@@ -67,7 +67,7 @@ class Retentions(GatewayPart):
             return
         asked = RetainChainRequest(owner=tenant.name, block_hashes=text.hashes)
         if isinstance(wish, KeepUntil):
-            asked.worth.extend(WorthStep(from_ms=round(at * 1000), uses_per_s=worth) for at, worth in wish.worth)
+            asked.worth.extend(WorthStep(from_ms=round(at * 1000), use_ms=1000 / worth) for at, worth in wish.worth)
             asked.until_ms = max(1, round(wish.until_s * 1000))
         else:
             asked.shared_blocks = wish.shared_blocks

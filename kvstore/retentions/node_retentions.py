@@ -41,13 +41,13 @@ class NodeRetentions(PoolRetentions):
         if not hashes or len(request.owner) > MAX_OWNER_CHARS:
             raise InvalidRequest(f"a chain has a block, and its owner's name at most {MAX_OWNER_CHARS} characters")
         times = [step.from_ms for step in request.worth]
-        if len(times) > MAX_WORTH_STEPS or times != sorted(times):
-            raise InvalidRequest(f"a worth has at most {MAX_WORTH_STEPS} steps, in the order of their times")
+        if len(times) > MAX_WORTH_STEPS or times != sorted(times) or not all(step.use_ms > 0 for step in request.worth):
+            raise InvalidRequest(f"a worth has at most {MAX_WORTH_STEPS} steps, in order, each of a use in some time")
         self.retaining.bind(ledger.tree, ledger.num_slots)
         if not request.worth:
             self.retaining.let_go(request.owner, hashes, request.shared_blocks)
             return RetainChainReply()
-        steps = [(now + step.from_ms / 1000, step.uses_per_s) for step in request.worth]
+        steps = [(now + step.from_ms / 1000, 1000 / step.use_ms) for step in request.worth]
         until_s = now + request.until_ms / 1000
         return RetainChainReply(kept=self.retaining.retain(request.owner, hashes, steps, until_s))
 

@@ -769,23 +769,23 @@ Global___RetainChainRequest: _TypeAlias = RetainChainRequest  # noqa: Y015
 
 @_typing.final
 class WorthStep(_message.Message):
-    """From a time on, a chain is worth so many uses for each second that its blocks stay."""
+    """From a time on, a chain is worth one use for so much time that its blocks stay."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     FROM_MS_FIELD_NUMBER: _builtins.int
-    USES_PER_S_FIELD_NUMBER: _builtins.int
+    USE_MS_FIELD_NUMBER: _builtins.int
     from_ms: _builtins.int
-    uses_per_s: _builtins.float
+    use_ms: _builtins.float
     def __init__(
         self,
         *,
         from_ms: _builtins.int = ...,
-        uses_per_s: _builtins.float = ...,
+        use_ms: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_ms", b"from_ms", "uses_per_s", b"uses_per_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_ms", b"from_ms", "use_ms", b"use_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
