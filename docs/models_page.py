@@ -30,7 +30,6 @@ LEFT_OUT = {
         bailing_hybrid bamba falcon_mamba inkling2_text inkling_text jamba lfm3 mamba mamba2 minimax
         qwen4_exp qwen4_exp_text recurrent_gemma rwkv xlstm zamba zamba2 zaya""",
     "two attentions (over latents, MLA) in each layer, and experts beside both": "longcat_flash",
-    "a norm of the sum of experts and the MLP beside them": "axk1",
     "sparse attention, which chooses the tokens that a query sees": """
         axk2 deepseek_v32 deepseek_v4 doge dots3_note dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text""",
     "several residual streams that layers predict and correct (AltUp), low-rank residuals (LAuReL), activations of "
@@ -193,6 +192,8 @@ def options(family: ModelFamily) -> str:
         said.append("experts of the best groups alone, by keys")
     if layer.get("shared_gate"):
         said.append("a gate of the MLP beside the experts")
+    if layer.get("sum_norm"):
+        said.append("a norm of the sum of experts and the MLP beside them (not on GPUs)")
     if layer.get("expert_biases"):
         said.append("biases of router and experts; clamped SwiGLU")
     if "router_jitter_noise" in family.defaults:

@@ -50,12 +50,14 @@ _LISTED_NAMES = 4  # An error names at most this many tensors.
 @dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """Names a tensor of a checkpoint and its shape. ``part`` is the entry of its first dimension that is read; None
-    reads all. ``transposed`` says that a plain tensor has its last two dimensions the other way round in the file."""
+    reads all. ``transposed`` says that a plain tensor has its last two dimensions the other way round in the file,
+    ``optional`` that a checkpoint may lack it."""
 
     name: str
     shape: tuple[int, ...]
     part: int | None = None
     transposed: bool = False
+    optional: bool = False
 
     @property
     def plain_shape(self) -> tuple[int, ...]:
@@ -124,7 +126,10 @@ def layer_spellings(operations: Layer) -> dict[str, tuple[Spelling, ...]]:
             wanted |= {f"{tensor.name}.{part}": _spelled(tensor, f".{part}") for part in parts}
         elif tensor.spellings:
             is_vector = tensor.role in (Role.VECTOR, Role.EXACT_VECTOR)
-            wanted[tensor.name] = _spelled(tensor, "" if is_vector else tensor.suffix)
+            spellings = _spelled(tensor, "" if is_vector else tensor.suffix)
+            if tensor.optional:
+                spellings = tuple(tuple(replace(each, optional=True) for each in spelling) for spelling in spellings)
+            wanted[tensor.name] = spellings
             if tensor.bias:
                 wanted[f"{tensor.name}.bias"] = _spelled(tensor, ".bias")
     return wanted
@@ -292,6 +297,8 @@ class Checkpoint:
             return share, len(spelling) if share == 1 else 0
 
         chosen = {key: min(spellings, key=lack) for key, spellings in wanted.items()}
+        for key in [key for key, (tensor, *_) in chosen.items() if tensor.optional and not self._has(tensor)]:
+            del chosen[key]
         missing = sorted({name for spelling in chosen.values() for name in absent(spelling)})
         if missing:
             raise ConfigError(f"{self._folder} lacks {names_in_words(missing)}, which a {self._family} model needs")
@@ -320,7 +327,9 @@ class Checkpoint:
         wanted = {tensor.name for spelling in self._spellings.values() for tensor in spelling}
         known = wanted.union(*(self._stored.get(name, ()) for name in wanted))
         left = (name for name in self._handles.keys() - known if not name.endswith(_IGNORED_SUFFIXES + _OF_CACHES))
+        idle = FAMILIES[self._family].idle
         left = (name for name in left if not self._guesses.match(name) and not self._idle.match(name))
+        left = (name for name in left if not re.match(idle, name))
         unknown = sorted(name for name in left if not self._is_idle_bias(name))
         if unknown:
             paths = {self._handles[name].path for name in unknown}

@@ -137,6 +137,8 @@ def load_layer(
                 weights[tensor.name] = _linear(checkpoint, dtype, key, tensor, linear)
             case Role.EXACT_MATRIX | Role.HEAD_MATRICES | Role.VECTOR:
                 weights[tensor.name] = checkpoint.take(key, dtype)
+            case Role.EXACT_VECTOR if tensor.optional and not checkpoint.has(key):
+                weights[tensor.name] = torch.zeros(tensor.shape)
             case Role.EXACT_VECTOR:
                 weights[tensor.name] = checkpoint.take(key, torch.float32).view(tensor.shape)
             case Role.TAPS:

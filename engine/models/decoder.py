@@ -415,7 +415,7 @@ class LayerRun:
         self.rows = mix_experts(self.rows, router, run, operation, RouterBiases(added, choice, scales), read)
 
     def add_up(self, operation: AddUp) -> None:
-        found = self.weights.norm(operation.norm)(self.rows)
+        found = self.rows if operation.norm is None else self.weights.norm(operation.norm)(self.rows)
         self.rows = self.added_up = found if self.added_up is None else self.added_up + found
 
     def apply_token_inputs(self, operation: ApplyTokenInputs) -> None:

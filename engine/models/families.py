@@ -85,6 +85,7 @@ class ModelFamily:
         turned: whether checkpoints have the inputs of layers' matrices as their rows.
         learned_positions: whether embeddings of positions are added to those of tokens.
         position_offset: how many of these come before that of the first position.
+        idle: a pattern of the names of tensors that checkpoints may have for layers that do not read them.
         fixed: keys that stand in configs of the family, with the one value that says what the family always does.
     """
 
@@ -125,6 +126,7 @@ class ModelFamily:
     turned: bool = False
     learned_positions: bool = False
     position_offset: int = 0
+    idle: str = r"(?!)"
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -1730,6 +1732,28 @@ FAMILIES: dict[str, ModelFamily] = {
         query_growth="all",
         derived=_mistral4,
         ignored=(*_LATENT_IGNORED, *_GUESSING),
+    ),
+    "axk1": ModelFamily(
+        {
+            **_LATENTS,
+            "max_position_embeddings": 32_768,
+            "num_key_value_heads": 64,
+            "rope_interleave": True,
+            **_SHARED,
+            "routed_scaling_factor": 2.5,
+            "n_routed_experts": 192,
+            "n_group": 8,
+            "topk_group": 4,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 1,
+            "mlp_layer_types": None,
+        },
+        layer=partial(_DEEPSEEK_ROUTER, sum_norm="post_mlp_layernorm"),
+        sigmoid_router=True,
+        # Its published checkpoints have the norm of the sum for dense layers, too.
+        idle=r"model\.layers\.\d+\.post_mlp_layernorm\.",
+        ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
+        fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
     ),
     "glm4_moe_lite": ModelFamily(
         {

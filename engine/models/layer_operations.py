@@ -91,6 +91,7 @@ class LayerTensor:
         blocks: how many blocks checkpoints have, each of which has queries, values and keys of some heads, in this
             order (CodeGen); 0 elsewhere.
         ones: how many dimensions of one entry checkpoints have before a vector's own, and behind it.
+        optional: whether zeros stand for an exact vector that a checkpoint lacks.
     """
 
     name: str
@@ -114,6 +115,7 @@ class LayerTensor:
     gated: bool = False
     blocks: int = 0
     ones: tuple[int, int] = (0, 0)
+    optional: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -388,10 +390,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class AddUp:
-    """Adds the rows, normed, to those that the layer's operations of this kind before it have added up, and goes on
-    from the sum."""
+    """Adds the rows to those that the layer's operations of this kind before it have added up, and goes on from the
+    sum. Where there is a norm, the rows are normed before."""
 
-    norm: LayerTensor
+    norm: LayerTensor | None
 
 
 @dataclass(frozen=True, slots=True)

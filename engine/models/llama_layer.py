@@ -15,6 +15,7 @@ from typing import Any
 from pillion.engine.models.latent_layer import latent_attention
 from pillion.engine.models.layer_operations import (
     AddToResidual,
+    AddUp,
     Again,
     Attend,
     Entries,
@@ -71,6 +72,7 @@ def llama_layer(
     choice_bias: str = "",
     shared_mlp: tuple[tuple[str, ...], str] = _SHARED_EXPERTS,
     shared_gate: str = "",
+    sum_norm: str = "",
     expert_biases: bool = False,
     grouped_qkv: str = "",
     gated_queries: bool = False,
@@ -89,6 +91,8 @@ def llama_layer(
         choice_bias: the name in checkpoints of what is added to scores where experts are chosen; "" for nothing.
         shared_mlp: the names in checkpoints of the MLP beside the experts: gate and up, or both in one, and down.
         shared_gate: the name in checkpoints of the gate of that MLP's results, one number for each row; "" for none.
+        sum_norm: the name in checkpoints of the norm of the sum of experts and the MLP beside them; "" for none. The
+            published models that have it (A.X K1) lack the bias where experts are chosen.
         expert_biases: whether router and experts have biases, and experts are stored as gpt-oss stores them.
         grouped_qkv: the name in checkpoints of one matrix that has the queries of each KV head, its key and its value
             in turn; "" where none has it.
@@ -117,13 +121,26 @@ def llama_layer(
         added = Multiply(output(config)), *added
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
     if config.moe is not None and config.moe.layers[index]:
-        of_mlp = Norm(before_mlp), biased_experts(config) if expert_biases else experts(config, choice_bias)
-        if config.moe.shared:
-            # A sum of both would be normed where there is a norm after the MLP; no family has that.
-            of_mlp = of_mlp[0], Keep(), of_mlp[1], AddToResidual(None, config.residual_scale), Again()
-            of_mlp = *of_mlp, shared(config, shared_mlp, shared_gate)
+        mixed = biased_experts(config) if expert_biases else experts(config, choice_bias, optional_bias=bool(sum_norm))
+        of_mlp = Norm(before_mlp), *_with_shared(config, mixed, shared_mlp, shared_gate, sum_norm)
+        after_mlp = norm(config, "mlp_post_norm", sum_norm) if sum_norm else after_mlp
     of_mlp = *of_mlp, AddToResidual(after_mlp, config.residual_scale)
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
+
+
+def _with_shared(
+    config: ModelConfig, mixed: Experts, shared_mlp: tuple[tuple[str, ...], str], shared_gate: str, sum_norm: str
+) -> Layer:
+    """Lists the operations from the rows that experts read to what is still to be added to the residual stream: their
+    results, or where an MLP is beside them, its results, or both in one sum where that is normed."""
+    assert config.moe is not None
+    if not config.moe.shared:
+        return (mixed,)
+    beside = shared(config, shared_mlp, shared_gate)
+    if sum_norm:
+        return Keep(), mixed, AddUp(None), Again(), beside, AddUp(None)
+    # Without a norm of their sum, the residual stream itself adds them up.
+    return Keep(), mixed, AddToResidual(None, config.residual_scale), Again(), beside
 
 
 def _attention(
@@ -296,7 +313,7 @@ def shared(config: ModelConfig, names: tuple[tuple[str, ...], str], gate: str = 
     )
 
 
-def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
+def experts(config: ModelConfig, choice_bias: str = "", *, optional_bias: bool = False) -> Experts:
     """Returns experts by the names of Qwen, Mixtral, Granite, and transformers 5, which stacks them as Granite does."""
     moe, hidden = config.moe, _hidden(config)
     assert moe is not None
@@ -352,7 +369,7 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
         moe.experts_per_token,
         moe.normalize,
         sigmoid=moe.sigmoid,
-        choice_bias=_choice_bias(moe.num_experts, choice_bias) if choice_bias else None,
+        choice_bias=_choice_bias(moe.num_experts, choice_bias, optional=optional_bias) if choice_bias else None,
         scale=moe.scale,
         exact=moe.exact,
         groups=moe.groups,
@@ -363,11 +380,14 @@ def experts(config: ModelConfig, choice_bias: str = "") -> Experts:
     )
 
 
-def _choice_bias(num_experts: int, name: str) -> LayerTensor:
+def _choice_bias(num_experts: int, name: str, *, optional: bool) -> LayerTensor:
     # In ERNIE it is a matrix of one row.
     rows = Entries(1) if "moe_statics" in name else Entries(num_experts)
     inputs = (Entries(num_experts),) if rows.size == 1 else ()
-    return LayerTensor(name="choice_bias", role=Role.EXACT_VECTOR, rows=(rows,), inputs=inputs, spellings=((name,),))
+    spellings = ((name,),)
+    return LayerTensor(
+        name="choice_bias", role=Role.EXACT_VECTOR, rows=(rows,), inputs=inputs, spellings=spellings, optional=optional
+    )
 
 
 def biased_experts(config: ModelConfig) -> Experts:

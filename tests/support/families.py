@@ -484,6 +484,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "rope_parameters": {**YARN, "llama_4_scaling_beta": 0.5, "partial_rotary_factor": 0.4},
     },
+    "axk1": {**LATENTS, "model_type": "axk1", **SHARED, **GROUPS},
     "glm4-moe-lite": {**LATENTS, "model_type": "glm4_moe_lite", **SHARED, "qk_nope_head_dim": 16, "v_head_dim": 64},
     "youtu": {**LATENTS, "model_type": "youtu", "attention_bias": True, "initializer_range": 0.03},
     "minicpm3": {

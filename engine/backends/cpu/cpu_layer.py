@@ -435,18 +435,19 @@ class LayerEmitter:
         """Returns the buffer for rows that are to be added to the residual stream, or to the sum of the layer; whether
         the product adds them there itself; and the operations after it: the sum over parts of the model, and a norm."""
         builder, normed = self._builder, operation.norm is not None
-        out, after = builder.found if normed else builder.hidden, []
-        adds = not normed
+        plain_sum = not normed and isinstance(operation, AddUp)
+        out, after = builder.found if normed else builder.added_up if plain_sum else builder.hidden, []
+        adds = not normed and (self._adds_up or not plain_sum)
         if builder.meeting is not None:
             factor = operation.scale if adds and isinstance(operation, AddToResidual) else 1.0
             out, total = builder.meeting.sum(builder, out, add=adds, factor=factor)
             after.append(total)
             adds = False
-        if isinstance(operation, AddUp):
+        if isinstance(operation, AddUp) and operation.norm is not None:
             name, total_rows = self._prefix + operation.norm.name, builder.added_up
             more = builder.norm_add(name, 1.0, hidden=total_rows) if self._adds_up else None
             after.append(more or builder.norm(name, total_rows, builder.found))
-        elif operation.norm is not None:
+        elif isinstance(operation, AddToResidual) and operation.norm is not None:
             after.append(builder.norm_add(self._prefix + operation.norm.name, operation.scale))
         return out, adds, after
 

@@ -57,6 +57,7 @@ IN_BFLOAT16 += [
     for name in (
         *("gpt2", "opt", "gpt-neox", "falcon", "gptj", "phi", "codegen", "persimmon", "phimoe", "nanochat", "cohere"),
         *("glm", "nemotron", "hunyuan-dense", "minimax-m2", "granite-swa", "exaone4", "deepseek-v2", "minicpm3"),
+        "axk1",
     )
 ]
 # In ``make test`` every family runs in chunks, in mixed steps and greedily. What differs less from one family to the
@@ -327,6 +328,20 @@ def test_layers_that_only_guess_tokens_are_not_read(tmp_path):
             continue
         driver = BackendDriver(prepare(flags))
         assert torch.equal(driver.run_all(driver.sequences.add()[0], text, []), found[0])
+
+
+def test_the_tensors_of_ax_k1s_published_checkpoints(tmp_path):
+    """They lack the bias where experts are chosen, and have the norm of the sum for dense layers, too."""
+    folder, flags = make_model(tmp_path / "model", FAMILIES["axk1"])
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "e_score_correction_bias" not in name}
+    assert len(kept) < len(tensors)
+    idle = {"model.layers.0.post_mlp_layernorm.weight": torch.full((len(tensors["model.norm.weight"]),), 3.0)}
+    save_file({**kept, **idle}, folder / "model.safetensors", metadata={"format": "pt"})
+    model, text = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), tokens_of(PROMPT_TOKENS, 2)
+    wanted = FamilyCase(None, model.eval()).logits(text)
+    driver = BackendDriver(prepare(flags))
+    close(driver.run_all(driver.sequences.add()[0], text, []), wanted)
 
 
 @pytest.mark.parametrize("runs_on", ["torch", pytest.param("cpu", marks=needs_kernels)])
