@@ -1,5 +1,5 @@
-"""Defines the seam at which a room makes vectors of texts (embeddings) and scores of pairs, for the doors that ask for
-them."""
+"""Defines the seam at which a room makes vectors of texts (embeddings), scores of pairs and labels of texts, for the
+doors that ask for them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,23 @@ class ScoredPairs:
     model: str
 
 
+@dataclass(frozen=True, slots=True)
+class LabelledTexts:
+    """Holds what a classifier says of texts in their order.
+
+    Attributes:
+        values: for each text [labels], a probability of each label, or its logit where these were asked for.
+        labels: the labels' names, in the order of the values.
+    """
+
+    values: list[Vector]
+    labels: tuple[str, ...]
+    usage: Usage
+    model: str
+
+
 class TextVectors(Protocol):
-    """Makes the vectors of texts, and the scores of pairs, as requests of one gateway."""
+    """Makes the vectors and labels of texts, and the scores of pairs, as requests of one gateway."""
 
     async def embed(
         self,
@@ -102,6 +117,26 @@ class TextVectors(Protocol):
 
         The other arguments, and what is raised, are those of :meth:`embed`; a wrong field begins with
         ``inputs[n].query`` or ``inputs[n].document``, or ``inputs[n]`` for both together.
+        """
+
+    async def classify(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        activated: bool = True,
+        cut_tokens: int | None = None,
+        tenant: Tenant | None = None,
+        timeout_s: float | None = None,
+        parent: otel_context.Context | None = None,
+        entry: ModelEntry | None = None,
+    ) -> LabelledTexts:
+        """Returns what a classifier says of each request's text or token ids.
+
+        Args:
+            activated: whether values are probabilities, as the checkpoint's problem_type has it, and not logits.
+
+        The other arguments, and what is raised, are those of :meth:`embed`; InvalidRequest is raised for a model that
+        is no classifier.
         """
 
 

@@ -1,14 +1,17 @@
-"""Makes vectors of texts (embeddings), and scores of pairs of texts: a prompt that generates nothing and ends with the
-vector of its last token, or with logits after it.
+"""Makes vectors (embeddings) and labels of texts, and scores of pairs of texts: a prompt that generates nothing and
+ends with the vector of its last token, or with logits after it.
 
 Open first: vectors.py, which makes the vectors and scores of a call as the checkpoint says.
 
-    vectors.py         vectors of texts, cut and normalized, and scores of pairs
+    vectors.py         vectors of texts, cut and normalized, their labels, and scores of pairs
     text_call.py       the texts of one call, as requests of the gateway: read, then run
+    text_inputs.py     the texts of a body that gives one result for each
     text_order.py      which text waits for which, so that a common beginning is computed once
     pooling_files.py   what a checkpoint's sentence-transformers files say: pooling, normalization, prompts
+    label_forms.py     how a classifier's labels are called, and how logits become probabilities
     pair_forms.py      how a checkpoint scores pairs: by cosines, by a head with a label, by two tokens
     embeddings_api.py  /v1/embeddings, in OpenAI's form
+    classify_api.py    /v1/classify, in vLLM's form
     rerank_api.py      /v1/rerank and /v1/score, in the forms of vLLM, Jina and Cohere
     pooling_pages.py   the list of these pages
     text_servicer.py   gRPC's Embed and Score

@@ -17,9 +17,8 @@ from pillion.gateway.http_api.http_errors import from_pillion
 from pillion.gateway.http_api.json_objects import Ignored
 from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import Label, parse
-from pillion.gateway.http_api.openai_requests import read_prompts
 from pillion.gateway.http_api.sampling_body import Int
-from pillion.gateway.pooling.text_call import MAX_TEXTS
+from pillion.gateway.pooling.text_inputs import requests_of
 from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.text_vectors import EmbeddedTexts
 from pillion.types import GenerateRequest
@@ -103,20 +102,10 @@ def _read(
 ) -> tuple[EmbeddingsBody, Mapping[str, str], list[GenerateRequest]]:
     """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, EmbeddingsBody)
-    prompts = read_prompts(body.input, most_ids, "input", MAX_TEXTS)
-    shared: dict[str, Any] = {
-        "model": body.model,
-        "cache_salt": body.cache_salt or "",
-        "request_id": request_id,
-        "priority": body.priority,
-    }
-    requests = [
-        GenerateRequest(**shared, text=prompt)
-        if isinstance(prompt, str)
-        else GenerateRequest(**shared, token_ids=prompt)
-        for prompt in prompts.values()
-    ]
-    return body, {f"inputs[{n}]": field for n, field in enumerate(prompts)}, requests
+    shared = GenerateRequest(
+        model=body.model, cache_salt=body.cache_salt or "", request_id=request_id, priority=body.priority
+    )
+    return body, *requests_of(body.input, most_ids, shared)
 
 
 def _written(found: EmbeddedTexts, encoding: Encoding) -> bytes:

@@ -27,8 +27,9 @@ import numpy as np
 
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
+from pillion.gateway.pooling.label_forms import label_rows
 from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json
-from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows, Pooling
+from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.text_vectors import TextPair, Vector
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
@@ -132,13 +133,10 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
     form = PairForm(text=text, activated=_activated(folder, own, config), instruction=_instruction(folder, own))
     if labels := labels_of(config):
         if labels != 1:
-            raise ConfigError(f"{folder / 'config.json'}: a head with {labels} labels; a score needs one label")
-        padding = config.get("pad_token_id")
-        rows = PooledRows(padding_id=padding if type(padding) is int else None)
-        if is_encoder(config):
-            mean = config.get("classifier_pooling") == "mean"
-            rows = PooledRows(pooling=Pooling.MEAN if mean else Pooling.CLS)
-        return replace(form, kind=ScoreKind.LABELS, rows=rows)
+            raise ConfigError(
+                f"{folder / 'config.json'}: a head with {labels} labels; a score needs one, /v1/classify any number"
+            )
+        return replace(form, kind=ScoreKind.LABELS, rows=label_rows(config))
     ids = _score_tokens(folder, config, name, tokenizer)
     if not ids:
         return PairForm()

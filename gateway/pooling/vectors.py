@@ -1,6 +1,7 @@
-"""Makes the vectors of the texts of one call, and the scores of its pairs, as the checkpoint says.
+"""Makes the vectors or labels of the texts of one call, and the scores of its pairs, as the checkpoint says.
 
 texts --prompt--> TextCall: a request each --> last token's row --cut, normalized--> vectors
+texts --> TextCall --> logits of labels --activated--> probabilities
 pairs --as the checkpoint reads them--> TextCall --> rows --> scores
 """
 
@@ -19,11 +20,12 @@ from opentelemetry import context as otel_context
 from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.pooling.label_forms import LabelForm, read_label_form
 from pillion.gateway.pooling.pair_forms import PairForm, PairText, ScoreKind, cosine, read_pair_form
 from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids
 from pillion.gateway.request.admitted_request import PooledRows
-from pillion.gateway.text_vectors import EmbeddedTexts, ScoredPairs, TextPair, Vector
+from pillion.gateway.text_vectors import EmbeddedTexts, LabelledTexts, ScoredPairs, TextPair, Vector
 from pillion.types import GenerateRequest
 
 # An error names at most so many of a checkpoint's prompts.
@@ -42,7 +44,7 @@ class GatewayVectors:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        # These are the forms of models' vectors and scores by their kinds and folders, or why there are none.
+        # These are the forms of models' vectors, labels and scores by their kinds and folders, or why there are none.
         self._forms: dict[tuple[str, Path], Any] = {}
 
     async def embed(
@@ -104,6 +106,28 @@ class GatewayVectors:
             found = await call.rows([one for one, _ in asked], names, [second for _, second in asked])
             scores = [form.score(row) for row in found.rows]
         return ScoredPairs(scores, found.usage, model.name)
+
+    async def classify(
+        self,
+        requests: Sequence[GenerateRequest],
+        *,
+        activated: bool = True,
+        cut_tokens: int | None = None,
+        tenant: Tenant | None = None,
+        timeout_s: float | None = None,
+        parent: otel_context.Context | None = None,
+        entry: ModelEntry | None = None,
+    ) -> LabelledTexts:
+        _check_count(len(requests))
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        model = entry or await self._gateway.find_entry(requests[0].model, tenant)
+        form = LabelForm()
+        if model.folder is not None:
+            form = await self._form("labels of texts", model, model.folder, read_label_form, model.folder)
+        most = model.limits.max_prompt_tokens
+        call = TextCall(self._gateway, model, tenant, most, cut_tokens, deadline, parent, form.rows)
+        found = await call.rows(requests, [f"inputs[{number}]" for number in range(len(requests))])
+        return LabelledTexts([form.values(row, activated) for row in found.rows], form.labels, found.usage, model.name)
 
     async def _vector_form(self, model: ModelEntry) -> VectorForm:
         """Returns the form of a model's vectors. Raises InvalidRequest where the checkpoint's is not supported."""

@@ -85,6 +85,31 @@ class ScoringRequestOutput:
     finished: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ClassificationOutput:
+    """Holds what a classifier says of one text: a probability of each label."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        """Gives the number of labels."""
+        return len(self.probs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClassificationRequestOutput:
+    """Holds what a classifier says of one text, in vLLM's form: ``outputs.probs``.
+
+    Attributes:
+        labels: the labels' names, in the order of the probabilities.
+    """
+
+    outputs: ClassificationOutput
+    labels: tuple[str, ...]
+    finished: bool = True
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestOutput(Generic[Value]):
     """Holds all answers to one prompt.

@@ -42,6 +42,8 @@ from pillion.client.client_requests import (
     tool_options,
 )
 from pillion.client.outputs import (
+    ClassificationOutput,
+    ClassificationRequestOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
     OutputCollector,
@@ -244,6 +246,27 @@ class LLM:
         work = _score_all(self._thread.cluster, pairs, shared, instruction, truncate_prompt_tokens)
         return self._waited(work)
 
+    def classify(
+        self,
+        prompts: OfflinePrompt | Sequence[OfflinePrompt],
+        *,
+        use_activation: bool = True,
+        truncate_prompt_tokens: int | None = None,
+        lora: str = "",
+        priority: int = 0,
+    ) -> list[ClassificationRequestOutput]:
+        """Returns what a classifier says of one text or of many, in the prompts' order: a probability of each label.
+
+        Args:
+            use_activation: False gives logits in place of probabilities.
+            prompts, truncate_prompt_tokens, lora, priority: those of :meth:`embed`.
+
+        Raises PillionError of the first text that fails; a wrong field begins with ``inputs[n]``.
+        """
+        requests = [_of_prompt(prompt, f"prompts[{n}]") for n, prompt in enumerate(_listed(prompts))]
+        requests = [replace(request, model=lora, priority=priority) for request in requests]
+        return self._waited(_classify_all(self._thread.cluster, requests, use_activation, truncate_prompt_tokens))
+
     def _waited(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs what this thread waits for on the thread of the engine; an end of the call cancels it."""
         work = self._thread.submit(coroutine)
@@ -255,9 +278,8 @@ class LLM:
             work.cancel()
         return found
 
-    # vLLM's methods that give hidden states or classes.
+    # vLLM's methods that give hidden states or rewards.
     encode = no_pooling("encode")
-    classify = no_pooling("classify")
     reward = no_pooling("reward")
     beam_search = refused_method("beam_search", "Pillion samples; several answers come with SamplingParams(n=...)")
 
@@ -420,6 +442,20 @@ async def _score_all(
     asked = [TextPair(*pair) for pair in pairs]
     found = await vectors.score(asked, shared, instruction=instruction, cut_tokens=cut_tokens)
     return [ScoringRequestOutput(outputs=ScoringOutput(score)) for score in found.scores]
+
+
+async def _classify_all(
+    cluster: OfflineCluster, requests: Sequence[GenerateRequest], activated: bool, cut_tokens: int | None
+) -> list[ClassificationRequestOutput]:
+    """Returns what a classifier says of all texts."""
+    from pillion.gateway.text_vectors import VECTORS
+
+    vectors = require(VECTORS, "pooling", "LLM.classify")(cluster.gateway)
+    found = await vectors.classify(requests, activated=activated, cut_tokens=cut_tokens)
+    return [
+        ClassificationRequestOutput(outputs=ClassificationOutput(values.tolist()), labels=found.labels)
+        for values in found.values
+    ]
 
 
 async def _embed_all(

@@ -17,7 +17,7 @@ from pillion.config import OfflineFlags
 from pillion.errors import ConfigError, InvalidRequest
 
 _ANY = None
-_POOLING = "Pillion gives vectors of texts (LLM.embed) and scores of pairs (LLM.score), no classes or rows of tokens"
+_POOLING = "Pillion gives vectors of texts (LLM.embed), labels (LLM.classify) and scores (LLM.score), no rows of tokens"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +51,8 @@ _ABSENT: Mapping[str, _Absent] = {
     "allowed_local_media_path": _Absent(("",), "Pillion takes text alone"),
     "limit_mm_per_prompt": _Absent(({},), "Pillion takes text alone"),
     "runner": _Absent(("auto", "generate", "pooling"), _POOLING),
-    "task": _Absent(("auto", "generate", "embed"), _POOLING),
-    "convert": _Absent(("auto", "none", "embed"), _POOLING),
+    "task": _Absent(("auto", "generate", "embed", "classify", "score"), _POOLING),
+    "convert": _Absent(("auto", "none", "embed", "classify"), _POOLING),
 }
 _RENAMED = {"kv_cache_memory_bytes": "kv_pool_bytes"}
 # Pillion reads these formats; a folder is safetensors, a file GGUF. vLLM has further readers of safetensors, and an old
@@ -114,7 +114,7 @@ def refused_method(name: str, instead: str) -> Callable[..., NoReturn]:
 
 
 def no_pooling(name: str) -> Callable[..., NoReturn]:
-    """Makes a method of vLLM's LLM that gives scores of a text, or rows of its tokens."""
+    """Makes a method of vLLM's LLM that gives rewards of a text, or rows of its tokens."""
     return refused_method(name, f"{_POOLING}; for token ids, use get_tokenizer")
 
 

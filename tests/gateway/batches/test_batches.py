@@ -207,7 +207,7 @@ async def test_an_input_that_is_wrong_fails_with_its_lines(tmp_path: pathlib.Pat
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"endpoint": "/v1/classify"}, "endpoint"),
+        ({"endpoint": "/v1/pooling"}, "endpoint"),
         ({"completion_window": "1h"}, "completion_window"),
         ({"input_file_id": "file-none"}, "input_file_id"),
         ({"metadata": {"x": 1}}, "metadata[...]"),

@@ -93,10 +93,10 @@ async def test_a_port_without_connections_ends_without_a_rest(monkeypatch: pytes
 async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
-        for path in ("/v2", "/v1", "/v1/completions/", "/v1/classify", "/%00"):
+        for path in ("/v2", "/v1", "/v1/completions/", "/v1/pooling", "/%00"):
             reply = await call(address, path)
             assert (reply.status, reply.error["code"]) == (404, "not_found")
-        for path in ("/embeddings", "/classify", "/v1/classify", "/v2/classify", "/pooling", "/v1/pooling"):
+        for path in ("/embeddings", "/v2/classify", "/pooling", "/v1/pooling"):
             refused = await call(address, path, {"model": "toy", "input": "x"})
             message = f"{path} is not offered: the models here generate text"
             assert (refused.status, refused.error["message"]) == (404, message)

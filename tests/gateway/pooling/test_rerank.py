@@ -136,7 +136,7 @@ async def test_lines_of_batches_may_be_such_calls() -> None:
     async with running_fake_cluster() as fakes:
         lines = LineCalls()
         lines.take(pooling_routes(ModelCalls(fakes.gateway.gateway), GatewayFlags()))
-        assert {"/v1/embeddings", "/v1/rerank", "/v1/score"} < set(lines.urls)
+        assert {"/v1/classify", "/v1/embeddings", "/v1/rerank", "/v1/score"} < set(lines.urls)
         body = json.dumps({"text_1": QUERY, "text_2": "x"}).encode()
         reply = await lines.serve("/v1/score", body, OPEN, "line-1")
         assert json.loads(reply.body)["data"][0]["score"] == pytest.approx(cosine(QUERY, "x"), abs=1e-6)

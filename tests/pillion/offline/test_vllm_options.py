@@ -136,9 +136,9 @@ def test_the_tokenizer_is_transformers(llm: LLM) -> None:
     assert llm.get_tokenizer()("The sea").input_ids == llm.generate("The sea", GREEDY, False)[0].prompt_token_ids
 
 
-@pytest.mark.parametrize("name", ["encode", "classify", "reward"])
-def test_rows_and_classes_are_refused_by_name(name: str, llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=f"LLM.{name} is not .*, no classes.*; for token ids, use get_tokenizer"):
+@pytest.mark.parametrize("name", ["encode", "reward"])
+def test_rows_and_rewards_are_refused_by_name(name: str, llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=f"LLM.{name} is not .*, no rows.*; for token ids, use get_tokenizer"):
         getattr(llm, name)(["x"], use_tqdm=False)
 
 

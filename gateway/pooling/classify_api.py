@@ -1,0 +1,126 @@
+"""Serves /classify and /v1/classify, in vLLM's form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+import msgspec
+from msgspec import Raw
+from starlette.routing import Route
+
+from pillion.config import GatewayFlags
+from pillion.errors import PillionError
+from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.http_errors import from_pillion
+from pillion.gateway.http_api.json_objects import Ignored
+from pillion.gateway.http_api.model_calls import ModelCalls
+from pillion.gateway.http_api.openai_fields import Label, parse
+from pillion.gateway.http_api.sampling_body import Int
+from pillion.gateway.pooling.text_inputs import requests_of
+from pillion.gateway.pooling.vectors import GatewayVectors
+from pillion.gateway.text_vectors import LabelledTexts
+from pillion.types import GenerateRequest
+
+_EXAMPLE = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}
+# A probability takes about so many bytes in an answer.
+VALUE_BYTES = 12
+
+
+class ClassifyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """Describes the body of POST /v1/classify.
+
+    Attributes:
+        model: the served model's name; may be left out where one model is served.
+        input: a text, token ids, or a list of either, at most 2,048; each gets a label.
+        use_activation: whether the values are probabilities; default true. False gives logits.
+        truncate_prompt_tokens: texts are cut to so many tokens, -1 to as many as the model takes; default: a text that
+            is too long is refused.
+        priority: smaller is more urgent.
+        cache_salt: only requests with the same salt share cached prefixes.
+        user: a label of at most 512 characters; nothing is stored.
+    """
+
+    model: str = ""
+    input: Raw
+    use_activation: bool | None = None
+    truncate_prompt_tokens: Int | None = None
+    priority: Int = 0
+    cache_salt: str | None = None
+    user: Ignored[Label | None] = None
+
+
+def classify_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
+    """Returns the pages of labels for the table of the HTTP port."""
+    api = ClassifyApi(calls)
+    page = Endpoint("POST", api.classify, calls.gateway.tenant_of, ClassifyBody, example=_EXAMPLE, in_batches=True)
+    return [Route(path, page) for path in ("/v1/classify", "/classify")]
+
+
+class ClassifyApi:
+    """Handles the calls for labels; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the handler raises
+    into responses."""
+
+    def __init__(self, calls: ModelCalls) -> None:
+        self._calls = calls
+        self._vectors = GatewayVectors(calls.gateway)
+
+    async def classify(self, call: HttpCall) -> None:
+        """Tells the labels of texts apart."""
+        await call.while_connected(self._classify(call, await call.body()))
+
+    async def _classify(self, call: HttpCall, raw: bytes) -> None:
+        gateway = self._calls.gateway
+        body, names, requests = await self._calls.read(call, _read, raw, call.request_id, gateway.longest_tokens)
+        entry = await self._calls.entry(body.model, call.tenant)
+        try:
+            found = await self._vectors.classify(
+                requests,
+                activated=body.use_activation is not False,
+                cut_tokens=body.truncate_prompt_tokens,
+                tenant=call.tenant,
+                parent=call.trace_parent(),
+                entry=entry,
+            )
+        except PillionError as error:
+            raise from_pillion(error, names) from None
+        size_bytes = VALUE_BYTES * sum(map(len, found.values))
+        await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, _written, call.request_id, found))
+
+
+def _read(raw: bytes, request_id: str, most_ids: int) -> tuple[ClassifyBody, Mapping[str, str], list[GenerateRequest]]:
+    """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
+    body = parse(raw, ClassifyBody)
+    shared = GenerateRequest(
+        model=body.model, cache_salt=body.cache_salt or "", request_id=request_id, priority=body.priority
+    )
+    return body, *requests_of(body.input, most_ids, shared)
+
+
+def _written(request_id: str, found: LabelledTexts) -> bytes:
+    data = [
+        {
+            "index": n,
+            "label": found.labels[int(values.argmax())],
+            "probs": values.tolist(),
+            "num_classes": len(values),
+        }
+        for n, values in enumerate(found.values)
+    ]
+    tokens = found.usage.prompt_tokens
+    usage = {
+        "prompt_tokens": tokens,
+        "total_tokens": tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": found.usage.cached_tokens},
+    }
+    return msgspec.json.encode(
+        {
+            "id": request_id,
+            "object": "list",
+            "created": int(time.time()),
+            "model": found.model,
+            "data": data,
+            "usage": usage,
+        }
+    )
