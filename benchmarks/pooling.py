@@ -131,7 +131,8 @@ async def run_load(
     system: PoolingSystem, tokens: int, callers: int, streams: int, seconds: float, seed: int
 ) -> TextFigures:
     """Run callers with texts of ``tokens`` (0: none) and streams for so long, once both have begun."""
-    figures, draw = TextFigures(), random.Random(seed)
+    # Each load has texts of its own: those of another one would be found in the pool.
+    figures, draw = TextFigures(), random.Random(f"{seed} {tokens} {streams}")
     counting = asyncio.Event()
 
     async def texts() -> None:

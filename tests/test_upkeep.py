@@ -45,9 +45,8 @@ def test_hooks_are_the_makefiles_checks() -> None:
     assert re.search(r"^check: lint types style\b", makefile(), re.MULTILINE)
 
 
-# Benchmarks without a figure: Make targets that fail by themselves, generators of traces, a runner of others, and one
-# that no quiet machine has run yet.
-WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "kvstore", "upgrade"}
+# Benchmarks without a figure: Make targets that fail by themselves, generators of traces, and a runner of others.
+WITHOUT_FIGURE = {"load_test", "soak", "traces", "mooncake", "kvstore"}
 
 
 def test_each_benchmark_has_a_claim() -> None:
