@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import pathlib
 import re
 import shlex
 from typing import Any
@@ -134,10 +135,14 @@ def test_what_is_described_is_what_is_read(
     assert not valid({}, kind)
 
 
-async def test_each_call_that_the_page_shows_can_be_made_as_it_stands() -> None:
-    """What curl would send is sent, to a gateway of another model's name. Operators' calls need more than a model."""
+async def test_each_call_that_the_page_shows_can_be_made_as_it_stands(tmp_path: pathlib.Path) -> None:
+    """What curl would send is sent, to a gateway of another model's name: calls for labels to one of a classifier.
+    Operators' calls need more than a model."""
     more = {"/v1/files", "/v1/batches", "/v1/cache/prefixes", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"}
-    async with running_fake_cluster() as fakes:
+    classifier = tmp_path / "config.json"
+    # A scripted worker's row has four numbers.
+    classifier.write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"], "num_labels": 4}))
+    async with running_fake_cluster() as fakes, running_fake_cluster(config=classifier) as labelling:
         address = fakes.gateway.http_address
         served, *_ = (await call(address, "/v1/models")).json["data"]
         text = html.unescape((await call(address, "/docs")).body.decode())
@@ -150,7 +155,8 @@ async def test_each_call_that_the_page_shows_can_be_made_as_it_stands() -> None:
                 body = json.loads(rest[3])
                 body |= {"model": served["id"]} if "model" in body else {}
             path = url.removeprefix(ADDRESS)
-            shown[path] = (await call(address, path, body)).status
+            asked = labelling.gateway.http_address if path.endswith("/classify") else address
+            shown[path] = (await call(asked, path, body)).status
     assert {path for path, status in shown.items() if status != 200} <= more | {"/"}, shown
     assert set(shown) >= more | {f"/{kind}" for kind in ("tokenize", "v1/chat/completions", "v1/messages", "metrics")}
 
