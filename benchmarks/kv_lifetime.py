@@ -68,14 +68,14 @@ CONVERSATION_TURNS = 1.6
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What a gateway sees of a request beside its blocks."""
+    """Holds what a gateway sees of a request beside its blocks."""
 
     tenant: str
     tools: tuple[str, ...]
 
 
 def make_trace(turns: float, count: int, seed: int) -> tuple[list[Request], list[Label]]:
-    """Requests in order of their times, numbered, with their labels."""
+    """Returns numbered requests in order of their times, with their labels."""
     rng, ids = random.Random(seed), itertools.count(1)
     workload, chat = WORKLOADS["toolagent"], WORKLOADS["conversation"].kinds[0]
     rate = workload.requests / workload.seconds
@@ -178,7 +178,7 @@ class OracleEviction:
 
 
 class Learner:
-    """What a gateway learns, and what it tells the node, as production's does."""
+    """Learns what a gateway learns, and tells the node's policy what production's gateway tells it."""
 
     def __init__(self, labels: Sequence[Label], policy: EvictionPolicy) -> None:
         self.gaps = TurnGaps()
@@ -200,7 +200,7 @@ class Learner:
 
 
 class LabelledGateway(SimGateway):
-    """A simulated gateway that learns."""
+    """Represents a simulated gateway that learns."""
 
     learner: Learner
 
@@ -212,7 +212,7 @@ class LabelledGateway(SimGateway):
 
 
 class WatchedStore(TreeStore):
-    """A pool that tells an oracle of tickets."""
+    """Represents a pool that tells an oracle of tickets."""
 
     def _pin_all(self, ticket, count: int) -> None:  # type: ignore[no-untyped-def]
         if isinstance(self.tree.policy, OracleEviction):
@@ -221,7 +221,7 @@ class WatchedStore(TreeStore):
 
 
 def make_policy(order: str, requests: Sequence[Request], clock: Clock) -> EvictionPolicy:
-    """The policy of an order of eviction."""
+    """Returns the policy of an order of eviction."""
     if order == "oracle":
         return OracleEviction(requests)
     if order == "lru":
@@ -232,7 +232,7 @@ def make_policy(order: str, requests: Sequence[Request], clock: Clock) -> Evicti
 
 
 def make_store(index: PrefixIndex, capacity: int, block_size: int, policy: EvictionPolicy) -> TreeStore:
-    """A pool with a policy."""
+    """Returns a pool with a policy."""
     store = WatchedStore("kv-0", index, capacity, block_size, policy)
     if isinstance(policy, RetentionEviction):
         policy.bind(store.tree, capacity * block_size // TRACE_BLOCK_TOKENS)
@@ -240,7 +240,7 @@ def make_store(index: PrefixIndex, capacity: int, block_size: int, policy: Evict
 
 
 def replayed(requests: Sequence[Request], labels: Sequence[Label], order: str, pool_tokens: int) -> float:
-    """The share of prompt tokens that are found where requests take as long as their lengths say; no fleet."""
+    """Returns the share of prompt tokens that are found where requests take as long as their lengths say; no fleet."""
     clock = Clock()
     policy = make_policy(order, requests, clock)
     store = make_store(PrefixIndex(), pool_tokens // BLOCK_TOKENS, BLOCK_TOKENS, policy)
@@ -315,7 +315,7 @@ def serve(
 
 
 def figures(records: Sequence[ClientRecord], labels: Sequence[Label]) -> dict[str, float]:
-    """Hits, and waits for the first token of agents and of the other tenants."""
+    """Returns the share of hits, and the waits for first tokens of agents and of the other tenants."""
     prompts = sum(record.request.prompt_tokens for record in records)
     others = [one.ttft_s for one in records if labels[one.request.number].tenant.startswith("chat")]
     agents = [one.ttft_s for one in records if labels[one.request.number].tenant.startswith("agent")]

@@ -422,7 +422,7 @@ def _request(
 
 
 def _hints(raw: Raw) -> str:
-    """Returns hints about KV as JSON; the gateway reads them."""
+    """Returns the JSON of a body's hints about KV, "" for none; the gateway reads it. Raises ApiError."""
     sent = _bounded(raw, "kv_hints", _MAX_HINTS_BYTES, _HINTS_BOUND)
     return "" if sent is None else bytes(raw).decode()
 

@@ -510,8 +510,8 @@ class FetchPace:
     # MAX_HALVINGS times.
     HALVING_S = 60.0
     MAX_HALVINGS = 10
-    # Fetches of about one size do not tell the time of a call from that of a block. So the line through the fetches is
-    # drawn towards one without a call, as if the sizes' variance along that one were this share of their squared mean.
+    # Fetches of about one size do not tell the time of a call from that of a block. Least squares therefore also count
+    # a line without a call time, with this share of the squared mean size as its weight.
     PROPORTIONAL = 0.01
 
     def __init__(self) -> None:

@@ -13,11 +13,9 @@ from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
-from pillion.gateway.http_api.json_objects import Ignored
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import Label, parse
-from pillion.gateway.http_api.sampling_body import Int
-from pillion.gateway.pooling.text_inputs import requests_of
+from pillion.gateway.http_api.openai_fields import parse
+from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
 from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.text_vectors import LabelledTexts
 from pillion.types import GenerateRequest
@@ -27,27 +25,16 @@ _EXAMPLE = {"model": "demo", "input": ["The sea is blue.", "The land is dry."]}
 VALUE_BYTES = 12
 
 
-class ClassifyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class ClassifyBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/classify.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
         input: a text, token ids, or a list of either, at most 2,048; each gets a label.
         use_activation: whether the values are probabilities; default true. False gives logits.
-        truncate_prompt_tokens: texts are cut to so many tokens, -1 to as many as the model takes; default: a text that
-            is too long is refused.
-        priority: smaller is more urgent.
-        cache_salt: only requests with the same salt share cached prefixes.
-        user: a label of at most 512 characters; nothing is stored.
     """
 
-    model: str = ""
     input: Raw
     use_activation: bool | None = None
-    truncate_prompt_tokens: Int | None = None
-    priority: Int = 0
-    cache_salt: str | None = None
-    user: Ignored[Label | None] = None
 
 
 def classify_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
@@ -91,10 +78,7 @@ class ClassifyApi:
 def _read(raw: bytes, request_id: str, most_ids: int) -> tuple[ClassifyBody, Mapping[str, str], list[GenerateRequest]]:
     """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, ClassifyBody)
-    shared = GenerateRequest(
-        model=body.model, cache_salt=body.cache_salt or "", request_id=request_id, priority=body.priority
-    )
-    return body, *requests_of(body.input, most_ids, shared)
+    return body, *requests_of(body.input, most_ids, body.shared(request_id))
 
 
 def _written(request_id: str, found: LabelledTexts) -> bytes:
@@ -107,13 +91,6 @@ def _written(request_id: str, found: LabelledTexts) -> bytes:
         }
         for n, values in enumerate(found.values)
     ]
-    tokens = found.usage.prompt_tokens
-    usage = {
-        "prompt_tokens": tokens,
-        "total_tokens": tokens,
-        "completion_tokens": 0,
-        "prompt_tokens_details": {"cached_tokens": found.usage.cached_tokens},
-    }
     return msgspec.json.encode(
         {
             "id": request_id,
@@ -121,6 +98,6 @@ def _written(request_id: str, found: LabelledTexts) -> bytes:
             "created": int(time.time()),
             "model": found.model,
             "data": data,
-            "usage": usage,
+            "usage": {**usage_of(found.usage), "completion_tokens": 0},
         }
     )

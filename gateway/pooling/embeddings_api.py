@@ -14,11 +14,10 @@ from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion
-from pillion.gateway.http_api.json_objects import Ignored
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import Label, parse
+from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.sampling_body import Int
-from pillion.gateway.pooling.text_inputs import requests_of
+from pillion.gateway.pooling.text_bodies import TextsBody, requests_of, usage_of
 from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.text_vectors import EmbeddedTexts
 from pillion.types import GenerateRequest
@@ -30,32 +29,21 @@ VALUE_BYTES = 12
 Encoding = Literal["float", "base64"]
 
 
-class EmbeddingsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
     """Describes the body of POST /v1/embeddings.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
         input: a text, token ids, or a list of either, at most 2,048; each gets a vector.
         encoding_format: "float", or "base64" of float32 values, least significant byte first; default "float".
         dimensions: how many values of each vector are wanted, from its first one on; default: all.
         prompt_name: which of the checkpoint's prompts stands before each text; default: the one that the checkpoint
             names, and "" for none.
-        truncate_prompt_tokens: texts are cut to so many tokens, -1 to as many as the model takes; default: a text that
-            is too long is refused.
-        priority: smaller is more urgent.
-        cache_salt: only requests with the same salt share cached prefixes.
-        user: a label of at most 512 characters; nothing is stored.
     """
 
-    model: str = ""
     input: Raw
     encoding_format: Encoding = "float"
     dimensions: Int | None = None
     prompt_name: str | None = None
-    truncate_prompt_tokens: Int | None = None
-    priority: Int = 0
-    cache_salt: str | None = None
-    user: Ignored[Label | None] = None
 
 
 def embedding_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:
@@ -102,10 +90,7 @@ def _read(
 ) -> tuple[EmbeddingsBody, Mapping[str, str], list[GenerateRequest]]:
     """Reads a body. Returns it, the client's names of its texts, and their requests. Raises ApiError."""
     body = parse(raw, EmbeddingsBody)
-    shared = GenerateRequest(
-        model=body.model, cache_salt=body.cache_salt or "", request_id=request_id, priority=body.priority
-    )
-    return body, *requests_of(body.input, most_ids, shared)
+    return body, *requests_of(body.input, most_ids, body.shared(request_id))
 
 
 def _written(found: EmbeddedTexts, encoding: Encoding) -> bytes:
@@ -114,10 +99,5 @@ def _written(found: EmbeddedTexts, encoding: Encoding) -> bytes:
         return vector.tolist() if encoding == "float" else base64.b64encode(vector.astype("<f4").tobytes()).decode()
 
     data = [{"object": "embedding", "index": n, "embedding": value(n)} for n in range(len(found.vectors))]
-    tokens = found.usage.prompt_tokens
-    usage = {
-        "prompt_tokens": tokens,
-        "total_tokens": tokens,
-        "prompt_tokens_details": {"cached_tokens": found.usage.cached_tokens},
-    }
-    return msgspec.json.encode({"object": "list", "data": data, "model": found.model, "usage": usage})
+    answer = {"object": "list", "data": data, "model": found.model, "usage": usage_of(found.usage)}
+    return msgspec.json.encode(answer)

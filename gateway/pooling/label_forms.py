@@ -12,6 +12,7 @@ That is how vLLM reads config.json, whose `id2label` names the labels.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,15 +58,20 @@ class LabelForm:
             raise Internal(f"a worker of another version gave {len(row)} numbers for {len(self.labels)} labels")
         if not activated or self.activation is Activation.NONE:
             return row
-        logits = row.astype(np.float64)
         if self.activation is Activation.SIGMOID or len(row) == 1:
-            # The exponential of what is not positive does not overflow.
-            grown = np.exp(-np.abs(logits))
-            found: Vector = (np.where(logits >= 0, 1.0, grown) / (1.0 + grown)).astype(np.float32)
-            return found
+            return np.array([sigmoid(float(logit)) for logit in row], np.float32)
+        logits = row.astype(np.float64)
         parts = np.exp(logits - logits.max())
         shares: Vector = (parts / parts.sum()).astype(np.float32)
         return shares
+
+
+def sigmoid(logit: float) -> float:
+    """Returns 1 / (1 + exp(-logit)), which is computed so that nothing overflows."""
+    if logit >= 0:
+        return 1.0 / (1.0 + math.exp(-logit))
+    grown = math.exp(logit)
+    return grown / (1.0 + grown)
 
 
 def read_label_form(folder: Path) -> LabelForm:

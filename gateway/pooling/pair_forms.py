@@ -27,7 +27,7 @@ import numpy as np
 
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
-from pillion.gateway.pooling.label_forms import label_rows
+from pillion.gateway.pooling.label_forms import label_rows, sigmoid
 from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.text_vectors import TextPair, Vector
@@ -111,7 +111,7 @@ class PairForm:
         if len(row) != max(len(self.rows.logits_of), 1):
             raise Internal(f"a worker of another version gave {len(row)} numbers for a score")
         logit = float(row[0]) - (float(row[1]) if len(row) > 1 else 0.0)
-        return _sigmoid(logit) if self.activated else logit
+        return sigmoid(logit) if self.activated else logit
 
 
 def cosine(one: Vector, other: Vector) -> float:
@@ -195,11 +195,3 @@ def _activated(folder: Path, own: Any, config: Any) -> bool:
 def _instruction(folder: Path, own: Any) -> str:
     prompts, default = prompts_of(folder, own)
     return prompts[default] if default else ""
-
-
-def _sigmoid(logit: float) -> float:
-    """Returns 1 / (1 + exp(-logit)), which is computed so that nothing overflows."""
-    if logit >= 0:
-        return 1.0 / (1.0 + math.exp(-logit))
-    grown = math.exp(logit)
-    return grown / (1.0 + grown)

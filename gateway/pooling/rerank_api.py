@@ -20,10 +20,10 @@ from pillion.config import GatewayFlags
 from pillion.errors import PillionError
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
 from pillion.gateway.http_api.http_errors import from_pillion, refused
-from pillion.gateway.http_api.json_objects import Ignored
 from pillion.gateway.http_api.model_calls import ModelCalls
-from pillion.gateway.http_api.openai_fields import Label, parse
+from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.sampling_body import Int
+from pillion.gateway.pooling.text_bodies import TextsBody, usage_of
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import GatewayVectors
 from pillion.gateway.text_vectors import ScoredPairs, TextPair
@@ -49,27 +49,16 @@ class DocumentBody(msgspec.Struct, forbid_unknown_fields=True):
     text: str
 
 
-class PairsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
-    """Describes the fields that the bodies of both pages have.
+class PairsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
+    """Describes the fields that the bodies of both kinds of pages have.
 
     Attributes:
-        model: the served model's name; may be left out where one model is served.
-        truncate_prompt_tokens: texts are cut to so many tokens, -1 to as many as the model takes; where query and
-            document are one text, the document is cut. Default: what is too long is refused.
         max_tokens_per_doc: documents are cut to so many tokens; 0, the default, cuts none.
         instruction: what a reranker is told to look for; default: what its checkpoint says.
-        priority: smaller is more urgent.
-        cache_salt: only requests with the same salt share cached prefixes.
-        user: a label of at most 512 characters; nothing is stored.
     """
 
-    model: str = ""
-    truncate_prompt_tokens: Int | None = None
     max_tokens_per_doc: Int = 0
     instruction: str | None = None
-    priority: Int = 0
-    cache_salt: str | None = None
-    user: Ignored[Label | None] = None
 
 
 class RerankBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
@@ -194,7 +183,7 @@ def _read_rerank(raw: bytes, request_id: str) -> AskedPairs:
     for n, field in enumerate(documents):
         names[f"inputs[{n}]"] = names[f"inputs[{n}].document"] = field
     pairs = tuple(TextPair(query, document) for document in documents.values())
-    return AskedPairs(body, pairs, _shared(body, request_id), names)
+    return AskedPairs(body, pairs, body.shared(request_id), names)
 
 
 def _read_score(raw: bytes, request_id: str) -> AskedPairs:
@@ -208,7 +197,7 @@ def _read_score(raw: bytes, request_id: str) -> AskedPairs:
     for n, ((query, _), document) in enumerate(zip(asked, second, strict=True)):
         names |= {f"inputs[{n}].query": query, f"inputs[{n}].document": document, f"inputs[{n}]": document}
     pairs = tuple(TextPair(query, document) for (_, query), document in zip(asked, second.values(), strict=True))
-    return AskedPairs(body, pairs, _shared(body, request_id), names)
+    return AskedPairs(body, pairs, body.shared(request_id), names)
 
 
 def _read(raw: bytes, kind: type[B]) -> B:
@@ -232,12 +221,6 @@ def _filled(text: str, field: str) -> str:
     if not text:
         raise refused(field, "it is empty")
     return text
-
-
-def _shared(body: PairsBody, request_id: str) -> GenerateRequest:
-    return GenerateRequest(
-        model=body.model, cache_salt=body.cache_salt or "", request_id=request_id, priority=body.priority
-    )
 
 
 def _ranked(asked: AskedPairs, found: ScoredPairs, with_texts: bool) -> list[dict[str, Any]]:
@@ -277,17 +260,12 @@ def _write_cohere(request_id: str, asked: AskedPairs, found: ScoredPairs) -> byt
 
 def _write_score(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
     data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
-    usage = {
-        **_usage(found),
-        "completion_tokens": 0,
-        "prompt_tokens_details": {"cached_tokens": found.usage.cached_tokens},
-    }
     answer = {
         "id": request_id,
         "object": "list",
         "created": int(time.time()),
         "model": found.model,
         "data": data,
-        "usage": usage,
+        "usage": {**usage_of(found.usage), "completion_tokens": 0},
     }
     return msgspec.json.encode(answer)

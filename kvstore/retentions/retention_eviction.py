@@ -37,8 +37,8 @@ from pillion.kvstore.ledger.tree import BlockTree
 # One node has at most so many retentions, of some 300 bytes each, and one owner at most MAX_OWNER_RETENTIONS of them.
 MAX_RETENTIONS = 4096
 MAX_OWNER_RETENTIONS = 1024
-# Of a chain that is not whole in the pool when it is retained, or not released when it is let go, so many blocks are
-# waited for; of all chains that are let go, MAX_LET_GO_LATER.
+# A chain may not be whole in the pool when it is retained, or not released when it is let go: the policy waits for so
+# many of its blocks, and for MAX_LET_GO_LATER blocks of all chains that are let go.
 MAX_WAITS = 64
 MAX_LET_GO_LATER = 8192
 # Whoever expects a chain's use later than this expects nothing.

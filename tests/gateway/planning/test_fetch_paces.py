@@ -13,7 +13,7 @@ from pillion.gateway.planning.split_decision import Fetched
 from tests.support.examples import examples
 from tests.support.planner_components import BLOCK, decode, node, snapshot
 
-# Of a fetch: the round trips that it waits for, and the size of a block.
+# A fetch waits for so many round trips, and its blocks have this size.
 ROUND_TRIPS, BLOCK_BYTES = 3, 256 * 1024
 SIZES = (4, 40, 8, 64, 16, 100, 30)
 

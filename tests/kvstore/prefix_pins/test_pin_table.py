@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 
 import pytest
@@ -11,11 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from pillion.errors import InvalidRequest, Overloaded
-from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.eviction import make_policy
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
-from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import SESSION
 from pillion.kvstore.prefix_pins.pin_table import (
     MAX_OWNER_PREFIX_PINS,
     MAX_PREFIX_PIN_S,
@@ -23,32 +19,19 @@ from pillion.kvstore.prefix_pins.pin_table import (
     PrefixPinTable,
     PrefixPinWish,
 )
-from pillion.v1.kvnode_pb2 import CommitRun
 from tests.support.examples import examples
+from tests.support.serving_pool import NUM_SLOTS, TOKENS, ServingPool, prompt
 
-NUM_SLOTS = 12
 # Shares of the pool that all owners, and one, may have prefix-pinned: 9 and 6 blocks.
 PERCENTS = 75, 50
 OWNERS = ("a", "b")
-# Beginnings of three texts, so that most chains share blocks, and many are each other's beginning.
-TEXTS = ([0] * 7, [0, 0, 1, 1, 1, 1, 1], [2] * 7)
-TOKENS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 7))
 
 
-def prompt(*tokens: int) -> list[bytes]:
-    return split_hashes(chain_hashes(bytes(32), tokens, 1))
-
-
-class PinnedPool:
-    """A ledger with one caller, which serves prompts whole. It tells of each eviction what was left to evict."""
+class PinnedPool(ServingPool):
+    """A pool with prefix pins, which looks at each eviction whether a block without a pin was left to evict."""
 
     def __init__(self, policy: str = "lru", num_slots: int = NUM_SLOTS, percents: tuple[int, int] = PERCENTS) -> None:
-        self.ledger = Ledger(
-            itertools.count(1).__next__, 0, make_policy(policy), lambda tree: PrefixPinTable(tree, *percents)
-        )
-        self.ledger.shape(num_slots)
-        self.epoch = self.ledger.attach("one", SESSION)
-        self.nonces = itertools.count(1)
+        super().__init__(make_policy(policy), num_slots, lambda tree: PrefixPinTable(tree, *percents))
         evict = self.ledger.tree.evict
 
         def watched_evict() -> object:
@@ -58,27 +41,6 @@ class PinnedPool:
             return block
 
         self.ledger.tree.evict = watched_evict  # type: ignore[method-assign, assignment]
-
-    def open(self, hashes: list[bytes]) -> int | None:
-        """Serves a prompt and returns its ticket; None where memory is short."""
-        ticket = self.ledger.admit(self.epoch, next(self.nonces), hashes, len(hashes))
-        if ticket is None:
-            return None
-        left = hashes[ticket.blocks :]
-        slots = self.ledger.adopt(self.epoch, ticket.ticket_id, len(left)).leased_slots
-        if left:
-            run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))
-            [result] = self.ledger.commit(self.epoch, [run])
-            assert not result.refusal
-        return ticket.ticket_id
-
-    def serve(self, *tokens: int) -> None:
-        ticket_id = self.open(prompt(*tokens))
-        assert ticket_id is not None
-        self.ledger.release(self.epoch, [ticket_id])
-
-    def blocks(self, *tokens: int) -> int:
-        return self.ledger.tree.longest_prefix(prompt(*tokens)).blocks
 
     def pin_prefix(self, owner: str, name: str, *tokens: int, ttl_s: float = 100.0, **fields: bool) -> PrefixPin:
         hashes = prompt(*tokens)

@@ -1,0 +1,65 @@
+"""A small pool that serves prompts of few texts, for tests of what is evicted and of what stays."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from hypothesis import strategies as st
+
+from pillion.kvstore.hashing import chain_hashes, split_hashes
+from pillion.kvstore.ledger.eviction import EvictionPolicy
+from pillion.kvstore.ledger.ledger import Ledger
+from pillion.kvstore.ledger.ledger_pins import LedgerPins
+from pillion.kvstore.ledger.records import SESSION
+from pillion.kvstore.ledger.tree import BlockTree
+from pillion.v1.kvnode_pb2 import CommitRun
+
+NUM_SLOTS = 12
+# Beginnings of three texts, so that most chains share blocks, and many are each other's beginning.
+TEXTS = ([0] * 7, [0, 0, 1, 1, 1, 1, 1], [2] * 7)
+TOKENS = st.builds(lambda text, length: text[:length], st.sampled_from(TEXTS), st.integers(1, 7))
+
+
+def prompt(*tokens: int) -> list[bytes]:
+    """Returns the hashes of a prompt whose blocks have one token each."""
+    return split_hashes(chain_hashes(bytes(32), tokens, 1))
+
+
+class ServingPool:
+    """A ledger with one caller, which serves prompts whole."""
+
+    def __init__(
+        self,
+        policy: EvictionPolicy,
+        num_slots: int = NUM_SLOTS,
+        pins: Callable[[BlockTree], LedgerPins] = lambda tree: LedgerPins(),
+    ) -> None:
+        self.ledger = Ledger(itertools.count(1).__next__, 0, policy, pins)
+        self.ledger.shape(num_slots)
+        self.epoch = self.ledger.attach("one", SESSION)
+        self.nonces = itertools.count(1)
+
+    def open(self, hashes: list[bytes]) -> int | None:
+        """Serves a prompt and returns its ticket; None where memory is short."""
+        ticket = self.ledger.admit(self.epoch, next(self.nonces), hashes, len(hashes))
+        if ticket is None:
+            return None
+        left = hashes[ticket.blocks :]
+        slots = self.ledger.adopt(self.epoch, ticket.ticket_id, len(left)).leased_slots
+        if left:
+            run = CommitRun(ticket_id=ticket.ticket_id, slots=slots, block_hashes=b"".join(left))
+            [result] = self.ledger.commit(self.epoch, [run])
+            assert not result.refusal
+        return ticket.ticket_id
+
+    def close(self, ticket_id: int) -> None:
+        self.ledger.release(self.epoch, [ticket_id])
+
+    def serve(self, *tokens: int) -> None:
+        ticket_id = self.open(prompt(*tokens))
+        assert ticket_id is not None
+        self.close(ticket_id)
+
+    def blocks(self, *tokens: int) -> int:
+        return self.ledger.tree.longest_prefix(prompt(*tokens)).blocks
