@@ -1,35 +1,22 @@
-"""Runs a decode worker as a component, and its service Decode.Connect: commands in, batches of deltas out.
+"""Runs a decode worker as a component, whose service Decode.Connect takes every stream.
 
 ``pillion decode`` and tests call :func:`start_decode`. What happens to a command is in
-:mod:`pillion.decode_service.session`.
+:mod:`pillion.engine.streams.stream_session`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator
-from functools import partial
-from typing import Any
-
-import grpc
 
 from pillion.config import AUTO, DecodeFlags
-from pillion.decode_service.session import DecodeSession
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loading import BackendFactory, load_model
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS
-from pillion.engine.worker import worker_epoch
+from pillion.engine.streams.stream_servicer import DecodeServicer
+from pillion.engine.streams.stream_session import StreamLimits
 from pillion.engine.worker.worker import AT_ONCE, Worker
 from pillion.engine.worker.worker_feature import StartTurn
 from pillion.engine.worker.worker_server import WorkerServer, serve
-from pillion.errors import InvalidRequest
-from pillion.v1 import decode_pb2, decode_pb2_grpc
-from pillion.wire.common import check_hello
-
-log = logging.getLogger("pillion.decode")
-
-SERVICE_NAME = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 
 
 async def start_decode(
@@ -49,75 +36,5 @@ async def start_decode(
         backend_factory=backend_factory,
         turn=turn,
     )
-    servicer = DecodeServicer(worker, flags.max_num_seqs + flags.max_waiting_seqs)
-    add_to = partial(decode_pb2_grpc.add_DecodeServicer_to_server, servicer)
-    return await serve(worker, SERVICE_NAME, add_to, servicer.finish)
-
-
-class DecodeServicer(decode_pb2_grpc.DecodeServicer):
-    """Serves gateways' connections; ``max_streams`` bounds the streams of all of them."""
-
-    def __init__(self, worker: Worker, max_streams: int) -> None:
-        self._worker = worker
-        self._max_streams = max_streams
-        self._adopting: dict[asyncio.Task[None], int] = {}
-        self._sessions: dict[DecodeSession, None] = {}
-
-    def finish(self) -> None:
-        """Let every connection end once its last deltas are out."""
-        for session in self._sessions:
-            session.finish()
-
-    async def Connect(  # noqa: N802
-        self,
-        request_iterator: AsyncIterator[decode_pb2.DecodeCommand],
-        context: grpc.aio.ServicerContext[Any, Any],
-    ) -> AsyncIterator[decode_pb2.DecodeBatch]:
-        """Serves one gateway's connection."""
-        session = DecodeSession(self._worker, self._max_streams, self._adopting)
-        self._sessions[session] = None
-        # Two ways to notice the connection's end: the callback while a message is sent, finally otherwise.
-        context.add_done_callback(lambda *_: session.close())  # type: ignore[arg-type]  # the stubs name its arguments
-        await context.send_initial_metadata(())
-        reader = asyncio.create_task(_read(request_iterator, session))
-        teller = asyncio.create_task(_tell_queued(session))
-        try:
-            async for batch in session.deltas():
-                yield batch
-            if reader.done():
-                await reader
-        finally:
-            session.close()
-            self._sessions.pop(session, None)
-            reader.cancel()
-            teller.cancel()
-
-
-async def _tell_queued(session: DecodeSession) -> None:
-    """Lets the gateway hear of streams that wait, as long as the connection lasts."""
-    while True:
-        await asyncio.sleep(worker_epoch.QUEUE_HEARTBEAT_MS / 1000)
-        try:
-            await session.tell_queued()
-        except Exception:
-            # Without signs of life, a gateway would take a long line for a worker that hangs.
-            log.exception("streams that wait could not be told so")
-
-
-async def _read(commands: AsyncIterator[decode_pb2.DecodeCommand], session: DecodeSession) -> None:
-    """Feeds the session until the gateway's side ends; then the session ends."""
-    try:
-        greeted = False
-        async for command in commands:
-            kind = command.WhichOneof("command")
-            if not greeted:
-                if kind != "hello":
-                    raise InvalidRequest("the first command of a connection is a hello")
-                check_hello(command.hello)
-                greeted = True
-            elif kind == "submit":
-                await session.submit(command.submit)
-            elif kind == "cancel":
-                session.cancel(command.cancel.key)
-    finally:
-        session.close()
+    limits = StreamLimits(flags.max_num_seqs + flags.max_waiting_seqs, "--max-num-seqs + --max-waiting-seqs")
+    return await serve(worker, DecodeServicer(worker, limits).service)

@@ -2,6 +2,7 @@
 
     scheduling/    which tokens run in the next step, and which sequence owns which slot; sans-IO
     worker/        asyncio's side of a worker: its place at a KV node, the step thread, tickets, heartbeats
+    streams/       a worker's door for streams: their connections, submits and deltas
     models/        model families, and the decoder that all of them share
     checkpoints/   weights and configurations on disk
     quantized/     checkpoints in few bits, and plain weights that are quantized here
@@ -18,6 +19,6 @@
     backends/      a step on a device: torch, cpu, gpu
 
 Open first: scheduling/scheduler.py for a decision, worker/step_loop.py for the loop schedule -> launch -> wait ->
-commit. It has no gRPC service (prefill_service, decode_service), no HTTP, and no block's life beyond this worker
+commit. It has no process of its own (prefill_service, decode_service), no HTTP, and no block's life beyond this worker
 (kvstore).
 """

@@ -6,5 +6,6 @@ Open first: prefill_run.py, which follows one prefill range from its ticket to i
     prefill_server.py   starts a prefill worker; the gRPC service Prefill.RunPrefill
     prefill_run.py      one prefill range: checked, ticket adopted, run, acknowledged
 
-It has no sampling, no client and no scheduling policy: pillion.engine.scheduling decides what runs in a step.
+Texts that end with a vector come in by pillion.engine.streams, as streams of a decode worker do. It has no sampling,
+no client and no scheduling policy: pillion.engine.scheduling decides what runs in a step.
 """

@@ -1,5 +1,5 @@
 """Runs a prefill worker as a component, and its service Prefill.RunPrefill: a prefill range in, an acknowledgement for
-each committed chunk out.
+each committed chunk out. Its service Decode.Connect takes texts that end with a vector, and computes them whole.
 
 ``pillion prefill`` and tests call :func:`start_prefill`. What happens to a prefill range is in
 :mod:`pillion.prefill_service.prefill_run`.
@@ -18,9 +18,11 @@ import grpc
 from pillion.config import PrefillFlags
 from pillion.engine.backends.devices import with_budgets
 from pillion.engine.backends.loading import BackendFactory, load_model
+from pillion.engine.streams.stream_servicer import DecodeServicer
+from pillion.engine.streams.stream_session import StreamLimits
 from pillion.engine.worker.worker import AT_ONCE, Worker
 from pillion.engine.worker.worker_feature import StartTurn
-from pillion.engine.worker.worker_server import WorkerServer, serve
+from pillion.engine.worker.worker_server import Service, WorkerServer, serve
 from pillion.errors import Overloaded
 from pillion.observability import telemetry
 from pillion.prefill_service.prefill_run import PrefillRun, check_range
@@ -48,7 +50,12 @@ async def start_prefill(
         turn=turn,
     )
     servicer = PrefillServicer(worker, flags.max_waiting_prefills)
-    return await serve(worker, SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))
+    services = [Service(SERVICE_NAME, partial(prefill_pb2_grpc.add_PrefillServicer_to_server, servicer))]
+    if worker.gives_vectors:
+        # A text that ends with a vector needs nothing of a decode worker, whose streams it would delay.
+        limits = StreamLimits(flags.max_waiting_prefills, "--max-waiting-prefills", vectors_alone=True)
+        services.append(DecodeServicer(worker, limits).service)
+    return await serve(worker, *services)
 
 
 class PrefillServicer(prefill_pb2_grpc.PrefillServicer):

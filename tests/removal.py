@@ -20,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterable, Sequence
 
 from pillion.rooms import ROOMS, Room
@@ -36,6 +37,9 @@ PAGE = pathlib.Path("docs/rooms.md")
 # no name twice and no forbidden import that the whole tree has not. Pages and the walkthrough name what is gone.
 TESTS = ("tests/test_structure.py::test_a_package_has_a_map", "tests/core")
 LOG = "removal.log"
+# Python 3.11 counts how deep trees are over all threads, and fails where two threads parse at once: CPython's issue
+# 106905.
+PARSING = threading.Lock()
 # Forks for each tree that it is told of, and says how the tests there ended. What it has imported is in no tree, and
 # takes longer to import than the tests run.
 FORKS = f"""
@@ -203,7 +207,8 @@ def run(names: Sequence[str], tests: TreeTests, keep: pathlib.Path | None = None
         if (ROOT / TYPES).exists():
             shutil.copytree(ROOT / TYPES, root / TYPES, dirs_exist_ok=True)
         rooms = with_dependents(names)
-        lines, beside = remove(rooms, root)
+        with PARSING:
+            lines, beside = remove(rooms, root)
         also = [room.name for room in rooms if room.name not in names]
         went = f"{', '.join(names)}: {lines} lines{f', with {also}' if also else ''}"
         print(f"{went}; beside it {len(beside)} files that import it")

@@ -31,6 +31,7 @@ import msgspec
 
 from pillion._version import VERSION
 from pillion.config import WorkerFlags, refuse_missing_rooms
+from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.backends.loading import BackendFactory, LoadedModel, load_model, thread_count
 from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.scheduler import Scheduler, scored_rows
@@ -255,6 +256,7 @@ class Worker:
             block_bytes=self.model.backend.layout.block_bytes,
             state_pages=self.model.backend.layout.state_pages,
             working_pages=self.model.backend.layout.working_pages,
+            gives_vectors=self.gives_vectors,
         )
 
     # Servicers call the following methods.
@@ -272,6 +274,11 @@ class Worker:
         """Returns how many slots a sequence needs: those of its tokens' blocks, one for the next token's, and those of
         its states."""
         return tokens // self.block_size + 1 + self.model.backend.layout.working_pages
+
+    @property
+    def gives_vectors(self) -> bool:
+        """Says whether streams may end with the vector of their text, whatever the role."""
+        return gives_vectors(self.model.backend)
 
     def check_open(self) -> None:
         """Raises Unavailable when no new work is taken."""

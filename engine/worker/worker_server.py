@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from typing import NamedTuple
 
 import grpc
 
@@ -23,42 +24,47 @@ log = logging.getLogger("pillion.worker")
 LAST_MESSAGES_S = 0.5
 
 
-class WorkerServer:
-    """Represents a running worker that serves at ``address``. ``finish`` sends the last messages of the connections
-    that clients keep open, and ends them; it is called when the worker has drained."""
+class Service(NamedTuple):
+    """Describes a gRPC service of a worker: ``add_to`` registers its servicer. ``finish`` sends the last messages of
+    the connections that clients keep open, and ends them; it is called when the worker has drained."""
 
-    def __init__(self, worker: Worker, server: RunningServer, finish: Callable[[], None]) -> None:
+    name: str
+    add_to: Callable[[grpc.aio.Server], None]
+    finish: Callable[[], None] = lambda: None
+
+
+class WorkerServer:
+    """Represents a running worker that serves at ``address``."""
+
+    def __init__(self, worker: Worker, server: RunningServer, services: Sequence[Service]) -> None:
         self.worker = worker
         self.meters = worker.meters
         self.address = server.address
         self.wait_failed = worker.wait_failed
         self._server = server
-        self._finish = finish
+        self._services = services
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Takes no more work, gives running sequences ``grace_s`` seconds, then ends the worker and its server."""
         await self.worker.drain(grace_s)
-        self._finish()
+        for service in self._services:
+            service.finish()
         # A client that a failed worker leaves without a last message learns as much from the end of the connection, and
         # somebody may be waiting for the process that comes after this one.
         await self._server.stop(0.0 if self.worker.failed else LAST_MESSAGES_S)
         await self.worker.close()
 
 
-async def serve(
-    worker: Worker,
-    service_name: str,
-    add_to: Callable[[grpc.aio.Server], None],
-    finish: Callable[[], None] = lambda: None,
-) -> WorkerServer:
-    """Serves and announces the worker; ``add_to`` registers its servicer. Raises ConfigError, with the worker closed,
-    where its address is in use."""
+async def serve(worker: Worker, *services: Service) -> WorkerServer:
+    """Serves and announces the worker. Raises ConfigError, with the worker closed, where its address is in use."""
     flags = worker.flags
     async with AsyncExitStack() as undo:
         undo.push_async_callback(worker.close)
         try:
             credentials = internal_credentials(flags.listen)
-            server = await start_server(flags.listen, [(service_name, add_to)], credentials=credentials)
+            server = await start_server(
+                flags.listen, [(service.name, service.add_to) for service in services], credentials=credentials
+            )
         except OSError as error:
             raise ConfigError(str(error)) from None
         undo.push_async_callback(server.stop, 0.0)
@@ -67,4 +73,4 @@ async def serve(
         undo.pop_all()
     worker.announce(address)
     log.info("%s serves at %s", worker.component_id, server.address)
-    return WorkerServer(worker, server, finish)
+    return WorkerServer(worker, server, services)

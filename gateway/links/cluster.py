@@ -426,11 +426,18 @@ class Cluster:
         return link
 
     def decode(self, component_id: str) -> DecodeLink:
-        """Returns the link to a decode worker. Raises Unavailable."""
+        """Returns the connection for streams to a worker, which is a decode worker or takes texts. Raises
+        Unavailable."""
         link = self._links["decode"].get(component_id)
         if not isinstance(link, DecodeLink) or component_id in self.view.fenced:
-            raise Unavailable(f"decode worker {component_id} is gone")
+            raise Unavailable(f"worker {component_id} is gone")
         return link
+
+    def text_workers(self, components: Iterable[ComponentRecord]) -> frozenset[str]:
+        """Returns the prefill workers among ``components`` to which whole texts can be submitted now, by component
+        id."""
+        prefills = (one.component_id for one in components if one.role == "prefill")
+        return frozenset(one for one in prefills if (link := self._links["decode"].get(one)) is not None and link.alive)
 
     async def far_hits(
         self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord]
@@ -522,8 +529,8 @@ class Cluster:
             return
         wanted: dict[str, dict[str, ComponentRecord]] = {role: {} for role in LINKS}
         for record in self.view:
-            if record.role in LINKS:
-                wanted[record.role][_link_name(record)] = record
+            for role in _link_roles(record):
+                wanted[role][_link_name(record)] = record
         self._synced_places = self.view.places
         for role, links in self._links.items():
             for name in links.keys() - wanted[role].keys():
@@ -551,6 +558,14 @@ class Cluster:
         closing = asyncio.create_task(link.aclose())
         self._closing[closing] = None
         closing.add_done_callback(lambda done: self._closing.pop(done, None))
+
+
+def _link_roles(record: ComponentRecord) -> tuple[str, ...]:
+    """Returns the roles as which this gateway calls a component. A prefill worker that takes texts has a connection for
+    their streams, as a decode worker has."""
+    if record.role == "prefill" and record.gives_vectors:
+        return "prefill", "decode"
+    return (record.role,) if record.role in LINKS else ()
 
 
 def _link_name(record: ComponentRecord) -> str:

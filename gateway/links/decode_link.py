@@ -1,4 +1,5 @@
-"""Carries all of this gateway's streams to a decode worker over one connection, a batch of deltas per step.
+"""Carries all of this gateway's streams to a worker over one connection, a batch of deltas per step. A decode worker
+takes every stream, and a prefill worker those that end with a vector.
 
 connecting --stream up, hello sent--> alive --stream breaks--> every sink gets an error --> connecting
 """
@@ -34,7 +35,7 @@ Sink = Callable[[DecodeDelta], None]
 
 
 class DecodeLink:
-    """Represents the link to one decode worker. Sinks are called on the event loop and must not block."""
+    """Represents the connection for streams to one worker. Sinks are called on the event loop and must not block."""
 
     def __init__(self, record: ComponentRecord, gateway_id: str) -> None:
         self.component_id = record.component_id
@@ -45,7 +46,7 @@ class DecodeLink:
         self._commands: asyncio.Queue[decode_pb2.DecodeCommand] | None = None
         self._sinks: dict[int, Sink] = {}
         self._keys = itertools.count(1)
-        self._defects = Defects(f"the connection to decode worker {self.component_id}")
+        self._defects = Defects(f"the connection to worker {self.component_id}")
         self._upkeep = asyncio.create_task(self._keep_connected(), name=f"connection to {self.component_id}")
 
     @property
@@ -81,18 +82,18 @@ class DecodeLink:
             log.debug("cancel of a stream on %s: %s", self.component_id, error.message)
 
     async def aclose(self) -> None:
-        """Ends the connection to the decode worker, which cancels what was submitted on it."""
+        """Ends the connection to the worker, which cancels what was submitted on it."""
         self._upkeep.cancel()
         await asyncio.gather(self._upkeep, return_exceptions=True)
         await self._channel.close()
 
     def _send(self, command: decode_pb2.DecodeCommand) -> None:
         if self._commands is None:
-            raise Unavailable(f"decode worker {self.component_id} does not answer")
+            raise Unavailable(f"worker {self.component_id} does not answer")
         try:
             self._commands.put_nowait(command)
         except asyncio.QueueFull:
-            raise Overloaded(f"{MAX_QUEUED_COMMANDS} commands wait for decode worker {self.component_id}") from None
+            raise Overloaded(f"{MAX_QUEUED_COMMANDS} commands wait for worker {self.component_id}") from None
 
     async def _keep_connected(self) -> None:
         while True:
@@ -150,15 +151,15 @@ class DecodeLink:
         self._commands = None
         sinks, self._sinks = self._sinks, {}
         if sinks:
-            log.warning("decode worker %s lost with %d streams: %s", self.component_id, len(sinks), reason)
+            log.warning("worker %s lost with %d streams: %s", self.component_id, len(sinks), reason)
         for key, sink in sinks.items():
-            message = f"decode worker {self.component_id} was lost: {reason}"
+            message = f"worker {self.component_id} was lost: {reason}"
             error = DecodeError(code=Unavailable.code, message=message, retryable=True)
             sink(DecodeDelta(key=key, error=error, broken=len(sinks) if broke else 0))
 
 
 async def _write_all(call: Any, commands: asyncio.Queue[decode_pb2.DecodeCommand], defects: Defects) -> None:
-    """Writes commands to the decode worker one after the other. The task that reads deltas reports a broken
+    """Writes commands to the worker one after the other. The task that reads deltas reports a broken
     connection."""
     try:
         while True:

@@ -223,7 +223,8 @@ class AssignedLoad:
     def assign_plan(self, plan: RequestPlan, done_tokens: int = 0) -> None:
         """Replaces this answer's share by what a plan gives to its workers. ``done_tokens`` says how far its prefill
         range has been acknowledged."""
-        amounts = {plan.decode.component_id: (1, plan.prompt_tokens - plan.split_tokens)}
+        tail = plan.prompt_tokens - plan.split_tokens
+        amounts = {plan.decode.component_id: (tail if plan.on_prefill_worker else 1, tail)}
         if plan.prefill is not None and plan.chunks:
             left = max(0, plan.split_tokens - max(done_tokens, plan.cached_tokens))
             amounts[plan.prefill.component_id] = left, left

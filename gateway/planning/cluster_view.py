@@ -352,6 +352,8 @@ class ClusterSnapshot:
         adapter: digest of the request's adapter; "" for the model alone.
         own_adapters: workers that this gateway has lately sent requests with this adapter, by component id.
         state_pages, working_pages: slots of a state, and of those of a running sequence; 0 for a model without them.
+        text_workers: prefill workers that may compute the whole request, by component id, because it ends with a
+            vector; none where it generates.
     """
 
     model: str
@@ -380,6 +382,7 @@ class ClusterSnapshot:
     own_adapters: Set[str] = frozenset()
     state_pages: int = 0
     working_pages: int = 0
+    text_workers: Set[str] = frozenset()
 
     @property
     def limit_blocks(self) -> int:

@@ -6,7 +6,10 @@
 Cached blocks may lie on other nodes, on a disk or in a bucket: they are fetched before the split is settled, if that is
 worth it. A prefill worker of another node is taken where the decode worker's node has none.
 
-The plans differ in ``split`` alone: ``split = cached`` is co-located serving, the last whole block is full
+A request that ends with a vector has no split: one worker computes it whole. A prefill worker is taken where one can
+be, because there it delays nobody's stream.
+
+Otherwise the plans differ in ``split`` alone: ``split = cached`` is co-located serving, the last whole block is full
     disaggregation.
 This always holds: cached <= split <= the last whole block that ends at or before N - 1, or before the first token whose
 log probability is asked, because only the decode worker has logits, and nobody computes them twice. The policy decides
@@ -53,6 +56,7 @@ class RequestPlan:
     """Describes the plan of one attempt of a request. ``chunks`` add up to ``split_tokens - cached_tokens``; empty
     means no prefill worker.
 
+    ``decode`` gives the answer: a decode worker, or a prefill worker that computes the whole of a text for its vector.
     ``prefill`` may be on another node than ``node_id``, which is the decode worker's. ``sources`` are the nodes that
     have something of the prompt, the longest first. ``split_decision`` settles the split.
     ``limit_blocks`` blocks may be found or left to a prefill worker: whole blocks that end at or before N - 1, or
@@ -83,6 +87,11 @@ class RequestPlan:
     def remote(self) -> bool:
         """Says whether the prefill worker computes into another pool than the decode worker reads."""
         return self.prefill is not None and self.prefill.node_id != self.node_id
+
+    @property
+    def on_prefill_worker(self) -> bool:
+        """Says whether a prefill worker computes the whole request."""
+        return self.decode.role == "prefill"
 
     @property
     def alone(self) -> bool:
@@ -122,7 +131,8 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
     # A node that failed this request is used only where every decode worker is on such a node, and then its prefill
     # workers are used too.
     reached = nodes | ({component.node_id for component in usable} if least[1] else frozenset())
-    decision = choose(snapshot, usable, snapshot.prefill_workers(reached), nodes)
+    texts = any(component.role == "prefill" for component in usable)
+    decision = choose(snapshot, usable, [] if texts else snapshot.prefill_workers(reached), nodes)
     route = decision.route
     node_id = route.decode.component.node_id
     fixed = snapshot.policy.share is not None
@@ -212,8 +222,12 @@ def plan_fetch(
 
 
 def _with_live_node(snapshot: ClusterSnapshot) -> list[ComponentRecord]:
-    """Returns decode workers whose node lives. Raises Unavailable."""
+    """Returns the workers that can give the answer and whose node lives: decode workers or, for a text that ends with a
+    vector, prefill workers that take it, unless each of them failed it before. Raises Unavailable."""
     nodes = {component.node_id for component in snapshot.components if component.role == "kvnode"}
+    texts = [one for one in snapshot.components if one.component_id in snapshot.text_workers and one.node_id in nodes]
+    if texts := [one for one in texts if not any(_avoidance(snapshot, one))]:
+        return texts
     workers = [component for component in snapshot.components if component.role == "decode"]
     if not workers:
         raise Unavailable(f"no decode worker of model {snapshot.model!r} lives")

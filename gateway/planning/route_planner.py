@@ -99,10 +99,14 @@ class RoutePlanner:
                 workers.add(decided.prefill.component_id)
             self.sent_adapters.note(seen.adapter, workers, now)
         if first:
-            self.demand.note(now, bool(decided.chunks), decided.prompt_tokens - decided.cached_tokens)
+            whole = decided.on_prefill_worker
+            self.demand.note(now, whole or bool(decided.chunks), decided.prompt_tokens - decided.cached_tokens)
             if not background:
-                prompt = PlannedPrompt(decided.cached_tokens, decided.split_tokens, decided.prompt_tokens)
+                split = decided.prompt_tokens if whole else decided.split_tokens
+                prompt = PlannedPrompt(decided.cached_tokens, split, decided.prompt_tokens)
                 self.forecaster.planned(seen.model, prompt)
-        if decided.policy.share is None and decided.cached_blocks < decided.limit_blocks:
+        # A text that a prefill worker computes whole shows nothing of what a prompt's split is worth.
+        sticky = decided.policy.share is None and not decided.on_prefill_worker
+        if sticky and decided.cached_blocks < decided.limit_blocks:
             self._sticky_choices.note(seen.model, unknown, bool(decided.chunks))
         return decided

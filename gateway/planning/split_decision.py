@@ -101,7 +101,9 @@ class SplitDecision:
         if cached_blocks == limit_blocks:
             return cached_blocks, f"nothing to share out; {self.words}; {prefix}"
         if prefill is None:
-            return cached_blocks, f"co-located, no prefill worker; {self.words}; {prefix}"
+            whole = self.route.decode.component.role == "prefill"
+            where = "a whole text" if whole else "co-located, no prefill worker"
+            return cached_blocks, f"{where}; {self.words}; {prefix}"
         if self.policy.share is not None:
             fixed = self.policy.split_blocks(cached_blocks, limit_blocks)
             return fixed, f"{self._where(cached_blocks, fixed)}; {self.words}; {prefix}"
@@ -270,7 +272,7 @@ def _shared_cores(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> 
             decode, mates[decode.node_id, decode.core_lending_table], snapshot.sent_tokens, follower_tokens
         )
         for decode in decodes
-        if decode.core_lending_table and decode.core_share
+        if decode.role == "decode" and decode.core_lending_table and decode.core_share
     }
 
 
@@ -286,7 +288,9 @@ def _route(
     """Returns the price of this decode worker, with its node's prefill worker or the best one elsewhere."""
     size, node_id, component_id = snapshot.block_size, component.node_id, component.component_id
     limit = snapshot.limit_blocks
-    streams, tokens = snapshot.sent_load.get(component_id, 0), snapshot.sent_tokens.get(component_id, 0)
+    # What gateways have given to a prefill worker is counted in tokens, and it runs no streams.
+    streams = snapshot.sent_load.get(component_id, 0) if component.role == "decode" else 0
+    tokens = snapshot.sent_tokens.get(component_id, 0)
     decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, shared_cores)
     if snapshot.adapter:
         decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))

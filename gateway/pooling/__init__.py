@@ -16,6 +16,6 @@ Open first: vectors.py, which makes the vectors and scores of a call as the chec
     pooling_pages.py   the list of these pages
     text_servicer.py   gRPC's Embed and Score
 
-The vector itself is a row of a decode worker's step (``StepBatch.pooled``); planning, prefix hits, replays, quotas and
-priorities are those of every request.
+The vector itself is a row of a worker's step (``StepBatch.pooled``), a prefill worker's where there is one; planning,
+prefix hits, replays, quotas and priorities are those of every request.
 """

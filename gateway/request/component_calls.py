@@ -406,7 +406,7 @@ class ComponentCalls:
         try:
             self._cluster.decode(worker).cancel(key)
         except Unavailable:
-            log.debug("decode worker %s went away with the stream it was to cancel", worker)
+            log.debug("worker %s went away with the stream it was to cancel", worker)
 
     async def _look_up(self, action: ev.LookUp) -> None:
         if action.after_ms:
@@ -472,6 +472,7 @@ class ComponentCalls:
             adapter=admitted.adapter,
             state_pages=served.state_pages,
             working_pages=served.working_pages,
+            text_workers=frozenset() if admitted.pooled is None else cluster.text_workers(components),
         )
         first, background = action.attempt == 1, admitted.background
         decided = cluster.routes.plan(

@@ -91,6 +91,8 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
         block_bytes: number of bytes of a worker's KV block.
         state_pages, working_pages: how many blocks' slots a state of the worker's model takes, and those of a running
             sequence; 0 where its layers carry none.
+        gives_vectors: whether a prefill worker takes texts that end with a vector; a decode worker of an earlier
+            release takes them without saying so.
         kernels: what a worker computes with.
         start_s: how long a worker took to load its model and to warm up when it started; 0: not known.
         tensor_parallel_size: the processes over which a worker splits its model.
@@ -141,6 +143,7 @@ class ComponentRecord(WorkerLoad, frozen=True, kw_only=True, omit_defaults=True)
     completion_tokens: Count = 0
     arrivals: tuple[tuple[str, Count], ...] = ()
     fenced_components: tuple[str, ...] = ()
+    gives_vectors: bool = False
     kernels: str = ""
     start_s: Amount = 0.0
     tensor_parallel_size: Count = 1

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from pillion.decode_service import session
+from pillion.engine.streams import stream_session
 from pillion.engine.worker import tickets, worker_epoch
 from pillion.kvstore.hashing import chain_hashes
 from pillion.v1.decode_pb2 import Sibling
@@ -145,7 +145,7 @@ async def test_a_cancel_right_behind_the_submit_holds_nothing() -> None:
 async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another attempt would wait in vain, too."""
     spans: list[str] = []
-    monkeypatch.setattr(session, "record", lambda name, *_: spans.append(name))
+    monkeypatch.setattr(stream_session, "record", lambda name, *_: spans.append(name))
     node = {"max_waiting_tickets": 1}
     async with running_workers(slots=SLOTS, node=node) as workers, connected(workers) as connection:
         full = await fill(workers)
@@ -156,7 +156,7 @@ async def test_a_wait_for_memory_that_ends_in_vain_is_told(monkeypatch: pytest.M
         await connection.cancel(1)
         await until("nobody to wait", lambda: not workers.kvnode.pool.waiting)
         monkeypatch.setattr(tickets, "MEMORY_WAIT_S", 0.5)
-        monkeypatch.setattr(session, "MEMORY_WAIT_S", 0.5)
+        monkeypatch.setattr(stream_session, "MEMORY_WAIT_S", 0.5)
         late = await alone(connection, 3)
         told = (one_more, "1 requests wait for KV memory already"), (late, "no KV memory came free at kvnode-0 within")
         for answer, text in told:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pillion.decode_service.session import check_submit
+from pillion.engine.streams.stream_session import check_submit
 from pillion.errors import InvalidRequest
 from pillion.types import SamplingParams
 from pillion.v1.decode_pb2 import Submit

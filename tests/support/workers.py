@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
 from pillion.config import DecodeFlags, KVNodeFlags, PrefillFlags
 from pillion.decode_service.decode_server import start_decode
 from pillion.engine.backends.loading import BackendFactory
@@ -52,9 +54,24 @@ class Workers:
     decode_backend: FakeBackend
     node: NodeClient
     session: NodeSession
-    decode_stub: Any
-    prefill_stub: Any
+    to_decode: grpc.aio.Channel
+    to_prefill: grpc.aio.Channel
     folder: pathlib.Path
+
+    @property
+    def decode_stub(self) -> Any:
+        """Calls the decode worker."""
+        return decode_pb2_grpc.DecodeStub(self.to_decode)
+
+    @property
+    def prefill_stub(self) -> Any:
+        """Calls the prefill worker."""
+        return prefill_pb2_grpc.PrefillStub(self.to_prefill)
+
+    @property
+    def text_stub(self) -> Any:
+        """Calls the prefill worker for texts that end with a vector."""
+        return decode_pb2_grpc.DecodeStub(self.to_prefill)
 
     async def ticket(self, tokens: Sequence[int], *, hits: bool = True) -> OpenTicketReply:
         """A ticket for a prompt, as a gateway opens it; without ``hits`` it pins nothing."""
@@ -261,16 +278,16 @@ async def running_workers(
             *backends,
             client,
             session,
-            decode_pb2_grpc.DecodeStub(to_decode),
-            prefill_pb2_grpc.PrefillStub(to_prefill),
+            to_decode,
+            to_prefill,
             folder,
         )
 
 
 @contextlib.asynccontextmanager
-async def connected(workers: Workers) -> AsyncIterator[Connection]:
-    """A connection that has sent its hello."""
-    connection = Connection(workers.decode_stub)
+async def connected(workers: Workers, *, for_texts: bool = False) -> AsyncIterator[Connection]:
+    """A connection that has sent its hello, to the decode worker or, ``for_texts``, to the prefill worker."""
+    connection = Connection(workers.text_stub if for_texts else workers.decode_stub)
     await connection.hello()
     try:
         yield connection

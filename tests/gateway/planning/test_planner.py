@@ -311,3 +311,35 @@ def test_properties(prompt, block_size, chunk, share, hits, pinned, components, 
     ]
     if again.decode.component_id == decided.decode.component_id and decided.decode.component_id not in avoid:
         assert len(rivals) == 1
+
+
+def texts_of(*components: ComponentRecord, **more: object) -> RequestPlan:
+    names = frozenset(one.component_id for one in components if one.role == "prefill")
+    return make_plan(snapshot(components=components, text_workers=names, **more))
+
+
+@pytest.mark.parametrize("policy", ["auto", "colocated", "disaggregated", "fraction:0.5"])
+def test_a_text_goes_whole_to_the_prefill_worker_with_the_least_to_do(policy: str) -> None:
+    line = (node(0), node(1), prefill(0, tokens=900), prefill(1, at=1), decode(0), decode(1, at=1))
+    decided = texts_of(*line, policy=policy)
+    assert (decided.decode.component_id, decided.node_id, decided.prefill) == ("prefill-1", "kv-1", None)
+    assert shape(decided) == (0, 0, ())
+    assert decided.on_prefill_worker
+    assert decided.alone, "the worker opens the ticket itself"
+    assert decided.reason == f"{policy}: a whole text; prefill-1 is soonest of 2; no prefix"
+    # What gateways have sent there counts, in tokens and not in streams; so does a prefix.
+    sent = {"prefill-1": 5000}
+    assert texts_of(*line, policy=policy, sent_tokens=sent, sent_load=sent).decode.component_id == "prefill-0"
+    idle = (node(0), node(1), prefill(0), prefill(1, at=1), decode(0))
+    for at in (0, 1):
+        cached = texts_of(*idle, policy=policy, hits={f"kv-{at}": 5})
+        assert (cached.decode.component_id, cached.cached_tokens) == (f"prefill-{at}", 80)
+
+
+def test_decode_workers_compute_a_text_that_every_prefill_worker_lost() -> None:
+    line = (node(0), prefill(0), decode(0))
+    assert texts_of(*line, avoid=frozenset({"prefill-0"})).decode.component_id == "decode-0"
+    assert texts_of(*line, prefill(1), avoid=frozenset({"prefill-0"})).decode.component_id == "prefill-1"
+    # Without its node a prefill worker is of no use.
+    assert texts_of(node(0), prefill(0, at=1), decode(0)).decode.component_id == "decode-0"
+    assert make_plan(snapshot(components=line, text_workers=frozenset())).decode.component_id == "decode-0"

@@ -1,4 +1,4 @@
-"""Serves one gateway's connection to a decode worker: its streams, and the deltas that are sent next.
+"""Serves one gateway's connection to a worker: its streams, and the deltas that are sent next.
 
     submit --> checked --> ticket adopted, or opened --> its chain is there --> queued, prompt tail, decode --> finished
                   |              |                             |                        |                      | failed
@@ -24,12 +24,11 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from opentelemetry.context import Context
 
-from pillion.engine.backends.backend import gives_vectors
 from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.sequence import SequenceProgress, SequenceSpec, SiblingSpec
 from pillion.engine.scheduling.step_plan import Update
@@ -123,16 +122,31 @@ class _DecodeStream:
         raise AssertionError("streams have no chunks")
 
 
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """Says which streams a worker takes.
+
+    Attributes:
+        max_streams: how many there may be over all connections, together with what else the worker runs.
+        flags: the flags that ``max_streams`` comes from, for errors.
+        vectors_alone: whether only streams that end with a vector are taken.
+    """
+
+    max_streams: int
+    flags: str
+    vectors_alone: bool = False
+
+
 class DecodeSession:
     """Serves one connection; :meth:`close` is called at its end, however it ends.
 
-    ``max_streams`` bounds the streams of all connections of the worker, which share ``adopting``: for each running
+    The worker's connections share ``limits`` and ``adopting``, which says for each running
     adoption the number of its streams.
     """
 
-    def __init__(self, worker: Worker, max_streams: int, adopting: dict[asyncio.Task[None], int]) -> None:
+    def __init__(self, worker: Worker, limits: StreamLimits, adopting: dict[asyncio.Task[None], int]) -> None:
         self._worker = worker
-        self._max_streams = max_streams
+        self._limits = limits
         self._streams: dict[int, _DecodeStream] = {}
         self._adopting = adopting
         # This is the next delta of each stream that has one.
@@ -158,8 +172,10 @@ class DecodeSession:
         try:
             worker.check_open()
             check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
-            if _pooled_rows(submit) is not None and not gives_vectors(worker.model.backend):
+            if _pooled_rows(submit) is not None and not worker.gives_vectors:
                 raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes on GPUs or ranks")
+            if _pooled_rows(submit) is None and self._limits.vectors_alone:
+                raise InvalidRequest(f"{worker.component_id} generates nothing: it is a {worker.role} worker")
             if (_pooled_rows(submit) is None or submit.pooled_ids) and not worker.model.chooses_tokens:
                 raise InvalidRequest(
                     f"{worker.model.prepared.name} generates nothing: it has no head that chooses tokens"
@@ -266,10 +282,9 @@ class DecodeSession:
 
     def _check_room(self, streams: int) -> None:
         worker = self._worker
-        if len(worker.epoch.listeners) + sum(self._adopting.values()) + streams > self._max_streams:
-            raise Overloaded(
-                f"{worker.component_id} has {self._max_streams} streams (--max-num-seqs + --max-waiting-seqs)"
-            )
+        most = self._limits.max_streams
+        if len(worker.epoch.listeners) + sum(self._adopting.values()) + streams > most:
+            raise Overloaded(f"{worker.component_id} has {most} streams ({self._limits.flags})")
 
     async def _start(self, stream: _DecodeStream, submit: Submit) -> None:
         """Adopt or open the ticket and queue the stream. It is never cancelled, because a ticket must be released."""
