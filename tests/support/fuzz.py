@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -11,11 +12,6 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from pillion.v1 import common_pb2, gateway_pb2
 
-METHODS = {
-    "Generate": gateway_pb2.GenerateRequest,
-    "ListModels": gateway_pb2.ListModelsRequest,
-    "GetStatus": gateway_pb2.GetStatusRequest,
-}
 TEXTS = ("", "x", "\x00", "ä" * 3000, "toy", "tenant:4:acme:", "😀" * 50, " " * 5000)
 FLOATS = (0.0, -1.0, 1e30, -1e30, float("nan"), float("inf"), 1e-300, 0.5)
 MAX_MUTATIONS = 4
@@ -35,6 +31,38 @@ def a_request(draw: random.Random, model: str = "") -> gateway_pb2.GenerateReque
         case _:
             message.messages.add(role="user", content="hello")
     return message
+
+
+def an_embed(draw: random.Random, model: str = "") -> gateway_pb2.EmbedRequest:
+    """A good one, of a few texts."""
+    message = gateway_pb2.EmbedRequest(model=model, request_id=f"fuzz-{draw.getrandbits(32)}")
+    for _ in range(draw.randint(1, 3)):
+        if draw.random() < 0.5:
+            message.inputs.add(text="hello there")
+        else:
+            message.inputs.add(token_ids=[draw.randint(3, 60) for _ in range(draw.randint(1, 40))])
+    return message
+
+
+def a_score(draw: random.Random, model: str = "") -> gateway_pb2.ScoreRequest:
+    """A good one, of a few pairs."""
+    documents = ["hello", "there", "x" * draw.randint(1, 60)][: draw.randint(1, 3)]
+    return gateway_pb2.ScoreRequest(model=model, queries=["who"], documents=documents)
+
+
+def no_fields(message: Callable[[], Any]) -> Callable[[random.Random, str], Any]:
+    """Makes a request that has none."""
+    return lambda draw, model: message()
+
+
+# For each method, what makes a good request, and how often one is drawn among all.
+METHODS: dict[str, tuple[Callable[[random.Random, str], Any], int]] = {
+    "Generate": (a_request, 4),
+    "Embed": (an_embed, 1),
+    "Score": (a_score, 1),
+    "ListModels": (no_fields(gateway_pb2.ListModelsRequest), 1),
+    "GetStatus": (no_fields(gateway_pb2.GetStatusRequest), 1),
+}
 
 
 def mutated(draw: random.Random, message: Any) -> Any:
@@ -65,15 +93,15 @@ def broken(draw: random.Random, raw: bytes) -> bytes:
 
 def malformed(draw: random.Random, model: str = "") -> tuple[str, bytes]:
     """A method's name and the bytes to send it."""
-    name = draw.choice(("Generate", "Generate", "Generate", "Generate", "ListModels", "GetStatus"))
-    good = a_request(draw, model) if name == "Generate" else METHODS[name]()
+    (name,) = draw.choices(list(METHODS), [often for _, often in METHODS.values()])
+    good = METHODS[name][0](draw, model)
     match draw.randrange(4):
         case 0:
             return name, draw.randbytes(draw.randrange(300))
         case 1:
             return name, broken(draw, good.SerializeToString())
         case _:
-            return name, (mutated(draw, good) if name == "Generate" else good).SerializeToString()
+            return name, (mutated(draw, good) if good.DESCRIPTOR.fields else good).SerializeToString()
 
 
 async def send(channel: grpc.aio.Channel, name: str, raw: bytes, timeout_s: float) -> grpc.StatusCode:

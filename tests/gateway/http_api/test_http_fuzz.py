@@ -16,7 +16,6 @@ from tests.support.http import call, connected, request_bytes
 
 COUNT = int(os.environ.get("PILLION_FUZZ", "400"))
 AT_ONCE = 8
-PATHS = ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize", "/v1/messages", "/v1/responses")
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         "model": "toy",
@@ -73,7 +72,18 @@ BODIES: dict[str, dict[str, Any]] = {
         "reasoning": {"effort": "low"},
         "stream": True,
     },
+    "/v1/embeddings": {
+        "model": "toy",
+        "input": ["hello", "there"],
+        "dimensions": 2,
+        "encoding_format": "base64",
+        "truncate_prompt_tokens": 4,
+    },
+    "/v1/rerank": {"model": "toy", "query": "hello", "documents": ["there", {"text": "x"}], "top_n": 1},
+    "/v1/score": {"model": "toy", "text_1": "hello", "text_2": ["there", "x"], "max_tokens_per_doc": 5},
+    "/v1/classify": {"model": "toy", "input": ["hello", "there"], "use_activation": False},
 }
+PATHS = tuple(BODIES)
 STRANGE = (
     None,
     True,
