@@ -15,6 +15,7 @@ from pillion import Client
 from testbed.cluster import ServedCluster, served
 from testbed.conditions import wait_for
 from testbed.tiny_model import byte_prompt, save_model
+from tests.support.text_streams import wait_until_texts_reach
 
 pytestmark = pytest.mark.cluster
 
@@ -59,15 +60,15 @@ def test_every_text_is_answered_once_after_a_kill(
     point = f"{role}, {what}"
     with Client(cluster.target) as client:
         before = client.embed(TEXTS, cache_salt=f"before {point}")
+        wait_until_texts_reach(cluster, client, role)
         cluster.arm(passing, signal.SIGKILL, point=point)
         found = client.embed(TEXTS, cache_salt=f"after {point}")
-        dead = cluster.struck()
+        cluster.struck()
         assert [one.prompt_token_ids for one in found] == TEXTS
         for one, wanted in zip(found, before, strict=True):
             assert one.outputs.embedding == pytest.approx(wanted.outputs.embedding, abs=1e-5)
         vectors = [tuple(one.outputs.embedding) for one in before]
         assert len(set(vectors)) == len(TEXTS) - 1, "each text has a vector of its own"
-        wait_for("the worker to return", lambda: (p := cluster.component(role)) is not None and p.pid != dead)
         assert client.embed(TEXTS[:2], cache_salt=f"later {point}")[1].outputs.embedding == pytest.approx(
             before[1].outputs.embedding, abs=1e-5
         )

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
+from pillion import Client
 from pillion.engine.backends.backend import StepBatch
 from pillion.types import FinishReason
+from testbed.cluster import ServedCluster
+from testbed.conditions import wait_for
+from testbed.faults.points import BY_NAME
 from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, kv_of
 from tests.support.workers import Answer, Connection, Workers, submit_of
 
@@ -46,3 +50,15 @@ def read(answer: Answer) -> list[float]:
     assert (answer.last.finish_reason, answer.token_ids) == (FinishReason.LENGTH, [])
     found: list[float] = np.frombuffer(answer.last.vector, "<f4").tolist()
     return found
+
+
+def wait_until_texts_reach(cluster: ServedCluster, client: Client, role: str) -> None:
+    """Returns once the gateway gives texts to a worker of a role, of which it may learn a moment late."""
+    point = BY_NAME[f"{role}, before a batch of deltas"]
+
+    def reached() -> bool:
+        before = cluster.board.passings(point)
+        client.embed([[5]])
+        return cluster.board.passings(point) > before
+
+    wait_for(f"a text to reach a {role} worker", reached)
