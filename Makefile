@@ -173,12 +173,13 @@ $(VENV)/.server: $(VENV)/.torch pyproject.toml constraints.txt
 	@touch $@
 
 # An environment of its own, which only tests run: tests/cluster/test_tools.py and test_agents.py. What is removed is parts of
-# Codex and Continue that no test runs, 160 MB.
-$(VENV)/.clients: $(VENV)/.made tests/clients/constraints.txt tests/clients/package.json tests/clients/package-lock.json
+# Codex and Continue that no test runs, 160 MB. sentence-transformers stands in a folder, beside the torch of the tests.
+$(VENV)/.clients: $(VENV)/.made tests/clients/constraints.txt tests/clients/sentences.txt tests/clients/package.json tests/clients/package-lock.json
 	@echo "set-up: installing the clients that tests run"
 	@$(BIN)/python -m venv --clear $(VENV)/clients
 	@$(VENV)/clients/bin/python $(PIP_INSTALL) -c tests/clients/constraints.txt \
 	  langchain-openai litellm mcp openai-agents instructor llama-index-llms-openai-like
+	@$(VENV)/clients/bin/python $(PIP_INSTALL) --no-deps --upgrade --target $(VENV)/sentences -r tests/clients/sentences.txt
 	@if command -v npm >/dev/null; then \
 	  mkdir $(VENV)/clients/node && cp tests/clients/package.json tests/clients/package-lock.json $(VENV)/clients/node && \
 	  cd $(VENV)/clients/node && npm ci --no-audit --no-fund --loglevel=error && \

@@ -3,7 +3,7 @@
     modules.json                       the modules that a text passes: Transformer, Pooling, perhaps Normalize
     1_Pooling/config.json              which rows become one vector: the last token's, the first one's, or all
     config_sentence_transformers.json  prompts by name, and which of them is the default
-    sentence_bert_config.json          the longest text; whether texts are lowered first, which is not supported
+    sentence_bert_config.json          the longest text; whether a text is a message for the chat template
     config.json                        how many values a vector has
 
 A checkpoint without modules.json has the vector of its last token, an encoder the mean of its rows, normalized. What is
@@ -35,6 +35,8 @@ _MODES = {
     "weightedmean_tokens": "weightedmean",
     "lasttoken": "lasttoken",
 }
+# Keys of sentence_bert_config.json that change texts in ways that are not supported.
+_REFUSED = ("do_lower_case", "query_expansion", "processing_kwargs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +50,8 @@ class VectorForm:
         default_prompt: the name of the one that does where a call names none; "" for none.
         max_tokens: the most tokens of a text; None: as many as the model takes.
         width: how many values a vector has; None where config.json does not say it.
+        as_messages: whether a text is a user's message, which the chat template makes the model's text of; a prompt
+            then is the system's message before it.
     """
 
     normalized: bool = True
@@ -56,6 +60,7 @@ class VectorForm:
     max_tokens: int | None = None
     width: int | None = None
     pooling: Pooling = Pooling.LAST
+    as_messages: bool = False
 
 
 def read_vector_form(folder: Path) -> VectorForm:
@@ -74,7 +79,7 @@ def read_vector_form(folder: Path) -> VectorForm:
             f"{folder / 'modules.json'}: the modules {', '.join(kinds)}; only Transformer, Pooling and Normalize, in"
             " this order, are supported"
         )
-    most = _longest_text(folder / modules[0][1])
+    most, as_messages = _texts(folder / modules[0][1] / "sentence_bert_config.json")
     path = folder / modules[1][1] / "config.json"
     pooling, with_prompt = _pooling(path)
     if pooling is Pooling.LAST and is_encoder(config):
@@ -82,7 +87,7 @@ def read_vector_form(folder: Path) -> VectorForm:
     prompts, default = prompts_of(folder, read_json(folder / "config_sentence_transformers.json", {}))
     if prompts and not with_prompt and pooling is not Pooling.LAST:
         raise ConfigError(f"{path}: pooling by {pooling} without the rows of prompts is not supported")
-    return VectorForm("Normalize" in kinds, prompts, default, most, width, pooling)
+    return VectorForm("Normalize" in kinds, prompts, default, most, width, pooling, as_messages)
 
 
 def prompts_of(folder: Path, own: Mapping[str, Any]) -> tuple[Mapping[str, str], str]:
@@ -110,16 +115,20 @@ def modules_of(folder: Path) -> Iterator[tuple[str, str]]:
         yield kind.rpartition(".")[2], place
 
 
-def _longest_text(folder: Path) -> int | None:
-    """Returns the most tokens of a text; None where the file names no bound."""
-    path = folder / "sentence_bert_config.json"
+def _texts(path: Path) -> tuple[int | None, bool]:
+    """Returns the most tokens of a text, None where the file names no bound, and whether texts are messages."""
     found = read_json(path, {})
-    if found.get("do_lower_case"):
-        raise ConfigError(f"{path}: do_lower_case is not supported")
+    for key in _REFUSED:
+        if found.get(key):
+            raise ConfigError(f"{path}: {key} is not supported")
     most = found.get("max_seq_length")
     if most is not None and (type(most) is not int or most < 1):
         raise ConfigError(f"{path}: max_seq_length {most!r} is no number of tokens")
-    return most
+    # Without this key, which newer files have, texts are no messages, whatever the tokenizer has.
+    kinds = found.get("modality_config") or {"text": {}}
+    if not isinstance(kinds, dict) or not {"text", "message"} & kinds.keys():
+        raise ConfigError(f"{path}: modality_config names no text")
+    return most, "message" in kinds
 
 
 def _width(config: Mapping[str, Any]) -> int | None:

@@ -26,7 +26,7 @@ from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
 from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids
 from pillion.gateway.request.admitted_request import PooledRows
 from pillion.gateway.text_vectors import EmbeddedTexts, LabelledTexts, ScoredPairs, TextPair, Vector
-from pillion.types import GenerateRequest
+from pillion.types import ChatMessage, ChatOptions, GenerateRequest
 
 # An error names at most so many of a checkpoint's prompts.
 _LISTED_PROMPTS = 16
@@ -35,6 +35,9 @@ MAX_CUTS = 4
 # These prompts of a checkpoint, where it has them, stand before the two texts of a pair, as sentence-transformers'
 # encode_query and encode_document have it.
 _OF_QUERY, _OF_DOCUMENT = "query", "document"
+
+# A text that is a message ends where the template ends the message.
+_NO_ANSWER = ChatOptions(add_generation_prompt=False)
 
 T = TypeVar("T")
 
@@ -66,9 +69,9 @@ class GatewayVectors:
         if form.width is not None:
             _check_dimensions(dimensions, form.width)
         before = _prompt_of(form, prompt_name)
-        asked = [replace(one, text=before + one.text if one.text else "") for one in requests]
         pooled = PooledRows(pooling=form.pooling)
         call = TextCall(self._gateway, model, tenant, _most(form, model), cut_tokens, deadline, parent, pooled)
+        asked = [await _asked_of(call, form, before, one.text, one) if one.text else one for one in requests]
         found = await call.rows(asked, [f"inputs[{number}]" for number in range(len(asked))])
         vectors = [_cut(row, dimensions, form.normalized) for row in found.rows]
         return EmbeddedTexts(vectors, found.token_ids, found.usage, model.name)
@@ -161,11 +164,11 @@ async def _cosines(
     """Returns the cosine of each pair's vectors; a text that several pairs have is computed once."""
     default = form.prompts.get(form.default_prompt, "")
     prompts = {name: form.prompts.get(name, default) for name in (_OF_QUERY, _OF_DOCUMENT)}
-    places: dict[str, int] = {}
+    places: dict[tuple[str, str], int] = {}
     names: list[str] = []
 
     def place(role: str, number: int, text: str) -> int:
-        whole = prompts[role] + text
+        whole = prompts[role], text
         if whole not in places:
             places[whole] = len(places)
             names.append(f"inputs[{number}].{role}")
@@ -175,8 +178,24 @@ async def _cosines(
         (place(_OF_QUERY, number, pair.query), place(_OF_DOCUMENT, number, pair.document))
         for number, pair in enumerate(pairs)
     ]
-    found = await call.rows([replace(shared, text=text) for text in places], names)
+    texts = [await _asked_of(call, form, prompt, text, shared) for prompt, text in places]
+    found = await call.rows(texts, names)
     return [cosine(found.rows[query], found.rows[document]) for query, document in asked], found
+
+
+async def _asked_of(
+    call: TextCall, form: VectorForm, prompt: str, text: str, shared: GenerateRequest
+) -> GenerateRequest:
+    """Returns the request of a text with a prompt before it. A text that is a message is cut here, where the call cuts
+    texts, so that what the chat template has after it stays."""
+    if not form.as_messages:
+        return replace(shared, text=prompt + text)
+    told = (ChatMessage("system", prompt),) if prompt else ()
+
+    def make(text: str) -> GenerateRequest:
+        return replace(shared, text="", messages=(*told, ChatMessage("user", text)), chat=_NO_ANSWER)
+
+    return make(text) if call.cut_tokens is None else await _fitted(call, make, text, call.cut_tokens)
 
 
 async def _pair_request(
@@ -194,20 +213,28 @@ async def _pair_request(
         return replace(shared, token_ids=ids), second
     if most is None:
         return form.request(pair, shared), 0
-    kept = most - len(await call.whole_ids(form.request(replace(pair, document=""), shared)))
+    return await _fitted(
+        call, lambda document: form.request(replace(pair, document=document), shared), pair.document, most
+    ), 0
+
+
+async def _fitted(call: TextCall, make: Callable[[str], GenerateRequest], text: str, most: int) -> GenerateRequest:
+    """Returns the request that ``make`` makes of the beginning of a text, so that the whole has at most so many
+    tokens."""
+    kept = most - len(await call.whole_ids(make("")))
     for _ in range(MAX_CUTS):
         if kept < 1:
             break
-        request = form.request(replace(pair, document=await _first_tokens(call, pair.document, kept)), shared)
+        request = make(await _first_tokens(call, text, kept))
         ids = await call.whole_ids(request)
         if len(ids) <= most:
-            return as_ids(request, ids), 0
+            return as_ids(request, ids)
         kept -= len(ids) - most
     raise _no_room(most)
 
 
 def _no_room(most: int) -> InvalidRequest:
-    text = f"the query and what stands around it leave no room for a document within {most} tokens"
+    text = f"what stands around the text or the document leaves no room for it within {most} tokens"
     return InvalidRequest.of(FieldViolation("truncate_prompt_tokens", text))
 
 

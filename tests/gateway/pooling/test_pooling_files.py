@@ -67,6 +67,15 @@ def test_prompts_and_the_one_that_is_the_default(tmp_path: pathlib.Path) -> None
 
 
 @pytest.mark.parametrize(
+    ("kinds", "wanted"), [({"text": {}}, False), ({"text": {}, "message": {"format": "flat"}}, True), ({}, False)]
+)
+def test_texts_that_are_messages(tmp_path: pathlib.Path, kinds: dict[str, Any], wanted: bool) -> None:
+    bounds = {"modality_config": kinds, "max_seq_length": 9}
+    form = read_vector_form(written(tmp_path, three(), sentence_bert_config=bounds))
+    assert (form.as_messages, form.max_tokens) == (wanted, 9)
+
+
+@pytest.mark.parametrize(
     ("kinds", "pooling", "files", "message"),
     [
         ([*three()[:2], f"{OLD}Dense"], LAST, {}, "the modules Transformer, Pooling, Dense; only"),
@@ -91,6 +100,8 @@ def test_prompts_and_the_one_that_is_the_default(tmp_path: pathlib.Path) -> None
         (three(), None, {}, "config.json is missing, and modules.json names it"),
         (three(), [], {}, "holds no JSON object"),
         (three(), LAST, {"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case is not supported"),
+        (three(), LAST, {"sentence_bert_config": {"query_expansion": {"a": 1}}}, "query_expansion is not supported"),
+        (three(), LAST, {"sentence_bert_config": {"modality_config": {"image": {}}}}, "modality_config names no text"),
         (three(), LAST, {"config_sentence_transformers": {"prompts": {"q": 1}}}, "prompts are no texts"),
         (three(), LAST, {"config_sentence_transformers": {"default_prompt_name": "q"}}, "there is no prompt 'q'"),
         (three(), LAST, {"config_sentence_transformers": "{"}, "is no JSON"),

@@ -106,7 +106,9 @@ def test_a_long_document_is_cut_and_what_stands_after_it_stays(llm: LLM, folder:
         (found,) = llm.score("q", document, truncate_prompt_tokens=most)
         wanted = sigmoid(log_odds(llm, folder, pair_text("q", kept), YES, NO))
         assert found.outputs.score == pytest.approx(wanted, abs=1e-5)
-    with pytest.raises(InvalidRequest, match="truncate_prompt_tokens: the query and what stands around it leave no"):
+    with pytest.raises(
+        InvalidRequest, match="truncate_prompt_tokens: what stands around the text or the document leaves no room"
+    ):
         llm.score("q", document, truncate_prompt_tokens=5)
 
 
