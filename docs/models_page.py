@@ -37,7 +37,7 @@ LEFT_OUT = {
     "keys and values of another model, to guess its tokens": "gemma4_assistant gemma4_unified_assistant",
     "heads of values that differ from those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
-        afmoe diffllama jetmoe laguna""",
+        diffllama jetmoe laguna""",
     "another activation (`xielu`), or norms between activation and down projection": "apertus bitnet",
     "a router with other arithmetic (experts that share a norm, several experts for each place)": """
         aria_text cohere2_moe dbrx""",
@@ -204,8 +204,8 @@ def options(family: ModelFamily) -> str:
         said.append("attention sinks")
     if family.linear is not None:
         said.append(STATES[family.linear.__name__])
-    if layer.get("gated_queries"):
-        said.append("attention whose results pass a gate")
+    if layer.get("gated_queries") or layer.get("attention_gate"):
+        said.append("attention whose results pass a gate (not on GPUs)")
     if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
     if not family.gated:

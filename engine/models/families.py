@@ -445,6 +445,18 @@ def _opt(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return _one_kv_head_each(raw)
 
 
+def _afmoe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Embeddings are multiplied by the root of their width in models trained so (muP); all normalize what they take of
+    experts."""
+    every = size(raw, "global_attn_every_n_layers")
+    kinds = [("full" if n % every == 0 else "sliding") for n in range(1, size(raw, "num_hidden_layers") + 1)]
+    return {
+        "embedding_multiplier": size(raw, "hidden_size") ** 0.5 if raw["mup_enabled"] else 1.0,
+        "layer_types": raw["layer_types"] or [f"{kind}_attention" for kind in kinds],
+        "norm_topk_prob": True,
+    }
+
+
 def _gemma4(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what follows for Gemma 4: a sixth of its layers has no window, and the last one never has. Raises
     ConfigError for attention to later tokens, which texts have in no published model."""
@@ -1285,6 +1297,46 @@ FAMILIES: dict[str, ModelFamily] = {
         sigmoid_router=True,
         ignored=_GUESSING,
     ),
+    "afmoe": ModelFamily(
+        {
+            "max_position_embeddings": 16_384,
+            "rms_norm_eps": 1e-5,
+            "head_dim": 128,
+            "sliding_window": 1024,
+            "layer_types": None,
+            "global_attn_every_n_layers": 4,
+            "num_dense_layers": 1,
+            "num_experts": 64,
+            "num_experts_per_tok": 6,
+            "num_shared_experts": 2,
+            "moe_intermediate_size": 1408,
+            "route_scale": 1.0,
+            "mup_enabled": False,
+        },
+        layer=partial(
+            llama_layer,
+            norms=("input_layernorm", "post_attention_layernorm", "pre_mlp_layernorm", "post_mlp_layernorm"),
+            qk_norm="head",
+            attention_gate="self_attn.gate_proj",
+            choice_bias="mlp.expert_bias",
+            sum_norm="post_mlp_layernorm",
+        ),
+        norm="wide",
+        nope_if_full=True,
+        sigmoid_router=True,
+        keys={"num_dense_layers": "first_k_dense_replace", "route_scale": "routed_scaling_factor"},
+        derived=_afmoe,
+        ignored=("load_balance_coeff", "use_grouped_mm"),
+        fixed={
+            "attention_bias": False,
+            "score_func": "sigmoid",
+            "route_norm": True,
+            "n_group": 1,
+            "topk_group": 1,
+            "num_expert_groups": 1,
+            "num_limited_groups": 1,
+        },
+    ),
     "hy_v3": ModelFamily(
         {
             "max_position_embeddings": 131_072,
@@ -1748,9 +1800,9 @@ FAMILIES: dict[str, ModelFamily] = {
             "first_k_dense_replace": 1,
             "mlp_layer_types": None,
         },
-        layer=partial(_DEEPSEEK_ROUTER, sum_norm="post_mlp_layernorm"),
+        layer=partial(_DEEPSEEK_ROUTER, sum_norm="post_mlp_layernorm", lacks_choice_bias=True),
         sigmoid_router=True,
-        # Its published checkpoints have the norm of the sum for dense layers, too.
+        # Its published checkpoints have the norm of the sum for dense layers, too, and no bias of the experts' choice.
         idle=r"model\.layers\.\d+\.post_mlp_layernorm\.",
         ignored=(*_GUESSING, *_LATENT_IGNORED, *_DEEPSEEK_TRAINING),
         fixed={"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},

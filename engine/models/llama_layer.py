@@ -76,6 +76,8 @@ def llama_layer(
     expert_biases: bool = False,
     grouped_qkv: str = "",
     gated_queries: bool = False,
+    attention_gate: str = "",
+    lacks_choice_bias: bool = False,
     mixer: Layer = (),
     qkv_blocks: int = 0,
 ) -> Layer:
@@ -91,12 +93,13 @@ def llama_layer(
         choice_bias: the name in checkpoints of what is added to scores where experts are chosen; "" for nothing.
         shared_mlp: the names in checkpoints of the MLP beside the experts: gate and up, or both in one, and down.
         shared_gate: the name in checkpoints of the gate of that MLP's results, one number for each row; "" for none.
-        sum_norm: the name in checkpoints of the norm of the sum of experts and the MLP beside them; "" for none. The
-            published models that have it (A.X K1) lack the bias where experts are chosen.
+        sum_norm: the name in checkpoints of the norm of the sum of experts and the MLP beside them; "" for none.
         expert_biases: whether router and experts have biases, and experts are stored as gpt-oss stores them.
         grouped_qkv: the name in checkpoints of one matrix that has the queries of each KV head, its key and its value
             in turn; "" where none has it.
         gated_queries: whether a gate for attention's results stands behind each head's query in the matrix of queries.
+        attention_gate: the name in checkpoints of the matrix of such a gate, where it has one of its own; "" for none.
+        lacks_choice_bias: whether checkpoints may lack ``choice_bias``, for which zeros then stand.
         mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
         qkv_blocks: how many blocks with queries, values and keys of some heads that matrix has instead; 0 for none.
     """
@@ -113,15 +116,17 @@ def llama_layer(
     between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
     if norm_after_rotation:
         between.reverse()
-    projected = qkv(config, grouped_qkv, qkv_blocks, gated=gated_queries)
-    attention = mixer or _attention(config, index, projected, between, sinks)
+    projected = qkv(config, grouped_qkv, qkv_blocks, gated=gated_queries, gate=attention_gate)
+    attention = mixer or _attention(config, index, projected, between, sinks, bool(gated_queries or attention_gate))
     attended = Norm(before_attention), *attention
     added: Layer = (AddToResidual(after_attention, config.residual_scale),)
     if not mixer:
         added = Multiply(output(config)), *added
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
     if config.moe is not None and config.moe.layers[index]:
-        mixed = biased_experts(config) if expert_biases else experts(config, choice_bias, optional_bias=bool(sum_norm))
+        mixed = (
+            biased_experts(config) if expert_biases else experts(config, choice_bias, optional_bias=lacks_choice_bias)
+        )
         of_mlp = Norm(before_mlp), *_with_shared(config, mixed, shared_mlp, shared_gate, sum_norm)
         after_mlp = norm(config, "mlp_post_norm", sum_norm) if sum_norm else after_mlp
     of_mlp = *of_mlp, AddToResidual(after_mlp, config.residual_scale)
@@ -144,14 +149,14 @@ def _with_shared(
 
 
 def _attention(
-    config: ModelConfig, index: int, projected: LayerTensor, between: list[LayerOperation], sinks: bool
+    config: ModelConfig, index: int, projected: LayerTensor, between: list[LayerOperation], sinks: bool, has_gate: bool
 ) -> Layer:
     """Lists the operations from normed rows to attention's results. ``between`` stand after the product with
-    ``projected``."""
+    ``projected``, which makes the gate of the results first where it ``has_gate``."""
     if config.latents is not None:
         return (latent_attention(config, config.latents, config.layer_ropes[index]),)
     attend = Attend(config.sliding_windows[index], attention_sinks(config) if sinks else None, config.chunked)
-    gate = (KeepGate(_heads(config)[0]),) if projected.gated else ()
+    gate = (KeepGate(_heads(config)[0]),) if has_gate else ()
     made = Multiply(projected), *gate, *between, *growth(config, index), attend
     return (*made, Gate()) if gate else made
 
@@ -170,20 +175,22 @@ def falcon_layer(config: ModelConfig, index: int) -> Layer:
     return llama_layer(config, index, norms=norms, mlp=mlp, shared_norm=True, grouped_qkv=grouped)
 
 
-def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool = False) -> LayerTensor:
+def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool = False, gate: str = "") -> LayerTensor:
     """Describes the matrix that makes queries, keys and values in one product, and gates before them where it is
-    ``gated``."""
+    ``gated``, or where checkpoints have a matrix ``gate`` of them."""
     queries, keys = _heads(config, rotated=True)
     if gated:
         queries = replace(queries, size=2 * queries.size)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
+    spellings = ((gate, *parts),) if gate else (parts, ("self_attn.qkv_proj",))
+    gates = (_heads(config)[0],) if gate else ()
     return LayerTensor(
         name="qkv",
         role=Role.MATRIX,
-        rows=(queries, keys, values),
+        rows=(*gates, queries, keys, values),
         inputs=_hidden(config),
-        spellings=((grouped,),) if grouped else (parts, ("self_attn.qkv_proj",)),
+        spellings=((grouped,),) if grouped else spellings,
         bias=config.qkv_bias,
         grouped=bool(grouped) and not blocks,
         blocks=blocks,

@@ -342,5 +342,8 @@ def test_a_layer_without_a_kernel_is_refused():
     mixed = parse_config({**config, "model_type": "axk1", "num_key_value_heads": 4, "first_k_dense_replace": 0})
     with pytest.raises(ConfigError, match="axk1: the GPU kernels have no norms of sums; use --device cpu"):
         check_operations(mixed)
+    dense = parse_config({**config, "model_type": "afmoe", "num_key_value_heads": 4, "num_dense_layers": 1})
+    with pytest.raises(ConfigError, match="afmoe: the GPU kernels have no gates of attention's results; use --device"):
+        check_operations(dense)
     with pytest.raises(ConfigError, match="llama4_text: the GPU kernels have no attention in chunks; use --device cpu"):
         check_operations(parse_config({**config, "model_type": "llama4_text", "num_key_value_heads": 4}))

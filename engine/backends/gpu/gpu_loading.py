@@ -32,7 +32,7 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import AddUp
+from pillion.engine.models.layer_operations import AddUp, KeepGate
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
@@ -165,8 +165,9 @@ def check_operations(config: ModelConfig) -> None:
         )
     if config.moe is not None and config.moe.sparse is not None:
         raise ConfigError(f"{config.family}: the GPU kernels have no sparse mixer; use --device cpu")
-    if any(isinstance(operation, AddUp) for layer in layers_of(config) for operation in layer):
-        raise ConfigError(f"{config.family}: the GPU kernels have no norms of sums; use --device cpu")
+    for operation, words in ((AddUp, "norms of sums"), (KeepGate, "gates of attention's results")):
+        if any(isinstance(one, operation) for layer in layers_of(config) for one in layer):
+            raise ConfigError(f"{config.family}: the GPU kernels have no {words}; use --device cpu")
     latents = config.latents
     if latents is not None and not widths_fit(latents.rank, latents.rotary):
         widths = f"{latents.rank} latents and {latents.rotary} rotated values"
