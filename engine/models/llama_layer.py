@@ -97,20 +97,13 @@ def llama_layer(
         expert_biases: whether router and experts have biases, and experts are stored as gpt-oss stores them.
         grouped_qkv: the name in checkpoints of one matrix that has the queries of each KV head, its key and its value
             in turn; "" where none has it.
-        gated_queries: whether a gate for attention's results stands behind each head's query in the matrix of queries.
-        attention_gate: the name in checkpoints of the matrix of such a gate, where it has one of its own; "" for none.
+        gated_queries: whether a gate of attention's results stands behind each head's query in the matrix of queries.
+        attention_gate: the name in checkpoints of such a gate's own matrix; "" for none.
         lacks_choice_bias: whether checkpoints may lack ``choice_bias``, for which zeros then stand.
         mixer: the operations from normed rows to what is added to the residual stream, in place of attention.
         qkv_blocks: how many blocks with queries, values and keys of some heads that matrix has instead; 0 for none.
     """
-    if not config.post_norm:
-        norms = (norms[0], "", norms[2], "")
-    if shared_norm and config.parallel and config.shared_norm:
-        norms = (norms[0], norms[1], norms[0], norms[3])
-    names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
-    before_attention, after_attention, before_mlp, after_mlp = (
-        norm(config, name, spelling) if spelling else None for name, spelling in zip(names, norms, strict=True)
-    )
+    before_attention, after_attention, before_mlp, after_mlp = _norms(config, norms, shared=shared_norm)
     if not config.qk_norm or (norm_if_rotated and config.layer_ropes[index] is None):
         qk_norm = ""
     between = [*qk_norms(config, qk_norm, qk_norm_names), *rotation(config, index)]
@@ -119,9 +112,8 @@ def llama_layer(
     projected = qkv(config, grouped_qkv, qkv_blocks, gated=gated_queries, gate=attention_gate)
     attention = mixer or _attention(config, index, projected, between, sinks, bool(gated_queries or attention_gate))
     attended = Norm(before_attention), *attention
-    added: Layer = (AddToResidual(after_attention, config.residual_scale),)
-    if not mixer:
-        added = Multiply(output(config)), *added
+    projection = () if mixer else (Multiply(output(config)),)
+    added: Layer = (*projection, AddToResidual(after_attention, config.residual_scale))
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
     if config.moe is not None and config.moe.layers[index]:
         mixed = (
@@ -131,6 +123,17 @@ def llama_layer(
         after_mlp = norm(config, "mlp_post_norm", sum_norm) if sum_norm else after_mlp
     of_mlp = *of_mlp, AddToResidual(after_mlp, config.residual_scale)
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
+
+
+def _norms(config: ModelConfig, norms: Norms, *, shared: bool) -> Iterator[LayerTensor | None]:
+    """Yields the norms before and after attention and before and after the MLP, None where the layer has none. With
+    ``shared``, the MLP's of a parallel layer is attention's, if the config says so."""
+    before, after, before_mlp, after_mlp = norms if config.post_norm else (norms[0], "", norms[2], "")
+    if shared and config.parallel and config.shared_norm:
+        before_mlp = before
+    names = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")
+    for name, spelling in zip(names, (before, after, before_mlp, after_mlp), strict=True):
+        yield norm(config, name, spelling) if spelling else None
 
 
 def _with_shared(
