@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.gpu import DEVICE, NATIVE, rounded  # isort: skip  (before the kernels)
+from tests.support.gpu import DEVICE, NATIVE, add_up_in_one_order, rounded  # isort: skip  (before the kernels)
 
 import itertools
 
@@ -107,8 +107,9 @@ def test_any_shape(coding, shape, group, count, dtype, flags, seed):
 
 
 @pytest.mark.parametrize("coding", ["fp8_e4m3", pytest.param("uint4", marks=[] if NATIVE else pytest.mark.long)])
-def test_a_rows_bits_do_not_depend_on_the_others(coding):
+def test_a_rows_bits_do_not_depend_on_the_others(monkeypatch, coding):
     """Every number of rows takes another tile, and few rows share the parts of the inputs among programs."""
+    add_up_in_one_order(monkeypatch)
     inputs = 4 * (256 if coding == "uint4" else 128) + 40
     matrix = random_matrix(coding, 30, inputs, 128, offsets=True, ordered=True)
     assert splits_of(pack(matrix).kind) > 1

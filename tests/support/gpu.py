@@ -6,7 +6,10 @@ Import this before any module of ``pillion.kernels.gpu``: Triton decides when a 
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import numpy as np
+import pytest
 import torch
 
 NATIVE = torch.cuda.is_available()
@@ -23,3 +26,22 @@ def rounded(dtype: torch.dtype, roundings: int = 1) -> dict[str, float]:
     unit = {torch.float32: 2.0**-22, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[dtype]
     slack = roundings * unit * (1 if NATIVE or dtype != torch.bfloat16 else 2)
     return {"rtol": slack, "atol": slack}
+
+
+def add_up_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter compute each element of a tile's product in an order that the tile's shape has no part in.
+
+    Its own products are numpy's, and a BLAS chooses its kernel by the shapes: on some processors, a row's bits then
+    depend on how many rows are beside it. A GPU's tiles have no such choice.
+    """
+    if NATIVE:
+        return
+    from triton.runtime import interpreter
+
+    def create_dot(
+        self: Any, left: Any, right: Any, start: Any, input_precision: object, max_num_imprecise_acc: object
+    ) -> Any:
+        product = np.einsum("mk,kn->mn", left.data, right.data, dtype=start.data.dtype)
+        return interpreter.TensorHandle(product + start.data, start.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
