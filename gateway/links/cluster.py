@@ -439,6 +439,16 @@ class Cluster:
         prefills = (one.component_id for one in components if one.role == "prefill")
         return frozenset(one for one in prefills if (link := self._links["decode"].get(one)) is not None and link.alive)
 
+    def text_step_tokens(self, served: Served) -> int:
+        """Returns how many tokens the workers to which whole texts are given compute together, in a step of each; 0
+        where one of them does not say."""
+        workers = [one for role in ("prefill", "decode") for one in self.view.of(role, served.model)]
+        usable = [one for one in workers if served.includes(one) and self._usable(one)]
+        texts = self.text_workers(usable)
+        chosen = [one for one in usable if one.component_id in texts] or [one for one in usable if one.role == "decode"]
+        steps = [one.max_step_tokens for one in chosen]
+        return sum(steps) if all(steps) else 0
+
     async def far_hits(
         self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord]
     ) -> dict[str, int]:

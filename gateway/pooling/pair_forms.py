@@ -121,8 +121,13 @@ def cosine(one: Vector, other: Vector) -> float:
     return float(left @ right) / length if length else 0.0
 
 
-def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairForm:
-    """Reads how the checkpoint in a folder scores pairs; ``name`` is the one by which it was asked for. Raises
+def named_reranker(name: str) -> bool:
+    """Returns whether a model's name says that it is a reranker. The configs of Qwen3's rerankers do not say it."""
+    return _RERANKER in name.lower()
+
+
+def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> PairForm:
+    """Reads how the checkpoint in a folder scores pairs; ``reranker`` says whether it is a reranker by its name. Raises
     ConfigError, by its name, for what is not supported."""
     config = read_json(folder / "config.json", {})
     own = read_json(folder / "config_sentence_transformers.json", {})
@@ -137,7 +142,7 @@ def read_pair_form(folder: Path, name: str, tokenizer: ModelTokenizer) -> PairFo
                 f"{folder / 'config.json'}: a head with {labels} labels; a score needs one, /v1/classify any number"
             )
         return replace(form, kind=ScoreKind.LABELS, rows=label_rows(config))
-    ids = _score_tokens(folder, config, name, tokenizer)
+    ids = _score_tokens(folder, config, tokenizer, reranker)
     if not ids:
         return PairForm()
     if text is PairText.JOINED:
@@ -153,7 +158,7 @@ def _knows_pairs(template: str) -> bool:
     return all(f"{mark}{role}{mark}" in template for role in ("query", "document"))
 
 
-def _score_tokens(folder: Path, config: Any, name: str, tokenizer: ModelTokenizer) -> tuple[int, ...]:
+def _score_tokens(folder: Path, config: Any, tokenizer: ModelTokenizer, reranker: bool) -> tuple[int, ...]:
     """Returns the ids of the true and perhaps the false token; () for a checkpoint that scores no pairs by tokens."""
     if (folder / "modules.json").is_file():
         modules = list(modules_of(folder))
@@ -167,7 +172,7 @@ def _score_tokens(folder: Path, config: Any, name: str, tokenizer: ModelTokenize
             raise ConfigError(f"{path}: true_token_id and false_token_id name no tokens of the vocabulary")
         return tuple(ids)
     words = config.get("classifier_from_token")
-    if words is None and config.get("model_type") == _QWEN3 and _RERANKER in name.lower():
+    if words is None and config.get("model_type") == _QWEN3 and reranker:
         words = [_NO, _YES]
     if words is None:
         return ()

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from opentelemetry import context as otel_context
@@ -20,17 +20,24 @@ from opentelemetry import context as otel_context
 from pillion.errors import DeadlineExceeded, FieldViolation, Internal, InvalidRequest, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.links.cluster import Served
 from pillion.gateway.pooling.text_order import leaders
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.text_vectors import CUT_TO_MODEL, Vector
 from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
 from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
+from pillion.weighted_limit import WeightedLimit
 
 # A call has at most this many texts, or pairs of texts.
 MAX_TEXTS = 2048
 # So many texts of a call are in the gateway at once: enough to fill steps, and few beside the streams of others.
 MAX_TEXTS_AT_ONCE = 32
+# The tokens of these texts fill at most so many steps of the workers, so that another client's prompt waits behind no
+# more of one call than that. With one step, the workers would idle between two texts.
+MAX_STEPS_AT_ONCE = 4
+# The tokens of texts under way have this bound where a worker does not say how many tokens its steps compute.
+NO_BOUND_TOKENS = 1 << 62
 # So many texts of a call are with the tokenizer's threads at once.
 MAX_TOKENIZED_AT_ONCE = 4
 # The gateway calls the fields of a text by these names.
@@ -87,15 +94,17 @@ class TextCall:
         others are cancelled."""
         asked = await self.read(requests, names)
         ids = [request.token_ids for request in asked]
-        waited = await self._leaders(ids) if self._shares_prefixes else [None] * len(ids)
+        served = self._served()
+        waited = await self._leaders(ids, served.block_size) if self._shares_prefixes else [None] * len(ids)
         ended = [asyncio.Event() for _ in asked]
         turns = asyncio.Semaphore(self._at_once(ids))
+        steps = WeightedLimit(MAX_STEPS_AT_ONCE * self.gateway.cluster.text_step_tokens(served) or NO_BOUND_TOKENS)
         runners: dict[int, RequestRunner] = {}
 
         async def run(number: int) -> Vector:
             if (leader := waited[number]) is not None:
                 await ended[leader].wait()
-            async with turns:
+            async with turns, steps.taken(len(ids[number])):
                 second = seconds[number] if seconds else 0
                 runner = runners[number] = await self._start(asked[number], second)
                 row = await _row_of(runner)
@@ -119,22 +128,15 @@ class TextCall:
         asked = [replace(request, sampling=_PROMPT_ONLY) for request in requests]
         for name, request in zip(names, asked, strict=True):
             await _named(name, self.gateway.check(request, self.tenant))
-        turns = asyncio.Semaphore(MAX_TOKENIZED_AT_ONCE)
 
         async def read_one(name: str, request: GenerateRequest) -> GenerateRequest:
-            async with turns:
-                ids = await _named(name, self.ids_of(request))
+            ids = await _named(name, self.ids_of(request))
             if len(ids) > self.most_tokens:
                 text = f"{len(ids)} tokens; the model takes at most {self.most_tokens}"
                 raise InvalidRequest.of(FieldViolation(name, text))
             return as_ids(request, ids)
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(read_one(name, request)) for name, request in zip(names, asked, strict=True)]
-        except BaseExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
+        return await in_turns([read_one(name, request) for name, request in zip(names, asked, strict=True)])
 
     async def ids_of(self, request: GenerateRequest) -> tuple[int, ...]:
         """Returns the ids of a text, cut where it is longer than the call wants; a conversation is never cut."""
@@ -167,24 +169,45 @@ class TextCall:
             pooled=replace(self.pooled, second_from=second),
         )
 
-    async def _leaders(self, ids: list[tuple[int, ...]]) -> list[int | None]:
+    async def _leaders(self, ids: list[tuple[int, ...]], block_tokens: int) -> list[int | None]:
         """Returns which texts wait for which. It looks at every token, so it is done on a thread for long lists."""
         size_bytes = TOKEN_BYTES * sum(map(len, ids))
-        return await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, self._block_tokens())
+        return await self.gateway.off_loop(self.tenant, size_bytes, leaders, ids, block_tokens)
 
     def _at_once(self, texts: Sequence[Sequence[int]]) -> int:
         """Returns how many texts are in the gateway at once: no more than its bounds, and the tenant's, let in."""
         longest = max(map(len, texts))
         return min(MAX_TEXTS_AT_ONCE, self.gateway.admission.most_at_once(self.tenant or OPEN, longest))
 
-    def _block_tokens(self) -> int:
-        """Returns the tokens of a block of the model's KV. Raises Unavailable where no worker serves the model."""
-        return self.gateway.cluster.served(self.model.limits.name, self.model.fingerprint).block_size
+    def _served(self) -> Served:
+        """Returns how live workers serve the model. Raises Unavailable where none does."""
+        return self.gateway.cluster.served(self.model.limits.name, self.model.fingerprint)
 
 
 def as_ids(request: GenerateRequest, token_ids: tuple[int, ...]) -> GenerateRequest:
     """Returns the request of a text that has been tokenized."""
     return replace(request, text="", messages=(), chat=_NO_CHAT, token_ids=token_ids)
+
+
+async def in_turns(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Awaits what tokenizes a call's texts, a few at a time, and returns the results in order. Raises the first
+    error, which ends the others."""
+    turns = asyncio.Semaphore(MAX_TOKENIZED_AT_ONCE)
+
+    async def one(work: Coroutine[Any, Any, T]) -> T:
+        async with turns:
+            return await work
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(one(work)) for work in works]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    finally:
+        # What had no turn was never begun.
+        for work in works:
+            work.close()
+    return [task.result() for task in tasks]
 
 
 async def _row_of(runner: RequestRunner) -> Vector:

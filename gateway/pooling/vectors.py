@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,9 +21,9 @@ from pillion.errors import ConfigError, FieldViolation, InvalidRequest
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.label_forms import LabelForm, read_label_form
-from pillion.gateway.pooling.pair_forms import PairForm, PairText, ScoreKind, cosine, read_pair_form
+from pillion.gateway.pooling.pair_forms import PairForm, PairText, ScoreKind, cosine, named_reranker, read_pair_form
 from pillion.gateway.pooling.pooling_files import VectorForm, read_vector_form
-from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids
+from pillion.gateway.pooling.text_call import MAX_TEXTS, TextCall, TextRows, as_ids, in_turns
 from pillion.gateway.request.admitted_request import PooledRows
 from pillion.gateway.text_vectors import EmbeddedTexts, LabelledTexts, ScoredPairs, TextPair, Vector
 from pillion.types import ChatMessage, ChatOptions, GenerateRequest
@@ -47,8 +47,9 @@ class GatewayVectors:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
-        # These are the forms of models' vectors, labels and scores by their kinds and folders, or why there are none.
-        self._forms: dict[tuple[str, Path], Any] = {}
+        # These are the forms of models' vectors, labels and scores, or why there are none, by their kinds and by what
+        # they were read from.
+        self._forms: dict[tuple[str, Hashable], Any] = {}
 
     async def embed(
         self,
@@ -71,7 +72,7 @@ class GatewayVectors:
         before = _prompt_of(form, prompt_name)
         pooled = PooledRows(pooling=form.pooling)
         call = TextCall(self._gateway, model, tenant, _most(form, model), cut_tokens, deadline, parent, pooled)
-        asked = [await _asked_of(call, form, before, one.text, one) if one.text else one for one in requests]
+        asked = await in_turns([_request_of(call, form, before, one) for one in requests])
         found = await call.rows(asked, [f"inputs[{number}]" for number in range(len(asked))])
         vectors = [_cut(row, dimensions, form.normalized) for row in found.rows]
         return EmbeddedTexts(vectors, found.token_ids, found.usage, model.name)
@@ -96,15 +97,14 @@ class GatewayVectors:
         vectors = await self._vector_form(model) if form.kind is ScoreKind.COSINE else VectorForm()
         call = TextCall(self._gateway, model, tenant, _most(vectors, model), cut_tokens, deadline, parent)
         if document_tokens is not None:
-            pairs = [
-                replace(pair, document=await _first_tokens(call, pair.document, document_tokens)) for pair in pairs
-            ]
+            cut = await in_turns([_first_tokens(call, pair.document, document_tokens) for pair in pairs])
+            pairs = [replace(pair, document=document) for pair, document in zip(pairs, cut, strict=True)]
         if form.kind is ScoreKind.COSINE:
             call.pooled = PooledRows(pooling=vectors.pooling)
             scores, found = await _cosines(call, vectors, pairs, shared)
         else:
             call.pooled = form.rows
-            asked = [await _pair_request(call, form, pair, shared) for pair in pairs]
+            asked = await in_turns([_pair_request(call, form, pair, shared) for pair in pairs])
             names = [f"inputs[{number}]" for number in range(len(pairs))]
             found = await call.rows([one for one, _ in asked], names, [second for _, second in asked])
             scores = [form.score(row) for row in found.rows]
@@ -142,16 +142,19 @@ class GatewayVectors:
         """Returns the form of a model's scores. Raises InvalidRequest where the checkpoint's is not supported."""
         if model.folder is None:
             return PairForm()
-        names = f"{model.limits.name} {model.alias} {model.folder}"
-        return await self._form("scores", model, model.folder, read_pair_form, model.folder, names, model.tokenizer)
+        reranker = named_reranker(f"{model.limits.name} {model.alias} {model.folder}")
+        read = partial(read_pair_form, model.folder, model.tokenizer, reranker)
+        return await self._form("scores", model, (model.folder, reranker), read)
 
-    async def _form(self, what: str, model: ModelEntry, folder: Path, read: Callable[..., T], *arguments: Any) -> T:
-        if (what, folder) not in self._forms:
+    async def _form(self, what: str, model: ModelEntry, source: Hashable, read: Callable[..., T], *arguments: Any) -> T:
+        """Returns what ``read`` makes of ``source``, a folder and whatever else the form depends on, and keeps it."""
+        key = what, source
+        if key not in self._forms:
             try:
-                self._forms[what, folder] = await asyncio.to_thread(read, *arguments)
+                self._forms[key] = await asyncio.to_thread(read, *arguments)
             except ConfigError as error:
-                self._forms[what, folder] = error
-        found = self._forms[what, folder]
+                self._forms[key] = error
+        found = self._forms[key]
         if isinstance(found, ConfigError):
             raise InvalidRequest(f"model {model.limits.name!r} gives no {what}: {found.message}")
         form: T = found
@@ -178,9 +181,14 @@ async def _cosines(
         (place(_OF_QUERY, number, pair.query), place(_OF_DOCUMENT, number, pair.document))
         for number, pair in enumerate(pairs)
     ]
-    texts = [await _asked_of(call, form, prompt, text, shared) for prompt, text in places]
+    texts = await in_turns([_asked_of(call, form, prompt, text, shared) for prompt, text in places])
     found = await call.rows(texts, names)
     return [cosine(found.rows[query], found.rows[document]) for query, document in asked], found
+
+
+async def _request_of(call: TextCall, form: VectorForm, prompt: str, request: GenerateRequest) -> GenerateRequest:
+    """Returns the request of a text with a prompt before it; what came as token ids or messages stays as it is."""
+    return await _asked_of(call, form, prompt, request.text, request) if request.text else request
 
 
 async def _asked_of(

@@ -38,6 +38,7 @@ from pillion.config import DecodeFlags, KVNodeFlags, OfflineFlags, PrepareFlags,
 from pillion.errors import PillionError, Unavailable
 from pillion.net.addresses import IN_PROCESS
 from pillion.types import GenerateRequest
+from pillion.weighted_limit import WeightedLimit
 from pillion.wire.registry import ComponentRecord
 
 log = logging.getLogger("pillion.llm")
@@ -101,37 +102,14 @@ class EmptyIndex:
         """Does nothing, because there is no connection to close."""
 
 
-class AnswerLimit:
-    """Bounds the number of answers in flight to ``limit``, first come, first served."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._in_flight = 0
-        self._turn = asyncio.Lock()
-        self._ended = asyncio.Event()
-
-    async def take(self, answers: int) -> None:
-        """Waits until so many more answers may be in flight. A request of more answers than the limit enters alone, and
-        the gateway refuses it."""
-        async with self._turn:
-            while self._in_flight and self._in_flight + answers > self._limit:
-                self._ended.clear()
-                await self._ended.wait()
-            self._in_flight += answers
-
-    def give_back(self, answers: int) -> None:
-        """Notes that so many answers have ended."""
-        self._in_flight -= answers
-        self._ended.set()
-
-
 @dataclass(slots=True)
 class OfflineCluster:
-    """Holds the running components. Only the loop's own thread uses it."""
+    """Holds the running components. Only the loop's own thread uses it. ``limit`` bounds the answers in flight; the
+    gateway refuses a request of more answers than that."""
 
     gateway: Any
     entry: Any
-    limit: AnswerLimit
+    limit: WeightedLimit
 
     def token_text(self, token_id: int) -> str | None:
         """Returns the text of one token; None for an id that the vocabulary does not have."""
@@ -227,7 +205,7 @@ async def start_cluster(
     stack.push_async_callback(worker.stop, STOP_GRACE_S)
     gateway = await _start_gateway(flags, model, entry, LocalRegistry(node, worker.worker), stack)
     await _until_ready(gateway)
-    return OfflineCluster(gateway, entry, AnswerLimit(MAX_ANSWERS_AT_ONCE))
+    return OfflineCluster(gateway, entry, WeightedLimit(MAX_ANSWERS_AT_ONCE))
 
 
 async def _start_gateway(

@@ -13,6 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pillion import LLM, InvalidRequest
+from pillion.gateway.pooling.pair_forms import ScoreKind, named_reranker, read_pair_form
+from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from testbed.tiny_model import save_model
 
 QUERY = "What is blue, and where does it begin? " * 2
@@ -134,6 +136,13 @@ def test_a_qwen3_reranker_without_such_files_reads_the_text_of_its_card(tmp_path
             (found,) = llm.score("q{}", "d{}", instruction=instruction)
             wanted = sigmoid(log_odds(llm, folder, text.format(told).replace("{{}}", "{}"), yes, no))
             assert found.outputs.score == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_checkpoint_of_two_names_is_a_reranker_under_one_of_them(tmp_path: pathlib.Path) -> None:
+    folder = save_model(tmp_path / "model", model_type="qwen3", marks=("yes", "no"))
+    tokenizer = ModelTokenizer.load(folder)
+    kinds = [read_pair_form(folder, tokenizer, named_reranker(name)).kind for name in ("chat", "My-Reranker", "chat")]
+    assert kinds == [ScoreKind.COSINE, ScoreKind.TOKENS, ScoreKind.COSINE]
 
 
 def test_vllms_field_names_the_tokens_and_activation_fn_may_leave_logits(tmp_path: pathlib.Path) -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from pillion import Client, DeadlineExceeded, InvalidRequest, Overloaded
-from pillion.gateway.pooling.text_call import MAX_TEXTS, MAX_TEXTS_AT_ONCE
+from pillion.gateway.pooling.text_call import MAX_STEPS_AT_ONCE, MAX_TEXTS, MAX_TEXTS_AT_ONCE
 from pillion.v1 import gateway_pb2
 from testbed.conditions import until
 from tests.gateway.pooling.test_rerank import QUERY, TEXTS, cosine, ids_of
 from tests.gateway.test_protection import client_of, running_with, write_keys
-from tests.support.fake_components import running_fake_cluster, vector_of
+from tests.support.fake_components import FINGERPRINT, record, running_fake_cluster, vector_of
 
 
 def unit(token_ids: list[int], dimensions: int | None = None) -> list[float]:
@@ -107,6 +107,27 @@ async def test_a_lists_texts_keep_to_the_bounds_of_the_gateway_and_of_a_tenant(t
         assert [one.prompt_token_ids for one in await fakes.client.embed(texts)] == texts
         long = [[5] * 30, [6] * 40, [7] * 69]
         assert [one.prompt_token_ids for one in await fakes.client.embed(long)] == long
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("workers", ["decode-0", "decode-0 decode-1"])
+async def test_long_texts_under_way_fill_a_few_steps_of_each_worker(workers: str) -> None:
+    async with running_fake_cluster() as fakes:
+        cluster, names = fakes.gateway.cluster, workers.split()
+        for name in names:
+            await fakes.registry.heartbeat(
+                record(name, "decode", f"unix:{fakes.folder}/decode.sock", max_step_tokens=20)
+            )
+        served = cluster.served("toy", FINGERPRINT)
+        await until("the workers' steps to be known", lambda: cluster.text_step_tokens(served) == 20 * len(names))
+        fakes.decode.gate.clear()
+        texts = [[5, n] * 10 for n in range(1, 20)]
+        work = asyncio.create_task(fakes.client.embed([*texts, [6] * 60]))
+        few = MAX_STEPS_AT_ONCE * len(names)
+        await until("texts to be under way", lambda: len(fakes.decode.streams) == few)
+        fakes.decode.go_on()
+        assert [one.prompt_token_ids for one in await work] == [*texts, [6] * 60]
+        assert fakes.decode.most_streams == few
         await fakes.settled()
 
 
