@@ -179,8 +179,8 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
     from pillion.engine.checkpoints.weights import load_labels
 
     chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
-    if not chooses and (device != CPU or loader is not None):
-        raise ConfigError(f"{prepared.name} has no head that chooses tokens, and GPUs and ranks give no vectors yet")
+    if not chooses and (device != CPU or flags.pipeline_parallel_size > 1):
+        raise ConfigError(f"{prepared.name} has no head that chooses tokens, and GPUs and stages give no vectors yet")
     found = _load(flags, threads, device, prepared, config, loader)
     labels = None if chooses else load_labels(prepared.folder, config)
     return replace(found, chooses_tokens=chooses, head=None if labels is None else VectorHead(labels.numpy()))

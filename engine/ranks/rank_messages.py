@@ -41,9 +41,9 @@ MAX_ERROR_BYTES = 4096
 # A wait is counted in slices, so that a process that was stopped meanwhile loses one slice of it and not the whole.
 SLICE_MS = 100
 _HEADER = struct.Struct("<II")
-# The header of a step's message has the numbers of tokens, sequences, columns of the block tables, sampled rows;
-# whether there are rotary rows, and adapters; copies.
-_STEP = struct.Struct("<7I")
+# The header of a step's message has the numbers of tokens, sequences, columns of the block tables, rows that are
+# computed to the end, and those of them whose vectors are wanted; whether there are rotary rows, and adapters; copies.
+_STEP = struct.Struct("<8I")
 
 T = TypeVar("T")
 
@@ -139,10 +139,10 @@ def _some(received: T) -> T:
 
 def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> bytes:
     """Encodes a batch, and the slots that are copied before it: the header, then arrays of int32 one after the
-    other."""
+    other. What rank 0 alone needs is left out: which logits texts want."""
     optional = [array for array in (batch.rope_rows, batch.adapters) if array is not None]
     arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.block_tables)
-    counts = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1], len(batch.sample_rows)
+    counts = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1], len(batch.sample_rows), batch.pooled
     header = _STEP.pack(*counts, batch.rope_rows is not None, batch.adapters is not None, len(copies))
     every = (*arrays, batch.sample_rows, *optional, *([np.array(copies)] if copies else ()))
     return header + b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in every)
@@ -153,7 +153,7 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
     for bytes that are no such message."""
     if len(payload) < _STEP.size:
         raise Internal(f"a step of {len(payload)} bytes")
-    tokens, seqs, width, samples, has_rope, has_adapters, copies = _STEP.unpack_from(payload)
+    tokens, seqs, width, samples, pooled, has_rope, has_adapters, copies = _STEP.unpack_from(payload)
     sizes = [tokens, tokens, seqs + 1, seqs, seqs * width, samples, tokens * has_rope, seqs * has_adapters, 2 * copies]
     if len(payload) != _STEP.size + 4 * sum(sizes):
         raise Internal(f"a step of {len(payload)} bytes, {_STEP.size + 4 * sum(sizes)} were promised")
@@ -169,6 +169,7 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
         sample_rows=parts[5],
         rope_rows=parts[6] if has_rope else None,
         adapters=parts[7] if has_adapters else None,
+        pooled=pooled,
     )
     return batch, [(int(source), int(target)) for source, target in parts[8].reshape(copies, 2)]
 

@@ -26,7 +26,7 @@ from pillion.engine.backends.backend import (
 from pillion.engine.backends.host_backend import HostBackend
 from pillion.engine.ranks.rank_messages import RankMessage, json_to_bytes, memory_file, step_to_bytes
 from pillion.engine.ranks.rank_processes import LOAD_SILENCE_MS, RankProcesses
-from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, States
+from pillion.engine.sampling.sampling_rows import Float32, Sampled, SamplingRows, States
 
 
 class ShareBackend(Backend, Protocol):
@@ -130,6 +130,7 @@ class RankedBackend(RankedCalls, HostBackend):
     """
 
     own: HostBackend
+    gives_vectors = True
 
     def __init__(self, own: HostBackend, ranks: RankProcesses) -> None:
         """Takes the own share and the other ranks, and owns both from now on."""
@@ -147,6 +148,10 @@ class RankedBackend(RankedCalls, HostBackend):
 
     def _read_states(self, num_tokens: int) -> States:
         return self.own._read_states(num_tokens)
+
+    def _read_vectors(self, batch: StepBatch) -> Float32:
+        # Rows after the last norm are the same at all ranks.
+        return self.own._read_vectors(batch)
 
     def bind_pool(self, memory: PoolPlace, num_slots: int) -> None:
         """Uses ``memory`` as the pool here; the other ranks map it by :meth:`LoadedModel.bind_pool`."""

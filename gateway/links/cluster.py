@@ -436,7 +436,8 @@ class Cluster:
     def text_workers(self, components: Iterable[ComponentRecord]) -> frozenset[str]:
         """Returns the prefill workers among ``components`` to which whole texts can be submitted now, by component
         id."""
-        prefills = (one.component_id for one in components if one.role == "prefill")
+        # A worker that came back as another one may have a connection of its former self for a moment.
+        prefills = (one.component_id for one in components if one.role == "prefill" and one.gives_vectors)
         return frozenset(one for one in prefills if (link := self._links["decode"].get(one)) is not None and link.alive)
 
     def text_step_tokens(self, served: Served) -> int:

@@ -36,10 +36,24 @@ COPIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
 
 
 @given(
-    st.integers(1, 40), st.integers(1, 9), st.integers(1, 7), st.integers(0, 9), st.booleans(), st.booleans(), COPIES
+    st.integers(1, 40),
+    st.integers(1, 9),
+    st.integers(1, 7),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.booleans(),
+    st.booleans(),
+    COPIES,
 )
 def test_a_step_arrives_as_it_is(
-    tokens: int, seqs: int, width: int, samples: int, shifted: bool, adapted: bool, copies: list[tuple[int, int]]
+    tokens: int,
+    seqs: int,
+    width: int,
+    samples: int,
+    pooled: int,
+    shifted: bool,
+    adapted: bool,
+    copies: list[tuple[int, int]],
 ) -> None:
     batch = StepBatch(
         token_ids=numbers(tokens, 1),
@@ -50,6 +64,7 @@ def test_a_step_arrives_as_it_is(
         sample_rows=numbers(samples, 6),
         rope_rows=numbers(tokens, 7) if shifted else None,
         adapters=numbers(seqs, 8) if adapted else None,
+        pooled=pooled,
     )
     found, slots = step_from_bytes(bytearray(step_to_bytes(batch, copies)))
     assert slots == copies
@@ -60,7 +75,7 @@ def test_a_step_arrives_as_it_is(
             np.testing.assert_array_equal(sent, got)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\1" * 27, b"\1" * 28, b"\1" * 100])
+@pytest.mark.parametrize("payload", [b"", b"\1" * 31, b"\1" * 32, b"\1" * 100])
 def test_bytes_that_are_no_step_are_refused(payload: bytes) -> None:
     with pytest.raises(Internal, match="a step of"):
         step_from_bytes(bytearray(payload))
