@@ -12,6 +12,7 @@ All components share:
 - `net`: servers, channels, TLS. `wire`, `v1`: converters and the generated messages. `observability`: metrics, traces.
 - `priority`, `slo`, `sampling_ranges`, `sampling_defaults`, `grammar_limits`, `adapter_folders`, `config`,
   `speculative_config`, `cores`, `core_lending_table`, `served_models`: rules that several packages must agree on.
+- `weighted_limit`: a bound on what is under way, which calls of texts and `LLM` use.
 
 - `rooms`: the table of features that can be taken away, and where they meet the core.
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,9 +21,11 @@ from pillion import Client
 from pillion._version import PROTOCOL, VERSION
 from testbed.conditions import wait_for
 from testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
+from testbed.ports import free_port
 from testbed.release import install, last_release
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.adapters import make_adapter
+from tests.support.alerts import PROMTOOL, check_alerts
 from tests.support.hybrids import HYBRIDS
 
 TOOL = {
@@ -107,13 +110,14 @@ def hit_share(target: str) -> float:
     return cached / sum((len(prompt) - 1) // 16 for prompt in KEPT)
 
 
-def started(running: Hosts, released: pathlib.Path, adapter: pathlib.Path) -> str:
+def started(running: Hosts, released: pathlib.Path, adapter: pathlib.Path, metrics_port: int) -> str:
     """Starts a cluster of the last release, and returns where its gateway is."""
     running.packages.update(dict.fromkeys(COMPONENTS, released))
     running.node("kv-a", "--kv-pool-bytes", "64MiB", "--keeper-socket", running.keeper())
     lora = ("--enable-lora", "--max-loras", "1")
     workers = [running.worker(role, "kv-a", *lora) for role in ("prefill", "decode")]
-    target = running.gateway("--chunk-size", "64", *lora, "--lora-modules", f"red={adapter}")
+    shows = ("--metrics-port", str(metrics_port))
+    target = running.gateway("--chunk-size", "64", *lora, "--lora-modules", f"red={adapter}", *shows)
     running.sees(target, *workers)
     return target
 
@@ -123,6 +127,17 @@ def shown(target: str) -> dict[str, tuple[str, int]]:
     with Client(target) as client:
         components = client.status().components
     return {one.component_id: (one.version, one.protocol) for one in components if one.role != "gateway"}
+
+
+def check_skew(metrics_port: int, expected: bool) -> None:
+    """Evaluates the alert on what the gateway's metrics page shows now, as if it had shown it for two hours."""
+    if PROMTOOL is None:
+        return
+    with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=READY_TIMEOUT_S) as page:
+        lines = [line for line in page.read().decode().splitlines() if line.startswith("pillion_components{")]
+    series = {name: f"{float(value):.0f}x120" for name, value in (line.rsplit(" ", 1) for line in lines)}
+    assert series
+    check_alerts(series, [("PillionVersionsDiffer", 30, 0), ("PillionVersionsDiffer", 90, int(expected))])
 
 
 def versions(running: Hosts) -> dict[str, tuple[str, int]]:
@@ -137,7 +152,8 @@ def test_each_component_is_replaced_under_load_in_both_directions(folder: pathli
     model = save_model(folder / "tiny")
     adapter = make_adapter(model, folder / "red", r=4)
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "2048") as running:
-        target = started(running, released, adapter)
+        metrics_port = free_port()
+        target = started(running, released, adapter, metrics_port)
         with answers(target) as expected:
             hit_share(target)
         assert hit_share(target) == 1
@@ -150,6 +166,7 @@ def test_each_component_is_replaced_under_load_in_both_directions(folder: pathli
                 assert hit_share(target) >= 0.95, f"{name} was replaced"
                 if "gateway" not in running.packages:
                     wait_for("versions to be shown", lambda: shown(target) == versions(running))
+                    check_skew(metrics_port, len({(VERSION, PROTOCOL), *versions(running).values()}) > 1)
                 if name == "kv-a":
                     # Node and keeper are of one version here, the others of another one.
                     with answers(target) as found:

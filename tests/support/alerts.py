@@ -1,0 +1,43 @@
+"""Alert rules evaluated by Prometheus' own promtool, over series that a test writes or has read from a metrics page.
+
+series, minute by minute --promtool test rules--> how many alerts of a name fire at a minute
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import yaml
+
+from tests.support.compose import ROOT
+
+RULES = ROOT / "deploy" / "prometheus" / "alerts.yml"
+PROMTOOL = shutil.which("promtool")
+MISSING = "promtool is not installed (Debian: prometheus)"
+TIMEOUT_S = 120
+
+
+def check_alerts(series: Mapping[str, str], wanted: Sequence[tuple[str, int, int]], folder: Path | None = None) -> None:
+    """Asserts that of the alert of each name so many fire after so many minutes.
+
+    ``series`` are values by selectors with all labels, in promtool's notation: "1+0x60" is 1, and 60 times 1 more.
+    ``wanted`` are triples of a name, minutes, and how many. Raises AssertionError with promtool's words.
+    """
+    assert PROMTOOL is not None, MISSING
+    expected = []
+    for name, minutes, count in wanted:
+        expr = f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
+        samples = [{"labels": "{}", "value": count}]
+        expected.append({"expr": expr, "eval_time": f"{minutes}m", "exp_samples": samples})
+    written = [{"series": name, "values": values} for name, values in series.items()]
+    test = {"interval": "1m", "input_series": written, "promql_expr_test": expected}
+    with tempfile.TemporaryDirectory(dir=folder) as made:
+        path = Path(made) / "test.yml"
+        path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))
+        command = [PROMTOOL, "test", "rules", str(path)]
+        found = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert found.returncode == 0, f"{wanted} over {dict(series)}: {found.stdout}{found.stderr}"
