@@ -140,6 +140,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
     latents = _latents(raw, options, heads)
     kv_heads, head_dim = _kv_heads(name, raw, heads, latents)
     num_layers = size(raw, "num_hidden_layers")
+    rms = bool(family.rms_eps) and raw.get(family.rms_eps) is not None
     has_rope = _has_rope(options, family, num_layers)
     slides = _slides(options, family, num_layers, has_rope)
     linear = _linear(name, raw, family, slides)
@@ -158,7 +159,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads if latents is None else 1,
         head_dim=head_dim if latents is None else latents.rank + latents.rotary,
-        rms_norm_eps=number(raw, family.eps, 1e-6),
+        rms_norm_eps=number(raw, family.rms_eps if rms else family.eps, 1e-6),
         max_position_embeddings=_longest(raw, family, ropes),
         ropes=ropes,
         layer_ropes=layer_ropes,
@@ -174,7 +175,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         learned_positions=family.learned_positions,
         activation=_activation(name, family, raw, options),
         gated=family.gated,
-        norm=family.norm,
+        norm="plain" if rms else family.norm,
         norm_bias=family.norm_bias,
         qk_norm=bool(options.get("use_qk_norm", True)),
         post_norm=bool(options.get("use_post_norm", True)),
@@ -488,7 +489,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         normalize=bool(options.get("norm_topk_prob", family.fixed.get("norm_topk_prob", True)))
         and not family.scaled_experts,
         layers=_with_experts(options, num_layers),
-        sigmoid=family.sigmoid_router,
+        sigmoid=family.sigmoid_router or _score(options, "expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid",
         scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
         exact="topk_method" in options,
         groups=groups,
@@ -500,7 +501,16 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         shared=inner if family.shared_expert else _shared(options, inner),
         beside="enable_moe_block" in options,
         transposed=bool(raw.get(TRANSPOSED_EXPERTS)),
+        share=0.5 if _score(options, "shared_expert_combination_strategy", ("sum", "average")) == "average" else 1.0,
     )
+
+
+def _score(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str:
+    """Returns the value of a key, one of two; the first where a family has no such key."""
+    found = options.get(key, known[0])
+    if found not in known:
+        raise ConfigError(f"config.json: {key} = {found!r} is not supported; {known[0]!r} and {known[1]!r} are")
+    return str(found)
 
 
 def _expert_groups(options: Mapping[str, Any], own: str, num_experts: int, per_token: int) -> tuple[int, int]:

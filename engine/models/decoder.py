@@ -165,7 +165,7 @@ class LayerRun:
         token_inputs: the rows [T, width] that the layer reads beside the residual stream; None where it reads none.
         sample_rows: in the last layer, the rows that go on after its attention; None elsewhere.
         rows: the last operation's result [T, ...].
-        kept: the rows that an operation keeps for a later one.
+        kept: the rows that operations keep for later ones, the last ones first to be taken.
         added_up: the sum of the operations that add up rows.
         rotated: queries and keys [T, heads, head_dim], where rows were normed or rotated since they are projections.
         values: values [T, KV heads, head_dim], where these were normed.
@@ -186,7 +186,7 @@ class LayerRun:
     token_inputs: torch.Tensor | None = None
     sample_rows: torch.Tensor | None = None
     rows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
-    kept: torch.Tensor | None = None
+    kept: list[torch.Tensor] = field(default_factory=list)
     added_up: torch.Tensor | None = None
     rotated: torch.Tensor | None = None
     values: torch.Tensor | None = None
@@ -392,11 +392,10 @@ class LayerRun:
         self.rows = found
 
     def keep(self, _: Keep) -> None:
-        self.kept = self.rows
+        self.kept.append(self.rows)
 
     def again(self, _: Again) -> None:
-        assert self.kept is not None
-        self.rows, self.kept = self.kept, None
+        self.rows = self.kept.pop()
 
     def mix_experts(self, operation: Experts) -> None:
         ups, downs = self.weights.experts(operation.gate_up), self.weights.experts(operation.down)

@@ -55,6 +55,8 @@ class ModelFamily:
         linear: reads which layers have a state in place of keys and values; None for a family whose layers have none.
         qkv_bias, o_bias, mlp_bias, head_bias, norm, norm_bias, gated: those of ``ModelConfig``, where no key says so.
         eps: the key of the norms' smallest variance.
+        rms_eps: the key that, where a config has it, makes RMS norms of the family's norms, and is their smallest
+            variance; "" for none.
         parallel: whether attention and MLP are parallel, where no key says so.
         biases: the keys that say whether the projections of queries, keys and values have biases, that of attention's
             results, and those of MLPs; "" for a family whose layers have none.
@@ -100,6 +102,7 @@ class ModelFamily:
     norm: str = "plain"
     norm_bias: bool = False
     eps: str = "rms_norm_eps"
+    rms_eps: str = ""
     gated: bool = True
     parallel: bool = False
     scaled_embedding: bool = False
@@ -352,6 +355,36 @@ def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
             f" sliding_window_pattern = {raw['sliding_window_pattern']!r}"
         )
     return {}
+
+
+def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns which layers have experts, a window and a rotary embedding. The first layers may be dense, with a pattern
+    of windows and an inner width of their own; where the pattern is 1, they have no window and yet rotate. Where the
+    scores of the chosen experts are a softmax, it is over these alone. All experts together, and the MLP beside
+    them, count half where the two are averaged."""
+    layers, first = size(raw, "num_hidden_layers"), int(number(raw, "first_k_dense_replace", 0))
+    prefix, rest = size(raw, "prefix_dense_sliding_window_pattern"), size(raw, "sliding_window_pattern")
+    places = [(n + 1, prefix) if n < first else (n - first + 1, rest) for n in range(layers)]
+    kinds = raw["layer_types"] or [f"{'full' if n % every == 0 else 'sliding'}_attention" for n, every in places]
+    mixers = raw["mlp_layer_types"] or ["dense" if n < first else "sparse" for n in range(layers)]
+    if not raw["sliding_window"]:
+        kinds = ["full_attention"] * len(kinds)
+    rotated = [
+        int(kind == "sliding_attention" or (mixer == "dense" and prefix == 1))
+        for kind, mixer in zip(kinds, mixers, strict=False)
+    ]
+    inner = size(raw, "intermediate_size")
+    return {
+        "layer_types": kinds,
+        "mlp_layer_types": mixers,
+        "no_rope_layers": rotated,
+        "intermediate_size": raw["prefix_dense_intermediate_size"] or inner,
+        "moe_intermediate_size": inner,
+        "norm_topk_prob": raw["expert_selection_fn"] == "softmax" or raw["norm_topk_prob"],
+        "shared_expert_combination_strategy": raw["shared_expert_combination_strategy"]
+        if raw["num_shared_experts"]
+        else "sum",
+    }
 
 
 def _hunyuan(raw: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -1162,6 +1195,27 @@ FAMILIES: dict[str, ModelFamily] = {
             "use_gated_activation": True,
             "use_parallel_block": True,
         },
+    ),
+    "cohere2_moe": replace(
+        _COHERE,
+        defaults={
+            **_COHERE.defaults,
+            **_WINDOWS,
+            "rms_norm_eps": None,
+            "sliding_window_pattern": 4,
+            "first_k_dense_replace": 0,
+            "mlp_layer_types": None,
+            "prefix_dense_sliding_window_pattern": 1,
+            "prefix_dense_intermediate_size": None,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+            "norm_topk_prob": True,
+            "expert_selection_fn": "softmax",
+            "num_shared_experts": 0,
+            "shared_expert_combination_strategy": "average",
+        },
+        rms_eps="rms_norm_eps",
+        derived=_cohere2_moe,
     ),
     "granitemoeshared": ModelFamily(
         {**_GRANITE_MOE, "max_position_embeddings": 2048, "shared_intermediate_size": 0}, layer=_GRANITE_SHARED

@@ -423,13 +423,12 @@ class AddToResidual:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Keeps the rows for :class:`Again`: those of :class:`Norm` until the next one, those of :class:`Attend` until the
-    layer's end."""
+    """Keeps the rows for the :class:`Again` that belongs to it, as brackets do: others may stand between the two."""
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Goes on from the rows that :class:`Keep` kept."""
+    """Goes on from the rows that the last :class:`Keep` kept which has no such operation yet."""
 
 
 LayerOperation = (

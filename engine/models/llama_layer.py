@@ -115,13 +115,15 @@ def llama_layer(
     projection = () if mixer else (Multiply(output(config)),)
     added: Layer = (*projection, AddToResidual(after_attention, config.residual_scale))
     of_mlp: Layer = Norm(before_mlp), gated(config) if config.gated else not_gated(config, mlp)
+    scale = config.residual_scale
     if config.moe is not None and config.moe.layers[index]:
+        scale *= config.moe.share
         mixed = (
             biased_experts(config) if expert_biases else experts(config, choice_bias, optional_bias=lacks_choice_bias)
         )
-        of_mlp = Norm(before_mlp), *_with_shared(config, mixed, shared_mlp, shared_gate, sum_norm)
+        of_mlp = Norm(before_mlp), *_with_shared(config, mixed, shared_mlp, shared_gate, sum_norm, scale)
         after_mlp = norm(config, "mlp_post_norm", sum_norm) if sum_norm else after_mlp
-    of_mlp = *of_mlp, AddToResidual(after_mlp, config.residual_scale)
+    of_mlp = *of_mlp, AddToResidual(after_mlp, scale)
     return (*attended, Keep(), *of_mlp, Again(), *added) if config.parallel else (*attended, *added, *of_mlp)
 
 
@@ -137,10 +139,15 @@ def _norms(config: ModelConfig, norms: Norms, *, shared: bool) -> Iterator[Layer
 
 
 def _with_shared(
-    config: ModelConfig, mixed: Experts, shared_mlp: tuple[tuple[str, ...], str], shared_gate: str, sum_norm: str
+    config: ModelConfig,
+    mixed: Experts,
+    shared_mlp: tuple[tuple[str, ...], str],
+    shared_gate: str,
+    sum_norm: str,
+    scale: float,
 ) -> Layer:
-    """Lists the operations from the rows that experts read to what is still to be added to the residual stream: their
-    results, or where an MLP is beside them, its results, or both in one sum where that is normed."""
+    """Lists the operations from the rows that experts read to what is still to be added to the residual stream, times
+    ``scale``: their results, or where an MLP is beside them, its results, or both in one sum where that is normed."""
     assert config.moe is not None
     if not config.moe.shared:
         return (mixed,)
@@ -148,7 +155,7 @@ def _with_shared(
     if sum_norm:
         return Keep(), mixed, AddUp(None), Again(), beside, AddUp(None)
     # Without a norm of their sum, the residual stream itself adds them up.
-    return Keep(), mixed, AddToResidual(None, config.residual_scale), Again(), beside
+    return Keep(), mixed, AddToResidual(None, scale), Again(), beside
 
 
 def _attention(

@@ -42,6 +42,7 @@ class MoeConfig:
         shared: inner width of the MLP that all tokens pass beside their experts; 0 for none.
         beside: whether layers with experts have their dense MLP, too.
         transposed: whether plain matrices of all experts in one tensor have inputs as rows in checkpoints.
+        share: the factor of the results of experts and of the MLP beside them, where the residual stream takes them.
         layers: for each layer, whether it has experts; a layer without them has one dense MLP.
     """
 
@@ -62,6 +63,7 @@ class MoeConfig:
     shared: int = 0
     beside: bool = False
     transposed: bool = False
+    share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

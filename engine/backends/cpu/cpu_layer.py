@@ -100,7 +100,8 @@ class LayerEmitter:
         # are normed and rotated.
         self._rows, self._norm_name, self._qk_norm = builder.hidden, "", ""
         self._rope: int | None = None
-        self._norm_last, self._grows, self._kept = False, False, builder.hidden
+        self._norm_last, self._grows = False, False
+        self._kept: list[Buffer] = []
         self._norm_values, self._adds_up = False, False
         # These rows begin with gates of attention's results, which take so many bytes.
         self._gates, self._gate_bytes = builder.hidden, 0
@@ -323,11 +324,11 @@ class LayerEmitter:
             yield builder.norm_add(self._prefix + following.norm.name, following.scale, found=builder.added_up)
 
     def keep(self, _: Keep, __: LayerOperation | None) -> Iterator[Operation]:
-        self._kept = self._rows
+        self._kept.append(self._rows)
         yield from ()
 
     def again(self, _: Again, __: LayerOperation | None) -> Iterator[Operation]:
-        self._rows = self._kept
+        self._rows = self._kept.pop()
         yield from ()
 
     def experts(self, operation: Experts, following: LayerOperation | None) -> Iterator[Operation]:

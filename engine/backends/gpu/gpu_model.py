@@ -110,7 +110,7 @@ class _LayerStep:
 
     residual: torch.Tensor
     rows: torch.Tensor
-    kept: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    kept: list[torch.Tensor] = field(default_factory=list)
     ended: bool = False
 
 
@@ -346,9 +346,9 @@ class GpuDecoder:
                     if place and not isinstance(operations[place - 1], AddToResidual):
                         step.rows = self._normed(step.residual, _norm_of(layer, operation))
                 case Keep():
-                    step.kept = step.rows
+                    step.kept.append(step.rows)
                 case Again():
-                    step.rows = step.kept
+                    step.rows = step.kept.pop()
                 case Multiply(matrix):
                     out = model.qkv if matrix.name == "qkv" else model.found
                     step.rows = self._product(index, layer, matrix.name, step.rows, out[: len(step.rows)], shape)
