@@ -38,9 +38,9 @@ LEFT_OUT = {
     "heads of values that differ from those of keys": "mimo_v2_flash",
     "attention whose results pass a gate, are subtracted from each other, or mix experts": """
         diffllama jetmoe laguna""",
-    "another activation (`xielu`), or norms between activation and down projection": "apertus bitnet",
+    "norms between activation and down projection": "bitnet",
     "a router with other arithmetic (experts that share a norm, several experts for each place)": """
-        aria_text cohere2_moe dbrx""",
+        aria_text dbrx""",
     "experts chosen by the router's product and a bias, not by its score": "kolibri1",
     "residuals whose weights depend on the layer, and attention whose results pass a gate": "beam",
     "layers that run several times for each token": "hrm_text",
@@ -150,7 +150,7 @@ def options(family: ModelFamily) -> str:
     """Return what a family's layers do otherwise than those of Llama."""
     layer, said = _layer_of(family), []
     if family.norm.startswith("layer"):
-        said.append("LayerNorm" + (" with biases" if family.norm_bias else ""))
+        said.append("LayerNorm" + (" with biases" if family.norm_bias else "") + (", or RMS" if family.rms_eps else ""))
     if family.norm == "bare":
         said.append("norms without weights, also of embeddings")
     if family.norm.endswith("offset"):
@@ -202,6 +202,8 @@ def options(family: ModelFamily) -> str:
         said.append("queries, values and keys in blocks of one matrix")
     if layer.get("sinks"):
         said.append("attention sinks")
+    if "expert_selection_fn" in family.defaults:
+        said.append("sigmoid scores of experts, and half of them and of the MLP beside them, by keys")
     if family.linear is not None:
         said.append(STATES[family.linear.__name__])
     if layer.get("gated_queries") or layer.get("attention_gate"):
@@ -210,7 +212,8 @@ def options(family: ModelFamily) -> str:
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
     if not family.gated:
         activation = family.defaults.get("hidden_act", family.defaults.get("activation"))
-        said.append("an MLP without a gate" + (", by gelu with erf (not on GPUs)" if activation == "gelu" else ""))
+        curve = {"gelu": ", by gelu with erf (not on GPUs)", "xielu": ", by xIELU (not on GPUs)"}.get(activation, "")
+        said.append("an MLP without a gate" + curve)
     if family.learned_positions:
         said.append("learned positions (not on GPUs)")
     if family.head_bias or "lm_head_bias" in family.defaults:

@@ -44,7 +44,7 @@ _ACTIVATIONS = {
     **dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_tanh"),
 }
 # An MLP without a gate may have these, too.
-_NOT_GATED = {"relu2": "relu2", "gelu": "gelu", "relu": "relu"}
+_NOT_GATED = {name: name for name in ("relu2", "gelu", "relu", "xielu")}
 
 # Families call the same numbers by these keys, in this order: how many experts there are; how many of them a token
 # goes to; the factor of the experts' scores. Of the MLP beside the experts, a key holds the width, or how many times

@@ -54,6 +54,7 @@ from pillion.engine.models.layers import (
     mix_experts,
     rms_norm_wide,
     soft_cap,
+    xielu,
 )
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.rope import CosSin, Rope, growth_factors, rotate
@@ -385,8 +386,12 @@ class LayerRun:
         self.rows = torch.bmm(found.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
 
     def mlp(self, operation: Mlp) -> None:
-        activate = (GATED if operation.gated else ACTIVATIONS)[operation.activation]
-        found = self.linear(operation.down, activate(self.linear(operation.gate_up, self.rows)))
+        up = self.linear(operation.gate_up, self.rows)
+        if operation.bends is not None:
+            activated = xielu(up, self.weights.tensor(operation.bends)).to(up.dtype)
+        else:
+            activated = (GATED if operation.gated else ACTIVATIONS)[operation.activation](up)
+        found = self.linear(operation.down, activated)
         if operation.row_gate is not None:
             found = linear(self.rows, self.weights.tensor(operation.row_gate)).sigmoid() * found
         self.rows = found

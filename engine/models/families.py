@@ -357,6 +357,14 @@ def _cohere2(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
+def _apertus(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the rotary embedding of a config that has none: that of the published models."""
+    if raw.get("rope_parameters") or raw.get("rope_scaling"):
+        return {}
+    lengths = {"factor": 8.0, "original_max_position_embeddings": 8192, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return {"rope_parameters": {"rope_type": "llama3", "rope_theta": 12_000_000.0, **lengths}}
+
+
 def _cohere2_moe(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns which layers have experts, a window and a rotary embedding. The first layers may be dense, with a pattern
     of windows and an inner width of their own; where the pattern is 1, they have no window and yet rotate. Where the
@@ -1092,6 +1100,14 @@ FAMILIES: dict[str, ModelFamily] = {
         partial_rope=True,
         interleaved_rope=True,
         fused=_FUSED_MLP,
+    ),
+    "apertus": ModelFamily(
+        {"max_position_embeddings": 65_536, "rms_norm_eps": 1e-5, "attention_bias": False, "hidden_act": "xielu"},
+        layer=partial(llama_layer, norms=("attention_layernorm", "", "feedforward_layernorm", ""), qk_norm="head"),
+        gated=False,
+        derived=_apertus,
+        # Checkpoints have what the activation's numbers are not, too: its slope and its bound at 0.
+        idle=r"model\.layers\.\d+\.mlp\.act_fn\.(beta|eps)$",
     ),
     "arcee": ModelFamily(
         {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **_NO_BIAS, "hidden_act": "relu2"}, gated=False

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from enum import Enum
 
+# This is the slope of the activation xIELU at 0.
+XIELU_SLOPE = 0.5
+
 
 class Share(Enum):
     """Names the unit in which the entries along a dimension of a tensor are divided among the processes that share a
@@ -323,6 +326,8 @@ class Mlp:
     Attributes:
         row_gate: a matrix of one row; the sigmoid of its product with a row multiplies all of the row's results. An MLP
             that has it comes after :class:`Experts`, and reads the same rows.
+        bends: for the activation "xielu" two numbers, whose softplus says how fast it grows and how much it bends below
+            0; None for other activations.
     """
 
     gate_up: LayerTensor
@@ -330,6 +335,7 @@ class Mlp:
     activation: str
     gated: bool = True
     row_gate: LayerTensor | None = None
+    bends: LayerTensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import gelu, layer_norm, linear, relu, silu
+from torch.nn.functional import gelu, layer_norm, linear, relu, silu, softplus
 
-from pillion.engine.models.layer_operations import ClampedSwiglu, Experts
+from pillion.engine.models.layer_operations import XIELU_SLOPE, ClampedSwiglu, Experts
 
 
 def rms_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -89,6 +89,14 @@ ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "relu": relu,
     "relu2": lambda values: relu(values).square(),
 }
+
+
+def xielu(values: torch.Tensor, bends: torch.Tensor) -> torch.Tensor:
+    """Computes xIELU (arXiv 2411.13010) of values of any shape: a parabola above 0 and a bent exponential below, whose
+    two factors follow from the numbers ``bends``."""
+    above, below = softplus(bends.float())
+    squares, curve = above * values * values, (below + XIELU_SLOPE) * (torch.expm1(values.clamp(max=0.0)) - values)
+    return torch.where(values > 0, squares, curve) + XIELU_SLOPE * values
 
 
 def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:

@@ -305,11 +305,16 @@ def not_gated(config: ModelConfig, names: tuple[str, str]) -> Mlp:
     """Describes an MLP without a gate."""
     inner, hidden, bias = (Entries(config.intermediate_size, Share.INNER),), _hidden(config), config.mlp_bias
     up, down = ((name,) for name in names)
+    bends = None
+    if config.activation == "xielu":
+        spellings, two = (("mlp.act_fn.alpha_p", "mlp.act_fn.alpha_n"),), (Entries(1), Entries(1))
+        bends = LayerTensor(name="bends", role=Role.VECTOR, rows=two, spellings=spellings, suffix="")
     return Mlp(
         LayerTensor(name="up", role=Role.MATRIX, rows=inner, inputs=hidden, spellings=(up,), bias=bias),
         LayerTensor(name="down", role=Role.MATRIX, rows=hidden, inputs=inner, spellings=(down,), bias=bias),
         config.activation,
         gated=False,
+        bends=bends,
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend  # isort: skip  (before the kernels)
+from tests.support.gpu_model import MAX_SEQS, GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
 
 from dataclasses import replace
 
@@ -63,6 +63,7 @@ INTERPRETED = (
             "youtu",
             "deepseek-v3",
             "mistral4",
+            "cohere2-moe",
         )
     ),
 )
@@ -71,7 +72,7 @@ INTERPRETED = (
 @pytest.mark.parametrize("family", sorted(FAMILIES) if NATIVE else INTERPRETED)
 def test_families(family, tmp_path):
     """Runs a text in chunks, and in a batch with decodes of another text."""
-    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    folder, flags = make_family(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     # Longer than the families' windows of 24; in the interpreter each token is dear.
     length, part = (PROMPT_TOKENS, 37) if NATIVE else (40, 17)
@@ -345,5 +346,8 @@ def test_a_layer_without_a_kernel_is_refused():
     dense = parse_config({**config, "model_type": "afmoe", "num_key_value_heads": 4, "num_dense_layers": 1})
     with pytest.raises(ConfigError, match="afmoe: the GPU kernels have no gates of attention's results; use --device"):
         check_operations(dense)
+    bent = parse_config({**config, "model_type": "apertus", "hidden_act": "xielu"})
+    with pytest.raises(ConfigError, match="apertus: the GPU kernels have no xielu; use --device cpu"):
+        check_operations(bent)
     with pytest.raises(ConfigError, match="llama4_text: the GPU kernels have no attention in chunks; use --device cpu"):
         check_operations(parse_config({**config, "model_type": "llama4_text", "num_key_value_heads": 4}))

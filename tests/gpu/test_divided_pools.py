@@ -3,7 +3,7 @@ same shards. On a machine with one GPU all shards are on it; without one, Triton
 
 from __future__ import annotations
 
-from tests.support.gpu_model import FakeDividedPool, GpuDriver, gpu_backend  # isort: skip  (before the kernels)
+from tests.support.gpu_model import FakeDividedPool, GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
 
 import contextlib
 from dataclasses import replace
@@ -23,7 +23,7 @@ from pillion.errors import ConfigError
 from pillion.kvstore.memory.head_shares import shares_of
 from tests.gpu.test_backend import close
 from tests.gpu.test_ranks import sibling_answers
-from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.families import FAMILIES, tokens_of
 from tests.support.gpu import NATIVE
 
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("own_cache")]
@@ -47,7 +47,7 @@ def in_one_piece(pool: FakeDividedPool, layout) -> torch.Tensor:
 def test_families(team, family, tmp_path):
     """Two ranks, each with a shard: a chunk, and a decode beside a chunk. Then one process reads what both have
     written, and writes on; and the ranks go on after it."""
-    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    folder, flags = make_family(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text, other = tokens_of(37, 2), tokens_of(9, 3)
     with torch.inference_mode():

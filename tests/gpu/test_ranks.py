@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.support.gpu_model import GpuDriver, gpu_backend  # isort: skip  (before the kernels)
+from tests.support.gpu_model import GpuDriver, gpu_backend, make_family  # isort: skip  (before the kernels)
 
 import os
 import signal
@@ -18,7 +18,7 @@ from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 from testbed.tiny_model import save_model
 from tests.gpu.test_backend import close, rows_of
 from tests.gpu.test_quantized_models import FORMATS
-from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.families import FAMILIES, tokens_of
 from tests.support.gpu import NATIVE
 from tests.support.gpu_ranks import RankTeam
 from tests.support.mixed_adapters import mixed_steps, with_adapters
@@ -35,7 +35,7 @@ INTERPRETED = ("qwen3-qk-norm", "gemma2", "olmo2", "mixtral", "llama-mqa-biases"
 @pytest.mark.parametrize("family", sorted(FAMILIES) if NATIVE else INTERPRETED)
 def test_families(team, family, tmp_path):
     """A chunk, and then a decode beside a chunk of another text, over one pool."""
-    folder, flags = make_model(tmp_path / "model", FAMILIES[family])
+    folder, flags = make_family(tmp_path / "model", family)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     text, other = tokens_of(35, 2), tokens_of(9, 3)
     with torch.inference_mode():

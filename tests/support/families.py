@@ -286,6 +286,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "mup_enabled": True,
         "initializer_range": 0.04,
     },
+    "apertus": {"model_type": "apertus", "hidden_act": "xielu", "initializer_range": 0.06},
     "cohere2-moe": {
         "model_type": "cohere2_moe",
         **EXPERTS,

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
+from tests.support.gpu import DEVICE, NATIVE  # isort: skip  (before the kernels)
 
 from collections.abc import Callable
+from pathlib import Path
 
+import pytest
 import torch
 
+from pillion.config import ModelFlags
 from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
-from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION
+from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION, check_limits, check_operations
 from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
-from pillion.engine.checkpoints.prepare import PreparedModel
+from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.errors import ConfigError
 from pillion.kvstore.memory.head_shares import shares_of
+from tests.support.families import FAMILIES, make_model
 from tests.support.torch_model import BackendDriver
 
 MAX_TOKENS, MAX_SEQS, MAX_SAMPLED = 48, 8, 256
@@ -81,6 +86,20 @@ def gpu_backend(
     sizes = prepared.max_model_len, MAX_TOKENS, MAX_SAMPLED
     model = GpuModel(weights, *sizes, max_samples=MAX_SEQS, ranks=ranks, shard=shard)
     return make(model, layout, limits, enforce_eager=eager)
+
+
+def make_family(folder: Path, family: str) -> tuple[Path, ModelFlags]:
+    """Makes the model of a family, as :func:`make_model` does. On a GPU, where tests run every family, a test of one
+    that has no kernels is skipped with the words of its refusal."""
+    folder, flags = make_model(folder, FAMILIES[family])
+    try:
+        check_operations(load_config(folder))
+        check_limits(DEVICE, kv_layout(prepare(flags), 16))
+    except ConfigError as error:
+        if NATIVE:
+            pytest.skip(str(error))
+        raise
+    return folder, flags
 
 
 class GpuDriver(BackendDriver):

@@ -23,10 +23,13 @@ from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
+import numpy as np
+
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, convolved, gated, inputs_of
 from pillion.engine.models.layer_operations import (
+    XIELU_SLOPE,
     AddToResidual,
     AddUp,
     Again,
@@ -79,6 +82,7 @@ EPILOGUE = {
     "gelu": "act_erf_gelu",
     "relu": "act_relu",
     "relu2": "act_relu2",
+    "xielu": "act_xielu",
 }
 # A KV head has room for this many rows of partial sums: a step cuts no more contexts than fit.
 MAX_PARTIAL_ROWS = 4096
@@ -277,13 +281,21 @@ class LayerEmitter:
         # Layers without experts, and the MLP beside the experts, have inner widths of their own.
         activated = builder.buffer(f"activated{inner}", inner, builder.row_dtype)
         epilogue = (GATED_EPILOGUE if operation.gated else EPILOGUE)[operation.activation]
-        yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue)
+        bends = self._bends(operation.bends)
+        yield from builder.gemm(self._prefix + operation.gate_up.name, self._rows, activated, epilogue, bends=bends)
         assert isinstance(following, AddToResidual | AddUp)
         if operation.row_gate is None:
             yield from self._add_product(down, activated, following)
         else:
             assert isinstance(following, AddToResidual)
             yield from self._add_weighed(down, activated, operation.row_gate, following)
+
+    def _bends(self, tensor: LayerTensor | None) -> tuple[float, float]:
+        """Returns the factors of xIELU above and below 0."""
+        if tensor is None:
+            return 0.0, 0.0
+        above, below = np.logaddexp(0.0, self._builder.weights.tensors[self._prefix + tensor.name].tolist())
+        return float(above), float(below) + XIELU_SLOPE
 
     def apply_token_inputs(self, operation: ApplyTokenInputs, following: LayerOperation | None) -> Iterator[Operation]:
         """Yields the kernels from the residual stream to its sum with what the token has for this layer. Every process

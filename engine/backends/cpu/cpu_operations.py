@@ -190,11 +190,13 @@ class OperationBuilder:
         group_starts: Buffer | None = None,
         factor: float = 1.0,
         clamped: ClampedSwiglu | None = None,
+        bends: tuple[float, float] = (0.0, 0.0),
         steps: tuple[int, int] = (0, 0),
     ) -> Iterator[Operation]:
         """Yields the product of ``x`` with the matrix ``name``, with those of experts, whose rows begin at
         ``group_starts``, or with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The
-        epilogue "add" multiplies by ``factor``, and "gated_clamped" is ``clamped``. Raises ConfigError where the matrix
+        epilogue "add" multiplies by ``factor``, "gated_clamped" is ``clamped``, and "act_xielu" has the factors
+        ``bends``. Raises ConfigError where the matrix
         does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
@@ -241,6 +243,8 @@ class OperationBuilder:
             "factor": factor,
             "alpha": 0.0 if clamped is None else clamped.alpha,
             "limit": 0.0 if clamped is None else clamped.limit,
+            "above": bends[0],
+            "below": bends[1],
             **added,
         }
         yield Operation(spec, values, self.when)

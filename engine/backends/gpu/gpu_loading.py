@@ -153,7 +153,7 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(f"{config.family}: the GPU kernels have no bias of logits; use --device cpu")
     if config.learned_positions:
         raise ConfigError(f"{config.family}: the GPU kernels have no learned positions; use --device cpu")
-    if config.activation in ("gelu", "relu"):
+    if config.activation in ("gelu", "relu", "xielu"):
         raise ConfigError(f"{config.family}: the GPU kernels have no {config.activation}; use --device cpu")
     if config.chunked and any(config.sliding_windows):
         raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")

@@ -50,11 +50,13 @@ LAYOUT = RecordLayout(
         "factor",  # the epilogue "add" multiplies its sums by factor
         "alpha",  # alpha and limit are those of "gated_clamped"
         "limit",
+        "above",  # above and below are the factors of "act_xielu"
+        "below",
     ),
 )
 
 GATED = ("gated_silu", "gated_gelu", "gated_clamped")
-ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu", "act_relu2")
+ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu", "act_relu2", "act_xielu")
 # Each thread draws this many ranges where there are panels enough. A range still takes many microseconds, and the last
 # ranges end at about the same time.
 RANGES_PER_THREAD = 16
@@ -144,6 +146,8 @@ class GemmBody:
             self.factor = args.real("factor")
         if spec.epilogue == "gated_clamped":
             self.alpha, self.limit = args.real("alpha"), args.real("limit")
+        if spec.epilogue == "act_xielu":
+            self.above, self.below = args.real("above"), args.real("below")
         self.addition = spec.expand(call)
 
     def emit_blocks(self) -> None:
@@ -227,7 +231,8 @@ class GemmBody:
         if spec.epilogue in ACTIVATED:
             for half, total in enumerate(totals):
                 place = out + half * (self._out_bytes() * PANEL_COLUMNS // 2)
-                k.store_float(place, _activated(k, spec.epilogue, total), spec.rows == "bf16")
+                found = self._xielu(total) if spec.epilogue == "act_xielu" else _activated(k, spec.epilogue, total)
+                k.store_float(place, found, spec.rows == "bf16")
             return
         for half, total in enumerate(totals):
             place = out + half * VECTOR_BYTES
@@ -241,6 +246,13 @@ class GemmBody:
         gate, least = k.smaller(self.limit, gate), self.limit * -1.0
         up = k.larger(least, k.smaller(self.limit, up))
         return (up + 1.0) * (gate * k.sigmoid(gate * self.alpha))
+
+    def _xielu(self, x: Vec) -> Vec:
+        """Returns xIELU (arXiv 2411.13010), whose slope at 0 is 0.5: ``above`` times x squared above 0, and ``below``
+        times exp(x) - 1 - x elsewhere."""
+        k = self.k
+        curve = self.below * (k.exp2(k.smaller(x, k.vector(0.0)) * LOG2E) - 1.0 - x)
+        return k.fma(k.vector(0.5), x, k.select(x < 0.0, curve, self.above * (x * x)))
 
     def _out_bytes(self) -> int:
         """Returns how many bytes each packed column takes in ``out``."""

@@ -57,7 +57,7 @@ IN_BFLOAT16 += [
     for name in (
         *("gpt2", "opt", "gpt-neox", "falcon", "gptj", "phi", "codegen", "persimmon", "phimoe", "nanochat", "cohere"),
         *("glm", "nemotron", "hunyuan-dense", "minimax-m2", "granite-swa", "exaone4", "deepseek-v2", "minicpm3"),
-        *("axk1", "afmoe"),
+        *("axk1", "afmoe", "apertus", "cohere2-moe"),
     )
 ]
 # In ``make test`` every family runs in chunks, in mixed steps and greedily. What differs less from one family to the
