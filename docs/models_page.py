@@ -104,8 +104,9 @@ test` runs some of that, `make test-long` all. The first case of each family als
 int4, with KV in 8 bits, with three answers to a prompt whose begin is in the cache, and with a text that goes on after
 a kill (`tests/engine/models/test_families_in_few_bits.py`), and with a LoRA adapter
 (`tests/engine/adapters/test_peft.py`). Models whose values are keys (Gemma 4 with
-`attention_k_eq_v`) have no adapters yet. An answer of each family of these goes on, with the
-tokens of transformers, after a `kill -9` of its decode worker (`tests/cluster/test_families.py`).
+`attention_k_eq_v`) have no adapters yet. In a real cluster an answer goes on, with the tokens of transformers, after a
+`kill -9` of its decode worker (`tests/cluster/test_families.py`): of every family whose blocks or layers are of a kind
+of their own, and of one for each kind that several share.
 
 Encoders (`bert`, `roberta`, `xlm-roberta`, `modernbert`) give vectors of texts, labels and scores of pairs
 ([055](decisions/055-pooling.md#encoders)), on torch's operators (`tests/engine/encoders`). Of every family below,

@@ -60,6 +60,8 @@ def quantized(folder: pathlib.Path, flags: ModelFlags, kind: str) -> tuple[Prepa
         values[name] = weight.mT.contiguous() if turned else weight
     wide, config = folder.parent / kind, json.loads((folder / "config.json").read_text())
     wide.mkdir()
+    # The prepared folder lacks what Pillion does not read, such as the constants of Apertus' activation.
+    values = names | values
     # The head is in 8 bits and the embedding is not.
     (wide / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     save_file(values, wide / "model.safetensors", metadata={"format": "pt"})
