@@ -30,6 +30,7 @@ MAX_LOG_CHARS = 3000
 NODE_PORT = 50061
 WORKER_PORTS = {"prefill": 50100, "decode": 50200}
 EDGE = "edge"
+EVERYWHERE = "0.0.0.0"
 
 
 class Hosts:
@@ -41,7 +42,8 @@ class Hosts:
     ``pillion`` of another version by the process's name, from which that process runs; others run this tree.
 
     With a ``network`` a node and its workers run on the host that has the node's name, and Redis and gateways on EDGE;
-    all of them meet by its addresses.
+    all of them meet by its addresses. Nodes and workers listen on all addresses of their hosts, so they go on where a
+    host gets another one.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class Hosts:
 
     def node(self, node_id: str, *flags: str) -> None:
         """Start a KV node; it answers when this returns."""
-        listen = ("--node-listen", self.node_address(node_id), "--attach-socket", self._attach(node_id))
+        where = self.node_address(node_id) if self.network is None else f"{EVERYWHERE}:{NODE_PORT}"
+        listen = ("--node-listen", where, "--attach-socket", self._attach(node_id))
         self._start(node_id, "kvnode", "--node-id", node_id, *listen, *flags, machine=node_id)
         wait_for(f"{node_id} to answer", lambda: self._ask(node_id), READY_TIMEOUT_S)
 
@@ -76,7 +79,7 @@ class Hosts:
         name = f"{role}-{node_id}"
         listen = f"unix:{self.folder}/{name}.sock"
         if self.network is not None:
-            listen = f"{self.network.address(node_id)}:{WORKER_PORTS[role]}"
+            listen = f"{EVERYWHERE}:{WORKER_PORTS[role]}"
         place = ("--component-id", name, "--listen", listen, "--cpu-threads", "1")
         self._start(name, role, *self._model, *place, "--attach-socket", self._attach(node_id), *flags, machine=node_id)
         return name
@@ -132,6 +135,12 @@ class Hosts:
             return False
 
         wait_for(f"{', '.join(names)} at the gateway", there, READY_TIMEOUT_S)
+
+    def places(self, target: str) -> dict[str, str]:
+        """Returns the host of each component that a gateway knows, as its address names it, by the component's name."""
+        status = self._status(target)
+        components = status.components if status else ()
+        return {one.component_id: one.address.rpartition(":")[0] for one in components}
 
     def node_status(self, node_id: str) -> NodeStatus:
         """Returns a node's status, after it proved its integrity (I4)."""

@@ -15,7 +15,7 @@ import grpc
 
 from pillion.engine.worker.worker import Worker
 from pillion.errors import ConfigError
-from pillion.kvstore.index.advertise import advertised
+from pillion.kvstore.index.advertise import advertised, follow_address
 from pillion.net.rpc import RunningServer, internal_credentials, start_server
 
 log = logging.getLogger("pillion.worker")
@@ -36,16 +36,22 @@ class Service(NamedTuple):
 class WorkerServer:
     """Represents a running worker that serves at ``address``."""
 
-    def __init__(self, worker: Worker, server: RunningServer, services: Sequence[Service]) -> None:
+    def __init__(self, worker: Worker, server: RunningServer, services: Sequence[Service], address: str) -> None:
+        """Announces the worker at ``address``, at which others reach it now."""
+        worker.announce(address)
         self.worker = worker
         self.meters = worker.meters
         self.address = server.address
         self.wait_failed = worker.wait_failed
         self._server = server
         self._services = services
+        flags = worker.flags
+        following = follow_address(address, flags.advertise, server.address, flags.redis_url, self._moved)
+        self._following = asyncio.create_task(following, name="following the address")
 
     async def stop(self, grace_s: float = 2.0) -> None:
         """Takes no more work, gives running sequences ``grace_s`` seconds, then ends the worker and its server."""
+        self._following.cancel()
         await self.worker.drain(grace_s)
         for service in self._services:
             service.finish()
@@ -53,6 +59,10 @@ class WorkerServer:
         # somebody may be waiting for the process that comes after this one.
         await self._server.stop(0.0 if self.worker.failed else LAST_MESSAGES_S)
         await self.worker.close()
+
+    def _moved(self, address: str) -> None:
+        log.warning("%s is at %s now", self.worker.component_id, address)
+        self.worker.announce(address)
 
 
 async def serve(worker: Worker, *services: Service) -> WorkerServer:
@@ -71,6 +81,5 @@ async def serve(worker: Worker, *services: Service) -> WorkerServer:
         # This runs in a thread, because host names may have to be looked up.
         address = await asyncio.to_thread(advertised, flags.advertise, server.address, flags.redis_url)
         undo.pop_all()
-    worker.announce(address)
     log.info("%s serves at %s", worker.component_id, server.address)
-    return WorkerServer(worker, server, services)
+    return WorkerServer(worker, server, services, address)

@@ -8,9 +8,10 @@ Redis is on it.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pillion.errors import ConfigError
 from pillion.kvstore.index.redis_url import parse
@@ -18,6 +19,30 @@ from pillion.kvstore.index.redis_url import parse
 # Where Redis has no name or no address yet, the way out of the machine decides. These addresses are reserved for
 # documentation (RFC 5737, RFC 3849), and connecting a datagram socket sends nothing.
 SOMEWHERE = (("192.0.2.1", 9), ("2001:db8::1", 9))
+
+# A component that listens on a wildcard looks this often whether its host has another address.
+ADDRESS_CHECK_S = 2.0
+
+
+async def follow_address(address: str, flag: str, listening: str, redis_url: str, moved: Callable[[str], None]) -> None:
+    """Calls ``moved`` with the address at which others reach a server, which is ``address`` now, each time its host has
+    got another one, until it is cancelled. Where a flag says the address, or the server does not listen on a wildcard,
+    it stays as it is.
+
+    The other arguments are those of :func:`advertised`.
+    """
+    if address in (flag, listening):
+        await asyncio.get_running_loop().create_future()
+    while True:
+        await asyncio.sleep(ADDRESS_CHECK_S)
+        try:
+            found = await asyncio.to_thread(advertised, flag, listening, redis_url)
+        except ConfigError:
+            # The host has no address at the moment.
+            continue
+        if found != address:
+            address = found
+            moved(address)
 
 
 def advertised(flag: str, listening: str, redis_url: str) -> str:

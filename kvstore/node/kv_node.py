@@ -17,7 +17,7 @@ from pillion._version import VERSION
 from pillion.config import KVNodeFlags, refuse_contradictions
 from pillion.errors import ConfigError, Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
-from pillion.kvstore.index.advertise import advertised
+from pillion.kvstore.index.advertise import advertised, follow_address
 from pillion.kvstore.index.announcer import Announcer, new_boot_epoch
 from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
@@ -49,8 +49,6 @@ log = logging.getLogger("pillion.kvnode")
 
 # A node that has this one's name must answer within this time at start.
 TWIN_TIMEOUT_S = 2.0
-# A node that listens on a wildcard looks this often whether its host has another address.
-ADDRESS_CHECK_S = 2.0
 
 
 async def start_kvnode(flags: KVNodeFlags) -> KVNode:
@@ -162,8 +160,8 @@ class KVNode:
                 hashes=self._hashes,
             )
             self._spawn(self._announcer.run(), "announcing")
-            if self.address not in (listening, flags.node_advertise):
-                self._spawn(self._follow_address(listening), "following the address")
+            following = follow_address(self.address, flags.node_advertise, listening, flags.redis_url, self._moved)
+            self._spawn(following, "following the address")
         log.info("node %s serves %s, workers attach at %s", flags.node_id, self.address, flags.attach_socket)
 
     async def _refuse_twin(self) -> None:
@@ -398,22 +396,11 @@ class KVNode:
         answers = self._far is not None and self._storage is not None and self._storage.objects_answer()
         return self._far.place if answers and self._far is not None else ""
 
-    async def _follow_address(self, listening: str) -> None:
-        """Announces the node at another address where its host gets one, which a node that listens on a wildcard is
-        reached at without anything else."""
-        flags = self._flags
-        while True:
-            await asyncio.sleep(ADDRESS_CHECK_S)
-            try:
-                address = await asyncio.to_thread(advertised, flags.node_advertise, listening, flags.redis_url)
-            except ConfigError:
-                # The host has no address at the moment.
-                continue
-            if address != self.address:
-                log.warning("node %s is at %s now, not at %s any more", flags.node_id, address, self.address)
-                self.address = address
-                if self._announcer is not None:
-                    self._announcer.beat_now()
+    def _moved(self, address: str) -> None:
+        log.warning("node %s is at %s now, not at %s any more", self._flags.node_id, address, self.address)
+        self.address = address
+        if self._announcer is not None:
+            self._announcer.beat_now()
 
     async def _judge_silence(self) -> None:
         # The interval is half a heartbeat, so that a silence is noticed soon after it became one.

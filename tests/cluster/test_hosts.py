@@ -134,16 +134,31 @@ def test_hosts_behind_bad_links_answer_as_ever(folder: pathlib.Path) -> None:
         assert cluster.node_status("kv-b").fetched_blocks > len(LINKS) * len(GREEDY) // 16
 
         # Another address, in the middle of answers: the host's processes end and come back as a pod's do.
-        with answers(target, "moved") as found:
+        with answers(target, "replaced") as found:
             for name in ("decode-kv-b", "kv-b"):
                 cluster.stop(name, kill=True)
             net.move("kv-b")
             start_host(cluster, "kv-b")
         assert found == expected
         cluster.sees(target, *WORKERS)
-        with answers(target, "after the move") as found:
+        with answers(target, "after the replacement") as found:
             pass
         assert found == expected
-        for node_id in NODES:
-            wait_for(f"all slots back at {node_id}", lambda name=node_id: cluster.idle(name))
-        assert not any(cluster.node_status(node_id).corrupt_blocks for node_id in NODES)
+
+        # One more address, under processes that run on: node and Redis see that it moved, and the worker, whose
+        # connection to the node stood on the old address, is started again. What the supervising thread has started
+        # ends with it.
+        with cluster.supervised():
+            with answers(target, "moved") as found:
+                net.move("kv-b")
+            assert found == expected
+            for name in ("kv-b", "decode-kv-b"):
+                moved = {name: net.address("kv-b")}.items()
+                wait_for(f"{name} at its new address", lambda one=moved: one <= cluster.places(target).items())
+            cluster.sees(target, *WORKERS)
+            with answers(target, "after the move") as found:
+                pass
+            assert found == expected
+            for node_id in NODES:
+                wait_for(f"all slots back at {node_id}", lambda name=node_id: cluster.idle(name))
+            assert not any(cluster.node_status(node_id).corrupt_blocks for node_id in NODES)

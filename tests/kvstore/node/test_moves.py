@@ -1,4 +1,4 @@
-"""A node whose host gets another address while it runs is found at that one."""
+"""A node or a worker whose host gets another address while it runs is found at that one."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import pytest
 
 from pillion.errors import ConfigError
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.kvstore.index import advertise
 from pillion.kvstore.index.registry import Registry
-from pillion.kvstore.node import kv_node
 from testbed.conditions import until
 from testbed.redis import RedisServer
 from tests.kvstore.node.test_node import running
 from tests.support.redis_nodes import patient
+from tests.support.workers import running_workers
 
 
 async def test_the_registry_follows_a_node_that_moves(
     short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_node, "ADDRESS_CHECK_S", 0.01)
+    monkeypatch.setattr(advertise, "ADDRESS_CHECK_S", 0.01)
     registry, lost = patient(Registry(redis.url, 600_000)), threading.Event()
 
     def nowhere(*_: str) -> str:
@@ -35,12 +36,29 @@ async def test_the_registry_follows_a_node_that_moves(
         second = f"127.0.0.2:{first.rpartition(':')[2]}"
         await until("the first address", lambda: listed(first))
         # Between two addresses a host has none for a while.
-        monkeypatch.setattr(kv_node, "advertised", nowhere)
+        monkeypatch.setattr(advertise, "advertised", nowhere)
         await until("a look without an address", lost.is_set)
         assert line.node.address == first
-        monkeypatch.setattr(kv_node, "advertised", lambda *_: second)
+        monkeypatch.setattr(advertise, "advertised", lambda *_: second)
         await until("the second address", lambda: listed(second))
         other = NodeClient(second, "gateway-1")
         assert (await other.status()).node_id == "kv-0"
         await other.aclose()
+    await registry.aclose()
+
+
+async def test_the_registry_follows_a_worker_that_moves(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advertise, "ADDRESS_CHECK_S", 0.01)
+    registry = patient(Registry(redis.url, 600_000))
+
+    async def listed(address: str) -> bool:
+        return [record.address for record in await registry.components()] == [address]
+
+    wild = {"listen": "0.0.0.0:0", "insecure_internal": True, "redis_url": redis.url}
+    async with running_workers(decode=wild) as workers:
+        # Only the decode worker has a registry here.
+        port = workers.decode.address.rpartition(":")[2]
+        await until("the first address", lambda: listed(f"127.0.0.1:{port}"))
+        monkeypatch.setattr(advertise, "advertised", lambda *_: f"127.0.0.2:{port}")
+        await until("the second address", lambda: listed(f"127.0.0.2:{port}"))
     await registry.aclose()
