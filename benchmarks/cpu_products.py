@@ -83,6 +83,8 @@ def operation(spec: Gemm, shape: tuple[int, int], group: int, x: torch.Tensor) -
         "factor": 1.0,
         "alpha": 0.0,
         "limit": 0.0,
+        "above": 0.0,
+        "below": 0.0,
     }
     return Operation(spec, values)
 

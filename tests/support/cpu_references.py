@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch.nn.functional import gelu, silu
 
-from pillion.engine.models.layer_operations import ClampedSwiglu
-from pillion.engine.models.layers import clamped_swiglu
+from pillion.engine.models.layer_operations import XIELU_SLOPE, ClampedSwiglu
+from pillion.engine.models.layers import clamped_swiglu, xielu
 from pillion.kernels.cpu.attention.kv_layout import pack_pool, unpack_pool
 from pillion.kernels.cpu.products.gemm import GATED
 from pillion.kernels.cpu.products.packing import PackedWeight, unpack
@@ -19,6 +19,10 @@ from tests.support.eight_bit_kv import dequantized, pack_codes, quantize_rows, u
 
 # The numbers of "gated_clamped" in tests of products, whose values are about 1.
 CLAMPED = ClampedSwiglu(alpha=1.3, limit=0.8)
+# xIELU's factors above and below 0, and the numbers of a checkpoint whose softplus gives them, the second one with the
+# slope at 0.
+BENDS = 0.8, 1.3
+_RAW_BENDS = torch.tensor([BENDS[0], BENDS[1] - XIELU_SLOPE]).expm1().log()
 
 
 def reference_embed(table: torch.Tensor, token_ids: torch.Tensor, scale: float) -> torch.Tensor:
@@ -152,6 +156,8 @@ def reference_gemm(
             return clamped_swiglu(torch.cat((gate, up), -1), CLAMPED).flatten(-2)
         gated = silu(gate) if epilogue == "gated_silu" else gelu(gate, approximate="tanh")
         return (gated * up).flatten(-2)
+    if epilogue == "act_xielu":
+        return xielu(total, _RAW_BENDS)
     return gelu(total) if epilogue == "act_erf_gelu" else total
 
 

@@ -19,7 +19,7 @@ from pillion.kernels.cpu.products.gemm import ACTIVATED, GATED, LAYOUT, Gemm
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
 from pillion.kernels.cpu.products.packing import PLAIN_TYPES, PackedWeight, pack_gated, pack_linear, unpack
 from pillion.kernels.cpu.runtime.compiler import assembly
-from tests.support.cpu_references import CLAMPED, reference_gemm, reference_sum_inputs
+from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm, reference_sum_inputs
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
     ALL_MODES,
@@ -42,7 +42,11 @@ PLAIN = [
     for kind in KINDS
     for epilogue in EPILOGUES
 ]
-PLAIN += [Gemm(kind, kind, "act_erf_gelu", bias=kind == "bf16") for kind in ("bf16", "fp32")]
+PLAIN += [
+    Gemm(kind, kind, epilogue, bias=kind == "bf16")
+    for kind in ("bf16", "fp32")
+    for epilogue in ("act_erf_gelu", "act_xielu")
+]
 GROUPED = [Gemm(*kind, epilogue, grouped=True) for kind in KINDS for epilogue in ("store", "gated_silu")]
 GROUPED += [Gemm("bf16", "fp32", epilogue, grouped=True, bias=True) for epilogue in ("store", "gated_clamped")]
 SAMPLED = Gemm("bf16", "bf16", "store", "num_samples", bias=True)
@@ -99,6 +103,8 @@ class GemmCase:
             "factor": FACTOR,
             "alpha": CLAMPED.alpha,
             "limit": CLAMPED.limit,
+            "above": BENDS[0],
+            "below": BENDS[1],
         }
 
     def run(self, runner: Any, x: torch.Tensor | None = None, out: torch.Tensor | None = None, threads: int = 3):

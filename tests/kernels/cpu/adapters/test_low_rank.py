@@ -19,7 +19,7 @@ from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.cpu.runtime.program import CpuStepRecord
 from tests.kernels.cpu.test_gemm import FACTOR, SPILL
 from tests.support.batches import Sequences
-from tests.support.cpu_references import CLAMPED, reference_gemm
+from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
 from tests.support.kernel_runner import normal, padded, registers_of, rows_step, runner_of, stride
 
 DEPTH, COLUMNS = 80, 96
@@ -133,6 +133,8 @@ class LayerCase:
             "factor": FACTOR,
             "alpha": CLAMPED.alpha,
             "limit": CLAMPED.limit,
+            "above": BENDS[0],
+            "below": BENDS[1],
         }
 
     def expected(self, x: torch.Tensor, slots: list[int], out: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pillion.kernels.cpu.products.packing import PackedWeight, pack_gated, pack_
 from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.torch.quantized_matrix import QuantizedMatrix, RowCodes, row_codes_of, stack_rows
 from tests.kernels.cpu.test_gemm import SPILL, assert_close
-from tests.support.cpu_references import CLAMPED, reference_gemm
+from tests.support.cpu_references import BENDS, CLAMPED, reference_gemm
 from tests.support.examples import examples
 from tests.support.kernel_runner import (
     ALL_MODES,
@@ -163,6 +163,8 @@ class Product:
             "factor": FACTOR,
             "alpha": CLAMPED.alpha,
             "limit": CLAMPED.limit,
+            "above": BENDS[0],
+            "below": BENDS[1],
         }
 
     def run(self, runner: Any, begin: int = 0, end: int | None = None, threads: int = 3) -> torch.Tensor:
