@@ -180,7 +180,7 @@ def load_model(flags: WorkerFlags, threads: int) -> LoadedModel:
 
     chooses = flags.load_format == "dummy" or chooses_tokens(prepared.folder, config)
     if not chooses and (device != CPU or flags.pipeline_parallel_size > 1):
-        raise ConfigError(f"{prepared.name} has no head that chooses tokens, and GPUs and stages give no vectors yet")
+        raise ConfigError(f"{prepared.name} has no head that chooses tokens, which GPUs and stages need so far")
     found = _load(flags, threads, device, prepared, config, loader)
     labels = None if chooses else load_labels(prepared.folder, config)
     return replace(found, chooses_tokens=chooses, head=None if labels is None else VectorHead(labels.numpy()))

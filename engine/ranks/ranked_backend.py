@@ -180,6 +180,7 @@ class RankedAheadBackend(RankedCalls):
     """
 
     max_steps_under_way = 2
+    gives_vectors = True
     own: AheadRank
 
     def __init__(self, own: AheadRank, ranks: RankProcesses) -> None:

@@ -471,10 +471,12 @@ class Scheduler:
                     continue
             elif self.whole_prompts and wanted > left:
                 return
+            if sequence.spec.pooled_ids and rows_left <= 0:
+                continue
             for cut in self._cutters:
                 wanted = cut(sequence, start, wanted)
             piece = self._tail_piece(sequence, min(left, wanted), now)
-            rows_left -= piece.scores
+            rows_left -= piece.scores or bool(piece.pools and sequence.spec.pooled_ids)
             left -= piece.count
             yield piece
 

@@ -173,9 +173,7 @@ class DecodeSession:
             worker.check_open()
             check_submit(submit, worker.block_size, worker.model.backend.vocab_size, worker.max_model_len)
             if _pooled_rows(submit) is not None and not worker.gives_vectors:
-                raise InvalidRequest(
-                    f"{worker.component_id} gives no vectors of texts: it computes on GPUs or in stages"
-                )
+                raise InvalidRequest(f"{worker.component_id} gives no vectors of texts: it computes in stages")
             if _pooled_rows(submit) is None and self._limits.vectors_alone:
                 raise InvalidRequest(f"{worker.component_id} generates nothing: it is a {worker.role} worker")
             if (_pooled_rows(submit) is None or submit.pooled_ids) and not worker.model.chooses_tokens:

@@ -10,9 +10,10 @@ import pathlib
 import re
 import tempfile
 
+import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM
 
 from pillion import Client
 from pillion.config import DecodeFlags, KVNodeFlags, ModelFlags
@@ -63,6 +64,14 @@ def expected(folder: pathlib.Path, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
+def vector(folder: pathlib.Path, text: list[int]) -> list[float]:
+    """The last token's row after the last norm, normalized."""
+    model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        row = model(torch.tensor([text])).last_hidden_state[0, -1]
+    return torch.nn.functional.normalize(row, dim=0).tolist()
+
+
 @pytest.mark.long
 @pytest.mark.cluster
 @pytest.mark.timeout(480)
@@ -83,6 +92,8 @@ def test_answers_from_a_gpus_memory(folder, prefill_workers, ranks):
             options = {"max_tokens": ANSWER_TOKENS, "temperature": 0.0, "ignore_eos": True}
             first = list(client.generate(prompt, **options))
             again = list(client.generate(prompt, **options))
+            (text,) = client.embed([prompt])
+        np.testing.assert_allclose(text.outputs.embedding, vector(folder, prompt), atol=1e-3)
         wanted = expected(folder, prompt)
         for deltas, cached in ((first, 0), (again, 48)):
             assert [token for delta in deltas for token in delta.token_ids] == wanted

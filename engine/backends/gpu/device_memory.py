@@ -80,6 +80,13 @@ def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
+def to_host(values: torch.Tensor) -> torch.Tensor:
+    """Begins to copy values to the host, without waiting: they are there when what is queued on the device has
+    ended."""
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+    return host.copy_(values, non_blocking=True)
+
+
 def event_on(device: torch.device) -> Any:
     """Returns a CUDA event that stands for the end of all that was queued on the current stream so far."""
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]

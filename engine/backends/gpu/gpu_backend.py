@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,13 +39,13 @@ from pillion.engine.backends.backend import (
     distinct_rows,
     warm_up_batches,
 )
-from pillion.engine.backends.gpu.device_memory import DevicePool, DividedPool, event_on, tensor_at, to_device
+from pillion.engine.backends.gpu.device_memory import DevicePool, DividedPool, event_on, tensor_at, to_device, to_host
 from pillion.engine.backends.gpu.gpu_graphs import StepGraphs
 from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel, GpuStepAdapters
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
-from pillion.engine.sampling.sampling_rows import Bool, RowEdit, Sampled, SamplingRows, UInt32
+from pillion.engine.sampling.sampling_rows import Bool, Float32, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
 from pillion.kernels.gpu.attention.gpu_attention_plan import GpuAttentionPlan
@@ -185,6 +185,7 @@ class GpuBackend(AdaptedBackend):
     """Implements ``pillion.engine.backends.backend.Backend`` on a GPU; that class's docstring has the contract."""
 
     max_steps_under_way = 2
+    gives_vectors = True
 
     adapters: GpuStepAdapters | None = None
 
@@ -248,7 +249,11 @@ class GpuBackend(AdaptedBackend):
             # No rank writes KV before the sum of the embeddings, which ends after the copies of all ranks.
             if copies:
                 self.copy_blocks(*zip(*copies, strict=True))
-            step = GpuInFlightStep(self, self._forward(bound, batch))
+            logits = self._forward(bound, batch)
+            # Ranks above 0 have no logits, and nobody asks them for texts.
+            fetches = batch.pooled_ids and self._sampler is not None
+            texts = _fetch_texts(batch, logits, bound.decoder.vectors) if fetches else None
+            step = GpuInFlightStep(self, logits, texts)
         except BackendLost:
             raise
         except Exception as error:
@@ -383,7 +388,8 @@ class GpuBackend(AdaptedBackend):
             bound_adapters(self.adapters).check(batch)
 
     def _forward(self, bound: BoundPool, batch: StepBatch) -> torch.Tensor:
-        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows``."""
+        """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows`` but those
+        whose vectors are wanted."""
         self.check_step(batch)
         rows, places = distinct_rows(batch)
         plans = bound.plans(batch)
@@ -391,7 +397,7 @@ class GpuBackend(AdaptedBackend):
         chunks = any(plan is not None and plan.with_chunks for plan in plans)
         adapted = batch.adapters is not None
         more = adapted and bound_adapters(self.adapters).needs_more(batch)
-        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, adapted, more)
+        shape = bound.graphs.shape_of(batch.num_tokens, len(rows), chunks, adapted, more, batch.pooled)
         with torch.inference_mode():
             if batch.adapters is not None:
                 bound_adapters(self.adapters).send(batch, rows, shape)
@@ -399,8 +405,11 @@ class GpuBackend(AdaptedBackend):
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
                 self._ranks.spread(self._model.sampled[:unknown])
-            logits = self._compute(bound, shape, batch.num_tokens)[: len(rows)]
-            return logits if places is None else logits.index_select(0, to_device(places, logits.device))
+            logits = self._compute(bound, shape, batch.num_tokens)[: len(rows) - batch.pooled]
+            if places is None or self._sampler is None:
+                # Ranks above 0 have no logits.
+                return logits
+            return logits.index_select(0, to_device(places, logits.device))
 
     def _compute(self, bound: BoundPool, shape: StepShape, num_tokens: int) -> torch.Tensor:
         """Runs the step in the record, which had ``num_tokens`` tokens before it was padded to ``shape``; returns its
@@ -416,12 +425,44 @@ def _slots_of(flat: torch.Tensor, num_slots: int, slot_bytes: int) -> torch.Tens
     return flat[:needed]
 
 
-class GpuInFlightStep:
-    """Represents a launched step of a backend, with its logits [R, V] on the device."""
+@dataclass(frozen=True, slots=True)
+class FetchedTexts:
+    """Holds on the host what a step gives of texts, once the step has ended: vectors [P, hidden] in the model's type,
+    and the logits that are wanted, one after the other. ``ids`` is StepBatch.pooled_ids."""
 
-    def __init__(self, backend: GpuBackend, logits: torch.Tensor) -> None:
+    ids: tuple[tuple[int, ...], ...]
+    vectors: torch.Tensor
+    logits: torch.Tensor
+
+    def rows(self) -> tuple[Float32, ...]:
+        """Returns the row of each text, as Sampled.pooled has them."""
+        vectors = iter(self.vectors.float().numpy())
+        parts = iter(torch.split(self.logits, [len(ids) for ids in self.ids if ids]))
+        return tuple(next(parts).numpy() if ids else next(vectors) for ids in self.ids)
+
+
+def _fetch_texts(batch: StepBatch, logits: torch.Tensor, vectors: torch.Tensor) -> FetchedTexts:
+    """Begins to copy what a step gives of texts. The logits that texts want are in the last rows of ``logits``; the
+    copies end before the kernels of the next step begin."""
+    wanted = [ids for ids in batch.pooled_ids if ids]
+    first = len(logits) - len(wanted)
+    places = [(row, each) for row, ids in enumerate(wanted, first) for each in ids]
+    found = logits.new_empty(0)
+    if places:
+        rows, columns = to_device(np.array(places, np.int64).T.copy(), logits.device)
+        found = logits[rows, columns]
+    return FetchedTexts(batch.pooled_ids, *(to_host(each) for each in (vectors, found)))
+
+
+class GpuInFlightStep:
+    """Represents a launched step of a backend, with its logits [R, V] on the device, and what it gives of texts."""
+
+    def __init__(self, backend: GpuBackend, logits: torch.Tensor, texts: FetchedTexts | None) -> None:
         self._backend = backend
-        self._logits = logits
+        # The last rows are those of texts.
+        count = 0 if texts is None else sum(map(bool, texts.ids))
+        self._logits = logits[: len(logits) - count]
+        self._texts = texts
         self._choice: GpuChoice | None = None
 
     def choose(self, rows: SamplingRows) -> None:
@@ -432,9 +473,11 @@ class GpuInFlightStep:
         """Waits for the step's tokens, and for nothing launched after them. Raises BackendLost if the GPU failed."""
         if self._choice is None:
             self._backend.settle()
-            return Sampled()
-        self._backend.await_event(self._choice.done)
-        return self._choice.wait()
+            sampled = Sampled()
+        else:
+            self._backend.await_event(self._choice.done)
+            sampled = self._choice.wait()
+        return sampled if self._texts is None else replace(sampled, pooled=self._texts.rows())
 
 
 class _AnyToken:

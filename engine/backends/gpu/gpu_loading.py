@@ -186,8 +186,10 @@ def limits_of(flags: WorkerFlags, prepared: PreparedModel) -> GpuLimits:
         scored = min(tokens - samples, scored_rows(prepared.vocab_size))
     else:
         assert isinstance(flags, PrefillFlags)
-        tokens, guesses, samples, scored = flags.max_num_batched_prefill_tokens, 0, 0, 0
+        tokens, guesses, samples = flags.max_num_batched_prefill_tokens, 0, 0
         seqs = min(flags.max_waiting_prefills, tokens)
+        # Texts may want logits of their last tokens.
+        scored = min(seqs, scored_rows(prepared.vocab_size))
     return GpuLimits(
         max_tokens=tokens,
         max_seqs=seqs,

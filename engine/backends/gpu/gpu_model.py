@@ -286,6 +286,8 @@ class GpuDecoder:
     def __init__(self, model: GpuModel, parts: Sequence[PartRows | LatentRows], record: GpuStepRecord) -> None:
         """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans."""
         self._model = model
+        # These are the rows whose vectors the last step gave; the next step's kernels overwrite them.
+        self.vectors = model.normed[:0]
         # A model has parts of one kind.
         self._parts = [part for part in parts if isinstance(part, PartRows)]
         self._latents = [part for part in parts if isinstance(part, LatentRows)]
@@ -298,8 +300,8 @@ class GpuDecoder:
             self._following[model.config.num_layers - 1] = final
 
     def run(self, shape: StepShape) -> torch.Tensor:
-        """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples, vocab_size]. A stage
-        returns none."""
+        """Runs the step in the record, padded to ``shape``; returns float32 logits [shape.samples - shape.vectors,
+        vocab_size], and leaves the other sampled rows in ``vectors``. A stage returns none."""
         model, config = self._model, self._model.config
         residual = model.residual[: shape.tokens]
         first, *_ = model.layers.values()
@@ -311,7 +313,10 @@ class GpuDecoder:
             if step.ended:
                 break
         if not step.ended and model.shard.gives_logits:
-            return self._logits(step.rows)
+            chosen = shape.samples - shape.vectors
+            rows, self.vectors = step.rows[:chosen], step.rows[chosen:]
+            if chosen:
+                return self._logits(rows)
         if model.ranks is not None:
             # Where there are logits, gathering them shows that all ranks have written their KV.
             model.ranks.meet()

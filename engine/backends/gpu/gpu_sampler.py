@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from pillion.engine.backends.backend import BackendLost
-from pillion.engine.backends.gpu.device_memory import event_on, to_device
+from pillion.engine.backends.gpu.device_memory import event_on, to_device, to_host
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import possible_bans
 from pillion.engine.sampling.sampler import whole_groups
@@ -100,7 +100,7 @@ class GpuSampler:
             for begin in range(0, count, self._max_rows):
                 part = slice(begin, begin + self._max_rows)
                 choose(logits[part], record[part], chosen[part], self._scratch, cutting=cutting)
-            return GpuChoice(self._fetch(chosen), raw, rows, self._event(), scores, late)
+            return GpuChoice(to_host(chosen), raw, rows, self._event(), scores, late)
 
     def _mask(
         self, logits: torch.Tensor, masks: RowMasks, edits: tuple[RowEdit, ...]
@@ -121,7 +121,7 @@ class GpuSampler:
         if rows.scored is None:
             return None
         tokens = to_device(rows.scored.token_ids, self._device)
-        return self._fetch(score(logits, tokens, most_alternatives(rows.scored, logits.shape[1])))
+        return to_host(score(logits, tokens, most_alternatives(rows.scored, logits.shape[1])))
 
     def _keep_raw(self, logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor | None:
         reporting = np.flatnonzero(rows.logprobs >= 0)
@@ -129,11 +129,7 @@ class GpuSampler:
             return None
         kept = torch.empty((len(reporting), logits.shape[1]), dtype=torch.float32, device=logits.device)
         keep_raw(logits, to_device(reporting, self._device), kept)
-        return self._fetch(kept)
-
-    def _fetch(self, values: torch.Tensor) -> torch.Tensor:
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=self._pinned)
-        return host.copy_(values, non_blocking=True)
+        return to_host(kept)
 
     def _event(self) -> Any:
         return event_on(self._sampled.device) if self._pinned else None

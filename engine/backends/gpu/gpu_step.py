@@ -26,14 +26,16 @@ HOST_RECORDS = 3
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Says what a launch depends on beside the record: padded tokens and sampled rows, and whether there are chunks,
-    rows with adapters, and such whose adapters need more than a graph can give."""
+    """Says what a launch depends on beside the record: padded tokens and sampled rows, whether there are chunks, rows
+    with adapters, and such whose adapters need more than a graph can give, and of how many of the sampled rows, the
+    last ones, the vectors are wanted in place of logits. There is no graph for steps with such rows."""
 
     tokens: int
     samples: int
     chunks: bool
     adapters: bool = False
     more: bool = False
+    vectors: int = 0
 
 
 class GpuStepRecord:

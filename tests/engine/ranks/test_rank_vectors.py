@@ -107,5 +107,5 @@ def test_a_classifier_of_two_ranks_gives_its_labels(tmp_path: Any) -> None:
 def test_stages_of_a_model_without_a_head_are_refused(tmp_path: Any) -> None:
     folder = make_classifier(tmp_path / "labels", 3)
     flags = PrefillFlags(model=str(folder), pipeline_parallel_size=2)
-    with pytest.raises(ConfigError, match="GPUs and stages give no vectors yet"):
+    with pytest.raises(ConfigError, match="which GPUs and stages need so far"):
         load_model(flags, 1)

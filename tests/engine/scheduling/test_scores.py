@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.support.ahead_harness import AheadHarness
 from tests.support.scheduler_harness import SchedulerHarness, prompt
 
@@ -68,3 +70,19 @@ def test_a_step_has_no_more_scored_rows_than_it_may() -> None:
         (plain, 11, 0),
     ]
     assert beside is not None
+
+
+def test_texts_whose_logits_are_wanted_count_among_these_rows() -> None:
+    """A text that would have one row too many waits; a text whose vector is wanted has no logits, and does not."""
+    harness = SchedulerHarness(slots=64, budget=64, max_num_seqs=8)
+    harness.scheduler._max_scored_rows = 2
+    asked = [harness.submit(prompt(seed, 6), 0) for seed in range(1, 6)]
+    for seq_id, ids in zip(asked, ((5,), (), (6, 7), (8,), ()), strict=True):
+        assert seq_id is not None
+        sequence = harness.scheduler.sequences[seq_id]
+        sequence.spec = replace(sequence.spec, pooled=range(5, 6), pooled_ids=ids)
+        sequence.num_scored, sequence.score_end = 5, 6
+    plan = harness.scheduler.schedule(harness.now)
+    assert [(piece.sequence.seq_id, piece.pools) for piece in plan.pieces] == [
+        (seq_id, 1) for number, seq_id in enumerate(asked) if number != 3
+    ]
