@@ -127,7 +127,7 @@ async def test_whatever_comes_together(folder: pathlib.Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "slots"), [("qwen3-next", 230), ("lfm2", 44)])
+@pytest.mark.parametrize(("name", "slots"), [("qwen3-next", 230)])
 def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots: int) -> None:
     model = make_model(folder / "model", HYBRIDS[name])[0]
     oracle, rng = oracle_of(model), random.Random(name)

@@ -194,9 +194,9 @@ async def test_a_worker_whose_record_expires_stays(browser: Browser, components:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("options", [NARROW, {"color_scheme": "dark", "reduced_motion": "reduce"}])
-async def test_narrow_and_dark(browser: Browser, components: Components, options: dict[str, object]) -> None:
+async def test_narrow_dark_and_still(browser: Browser, components: Components) -> None:
     """320 pixels are also what 400 % zoom leaves of 1,280 (WCAG 1.4.10)."""
+    options = {**NARROW, "color_scheme": "dark", "reduced_motion": "reduce"}
     async with seen_page(browser, components.gateway.http_address, **options) as seen:
         await seen.connect(KEYS["ops"])
         await seen.set(max_tokens="8")
@@ -204,23 +204,20 @@ async def test_narrow_and_dark(browser: Browser, components: Components, options
         await seen.page.locator(".figures").wait_for()
         await seen.page.locator(".card").nth(3).wait_for()
         assert await seen.complaints() == []
-        if options is NARROW:
-            assert await seen.page.evaluate("document.scrollingElement.scrollWidth") == 320
-            # However long the conversation is, it is in view together with the button that sends.
-            await seen.ask(QUESTION)
-            await seen.page.locator(".figures").nth(1).wait_for()
-            await seen.page.locator("#log").scroll_into_view_if_needed()
-            shown = await seen.page.get_by_role("button", name="Send").bounding_box()
-            assert shown is not None
-            assert 0 < shown["y"] < shown["y"] + shown["height"] <= 700
-        else:
-            moved = "getComputedStyle(document.querySelector('.segment')).transitionDuration"
-            assert await seen.page.evaluate(moved) == "0s"
+        moved = "getComputedStyle(document.querySelector('.segment')).transitionDuration"
+        assert await seen.page.evaluate(moved) == "0s"
+        assert await seen.page.evaluate("document.scrollingElement.scrollWidth") == 320
+        # However long the conversation is, it is in view together with the button that sends.
+        await seen.ask(QUESTION)
+        await seen.page.locator(".figures").nth(1).wait_for()
+        await seen.page.locator("#log").scroll_into_view_if_needed()
+        shown = await seen.page.get_by_role("button", name="Send").bounding_box()
+        assert shown is not None
+        assert 0 < shown["y"] < shown["y"] + shown["height"] <= 700
         # The page of the API fits as well.
         await seen.page.goto(f"http://{components.gateway.http_address}/docs")
         assert await seen.complaints() == []
-        if options is NARROW:
-            assert await seen.page.evaluate("document.scrollingElement.scrollWidth") == 320
+        assert await seen.page.evaluate("document.scrollingElement.scrollWidth") == 320
 
 
 async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:

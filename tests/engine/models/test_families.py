@@ -20,7 +20,7 @@ from pillion.kernels.cpu.rows.rotate import RotateWrite
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.examples import LONG
-from tests.support.families import BY_ROWS, FAMILIES, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import BY_ROWS, FAMILIES, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.scored_prompts import check_scores, run_scored
 from tests.support.torch_model import BackendDriver
@@ -61,11 +61,16 @@ IN_BFLOAT16 += [
     )
 ]
 # In ``make test`` every family runs in chunks, in mixed steps and greedily. What differs less from one family to the
-# next is tried with those that have windows, several rotary tables, layers without one, soft caps or experts.
+# next is tried with those that have windows, several rotary tables, layers without one, soft caps or experts, and in
+# ``make test-long`` with all that are no rows, and with latents.
 DIFFERENT = ("llama-gqa-tied", "smollm3-nope", "mistral-window", "phi3-longrope-long", "gemma2", "granite", "qwen3-moe")
 on_different_families = pytest.mark.parametrize(
     "on_torch",
-    [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.long) for name in FAMILIES],
+    [
+        pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.long)
+        for name in FAMILIES
+        if name in DIFFERENT or name not in BY_ROWS or name in OF_LATENTS
+    ],
     indirect=True,
 )
 
