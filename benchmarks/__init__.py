@@ -16,8 +16,9 @@ claimed of a result stands in docs/performance.md; a benchmark whose figure has 
   `peers`, `llama_stream` and `closed_loop` (other servers beside Pillion), `pooling` (vectors beside
   streams), `gpu` (everything that needs a GPU).
 - KV store: `kvstore` runs `kv_node`, `kv_handoff`, `kv_index`, `kv_plane` and `kv_fetch` (a prefix from one node to
-  another), `links` (whether `auto` fetches a prefix over a network or computes it); `tiers` (times to the first token by where a prompt's KV is); `partial_blocks` (what chats compute again);
-  `read_ahead` (second turns whose histories are on disk).
+  another), `links` (whether `auto` fetches a prefix over a network or computes it); `tiers` (times to the first token
+  by where a prompt's KV is); `partial_blocks` (what chats compute again); `read_ahead` (second turns whose histories
+  are on disk).
 - Stability: `load_test` (a bounded load that must not fail), `soak` (a long load under which nothing may grow),
   `warm_restart` (how long a killed component takes until it is ready), `pauses` (what clients see of killed and stopped
   components).
