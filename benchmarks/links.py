@@ -25,7 +25,8 @@ from rich.table import Table
 from benchmarks.closed_loop import TOKEN_RANGE
 from benchmarks.report import save, show_table
 from pillion import Client
-from testbed.hosts import READY_TIMEOUT_S, Hosts, hosts
+from testbed.cluster import READY_TIMEOUT_S
+from testbed.hosts import Hosts, hosts
 from testbed.networks import HostNetwork, missing, network
 from testbed.wire import PERFECT, LinkRule
 

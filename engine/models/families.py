@@ -1217,6 +1217,7 @@ FAMILIES: dict[str, ModelFamily] = {
         defaults={
             **_COHERE.defaults,
             **_WINDOWS,
+            "head_dim": 128,
             "rms_norm_eps": None,
             "sliding_window_pattern": 4,
             "first_k_dense_replace": 0,

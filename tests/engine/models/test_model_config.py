@@ -282,6 +282,11 @@ def test_every_field_of_transformers_config_counts_or_is_bookkeeping(name):
         base["max_window_layers"] = 2  # Every other layer has no window, the second one for instance.
     if name == "gpt_oss":
         base["max_position_embeddings"] = 2**20  # Its embedding is scaled to 2**17 tokens by itself.
+    if name == "cohere2_moe":
+        # A softmax is of the chosen experts alone; without an MLP beside them nothing is averaged, and without dense
+        # layers before the others nothing is said of these.
+        base |= {"expert_selection_fn": "sigmoid", "num_shared_experts": 1, "first_k_dense_replace": 1}
+        base["sliding_window_pattern"] = 3
     if name == "deepseek_v2":
         base["topk_method"] = "group_limited_greedy"  # The other one knows no groups.
     if name.startswith("gemma4"):
