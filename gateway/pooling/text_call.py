@@ -20,7 +20,6 @@ from opentelemetry import context as otel_context
 from pillion.errors import DeadlineExceeded, FieldViolation, Internal, InvalidRequest, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
-from pillion.gateway.links.cluster import Served
 from pillion.gateway.pooling.text_order import leaders
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.request.request_runner import RequestRunner
@@ -94,7 +93,7 @@ class TextCall:
         others are cancelled."""
         asked = await self.read(requests, names)
         ids = [request.token_ids for request in asked]
-        served = self._served()
+        served = await self.gateway.cluster.served_soon(self.model.limits.name, self.model.fingerprint)
         waited = await self._leaders(ids, served.block_size) if self._shares_prefixes else [None] * len(ids)
         ended = [asyncio.Event() for _ in asked]
         turns = asyncio.Semaphore(self._at_once(ids))
@@ -178,10 +177,6 @@ class TextCall:
         """Returns how many texts are in the gateway at once: no more than its bounds, and the tenant's, let in."""
         longest = max(map(len, texts))
         return min(MAX_TEXTS_AT_ONCE, self.gateway.admission.most_at_once(self.tenant or OPEN, longest))
-
-    def _served(self) -> Served:
-        """Returns how live workers serve the model. Raises Unavailable where none does."""
-        return self.gateway.cluster.served(self.model.limits.name, self.model.fingerprint)
 
 
 def as_ids(request: GenerateRequest, token_ids: tuple[int, ...]) -> GenerateRequest:
