@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import functools
 import os
 import pathlib
@@ -26,7 +25,7 @@ from testbed.conditions import WITHIN_S, until
 from tests.deploy.on_engine import serve_on_engine
 from tests.support.compose import COMPOSE_FILE, ROOT, needed_for, read_image, read_services
 from tests.support.compose_run import ComposeRun
-from tests.support.docker_engine import NoDockerError, own_engine, running_engine
+from tests.support.docker_engine import NoDockerError, own_engine, some_engine
 from tests.support.docker_project import compose_command
 
 TLS_FILE = ROOT / "deploy" / "compose.tls.yml"
@@ -114,8 +113,7 @@ async def _run(model: str, scale: dict[str, int], folder: pathlib.Path) -> None:
 def run_on_engine(which: str) -> None:
     """Serve on the engine that runs or, where there is none or ``which`` is "own", on one that is started for this."""
     try:
-        engine = running_engine() if which == "auto" else None
-        with contextlib.nullcontext(engine) if engine is not None else own_engine() as engine:
+        with some_engine() if which == "auto" else own_engine() as engine:
             serve_on_engine(engine, functools.partial(print, flush=True))
     except NoDockerError as missing:
         print(f"not run on an engine of Docker: {missing}")

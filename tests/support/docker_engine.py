@@ -2,6 +2,7 @@
 
     running_engine()   the engine that `docker info` reaches, if there is one
     own_engine()       a dockerd of its own: data, socket and pid in one folder, no bridge and no rule of a firewall
+    some_engine()      the first, or else the second
     DockerEngine       calls of the client, images: a registry's where one is within reach, else of Debian's packages
 
 The build of an image takes its packages over the host's network. Folders in which pip looks for wheels (PIP_FIND_LINKS)
@@ -156,6 +157,14 @@ def own_engine() -> Iterator[DockerEngine]:
             process.terminate()
             process.wait(STOP_TIMEOUT_S)
             _unmount(folder)
+
+
+@contextlib.contextmanager
+def some_engine() -> Iterator[DockerEngine]:
+    """The engine that runs or, where there is none, one that is started for the block. Raises NoDockerError."""
+    engine = running_engine()
+    with contextlib.nullcontext(engine) if engine is not None else own_engine() as found:
+        yield found
 
 
 def _unmount(folder: pathlib.Path) -> None:
