@@ -81,7 +81,7 @@ def first_token_s(client: Client, prompt: Sequence[int]) -> tuple[float, int]:
 
 
 def write_prompts(cluster: Hosts, loads: Sequence[LinkLoad], pool: str) -> None:
-    """Compute all prompts on the first host; its node keeps their blocks, and its worker ends."""
+    """Compute all prompts on the first host, whose node keeps their blocks, and stop the worker that computed them."""
     cluster.node(SOURCE, "--kv-pool-bytes", pool, "--kv-transport", "grpc")
     writer = cluster.worker("decode", SOURCE)
     target = cluster.gateway("--split-policy", "colocated", name="gateway-writer")
@@ -96,7 +96,7 @@ def write_prompts(cluster: Hosts, loads: Sequence[LinkLoad], pool: str) -> None:
 
 @contextmanager
 def reader(cluster: Hosts, way: str) -> Iterator[Client]:
-    """Run the second host and a gateway that answers in one way."""
+    """Run the second host, and a gateway that is held to one way of answering, until the block ends."""
     policy, most = WAYS[way]
     gateway = f"gateway-{way}"
     cluster.node(READER, "--kv-pool-bytes", "512MiB", "--kv-transport", "grpc", "--max-fetch-bytes", most)
@@ -110,7 +110,7 @@ def reader(cluster: Hosts, way: str) -> Iterator[Client]:
 
 
 def run(args: argparse.Namespace, net: HostNetwork, cluster: Hosts) -> list[dict[str, Any]]:
-    """Measure all loads, way by way."""
+    """Measure every load, with a node, a worker and a gateway of their own for each way of answering."""
     loads, rows = loads_of(args), []
     write_prompts(cluster, loads, args.pool)
     for way in WAYS:

@@ -1,4 +1,4 @@
-"""Bounds what is under way by weight, first come, first served."""
+"""Bounds the total weight of work that is under way, first come, first served."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 
 class WeightedLimit:
-    """Lets in what weighs at most ``limit`` together, in the order in which it comes. It is used on one event loop."""
+    """Lets work begin, in the order in which it comes, while the total weight of what is under way is at most
+    ``limit``. All callers run on one event loop."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -17,7 +18,7 @@ class WeightedLimit:
         self._ended = asyncio.Event()
 
     async def take(self, weight: int) -> None:
-        """Waits until so much more may be under way. What weighs more than the limit enters alone."""
+        """Waits until work of this weight may begin. Work that weighs more than the limit runs alone."""
         async with self._turn:
             while self._under_way and self._under_way + weight > self._limit:
                 self._ended.clear()
@@ -26,7 +27,7 @@ class WeightedLimit:
 
     @contextlib.asynccontextmanager
     async def taken(self, weight: int) -> AsyncIterator[None]:
-        """Holds so much of the limit for the length of a block."""
+        """Takes this weight before a block of code runs, and gives it back when the block ends, however it ends."""
         await self.take(weight)
         try:
             yield
@@ -34,6 +35,6 @@ class WeightedLimit:
             self.give_back(weight)
 
     def give_back(self, weight: int) -> None:
-        """Notes that what weighs so much has ended."""
+        """Notes that work of this weight has ended."""
         self._under_way -= weight
         self._ended.set()

@@ -489,7 +489,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         normalize=bool(options.get("norm_topk_prob", family.fixed.get("norm_topk_prob", True)))
         and not family.scaled_experts,
         layers=_with_experts(options, num_layers),
-        sigmoid=family.sigmoid_router or _score(options, "expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid",
+        sigmoid=family.sigmoid_router or _one_of(options, "expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid",
         scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
         exact="topk_method" in options,
         groups=groups,
@@ -501,11 +501,11 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         shared=inner if family.shared_expert else _shared(options, inner),
         beside="enable_moe_block" in options,
         transposed=bool(raw.get(TRANSPOSED_EXPERTS)),
-        share=0.5 if _score(options, "shared_expert_combination_strategy", ("sum", "average")) == "average" else 1.0,
+        share=0.5 if _one_of(options, "shared_expert_combination_strategy", ("sum", "average")) == "average" else 1.0,
     )
 
 
-def _score(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str:
+def _one_of(options: Mapping[str, Any], key: str, known: tuple[str, str]) -> str:
     """Returns the value of a key, one of two; the first where a family has no such key."""
     found = options.get(key, known[0])
     if found not in known:

@@ -185,8 +185,8 @@ def as_ids(request: GenerateRequest, token_ids: tuple[int, ...]) -> GenerateRequ
 
 
 async def in_turns(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Awaits what tokenizes a call's texts, a few at a time, and returns the results in order. Raises the first
-    error, which ends the others."""
+    """Runs coroutines that tokenize the texts of a call, at most MAX_TOKENIZED_AT_ONCE at a time, and returns their
+    results in order. Raises the first error, which cancels the others."""
     turns = asyncio.Semaphore(MAX_TOKENIZED_AT_ONCE)
 
     async def one(work: Coroutine[Any, Any, T]) -> T:
@@ -199,7 +199,7 @@ async def in_turns(works: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     finally:
-        # What had no turn was never begun.
+        # A coroutine that had no turn was never awaited, of which Python would warn.
         for work in works:
             work.close()
     return [task.result() for task in tasks]

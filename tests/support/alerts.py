@@ -21,11 +21,12 @@ MISSING = "promtool is not installed (Debian: prometheus)"
 TIMEOUT_S = 120
 
 
-def check_alerts(series: Mapping[str, str], wanted: Sequence[tuple[str, int, int]], folder: Path | None = None) -> None:
-    """Asserts that of the alert of each name so many fire after so many minutes.
+def check_alerts(series: Mapping[str, str], wanted: Sequence[tuple[str, int, int]]) -> None:
+    """Asserts how many alerts of each name fire after some minutes.
 
     ``series`` are values by selectors with all labels, in promtool's notation: "1+0x60" is 1, and 60 times 1 more.
-    ``wanted`` are triples of a name, minutes, and how many. Raises AssertionError with promtool's words.
+    ``wanted`` are triples of an alert's name, the minutes, and how many then fire. Raises AssertionError with
+    promtool's words.
     """
     assert PROMTOOL is not None, MISSING
     expected = []
@@ -35,7 +36,7 @@ def check_alerts(series: Mapping[str, str], wanted: Sequence[tuple[str, int, int
         expected.append({"expr": expr, "eval_time": f"{minutes}m", "exp_samples": samples})
     written = [{"series": name, "values": values} for name, values in series.items()]
     test = {"interval": "1m", "input_series": written, "promql_expr_test": expected}
-    with tempfile.TemporaryDirectory(dir=folder) as made:
+    with tempfile.TemporaryDirectory() as made:
         path = Path(made) / "test.yml"
         path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "evaluation_interval": "1m", "tests": [test]}))
         command = [PROMTOOL, "test", "rules", str(path)]

@@ -196,8 +196,7 @@ class OperationBuilder:
         """Yields the product of ``x`` with the matrix ``name``, with those of experts, whose rows begin at
         ``group_starts``, or with those of heads, whose columns of ``x`` and ``out`` are ``steps`` bytes apart. The
         epilogue "add" multiplies by ``factor``, "gated_clamped" is ``clamped``, and "act_xielu" has the factors
-        ``bends``. Raises ConfigError where the matrix
-        does not fit ``x`` or ``out``."""
+        ``bends``. Raises ConfigError where the matrix does not fit ``x`` or ``out``."""
         linear = self.weights.linear(name)
         columns = linear.pairs * (16 if epilogue in GATED else 32)
         if linear.depth > x.width or columns > out.width:
