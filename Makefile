@@ -11,8 +11,8 @@ BENCH ?= cluster
 TEST_PROCESSES ?= 3
 # Seconds after which a run of tests is ended, and has failed.
 TEST_LIMIT_S ?= 4800
-# How many times a property's number of examples hypothesis draws in `make test-long`; `make test` draws half of it. Both
-# draw the same ones in each run, so that what they find depends on the code alone; `make search` draws new ones. The
+# Of a property's number of examples hypothesis draws one half in `make test`, and EXAMPLES times the other half in `make
+# test-long`, the same ones in each run, so that what is found depends on the code alone; `make search` draws new ones. The
 # variable of the tests does not begin with PILLION: components refuse those which they do not know.
 EXAMPLES ?= 1
 # The tests of the text and the order of the code, which are among the checks.
@@ -61,10 +61,12 @@ test: setup-dev ## Set-up, checks and all tests but the long ones: what a change
 	@$(MAKE) --no-print-directory --jobs=2 check short
 
 short: setup-dev
+	@# Three processes that read the tests at once would compile each of them three times.
+	$(IN_VENV) $(BIN)/python -m pytest -q --collect-only -m "not long" >/dev/null || true
 	$(PYTEST) -m "not long" $(addprefix --ignore=,$(CHECKED)) $(ARGS)
 
-test-long: setup-dev setup-clients ## The long tests: whole matrices, more examples, fault seeds, simulated schedules
-	TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) -m "long or hypothesis" $(ARGS)
+test-long: setup-dev setup-clients ## The long tests: whole matrices, other examples, fault seeds, simulated schedules
+	TEST_EXAMPLES=$(EXAMPLES) $(PYTEST) --hypothesis-seed=1 -m "long or hypothesis" $(ARGS)
 
 search: setup-dev ## Search for counterexamples of the properties: EXAMPLES (10) times their number, new ones each time
 	TEST_NEW_EXAMPLES=1 TEST_EXAMPLES=$(if $(filter file,$(origin EXAMPLES)),10,$(EXAMPLES)) $(PYTEST) -m hypothesis $(ARGS)

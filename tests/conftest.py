@@ -18,9 +18,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from hypothesis.database import InMemoryExampleDatabase
 
 import tests.support.gpu  # noqa: F401
-from tests.support.examples import LONG, NEW, examples
+from tests.support.examples import LONG, examples
 
 pytest_plugins = ["tests.support.crashes", "tests.support.limits", "tests.support.own_cache"]
 
@@ -36,7 +37,9 @@ settings.register_profile(
     "loaded",
     max_examples=examples(100),
     deadline=None,
-    derandomize=not NEW,
+    # Where hypothesis chooses the seed, that of the command line has no effect. No run begins with what another found.
+    derandomize=not LONG,
+    database=InMemoryExampleDatabase(),
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )

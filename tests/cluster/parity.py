@@ -71,20 +71,15 @@ def full_matrix() -> list[ParityCase]:
 
 def pairwise() -> list[ParityCase]:
     """Return a subset in which every pair of policy, chunk size and cache state occurs, spread over the prompts. Of the
-    long ones it has the shorter, of two of the largest chunks and more."""
+    long ones it has the shorter."""
     names = [name for name in (*prompts_of(), *CHAT) if name not in LONG]
     rows = [
         (policy, CHUNK_SIZES[(i + j) % 3], (i + j) % 2 == 0)
         for i, policy in enumerate(POLICIES)
         for j in range(len(CHUNK_SIZES))
     ]
-    rows += [(policy, chunk, not warm) for policy, chunk, warm in rows[::2]]
-    cases = [ParityCase(names[i % len(names)], *row) for i, row in enumerate(rows)]
-    return [
-        *cases,
-        ParityCase(LONG[0], "disaggregated", 512, False),
-        ParityCase(LONG[0], "fraction:0.5", 64, True),
-    ]
+    cases = [ParityCase(name, *row) for name, row in zip(names, itertools.cycle(rows), strict=False)]
+    return [*cases, ParityCase(LONG[0], "fraction:0.5", 512, False)]
 
 
 def prompts_of() -> dict[str, str]:

@@ -204,8 +204,10 @@ def full_matrix() -> list[StructuredCase]:
 
 
 def pairwise() -> list[StructuredCase]:
-    """Return combinations in which every pair of values occurs."""
-    return [StructuredCase(*row) for row in covering_rows(_DIMENSIONS)]  # type: ignore[arg-type]
+    """Return combinations in which every pair of values occurs, but for shapes, which take turns: what a shape is made
+    of and what becomes of its stream are decided at different places."""
+    rows = zip(itertools.cycle(SHAPES), covering_rows(_DIMENSIONS[1:]), strict=False)
+    return [StructuredCase(shape, *row) for shape, row in rows]  # type: ignore[arg-type]
 
 
 @dataclass(slots=True)

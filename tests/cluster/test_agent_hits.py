@@ -16,7 +16,7 @@ from tests.support.components import running_components
 from tests.support.http import call
 
 BODIES = pathlib.Path(__file__).parents[1] / "clients" / "bodies"
-BLOCK, TURNS = 16, 25
+BLOCK, TURNS = 16, 12
 WORD = {"type": "string", "pattern": '^[a-z"]{120}$'}
 SCHEMA = {"type": "object", "properties": {"command": WORD}, "required": ["command"], "additionalProperties": False}
 # Each door's own fields of a tool, and of the wish that it is called.

@@ -38,11 +38,11 @@ TEXTS = [byte_prompt(seed, 20 + 17 * seed) for seed in range(14)]
 TEXTS += [[*TEXTS[12], 9], [*TEXTS[13][:96], 7, 8], TEXTS[3]]
 
 
-@pytest.fixture(scope="module", params=["prefill", "decode"])
-def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedCluster]:
-    """A cluster in which workers of the role ``param`` compute texts."""
-    model = str(save_model(tmp_path_factory.mktemp("model") / "tiny"))
-    disaggregated = request.param == "prefill"
+@pytest.fixture
+def cluster(role: str, tmp_path: pathlib.Path) -> Iterator[ServedCluster]:
+    """A cluster in which workers of the role compute texts."""
+    model = str(save_model(tmp_path / "tiny"))
+    disaggregated = role == "prefill"
     split = ("--split-policy", "disaggregated") if disaggregated else ("--split-policy", "colocated")
     alone = () if disaggregated else ("--prefill-workers", "0")
     with (
@@ -52,11 +52,10 @@ def cluster(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         yield running
 
 
-@pytest.mark.parametrize(("what", "passing"), [("before a launch", 6), ("after a batch of deltas", 5)])
-def test_every_text_is_answered_once_after_a_kill(
-    cluster: ServedCluster, request: pytest.FixtureRequest, what: str, passing: int
-) -> None:
-    role = request.node.callspec.params["cluster"]
+@pytest.mark.parametrize(
+    ("role", "what", "passing"), [("prefill", "after a batch of deltas", 5), ("decode", "before a launch", 6)]
+)
+def test_every_text_is_answered_once_after_a_kill(cluster: ServedCluster, role: str, what: str, passing: int) -> None:
     point = f"{role}, {what}"
     with Client(cluster.target) as client:
         before = client.embed(TEXTS, cache_salt=f"before {point}")

@@ -49,19 +49,13 @@ INTERPRETED = (
     *(
         pytest.param(family, marks=pytest.mark.long)
         for family in (
-            "qwen3-qk-norm",
             "gemma2",
             "olmo2",
-            "stablelm-norms",
             "persimmon",
-            "starcoder2",
             "nemotron",
-            "olmo",
             "glm4",
-            "qwen2-moe",
             "gpt-oss",
             "youtu",
-            "deepseek-v3",
             "mistral4",
             "cohere2-moe",
         )

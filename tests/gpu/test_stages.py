@@ -44,7 +44,7 @@ TEXT = tokens_of(46, 2)
 CUTS = ((0, 12), (12, 13), (13, 25))
 # One family for each thing that stages meet in a way of their own: norms of sums that the next stage would begin with,
 # with and without one; caps and windows; experts and biases; layers that begin with a kept row; latents.
-FAMILY_STAGES = {"gemma2": 2, "olmo2": 3, "gpt-oss": 3, "cohere": 2, "youtu": 3}
+FAMILY_STAGES = {"gemma2": 2, "gpt-oss": 3, "youtu": 3}
 
 
 class PassedOn:

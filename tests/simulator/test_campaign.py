@@ -19,7 +19,7 @@ from pillion.simulator.shrink import shrink
 from testbed.conditions import WITHIN_S
 
 # The first seed, and how many from it on.
-FEW, MANY = (1, 10), (11, 100)
+FEW, MANY = (1, 10), (11, 50)
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:

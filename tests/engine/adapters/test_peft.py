@@ -16,7 +16,7 @@ from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from tests.support.adapters import ATTENTION, adapted_model, edit_tensors, make_adapter, own_vectors
 from tests.support.cpu_model import CpuDriver, needs_kernels
-from tests.support.families import FAMILIES, FIRST, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import BY_ROWS, FAMILIES, FIRST, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver
@@ -164,7 +164,7 @@ def test_a_model_of_each_family(family, tmp_path):
 
 @pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in OF_LATENTS])
+@pytest.mark.parametrize("family", [name for name in FIRST.values() if name not in (*OF_LATENTS, *BY_ROWS)])
 def test_attention_of_every_family_on_the_kernels(family, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     config = {"r": 6, "lora_alpha": 12, "target_modules": [*ATTENTION, *OTHER_NAMES]}

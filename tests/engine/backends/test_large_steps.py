@@ -147,7 +147,6 @@ def by_transformers(folder: pathlib.Path, texts: list[list[int]], follows: int) 
             for name, shape in {"llama": {}, "experts": MODELS["experts"]}.items()
             for kernels, make, marks in (("torch", BackendDriver, ()), ("cpu", CpuDriver, needs_kernels))
         ),
-        pytest.param(BackendDriver, MODELS["experts"], MOST, marks=pytest.mark.long, id="torch-experts-nine texts"),
         pytest.param(CpuDriver, {}, MOST, marks=[pytest.mark.long, needs_kernels], id="cpu-llama-nine texts"),
     ],
 )

@@ -23,7 +23,7 @@ from pillion.kernels.torch.quantized_matrix import QuantizedMatrix
 from pillion.kernels.torch.torch_attention import StepAttention
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.eight_bit_kv import quantize_rows
-from tests.support.families import FAMILIES, FIRST, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.families import BY_ROWS, FAMILIES, FIRST, PROMPT_TOKENS, make_model, tokens_of
 from tests.support.torch_model import BackendDriver
 
 pytestmark = [pytest.mark.usefixtures("own_cache"), pytest.mark.long, needs_kernels]
@@ -37,7 +37,7 @@ MOST_TURNED = 0.2
 PROMPT, PREFIX = 50, 37
 
 
-@pytest.fixture(params=FIRST.values())
+@pytest.fixture(params=[name for name in FIRST.values() if name not in BY_ROWS])
 def family(request, tmp_path):
     return request.param, *make_model(tmp_path / "plain", FAMILIES[request.param])
 
