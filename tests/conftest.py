@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.database import InMemoryExampleDatabase
 
 import tests.support.gpu  # noqa: F401
-from tests.support.examples import LONG, examples
+from tests.support.examples import LONG, NEW, examples
 
 pytest_plugins = ["tests.support.crashes", "tests.support.limits", "tests.support.own_cache"]
 
@@ -37,13 +37,14 @@ settings.register_profile(
     "loaded",
     max_examples=examples(100),
     deadline=None,
-    # Where hypothesis chooses the seed, that of the command line has no effect. No run begins with what another found.
+    # Where hypothesis chooses the seed itself, that of the command line has no effect.
     derandomize=not LONG,
-    database=InMemoryExampleDatabase(),
     print_blob=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("loaded")
+# No run begins with what another one found, but for a search.
+settings.register_profile("seeded", settings.get_profile("loaded"), database=InMemoryExampleDatabase())
+settings.load_profile("seeded" if LONG and not NEW else "loaded")
 
 CLUSTERS = (
     "tests/cluster/",

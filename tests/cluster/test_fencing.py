@@ -1,8 +1,8 @@
 """Workers that only slept: their work moves on, and they return without loading anything, or are killed (I4).
 
 Workers that return share a cluster, which fences them after some silence and kills nobody. A cluster that kills fenced
-workers is another one: a worker that is to come back must not be killed first, however slow the machine is. In the long
-tests decode workers are two processes each, too, which sleep, return and end together.
+workers is another one: a worker that is to come back must not be killed first, however slow the machine is. Decode
+workers of the first are two processes each, which sleep, return and end together.
 """
 
 from __future__ import annotations
@@ -133,14 +133,9 @@ def returned(cluster: ServedCluster, client: Client, component_id: str, salts: I
     wait_for("all slots back", lambda: at_rest(cluster))
 
 
-@pytest.mark.parametrize(
-    "cluster",
-    [
-        pytest.param(PATIENT, id="one process each"),
-        pytest.param(RANKED, id="two processes each", marks=[pytest.mark.long, needs_kernels]),
-    ],
-    indirect=True,
-)
+@pytest.mark.long
+@needs_kernels
+@pytest.mark.parametrize("cluster", [pytest.param(RANKED, id="two processes each")], indirect=True)
 def test_paused_workers_cost_a_pause_and_come_back(
     cluster: ServedCluster, client: Client, salts: Iterator[str]
 ) -> None:

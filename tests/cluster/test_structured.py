@@ -1,6 +1,6 @@
 """A subset of the matrix of structured answers (structured.py): every pair of values but of shapes, and every shape.
 
-One part of it runs on one cluster, with guesses, and has every other value; the rest is a long test. `make parity` runs
+A few cases run on one cluster, with guesses and the kill of a decode worker; the rest is a long test. `make parity` runs
 all of the matrix.
 """
 
@@ -13,7 +13,8 @@ import pytest
 from tests.cluster.structured import SHAPES, StructuredCase, full_matrix, pairwise, run_structured
 from tests.support.covering import each_value, few_and_rest, pairs_of
 
-FEW = each_value([case for case in pairwise() if case.guesses], astuple)
+FEW_TROUBLES = ("none", "decode worker killed")
+FEW = each_value([case for case in pairwise() if case.guesses and case.trouble in FEW_TROUBLES], astuple)
 
 
 def _pairs(cases: list[StructuredCase]) -> set[object]:

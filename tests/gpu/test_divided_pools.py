@@ -67,7 +67,7 @@ def test_families(team, family, tmp_path):
     driver.backend.close()
 
 
-@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("fp8", [False, True] if NATIVE else [True])
 def test_one_process_writes_the_same_blocks_over_any_number_of_shards(prepared, fp8):
     """Bit by bit in the first layer; after that, attention was summed up in another order."""
     text = tokens_of(34, 5)

@@ -158,7 +158,7 @@ async def test_stages_write_the_blocks_of_one_process(folder):
 
 
 # A case has the number of stages of the prefill worker, of ranks in each stage, and of GPUs that the cluster sees.
-@pytest.mark.parametrize(("stages", "ranks", "gpus"), [(2, 2, 1), (2, 1, 2)])
+@pytest.mark.parametrize(("stages", "ranks", "gpus"), [(2, 2, 2)])
 def test_a_decode_worker_answers_from_blocks_of_stages(folder, stages, ranks, gpus, monkeypatch):
     """With a GPU for each stage, the pool is divided over them. The second answer has the first one's blocks."""
     if NATIVE:

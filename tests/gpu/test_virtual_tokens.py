@@ -42,9 +42,8 @@ def mixed(driver) -> torch.Tensor:
     return found[-1]
 
 
-@pytest.mark.parametrize(
-    ("family", "shards"), [("llama-gqa-tied", 0), pytest.param("qwen3-qk-norm", 2, marks=pytest.mark.long)]
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("family", "shards"), [("llama-gqa-tied", 0), ("qwen3-qk-norm", 2)])
 def test_a_step_mixes_them(family, shards, tmp_path):
     """A pool in one piece, whose part has all heads; and a divided one, each part of which has rows of its own."""
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])

@@ -78,6 +78,7 @@ def test_greedy_tokens_are_those_of_transformers(exact, oracle, driver, name):
     assert not first_difference(oracle.greedy(prompt, 20), got, EPSILON)
 
 
+@pytest.mark.long
 def test_the_capital_of_france():
     prepared = prepare(ModelFlags(model="demo", dtype="bfloat16"))
     prompt = chat(prepared.folder, "What is the capital of France?")

@@ -83,7 +83,7 @@ SHAPES = ("llama-odd-hidden", "llama-mqa-biases", "phi3-partial-rope", "mixtral-
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(family, marks=() if family in SHAPES else pytest.mark.long) for family in MODELS]
+    "family", [*SHAPES, pytest.param("gemma3", marks=pytest.mark.long), pytest.param("olmo2", marks=pytest.mark.long)]
 )
 def test_matrices_hold_the_values_of_their_format(family, plain_folder, tmp_path):
     for name, make in PRODUCERS.items():

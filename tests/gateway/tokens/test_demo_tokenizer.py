@@ -16,7 +16,8 @@ from pillion.gateway.tokens.tokenizer import ModelTokenizer
 from pillion.types import ChatMessage
 from tests.support.examples import examples
 
-pytestmark = pytest.mark.model
+# transformers takes many seconds to read the tokenizer of a GGUF file.
+pytestmark = [pytest.mark.model, pytest.mark.long]
 
 MOST_TOKENS = 2**16
 CHATS = [
