@@ -158,7 +158,7 @@ async def test_stages_write_the_blocks_of_one_process(folder):
 
 
 # A case has the number of stages of the prefill worker, of ranks in each stage, and of GPUs that the cluster sees.
-@pytest.mark.parametrize(("stages", "ranks", "gpus"), [(2, 2, 2)])
+@pytest.mark.parametrize(("stages", "ranks", "gpus"), [(2, 2, 4)])
 def test_a_decode_worker_answers_from_blocks_of_stages(folder, stages, ranks, gpus, monkeypatch):
     """With a GPU for each stage, the pool is divided over them. The second answer has the first one's blocks."""
     if NATIVE:
@@ -179,5 +179,7 @@ def test_a_decode_worker_answers_from_blocks_of_stages(folder, stages, ranks, gp
             assert [token for delta in deltas for token in delta.token_ids] == wanted
             assert deltas[-1].timings.cached_tokens == cached
         assert first[-1].timings.prefilled_tokens == 48
-        assert served.node_status().kv_device == ("cuda" if gpus == 1 else "cuda:0,cuda:1")
+        assert served.node_status().kv_device == (
+            "cuda" if gpus == 1 else ",".join(f"cuda:{number}" for number in range(gpus))
+        )
     assert not served.left_behind()
