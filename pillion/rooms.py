@@ -137,7 +137,8 @@ ROOMS: tuple[Room, ...] = (
         },
         needs=("pooling",),
     ),
-    # Slots of partial blocks are given up before those of drafts.
+    # Slots of partial blocks are given up before those of drafts. After a step, a sequence goes back to where a state
+    # stands before a head gets the inputs of layers of its rows, which are computed again from there.
     Room(
         "partial blocks",
         paths=("engine/partial_blocks", "tests/engine/partial_blocks"),

@@ -22,6 +22,7 @@ def head_config(
 ) -> dict[str, Any]:
     """Returns the config.json of a head for a model with the config ``main``, as ``speculators`` writes it."""
     layer = {key: main[key] for key in OF_LAYER if key in main} | {"model_type": model_type, "num_hidden_layers": 1}
+    layer.setdefault("head_dim", main["hidden_size"] // main["num_attention_heads"])
     return {
         "architectures": ["Eagle3Speculator"],
         "speculators_model_type": "eagle3",

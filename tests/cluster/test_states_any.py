@@ -1,10 +1,12 @@
 """Models with states whatever comes together: prompts that share any part of what came before, split policies, several
-answers to one, a pool that is too small for all of them, and kills at named points. Each answer is transformers'."""
+answers to one, a pool that is too small for all of them, a draft model or a head that guesses, and kills at named
+points. Each answer is transformers'."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import pathlib
 import random
 import signal
@@ -17,11 +19,15 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pillion import AsyncClient, Delta
+from pillion.engine.drafts import draft_control
 from pillion.kvstore.ledger.integrity import check_integrity
+from pillion.speculative_config import parse_speculative_config
 from testbed.conditions import until, wait_for
+from testbed.eagle_heads import save_head
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
 from testbed.hosts import hosts
+from testbed.tiny_model import save_model
 from tests.support.components import running_components
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS
@@ -42,6 +48,9 @@ KILLS = (
     "kvnode, after a ticket",
 )
 CHUNK_TOKENS, MAX_MODEL_LEN = 32, 512
+# An answer is asked for again at most so often, until some of its tokens were guessed; memory for guesses may come
+# late.
+MOST_ASKED = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,20 @@ async def _read(client: AsyncClient, one: DrawnRequest) -> list[Delta]:
     return [delta async for delta in client.generate(list(one.prompt), **options)]
 
 
+def guessed(last: list[Delta]) -> int:
+    """Returns how many tokens were guessed for these answers."""
+    return sum(delta.usage.guessed_tokens for delta in last if delta.usage is not None)
+
+
+def guessing(model: pathlib.Path, folder: pathlib.Path, method: str) -> str:
+    """Returns the value of --speculative-config for guesses of a small random model, or of a random head."""
+    if method == "eagle3":
+        draft = save_head(folder, model, state_layers=(0, 1, 2))
+    else:
+        draft = save_model(folder, num_hidden_layers=1, num_key_value_heads=1)
+    return json.dumps({"method": method, "model": str(draft), "num_speculative_tokens": 3})
+
+
 def oracle_of(model: pathlib.Path) -> Oracle:
     return Oracle(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))
 
@@ -93,16 +116,21 @@ def folder() -> Iterator[pathlib.Path]:
         yield pathlib.Path(name)
 
 
-async def test_whatever_comes_together(folder: pathlib.Path) -> None:
+async def test_whatever_comes_together(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A short form, in this process and without kills."""
+    # So that the machine's speed does not decide whether anything is guessed.
+    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
     model = make_model(folder / "model", HYBRIDS["lfm2"])[0]
     shape = {"model": str(model), "dtype": "float32", "max_model_len": MAX_MODEL_LEN}
     oracle, rng = oracle_of(model), random.Random(54)
     async with contextlib.AsyncExitStack() as stack:
         pool = {"kv_pool_bytes": 44 * 4096}
         prefill = {"max_num_batched_prefill_tokens": CHUNK_TOKENS}
+        guesses = parse_speculative_config(guessing(model, folder / "head", "eagle3"))
+        decode = {"partial_block_percent": 0, "speculative_config": guesses}
         running = await stack.enter_async_context(
-            running_components(folder, model=shape, node=pool, prefill=prefill, decode={"partial_block_percent": 0})
+            running_components(folder, model=shape, node=pool, prefill=prefill, decode=decode)
         )
         clients = {
             policy: await stack.enter_async_context(
@@ -122,22 +150,32 @@ async def test_whatever_comes_together(folder: pathlib.Path) -> None:
             # An answer may end before the node has its last blocks and states.
             await until("every ticket's end", lambda: not ledger.tickets)
         assert times == [(0, 96), (96, 0)]
+        alone = [DrawnRequest(tuple(tokens_of(100, 7)), "colocated", 1, 30)]
+        for _ in range(MOST_ASKED):
+            if guessed(await check(oracle, clients, alone)):
+                break
+        else:
+            pytest.fail("nothing is guessed")
+        await until("every ticket's end", lambda: not ledger.tickets)
         check_integrity(ledger)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize(("name", "slots"), [("qwen3-next", 230)])
-def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "slots", "method"), [("qwen3-next", 230, "draft_model"), ("granite-hybrid", 230, "eagle3")]
+)
+def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots: int, method: str) -> None:
     model = make_model(folder / "model", HYBRIDS[name])[0]
     oracle, rng = oracle_of(model), random.Random(name)
+    guesses = guessing(model, folder / "draft", method)
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)) as cluster:
         cluster.environ.update(hook_environment(folder / "board"))
         board = FaultBoard(folder / "board")
         cluster.node("kv-a", "--kv-pool-bytes", str(slots * 4096))
         workers = (
             cluster.worker("prefill", "kv-a", "--max-num-batched-prefill-tokens", str(CHUNK_TOKENS)),
-            cluster.worker("decode", "kv-a", "--partial-block-percent", "0"),
+            cluster.worker("decode", "kv-a", "--partial-block-percent", "0", "--speculative-config", guesses),
         )
         targets = {
             policy: cluster.gateway("--split-policy", policy, "--chunk-size", str(CHUNK_TOKENS), name=f"g{number}")
@@ -175,6 +213,7 @@ def test_whatever_comes_together_and_dies(folder: pathlib.Path, name: str, slots
                     all_seen()
             wait_for("all slots back", idle)
         assert deaths
+        assert guessed(last)
         assert any(delta.timings.replays for delta in last if delta.timings is not None)
 
 

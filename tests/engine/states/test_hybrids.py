@@ -94,6 +94,12 @@ def some_case(request, made):
     return made(*request.param)
 
 
+@pytest.fixture(params=cases((*SOME, "nemotron-h")))
+def headed_case(request, made):
+    """One of the models has a last layer without keys, values and a state."""
+    return made(*request.param)
+
+
 def close(got, wanted):
     torch.testing.assert_close(got, wanted, atol=TOLERANCE, rtol=TOLERANCE)
 
@@ -121,6 +127,24 @@ def test_mixed_batches(some_case):
     close(got, torch.stack([wanted[1][18], wanted[0][68], wanted[2][31], wanted[3][0]]))
     got = driver.step((a, one[69:]), (d, four[1:50]), (c, three[32:]), (b, two[19:]))
     close(got, torch.stack([wanted[0][69], wanted[3][49], wanted[2][32], wanted[1][19]]))
+
+
+def test_inputs_of_layers_for_a_head_are_transformers_and_change_no_bit(headed_case):
+    """An EAGLE-3 head reads them, of all rows of a step, sampled or not."""
+    case = headed_case
+    plain, keeping = case.driver(num_slots=60), case.driver(num_slots=60)
+    layers = [*range(case.model.config.num_hidden_layers)][::-1]
+    keeping.backend.keep_states(layers)
+    text, (number,), kept = tokens_of(40, 2), plain.sequences.add(), []
+    assert keeping.sequences.add() == [number]
+    for part, sample in ((text[:25], []), (text[25:39], [3, 13]), (text[39:], [0])):
+        assert torch.equal(keeping.step((number, part), sample=sample), plain.step((number, part), sample=sample))
+        kept.append(torch.from_numpy(keeping.backend._read_states(len(part)).copy()))
+    with torch.inference_mode():
+        hidden = case.model(torch.tensor([text]), output_hidden_states=True).hidden_states
+    close(torch.cat(kept), torch.cat([hidden[layer][0] for layer in layers], -1))
+    keeping.backend.close()
+    plain.backend.close()
 
 
 def test_greedy_continuation(some_case):

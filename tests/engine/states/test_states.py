@@ -3,22 +3,31 @@ computed or found, and all slots come back."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
+import numpy as np
+import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.engine.drafts.draft_chains import DraftPasses, DraftShape
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.sequence import Sequence
 from pillion.engine.scheduling.step_plan import StepPlan
 from pillion.engine.states.states import States
+from tests.engine.drafts.test_draft_chains import drafting
 from tests.engine.drafts.test_drafts import OracleDrafter
+from tests.engine.drafts.test_eagle_chains import head_of, heading
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, PUNCTUAL, SHAPES, STEP, play
 from tests.support.drafts import guessing
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
+
+# Makes what the harness takes as its draft model, or as its head.
+MakeDraft = Callable[[], Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]]]
 
 
 class StateHarness(SchedulerHarness):
@@ -63,7 +72,10 @@ class StateHarness(SchedulerHarness):
 @given(
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL), max_size=40),
-    st.none() | st.integers(0, 3).map(OracleDrafter) | st.builds(SuffixDrafter, st.just(guessing(4, "suffix"))),
+    st.none()
+    | st.integers(0, 3).map(OracleDrafter)
+    | st.builds(SuffixDrafter, st.just(guessing(4, "suffix")))
+    | st.sampled_from([drafting, heading]),
     st.booleans(),
     PUNCTUAL,
     st.integers(1, 3),
@@ -71,7 +83,7 @@ class StateHarness(SchedulerHarness):
 def test_any_history(
     shape: tuple[int, int, int],
     events: list[tuple[object, ...]],
-    drafter: Drafter | None,
+    guesses: Drafter | MakeDraft | None,
     whole_prompts: bool,
     punctual: float,
     pages: int,
@@ -82,7 +94,8 @@ def test_any_history(
         slots=max(slots, 17 + 3 * pages),
         budget=64 + budget if whole_prompts else max(budget, max_num_seqs),
         max_num_seqs=max_num_seqs,
-        drafter=drafter,
+        drafter=None if callable(guesses) else guesses,
+        draft=guesses() if callable(guesses) else None,
         max_whole_tokens=64 if whole_prompts else 0,
         punctual=punctual,
     )
@@ -101,6 +114,17 @@ def test_a_wrong_guess_is_computed_again_from_the_state_before_it() -> None:
     harness.settle()
     harness.check_answers()
     assert len(set(starts)) < len(starts)
+
+
+def test_a_wrong_guess_costs_a_head_no_context() -> None:
+    """A state that the head has read is not given to it again where the model's tokens are computed again."""
+    harness = StateHarness(2, slots=80, budget=64, draft=heading())
+    harness.submit(prompt(1, 21), 20, seed=5)
+    harness.run_all()
+    contexts = head_of(harness).contexts
+    assert len(contexts) > 1
+    assert contexts[0] >= 21
+    assert contexts == sorted(set(contexts))
 
 
 def resumed_at(slots: int) -> int:

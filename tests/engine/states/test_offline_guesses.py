@@ -1,0 +1,80 @@
+"""Answers of models with states, for which a draft model or an EAGLE-3 head guesses, are those without guesses:
+greedy ones, which are transformers', and sampled ones, with siblings and penalties."""
+
+from __future__ import annotations
+
+import pathlib
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion import LLM, RequestOutput, SamplingParams
+from pillion.engine.drafts import draft_control
+from testbed.eagle_heads import save_head
+from testbed.tiny_model import save_model
+from tests.support.cpu_model import needs_kernels
+from tests.support.families import make_model, tokens_of
+from tests.support.hybrids import HYBRIDS
+from tests.support.oracle import Oracle, first_difference
+
+PROMPTS = [tokens_of(70, 2), tokens_of(70, 2)[:40] + tokens_of(9, 3)]
+TOKENS = 40
+GREEDY = SamplingParams(temperature=0, logprobs=1, max_tokens=TOKENS, ignore_eos=True)
+# Hot samples follow the noise, which a guess has too, more than the model, so that some guesses are right.
+SETTINGS = [
+    GREEDY,
+    SamplingParams(temperature=6.0, seed=5, max_tokens=TOKENS, ignore_eos=True, n=2),
+    SamplingParams(temperature=0.7, seed=6, frequency_penalty=0.5, max_tokens=30),
+]
+
+
+def outputs_of(folder: pathlib.Path, kernels: str, rounds: int, **speculative: Any) -> list[RequestOutput]:
+    """All answers; a second round finds prompts and states of the first one."""
+    options: dict[str, Any] = {"dtype": "float32", "max_model_len": "512", "kv_pool_bytes": "16MiB", "cpu_threads": 1}
+    if speculative:
+        options["speculative_config"] = {"num_speculative_tokens": 3, **speculative}
+    with LLM(str(folder), cpu_kernels=kernels, **options) as llm:
+        prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS for _ in SETTINGS]
+        settings = SETTINGS * len(PROMPTS)
+        return [one for _ in range(rounds) for one in llm.generate(prompts, settings, use_tqdm=False)]
+
+
+def said(outputs: list[RequestOutput]) -> list[list[int]]:
+    return [list(answer.token_ids) for output in outputs for answer in output.outputs]
+
+
+def chances(outputs: list[RequestOutput]) -> list[float]:
+    """The log probabilities of the greedy answers."""
+    found = [answer.cumulative_logprob for output in outputs for answer in output.outputs]
+    return [one for one in found if one is not None]
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [("lfm2", "torch"), pytest.param("qwen3-next", "auto", marks=[needs_kernels, pytest.mark.long])],
+)
+def test_no_answer_changes(
+    name: str, kernels: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, own_cache: None
+) -> None:
+    # So that the machine's speed does not decide whether anything is guessed.
+    monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)
+    monkeypatch.setattr(draft_control.DraftControl, "_value", lambda *arguments: None)
+    main = make_model(tmp_path / "main", HYBRIDS[name])[0]
+    plain = outputs_of(main, kernels, 1)
+    oracle = Oracle(AutoModelForCausalLM.from_pretrained(main, dtype=torch.float32))
+    for prompt, output in zip(PROMPTS, plain[:: len(SETTINGS)], strict=True):
+        assert not first_difference(oracle.greedy(prompt, TOKENS), output.outputs[0].token_ids, 1e-3)
+    drafts = {
+        "draft_model": save_model(tmp_path / "draft", seed=3, num_hidden_layers=1, num_key_value_heads=1),
+        "eagle3": save_head(tmp_path / "head", main, state_layers=(0, 1, 2)),
+    }
+    for method, folder in drafts.items():
+        found = outputs_of(main, kernels, 2, method=method, model=str(folder))
+        assert said(found) == said(plain) * 2
+        # In any company the CPU kernels give the same bits, and torch nearly the same ones.
+        bits = pytest.approx(chances(plain) * 2, abs=0.0 if kernels == "auto" else 1e-3)
+        assert chances(found) == bits
+        timings = [output.timings for output in found if output.timings is not None]
+        assert 0 < sum(one.accepted_tokens for one in timings) < sum(one.guessed_tokens for one in timings)
