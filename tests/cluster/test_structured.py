@@ -1,7 +1,7 @@
 """A subset of the matrix of structured answers (structured.py): every pair of values but of shapes, and every shape.
 
-A few cases run on one cluster, with guesses and the kill of a decode worker; the rest is a long test. `make parity` runs
-all of the matrix.
+A few cases run on one cluster, with guesses and the kill of a decode worker; the rest is a long test. `make parity`
+runs all of the matrix.
 """
 
 from __future__ import annotations
