@@ -272,6 +272,12 @@ ROOMS: tuple[Room, ...] = (
         needs=("load generator",),
     ),
     Room(
+        "fleets with states",
+        paths=("simulator/fleet_states", "tests/simulator/fleet_states"),
+        entries={"simulator.fleet.states": "pillion.simulator.fleet_states.fleet_states:FleetStates"},
+        needs=("fleets", "states"),
+    ),
+    Room(
         "simulator",
         paths=(
             *(f"simulator/{name}.py" for name in SIMULATOR),

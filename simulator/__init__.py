@@ -28,6 +28,7 @@ Open first: world.py, which runs one schedule; then virtual_loop.py, on which ev
     campaign.py        runs seeds and prints what came of them
 
     fleet/             another simulation: a fleet of any size under a trace's load, without faults
+    fleet_states/      models with states in such a fleet
 
 No component of a cluster imports this package.
 """

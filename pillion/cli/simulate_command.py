@@ -66,6 +66,11 @@ def scale_downs(ctx: click.Context, param: click.Parameter, texts: tuple[str, ..
         "Bytes of a KV block, for pools and transfers. 0: transfers take no time.",
         0, type=click.IntRange(min=0),
     ),
+    option(
+        "--state-bytes",
+        "Bytes of what a hybrid model's layers carry from token to token. 0: a model without states.",
+        0, type=click.IntRange(min=0),
+    ),
     option("--gigabytes-per-s", "Pace of blocks between nodes.", 1.0, type=click.FloatRange(min=0.001)),
     option("--speed", "Replay the trace so many times as fast.", 1.0, type=click.FloatRange(min=1e-6)),
     option("--requests", "The first so many requests of the trace; 0: all.", 0, type=click.IntRange(min=0)),

@@ -13,6 +13,7 @@
     host_cores.py     the cores that steps run on
     prefix_store.py   the blocks of KV nodes, and the index
     tree_store.py     the same blocks by any order of eviction
+    model_states.py   where a room adds models with states
     site.py           what all gateways reach
     clock.py          the queue of events
 

@@ -117,6 +117,7 @@ def fleet_of(values: dict[str, Any], changes: Mapping[str, list[tuple[str, Any]]
         decode_cost_s=decode,
         block_bytes=values["block_bytes"],
         bytes_per_s=values["gigabytes_per_s"] * 1e9,
+        state_bytes=values["state_bytes"],
         known_costs=True,
         scale_down=values["scale_down"],
         macro_steps=True,
@@ -195,6 +196,9 @@ def comparison_tables(found: list[FleetVariant], title: str) -> Iterator[Table]:
         "sooner than in the first fleet": ["", *(f"{one.faster_share:.0%}" for one in shares[1:])],
         "later than in the first fleet": ["", *(f"{one.slower_share:.0%}" for one in shares[1:])],
     }
+    if any(one.states_kept for one in shares):
+        figures["states kept / evicted"] = [f"{one.states_kept} / {one.states_evicted}" for one in shares]
+        figures["GB of states at the end"] = [f"{one.state_bytes / 1e9:.3g}" for one in shares]
     for begin in range(0, len(found), FLEETS_OF_A_TABLE):
         table = Table(title=title)
         table.add_column("fleet")

@@ -38,6 +38,8 @@ class FleetFigures:
         failed: requests that were refused, or not answered in time.
         good_share: share of all requests that met the objectives; ``good_per_s`` of them a second of the load.
         hit_share: share of the prompts' tokens that were found; ``prefilled_share`` that prefill workers computed.
+        states_kept, states_evicted: states that were kept, and that left a pool again; ``state_bytes`` are those of all
+            that nodes have at the end.
         faster_share, slower_share: share of the requests whose first token came sooner, or later, than in the first
             fleet of a comparison.
     """
@@ -52,6 +54,9 @@ class FleetFigures:
     good_per_s: float
     hit_share: float
     prefilled_share: float
+    states_kept: int = 0
+    states_evicted: int = 0
+    state_bytes: int = 0
     faster_share: float = 0.0
     slower_share: float = 0.0
 

@@ -22,12 +22,12 @@ from pillion.engine.scheduling.sequence import Ending
 from pillion.errors import NotFound, PillionError, Unavailable
 from pillion.gateway.links.load_exchange import AssignedLoad
 from pillion.gateway.planning.plan_cost import FETCH_CALL_S
-from pillion.gateway.planning.planner import RequestPlan
+from pillion.gateway.planning.planner import FetchPlan, RequestPlan
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request import events as ev
 from pillion.gateway.request.request_machine import RequestMachine
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
-from pillion.simulator.fleet.prefix_store import NodeStore, SimTicket
+from pillion.simulator.fleet.prefix_store import NodeStore, SimTicket, SlotsOfState
 from pillion.simulator.fleet.sim_worker import TOKEN, SimWorker, WorkerJob
 from pillion.simulator.fleet.site import FleetSite
 from pillion.simulator.fleet.traffic import ClientRecord, Request
@@ -52,10 +52,14 @@ class RequestHost(Protocol):
 
 
 class FleetRequest:
-    """Runs one request. Attributes are for reading: ``request``, ``machine``, ``first_s``, ``gaps_s``, ``error``."""
+    """Runs one request. Attributes are for reading: ``request``, ``machine``, ``first_s``, ``gaps_s``, ``error``, and
+    ``blocks``, those of its prompt that may be found."""
 
     def __init__(self, host: RequestHost, request: Request, arrived_s: float, max_attempts: int, load: AssignedLoad):
         self.request = request
+        # A text with a state goes on from one that is before its last token.
+        whole = (request.prompt_tokens - bool(host.site.states)) // TRACE_BLOCK_TOKENS
+        self.blocks = request.blocks[:whole]
         self.arrived_s = arrived_s
         self.machine = RequestMachine(
             (TOKEN,) * request.prompt_tokens, request.answer_tokens, frozenset(), max_attempts, arrived_s
@@ -175,20 +179,24 @@ class FleetRequest:
             self._later(site.call_s / 2, lambda: self._post(ev.TicketGranted(action.attempt, hold, pinned)))
 
         def arrived() -> None:
-            if not self._open_at(plan.node_id, granted):
+            if not self._open_at(plan, granted):
                 self._post(ev.TicketLost(action.attempt, Unavailable("the KV node has stopped"), retryable=True))
 
         self._later(site.call_s / 2, arrived)
 
-    def _open_at(self, node_id: str, granted: Callable[[int], None]) -> bool:
-        """Opens the request's ticket at a node; ``granted`` is called with the number of pinned blocks. Returns False
-        where the node has stopped."""
-        site, store = self._site, self._site.stores.get(node_id)
+    def _open_at(self, plan: RequestPlan, granted: Callable[[int], None]) -> bool:
+        """Opens the request's ticket at its plan's node; ``granted`` is called with the number of pinned blocks.
+        Returns False where the node has stopped."""
+        site, store = self._site, self._site.stores.get(plan.node_id)
         if store is None:
             return False
         total = (self.request.prompt_tokens + self.request.answer_tokens) // site.block_size + 1
+        sequences = 1 if plan.prefill is None or plan.remote else 2
         opened = SimTicket(
-            self.request.blocks, total, lambda ticket: granted(ticket.pinned * TRACE_BLOCK_TOKENS // site.block_size)
+            self.blocks,
+            total + sequences * site.working_pages,
+            lambda ticket: granted(ticket.pinned * TRACE_BLOCK_TOKENS // site.block_size),
+            sequences=sequences,
         )
         self._store, self._ticket = store, opened
         store.open(opened)
@@ -196,23 +204,27 @@ class FleetRequest:
 
     def _fetch(self, action: ev.Fetch) -> None:
         """Fetches the blocks that the sources still have when the fetch begins."""
-        here, took_s, blocks = action.plan.cached_blocks, *self._brought(action.wanted.source_node_ids)
+        here, took_s, blocks = action.plan.cached_blocks, *self._brought(action.wanted)
         count = max(0, min(action.wanted.blocks, blocks) - here)
-        seconds = took_s + count * self._site.block_s
+        moved = count + self._site.state_pages if count else 0
+        seconds = took_s + moved * self._site.block_s
 
         def brought() -> None:
             source, target = action.wanted.source_node_ids[0], action.plan.node_id
-            self._host.routes.fetch_paces.observe(source, target, count, seconds, self._site.clock.now)
+            self._host.routes.fetch_paces.observe(source, target, moved, seconds, self._site.clock.now)
             self._commit((here + count) * self._site.block_size)
-            self._post(ev.BlocksFetched(action.attempt, here + count))
+            tokens = (here + count) * self._site.block_size
+            kept = not count or _keep(self._store, self._ticket, tokens, SlotsOfState.FETCHED)
+            self._post(ev.BlocksFetched(action.attempt, here + count if kept else here))
 
         self._later(seconds, brought)
 
-    def _brought(self, sources: Sequence[str]) -> tuple[float, int]:
-        """Returns the seconds that the call of a fetch takes, and how many of the prompt's leading blocks the best of
-        the nodes ``sources`` has."""
-        stores = (self._site.stores.get(name) for name in sources)
-        most = max((store.prefix(self.request.blocks) for store in stores if store is not None), default=0)
+    def _brought(self, wanted: FetchPlan) -> tuple[float, int]:
+        """Returns the seconds that the call of a fetch takes, and how many of the blocks that are wanted the best of
+        the sources has."""
+        chain = self.blocks[: -(-wanted.blocks * self._site.block_size // TRACE_BLOCK_TOKENS)]
+        stores = (self._site.stores.get(name) for name in wanted.source_node_ids)
+        most = max((store.prefix(chain) for store in stores if store is not None), default=0)
         return FETCH_CALL_S, most * TRACE_BLOCK_TOKENS // self._site.block_size
 
     def _run_prefill(self, action: ev.RunPrefill) -> None:
@@ -223,20 +235,28 @@ class FleetRequest:
         elif plan.remote:
             self._open_remote(action, worker)
         else:
-            self._later(self._site.call_s, lambda: self._offer_prefill(worker, action, plan.cached_tokens, self._acked))
+            store, ticket = self._store, self._ticket
+            self._later(self._site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, self._acked))
 
     def _offer_prefill(
-        self, worker: SimWorker, action: ev.RunPrefill, start: int, acked: Callable[[ev.RunPrefill, ChunkDone], None]
+        self,
+        worker: SimWorker,
+        action: ev.RunPrefill,
+        store: NodeStore | None,
+        ticket: SimTicket | None,
+        acked: Callable[[ev.RunPrefill, ChunkDone], None],
     ) -> None:
-        """Offers the prefill range to its prefill worker, which has the KV before ``start``."""
+        """Offers the prefill range to its prefill worker, under a ticket at its node."""
         plan = action.plan
         ends = itertools.accumulate(plan.chunks, initial=plan.cached_tokens)
         job = WorkerJob(
             tokens=plan.split_tokens,
-            computed_blocks=start // plan.block_size,
-            chunk_ends=tuple(end for end in ends if end > start),
+            computed_blocks=plan.cached_blocks,
+            chunk_ends=tuple(end for end in ends if end > plan.cached_tokens),
             on_chunk=lambda chunk: acked(action, chunk),
             on_lost=lambda: self._prefill_lost(action.attempt),
+            known_blocks=self._known_blocks(ticket),
+            on_place=lambda tokens: _keep(store, ticket, tokens, SlotsOfState.RUNNING),
         )
         if not self._host.takes(self, worker, job):
             self._prefill_lost(action.attempt)
@@ -248,6 +268,9 @@ class FleetRequest:
         """Notes that the KV of a chunk has arrived at the decode worker's node."""
         plan, last = action.plan, chunk.end_tokens == action.plan.split_tokens
         self._commit(chunk.end_tokens)
+        if last:
+            slots = SlotsOfState.FETCHED if plan.remote else SlotsOfState.ENDED
+            _keep(self._store, self._ticket, chunk.end_tokens, slots)
         self._blocks_here = chunk.end_tokens // plan.block_size
         if last:
             self._prefill_range, self._prefill_open = None, False
@@ -282,7 +305,8 @@ class FleetRequest:
 
         def carry() -> None:
             """Carries the oldest chunk to the decode worker's node, then the next one."""
-            tokens = carried[0].end_tokens - self._blocks_here * site.block_size
+            end = carried[0].end_tokens
+            blocks = end // site.block_size - self._blocks_here + (site.state_pages if end == plan.split_tokens else 0)
 
             def here() -> None:
                 if closed:
@@ -294,10 +318,12 @@ class FleetRequest:
                 if carried:
                     carry()
 
-            self._later(FETCH_CALL_S + tokens // site.block_size * site.block_s, here)
+            self._later(FETCH_CALL_S + blocks * site.block_s, here)
 
         def computed(_: ev.RunPrefill, chunk: ChunkDone) -> None:
             store.commit(ticket, chunk.end_tokens // TRACE_BLOCK_TOKENS)
+            if chunk.end_tokens == plan.split_tokens:
+                _keep(store, ticket, chunk.end_tokens, SlotsOfState.ENDED)
             carried.append(chunk)
             if len(carried) == 1:
                 carry()
@@ -305,14 +331,14 @@ class FleetRequest:
         def granted(ticket: SimTicket) -> None:
             there = min(ticket.pinned * TRACE_BLOCK_TOKENS, plan.cached_tokens)
             lacking = (plan.cached_tokens - there) // site.block_size
-            brought_s = FETCH_CALL_S + lacking * site.block_s if lacking else 0.0
+            brought_s = FETCH_CALL_S + (lacking + site.state_pages) * site.block_s if lacking else 0.0
             store.commit(ticket, plan.cached_tokens // TRACE_BLOCK_TOKENS)
-            self._later(
-                brought_s + site.call_s, lambda: self._offer_prefill(worker, action, plan.cached_tokens, computed)
-            )
+            if lacking:
+                _keep(store, ticket, plan.cached_tokens, SlotsOfState.FETCHED)
+            self._later(brought_s + site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, computed))
 
-        whole = self.request.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
-        ticket = SimTicket(whole, plan.split_blocks + 1, granted)
+        whole = self.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
+        ticket = SimTicket(whole, plan.split_blocks + 1 + site.working_pages, granted)
         self._close_remote = close
         self._later(site.call_s, lambda: store.open(ticket))
 
@@ -338,7 +364,7 @@ class FleetRequest:
             self._submitted = action
             if action.hold is not None:
                 self._begin_stream()
-            elif not self._open_at(action.plan.node_id, opened):
+            elif not self._open_at(action.plan, opened):
                 self._stream_lost(action.attempt)
 
         def opened(pinned: int) -> None:
@@ -366,6 +392,8 @@ class FleetRequest:
             on_tokens=lambda times, gaps: self._told(attempt, times, gaps),
             on_end=lambda ending: self._stream_ended(attempt, ending),
             on_lost=lambda: self._stream_lost(attempt),
+            known_blocks=self._known_blocks(self._ticket),
+            on_place=lambda tokens: _keep(self._store, self._ticket, tokens, SlotsOfState.RUNNING),
         )
         if not self._host.takes(self, worker, job):
             self._stream_lost(attempt)
@@ -389,6 +417,9 @@ class FleetRequest:
 
     def _stream_ended(self, attempt: int, ending: Ending) -> None:
         self._stream = None
+        if ending.reason is not None and self._ticket is not None and self._store is not None:
+            # The last token of an answer has no KV.
+            self._store.finish(self._ticket, self.request.prompt_tokens + self.request.answer_tokens - 1)
         self._close_ticket()
         if ending.reason is not None:
             self._post(ev.DecodeFinished(attempt, ending.reason, None))
@@ -422,6 +453,10 @@ class FleetRequest:
         if self._ticket is not None and self._store is not None and self._ticket.open:
             self._store.commit(self._ticket, tokens // TRACE_BLOCK_TOKENS)
 
+    def _known_blocks(self, ticket: SimTicket | None) -> int:
+        """Returns after how many KV blocks other texts part from this one, as far as a ticket's node knows."""
+        return ticket.known * TRACE_BLOCK_TOKENS // self._site.block_size if ticket is not None else 0
+
     def _close_ticket(self) -> None:
         if self._ticket is not None and self._store is not None:
             self._store.close(self._ticket)
@@ -434,3 +469,12 @@ class FleetRequest:
         self._close_remote()
         self._close_ticket()
         self._host.ended(self)
+
+
+def _keep(store: NodeStore | None, ticket: SimTicket | None, tokens: int, slots: SlotsOfState) -> bool:
+    """Keeps the state of a prompt after its first ``tokens`` tokens at a ticket's node, at the end of a whole block of
+    the trace. Returns False where there is no memory for it."""
+    if store is None or ticket is None or not ticket.open:
+        return True
+    store.commit(ticket, tokens // TRACE_BLOCK_TOKENS)
+    return store.keep(ticket, tokens // TRACE_BLOCK_TOKENS, slots)

@@ -16,8 +16,9 @@ of which 0.9 s are spent here; the ledger takes 10.2 s for the same tickets (202
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from enum import Enum
 
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
 from pillion.kvstore.transfer.hand_over import warm_tips
@@ -45,6 +46,10 @@ class PrefixIndex:
         if not holders:
             del self._holders[block]
 
+    def holders_of(self, block: int) -> Collection[str]:
+        """Returns the ids of the nodes that have a block."""
+        return self._holders.get(block, ())
+
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:
         """Returns how many leading blocks of the chain nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most,
         those with the most."""
@@ -71,12 +76,33 @@ class PrefixIndex:
         return found
 
 
+class SlotsOfState(Enum):
+    """Says whose memory a state takes that is kept."""
+
+    RUNNING = "a running sequence's, which goes on with other slots if there are some"
+    ENDED = "a sequence's that has ended"
+    FETCHED = "memory that nobody has promised, because the state comes from another node"
+
+
+@dataclass(frozen=True, slots=True)
+class StateCounts:
+    """Counts a node's states: those that were kept, those for which there was no memory, those that left, and the KV
+    blocks that they take now."""
+
+    kept: int = 0
+    lacking: int = 0
+    evicted: int = 0
+    blocks: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class SimTicket:
     """Represents a request's ticket at a node: it pins the first ``pinned`` blocks of the prompt's ``blocks``, and
     reserves memory for the rest.
 
     The ticket has ``total`` KV blocks in all, pinned or reserved; ``own`` of them are reserved and not shared yet.
+    Where a model has states, as many ``sequences`` run under it, and other texts part from its prompt after ``known``
+    blocks, as far as the node knows.
     """
 
     blocks: tuple[int, ...]
@@ -86,6 +112,8 @@ class SimTicket:
     own: int = 0
     open: bool = True
     waiting: bool = False
+    sequences: int = 1
+    known: int = 0
 
 
 class NodeStore:
@@ -160,6 +188,20 @@ class NodeStore:
             ticket.own -= self._each
             self._own -= self._each
             ticket.pinned += 1
+
+    def keep(self, ticket: SimTicket, count: int, slots: SlotsOfState) -> bool:
+        """Keeps the state after the first ``count`` blocks of the ticket's chain, which are shared. Returns False where
+        there is no memory for it. A model without states has none to keep."""
+        return True
+
+    def finish(self, ticket: SimTicket, tokens: int) -> None:
+        """Shares what a text of so many ``tokens`` has of its own when its answer has ended, with the state at its end.
+        Nobody finds an answer in a trace, so a node without states shares none."""
+
+    @property
+    def states(self) -> StateCounts:
+        """Returns what became of states, nothing for a model without them."""
+        return StateCounts()
 
     @property
     def cached(self) -> int:

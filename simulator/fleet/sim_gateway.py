@@ -198,8 +198,8 @@ class SimGateway:
     def _look(
         self, flow: FleetRequest, action: ev.LookUp, spread: int, then: Callable[[RequestPlan | PillionError], None]
     ) -> None:
-        site, request = self.site, flow.request
-        known = request.blocks if self._settings.enable_prefix_caching or action.attempt > 1 else ()
+        site = self.site
+        known = flow.blocks if self._settings.enable_prefix_caching or action.attempt > 1 else ()
         each = TRACE_BLOCK_TOKENS // site.block_size
         hits = {name: count * each for name, count in site.index.longest_prefix(known).items()}
         components = self.components(len(action.token_ids), hits, spread)
@@ -243,5 +243,7 @@ class SimGateway:
             sent_tokens=loads[1],
             avoid=action.avoid,
             spread=spread,
+            state_pages=self.site.state_pages,
+            working_pages=self.site.working_pages,
         )
         return self.routes.plan(seen, self.clock.now, gateways=self.site_gateways, first=action.attempt == 1)

@@ -17,6 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -33,6 +34,7 @@ from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePi
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
+from pillion.simulator.fleet.model_states import ModelStates
 from pillion.types import SamplingParams
 from pillion.wire.registry import ComponentRecord, WorkerLoad
 
@@ -81,6 +83,7 @@ class WorkerSettings:
         call_s: seconds of a call to the KV node.
         known_cost: the worker knows ``cost_s``, instead of learning it from its steps.
         macro_steps: see the module; needs ``known_cost`` and cores of its own.
+        states: what keeps states where prompts end and part, for a model whose layers carry one.
     """
 
     cost_s: tuple[float, ...]
@@ -92,6 +95,7 @@ class WorkerSettings:
     residuals_s: tuple[float, ...] = ()
     known_cost: bool = False
     macro_steps: bool = False
+    states: ModelStates | None = None
 
 
 # This function is called with the times of a stream's next tokens, and the gaps before all of them but the first.
@@ -109,6 +113,8 @@ class WorkerJob:
         on_committed: told how many tokens of its text are at the node, as a stream's prompt is computed.
         on_chunk, on_tokens, on_end: told of a prefill range's chunks, a stream's tokens, and the end of either.
         on_lost: told that the worker stops before the job's end.
+        known_blocks: in a model with states, the blocks after which other texts part from this one.
+        on_place: told after how many tokens the text's state is kept.
     """
 
     tokens: int
@@ -120,6 +126,8 @@ class WorkerJob:
     on_tokens: TokensTold = lambda times, gaps: None
     on_end: Callable[[Ending], None] = lambda ending: None
     on_lost: Callable[[], None] = lambda: None
+    known_blocks: int = 0
+    on_place: Callable[[int], object] = lambda tokens: None
     seq_id: int = 0
 
 
@@ -178,6 +186,7 @@ class SimWorker:
             max_num_seqs=settings.max_num_seqs,
             target_itl_s=record.target_itl_ms / 1000,
             target_itl_steps=record.target_itl_steps,
+            features=[partial(settings.states.places, self._kept)] if settings.states is not None else [],
         )
         if settings.known_cost:
             self._scheduler.budget.cost = KnownCost(settings.cost_s)
@@ -261,7 +270,8 @@ class SimWorker:
             max_model_len=0 if prefill_range else MAX_TOKENS,
             chunk_ends=job.chunk_ends,
         )
-        holding = Holding(job.seq_id, self._take(job.computed_blocks), self._take(total - job.computed_blocks))
+        chain, leased = self._take(job.computed_blocks), self._take(total - job.computed_blocks)
+        holding = Holding(job.seq_id, chain, leased, known_blocks=job.known_blocks)
         stream = Stream(spec, holding, size, self._clock.now, hashes=bytes(job.tokens // size * HASH_BYTES))
         self._jobs[job.seq_id] = job
         self._begin_beating()
@@ -434,6 +444,16 @@ class SimWorker:
         job = self._jobs.get(chunk.seq_id)
         if job is not None:
             job.on_chunk(chunk)
+
+    def _kept(self, seq_id: int, tokens: int) -> None:
+        """Has the state of a sequence kept that stands after so many tokens."""
+
+        def kept() -> None:
+            job = self._jobs.get(seq_id)
+            if job is not None:
+                job.on_place(tokens)
+
+        self._clock.after(self._settings.call_s, kept)
 
     def _committed(self, order: CommitOrder) -> None:
         self._catch_up()

@@ -28,6 +28,7 @@ from pillion.kvstore.transfer.hand_over import HandOver, HandOverLook, OtherNode
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
 from pillion.simulator.fleet.clock import Clock
 from pillion.simulator.fleet.host_cores import OwnCores, SharedCores
+from pillion.simulator.fleet.model_states import states_of
 from pillion.simulator.fleet.prefix_store import NodeStore, PrefixIndex
 from pillion.simulator.fleet.sim_gateway import MODEL, PATIENCE_S, GatewaySettings, SimGateway
 from pillion.simulator.fleet.sim_worker import SimWorker, WorkerSettings
@@ -57,6 +58,7 @@ class FleetConfig:
     Attributes:
         flags: of all components; of the numbers of workers and gateways, those at the start. Only SIMULATED_FLAGS
             matter.
+        state_bytes: what the layers of the model carry from token to token, in a model with states.
         prefill_cost_s, decode_cost_s: seconds of a step, token, sequence, KV token read and query-key pair, of a worker
             of either kind.
         node_blocks: KV blocks of a node's pool; 0: as many as come.
@@ -84,12 +86,18 @@ class FleetConfig:
     noise: float = NOISE
     call_s: float = CALL_S
     scale_down: tuple[tuple[float, int], ...] = ()
+    state_bytes: int = 0
     residuals_s: tuple[float, ...] = ()
 
     @property
     def prefills(self) -> int:
         """Returns the number of prefill workers at the start."""
         return max(0, self.flags.prefill_workers)
+
+    @property
+    def state_pages(self) -> int:
+        """Returns how many KV blocks a state takes, 0 in a model without states."""
+        return -(-self.state_bytes // self.block_bytes) if self.state_bytes else 0
 
     def settled(self) -> FleetConfig:
         """Returns the fleet with a number for each budget that no flag sets: those of a CPU, or, with --device cuda,
@@ -112,6 +120,10 @@ class FleetConfig:
             raise ConfigError(
                 f"{gone} of {self.flags.decode_workers} decode workers' nodes cannot leave: one has to stay"
             )
+        if self.state_bytes and not (self.block_bytes and self.node_blocks):
+            raise ConfigError("--state-bytes needs the size of a block, --block-bytes, and --flag kv-pool-bytes=SIZE")
+        if self.state_bytes and gone:
+            raise ConfigError("--state-bytes: what a leaving node hands over of states is not simulated")
         parse_split_policy(self.flags.split_policy)
 
 
@@ -162,9 +174,12 @@ class FleetWorld:
     usual, and ``make_store`` other pools.
     """
 
-    def __init__(self, config: FleetConfig, make: MakeGateway = SimGateway, make_store: MakeStore = NodeStore) -> None:
+    def __init__(
+        self, config: FleetConfig, make: MakeGateway = SimGateway, make_store: MakeStore | None = None
+    ) -> None:
         config.check()
-        self._make_store = make_store
+        states = states_of(config.state_pages, config.flags)
+        self._make_store = make_store or (states.store if states is not None else NodeStore)
         self.config = config = config.settled()
         flags = config.flags
         self.clock = Clock()
@@ -175,6 +190,8 @@ class FleetWorld:
             call_s=config.call_s,
             block_s=config.block_bytes / config.bytes_per_s,
             sharing=config.sharing and count > 1,
+            index=states.index() if states is not None else PrefixIndex(),
+            states=states,
         )
         settings = GatewaySettings(**{field.name: getattr(flags, field.name) for field in fields(GatewaySettings)})
         self.gateways = [make(self.site, settings, number, count) for number in range(count)]
@@ -243,7 +260,9 @@ class FleetWorld:
         return [self.site.workers[name] for name, record in self._listed.items() if record.role == role]
 
     def send(self, requests: Sequence[Request], begin_s: float = 0.0) -> None:
-        """Lets requests arrive, ``begin_s`` seconds after their times; gateways get them in turn."""
+        """Lets requests arrive, ``begin_s`` seconds after their times; gateways get them in turn. Raises ConfigError
+        for one that does not fit into a pool beside its states."""
+        self._judge(requests)
         arrivals = iter(requests)
 
         def send_next(request: Request) -> None:
@@ -256,6 +275,18 @@ class FleetWorld:
                 self.clock.at(at_s, lambda request=request: send_next(request))  # type: ignore[misc]
 
         expect()
+
+    def _judge(self, requests: Sequence[Request]) -> None:
+        config, pages = self.config, self.site.working_pages * (2 if self.config.prefills else 1)
+        if not pages or not requests:
+            return
+        longest = max(one.prompt_tokens + one.answer_tokens for one in requests)
+        need = longest // config.flags.block_size + 1 + pages
+        if need > config.node_blocks:
+            raise ConfigError(
+                f"--flag kv-pool-bytes: a text of {longest} tokens needs {need} blocks with its states, and a pool has "
+                f"{config.node_blocks}"
+            )
 
     def warm_up(self) -> float:
         """Lets every worker learn the cost of its steps, where it does not know it; returns when the load may begin."""
@@ -303,6 +334,8 @@ class FleetWorld:
             target_itl_steps=AUTO_TARGET_STEPS if auto and not prefill else 0.0,
             core_lending_table="table" if config.shared_cores else "",
             core_share=1 / self._spread_over if config.shared_cores else 0.0,
+            state_pages=self.site.state_pages,
+            working_pages=self.site.working_pages,
         )
         settings = WorkerSettings(
             cost_s=config.prefill_cost_s if prefill else config.decode_cost_s,
@@ -314,6 +347,7 @@ class FleetWorld:
             residuals_s=config.residuals_s,
             known_cost=config.known_costs,
             macro_steps=config.macro_steps,
+            states=self.site.states,
         )
         phase_s = settings.heartbeat_s * (number % self._spread_over) / self._spread_over
         worker = SimWorker(self.clock, self._cores, record, settings, number, phase_s)
@@ -396,7 +430,7 @@ def simulate(
     config: FleetConfig,
     requests: Sequence[Request],
     make: MakeGateway = SimGateway,
-    make_store: MakeStore = NodeStore,
+    make_store: MakeStore | None = None,
 ) -> tuple[list[ClientRecord], FleetWorld]:
     """Simulates a load; returns the clients' records, and the world as it was left.
 
