@@ -153,19 +153,20 @@ def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spellin
             )
             for names in tensor.spellings
         )
-    if tensor.role is Role.HEAD_NORM and not tensor.by_head:
-        # A norm of whole projections has one row for all heads of queries, and one for those of keys.
-        shapes, whole = [tensor.shape[1:]] * len(tensor.rows), tensor.shape[1:]
-    else:
-        columns = [] if suffix == ".bias" else columns
-        shapes, whole = [(piece.size, *columns) for piece in tensor.rows], (rows, *columns)
-    return tuple(
-        tuple(
-            CheckpointTensor(name.format(number) + suffix, shape)
-            for name, shape in zip(names, shapes if len(names) > 1 else [whole], strict=True)
+    # A norm of whole projections has one row for all heads of queries, and one for those of keys.
+    of_heads = tensor.role is Role.HEAD_NORM and not tensor.by_head
+    columns = [] if suffix == ".bias" and not of_heads else columns
+    sizes, found = [piece.size for piece in tensor.rows], []
+    for names in tensor.spellings:
+        joined = len(sizes) - len(names) + 1
+        first = [[]] * len(names) if of_heads else [[sum(sizes[:joined])], *([size] for size in sizes[joined:])]
+        found.append(
+            tuple(
+                CheckpointTensor(name.format(number) + suffix, (*row, *columns))
+                for name, row in zip(names, first, strict=True)
+            )
         )
-        for names in tensor.spellings
-    )
+    return tuple(found)
 
 
 def _of_experts(tensor: LayerTensor) -> dict[str, tuple[Spelling, ...]]:

@@ -214,11 +214,11 @@ def row_order(tensor: LayerTensor) -> torch.Tensor | None:
 
 def _gates_first(tensor: LayerTensor) -> torch.Tensor:
     """Returns the checkpoint's rows of all gates, then of the queries that they stand behind, then all others."""
-    both, keys, values = tensor.rows
-    queries, gates = torch.arange(both.size).view(-1, 2, both.head).unbind(1)
-    ordered = queries.reshape(-1)[_head_order(replace(both, size=both.size // 2))]
-    behind = [_head_order(piece) + first + both.size for piece, first in _placed((keys, values))]
-    return torch.cat((gates.reshape(-1), ordered, *behind))
+    gates, queries, *others = tensor.rows
+    both = torch.arange(gates.size + queries.size).view(-1, 2, queries.head)
+    ordered = both[:, 0].reshape(-1)[_head_order(queries)]
+    behind = [_head_order(piece) + first + both.numel() for piece, first in _placed(others)]
+    return torch.cat((both[:, 1].reshape(-1), ordered, *behind))
 
 
 def _ungrouped(pieces: Sequence[Entries], count: int) -> torch.Tensor:

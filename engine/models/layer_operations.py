@@ -24,6 +24,9 @@ class Share(Enum):
     HEADS = "query heads"
     KV_HEADS = "KV heads"
     INNER = "inner values of an MLP, or of an expert"
+    CHANNELS = "channels between the two matrices of a short convolution"
+    STATE_HEADS = "heads that have a matrix in the layer's state"
+    STATE_KEYS = "what several such heads share: keys and queries, or what writes and what reads"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +41,9 @@ class Entries:
             (:func:`pillion.engine.models.rope.partial_order`).
         interleaved: whether neighbours are rotated with each other.
         still: how many of a head's entries stand before those that ``rotated`` is about.
+        convolved: whether a convolution reads the entries, whose last inputs are a part of the layer's state. Such
+            pieces of a tensor follow one another, and a process has whole pieces of the state of them
+            (:class:`pillion.engine.models.model_shard.Channels`).
     """
 
     size: int
@@ -46,6 +52,7 @@ class Entries:
     rotated: int = 0
     interleaved: bool = False
     still: int = 0
+    convolved: bool = False
 
 
 class Role(Enum):
@@ -71,8 +78,8 @@ class LayerTensor:
         inputs: the parts that make up its second dimension; () for a vector.
         spellings: its names in checkpoints, relative to the layer and without ".weight" and ".bias": each is a list of
             tensors which, stacked along their first dimension, are this one. One tensor for each piece of ``rows``, or
-            one for all of them. In the names of an expert's tensors {} stands for its number. A norm without spellings
-            has a weight of ones, and no tensor.
+            fewer, of which the first one has the first pieces. In the names of an expert's tensors {} stands for its
+            number. A norm without spellings has a weight of ones, and no tensor.
         bias: whether a linear layer or a norm has a bias.
         centred: whether a norm over each head subtracts the mean first (LayerNorm).
         by_head: whether checkpoints have a weight of its own for each head of such a norm: in one tensor for each piece
@@ -89,8 +96,8 @@ class LayerTensor:
         factor: the factor of a norm's weight.
         groups: where checkpoints have so many groups, each with its part of every piece of ``rows``; 0 elsewhere.
         scales: factors of the pieces of ``rows``, with which loading multiplies them; () for none.
-        gated: whether checkpoints have, for each head of the first piece, its query and then its gate; the decoder has
-            all gates first.
+        gated: whether checkpoints have, for each head of the first two pieces, its query and then its gate; the decoder
+            has all gates first.
         blocks: how many blocks checkpoints have, each of which has queries, values and keys of some heads, in this
             order (CodeGen); 0 elsewhere.
         ones: how many dimensions of one entry checkpoints have before a vector's own, and behind it.

@@ -26,6 +26,7 @@ from pillion.engine.models.layer_operations import (
     Multiply,
     Norm,
     Role,
+    Share,
     ShortConvolution,
     StateSpace,
 )
@@ -67,28 +68,25 @@ def _renamed(operation: LayerOperation, names: Mapping[str, str]) -> LayerOperat
 
 def short_convolution(config: ModelConfig, linear: LinearConfig) -> Layer:
     """Lists LFM2's convolution."""
-    part, hidden = Entries(config.hidden_size), (Entries(config.hidden_size),)
+    part, hidden = Entries(config.hidden_size, Share.CHANNELS), (Entries(config.hidden_size),)
     return (
         Multiply(_matrix("conv.in", (part, part, part), hidden, ("conv.in_proj",), bias=linear.bias)),
         ShortConvolution(_taps((part,), linear, ("conv.conv",))),
-        Multiply(_matrix("conv.out", hidden, hidden, ("conv.out_proj",), bias=linear.bias)),
+        Multiply(_matrix("conv.out", hidden, (part,), ("conv.out_proj",), bias=linear.bias)),
     )
 
 
 def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "apart") -> Layer:
     """Lists a gated delta net. ``spellings`` says which tensors checkpoints have: "fused" ones by groups of keys
     (Qwen3-Next), "apart" (Qwen3.5), or one for each part ("each", OLMo-Hybrid)."""
-    hidden, one = (Entries(config.hidden_size),), (Entries(linear.heads),)
-    keys, values = Entries(linear.key_heads * linear.key_dim), Entries(linear.heads * linear.head_dim)
+    hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
+    keys, held = _of_keys(linear), replace(values, convolved=True)
     mixed, gates, rates = {
         "fused": ((), (), ()),
         "apart": (("in_proj_qkv",), ("in_proj_z",), ("in_proj_b", "in_proj_a")),
         "each": (("q_proj", "k_proj", "v_proj"), ("g_proj",), ("b_proj", "a_proj")),
     }[spellings]
-    parts: tuple[Entries, ...] = (keys, keys, values, values)
-    if spellings == "apart":
-        parts = Entries(2 * keys.size + values.size), values
-    inputs = _matrix("linear.in", parts, hidden, _own(*mixed, *gates))
+    inputs = _matrix("linear.in", (keys, keys, held, values), hidden, _own(*mixed, *gates))
     rated = _matrix("linear.rates", (*one, *one), hidden, _own(*rates))
     if spellings == "fused":
         inputs = replace(inputs, spellings=(_own("in_proj_qkvz"),), groups=linear.key_heads)
@@ -101,7 +99,7 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "ap
             inputs=inputs,
             rates=rated,
             taps=replace(
-                _taps((keys, keys, values), linear, _own("conv1d")),
+                _taps((keys, keys, held), linear, _own("conv1d")),
                 spellings=(_own("conv1d"), _own("q_conv1d", "k_conv1d", "v_conv1d")),
             ),
             decay=_vector("linear.decay", one, _own("A_log")),
@@ -121,14 +119,14 @@ def delta_net(config: ModelConfig, linear: LinearConfig, *, spellings: str = "ap
 def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
     """Lists a gated delta net of Kimi-Linear (KDA, arXiv 2510.26692): each row of a head's matrix forgets on its own,
     and what makes that, and the gates, are products of two narrow matrices."""
-    hidden, one = (Entries(config.hidden_size),), (Entries(linear.heads),)
-    values, few = Entries(linear.heads * linear.head_dim), (Entries(linear.head_dim),)
+    hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
+    few, keys, held = (Entries(linear.head_dim),), _of_keys(linear), replace(values, convolved=True)
     apart, out = delta_net(config, linear, spellings="each")
     assert isinstance(apart, DeltaRule)
     assert isinstance(out, Multiply)
     rule = replace(
         apart,
-        inputs=_matrix("linear.in", (values, values, values), hidden, _own("q_proj", "k_proj", "v_proj")),
+        inputs=_matrix("linear.in", (keys, keys, held), hidden, _own("q_proj", "k_proj", "v_proj")),
         rates=_matrix("linear.rates", one, hidden, _own("b_proj")),
         decay=replace(apart.decay, ones=(2, 1)),
         shift=replace(apart.shift, rows=(values,)),
@@ -143,9 +141,9 @@ def delta_attention(config: ModelConfig, linear: LinearConfig) -> Layer:
 
 def state_space(config: ModelConfig, linear: LinearConfig) -> Layer:
     """Lists a state space of Mamba-2, by Granite's names."""
-    hidden, one = (Entries(config.hidden_size),), (Entries(linear.heads),)
-    values, sides = Entries(linear.heads * linear.head_dim), Entries(linear.key_heads * linear.key_dim)
-    parts = values, values, sides, sides, *one
+    hidden, one, values = (Entries(config.hidden_size),), (_of_heads(linear, 1),), _of_heads(linear, linear.head_dim)
+    sides = _of_keys(linear)
+    parts = values, replace(values, convolved=True), sides, sides, *one
     return (
         StateSpace(
             inputs=_matrix("linear.in", parts, hidden, ("mamba.in_proj",), bias=linear.bias),
@@ -216,6 +214,16 @@ def nemotron_h_layer(config: ModelConfig, index: int) -> Layer:
         stacked=("mlp.experts.up_proj",),
     )
     return before, Keep(), replace(mixed, gate_up=up, gated=False), add, Again(), beside, add
+
+
+def _of_heads(linear: LinearConfig, each: int) -> Entries:
+    """Returns a piece with so many entries for each head."""
+    return Entries(linear.heads * each, Share.STATE_HEADS, each)
+
+
+def _of_keys(linear: LinearConfig) -> Entries:
+    """Returns a piece with what several heads share, which a convolution reads."""
+    return Entries(linear.key_heads * linear.key_dim, Share.STATE_KEYS, linear.key_dim, convolved=True)
 
 
 def _own(*names: str) -> tuple[str, ...]:

@@ -189,12 +189,10 @@ def qkv(config: ModelConfig, grouped: str = "", blocks: int = 0, *, gated: bool 
     """Describes the matrix that makes queries, keys and values in one product, and gates before them where it is
     ``gated``, or where checkpoints have a matrix ``gate`` of them."""
     queries, keys = _heads(config, rotated=True)
-    if gated:
-        queries = replace(queries, size=2 * queries.size)
     values = Entries(keys.size, Share.KV_HEADS, config.head_dim)
     parts = tuple(f"self_attn.{part}_proj" for part in "qkv")
     spellings = ((gate, *parts),) if gate else (parts, ("self_attn.qkv_proj",))
-    gates = (_heads(config)[0],) if gate else ()
+    gates = (_heads(config)[0],) if gate or gated else ()
     return LayerTensor(
         name="qkv",
         role=Role.MATRIX,

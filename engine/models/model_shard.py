@@ -4,15 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from pillion.engine.models.layer_operations import Entries, Layer, Share
 from pillion.engine.models.model_config import ModelConfig
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 
 if TYPE_CHECKING:
     import torch
 
     from pillion.engine.models.decoder import LayerWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Channels:
+    """Lists the channels of a convolution that a process has. Those of a rank are whole pieces of the layer's state,
+    so that processes which write one piece write the same bytes: a rank also has some channels that are nothing to it,
+    and the last channel once more where it fills the last piece.
+
+    Attributes:
+        numbers: the channels, by their numbers in the model.
+        starts: for each part of a row the place here where the process's own entries begin.
+    """
+
+    numbers: tuple[int, ...]
+    starts: tuple[int, ...]
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Gives the numbers of the pieces of the layer's state that the channels take."""
+        return tuple(number // PIECE_CHANNELS for number in self.numbers[::PIECE_CHANNELS])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +78,19 @@ class ModelShard:
         """Returns the KV heads that the process has in a layer with ``count`` of them."""
         return range(count)
 
+    def state_heads_of(self, count: int) -> range:
+        """Returns those of ``count`` heads with a matrix in a layer's state that the process has."""
+        return range(count)
+
+    def state_keys_of(self, count: int) -> range:
+        """Returns those of ``count`` keys, or groups, of such heads that the process has."""
+        return range(count)
+
+    def channels(self, parts: Sequence[Entries]) -> Channels:
+        """Returns the channels of a convolution over these parts of a row that the process has."""
+        ends = [sum(part.size for part in parts[:end]) for end in range(len(parts) + 1)]
+        return Channels(tuple(range(ends[-1])), tuple(ends[:-1]))
+
     def own_layers(self, config: ModelConfig) -> range:
         """Returns the layers that the process computes. The first layer comes with the embedding, and the last one with
         the logits."""
@@ -83,11 +118,17 @@ class ModelShard:
         import torch
 
         found, first = [], 0
-        for piece in pieces:
-            mine = self.entries(piece)
-            every = torch.arange(mine.start, mine.stop) if inner is None or piece.share is not Share.INNER else inner
-            found.append(every + first)
-            first += piece.size
+        for convolved, some in groupby(pieces, key=lambda piece: piece.convolved):
+            parts = [*some]
+            if convolved:
+                found.append(torch.tensor(self.channels(parts).numbers) + first)
+                first += sum(part.size for part in parts)
+                continue
+            for piece in parts:
+                mine = self.entries(piece)
+                named = inner if piece.share is Share.INNER else None
+                found.append((torch.arange(mine.start, mine.stop) if named is None else named) + first)
+                first += piece.size
         return torch.cat(found)
 
     def vocabulary(self, tokens: int) -> range:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from pillion.engine.backends.backend import Bytes, StepBatch
+from pillion.engine.backends.backend import Bytes, StateSlots, StepBatch
 from pillion.errors import Internal
 from pillion.wire.attach import MAX_SHARDS
 
@@ -42,8 +42,9 @@ MAX_ERROR_BYTES = 4096
 SLICE_MS = 100
 _HEADER = struct.Struct("<II")
 # The header of a step's message has the numbers of tokens, sequences, columns of the block tables, rows that are
-# computed to the end, and those of them whose vectors are wanted; whether there are rotary rows, and adapters; copies.
-_STEP = struct.Struct("<8I")
+# computed to the end, and those of them whose vectors are wanted; whether there are rotary rows, and adapters; copies;
+# slots of each sequence's state.
+_STEP = struct.Struct("<9I")
 
 T = TypeVar("T")
 
@@ -140,10 +141,12 @@ def _some(received: T) -> T:
 def step_to_bytes(batch: StepBatch, copies: Sequence[tuple[int, int]] = ()) -> bytes:
     """Encodes a batch, and the slots that are copied before it: the header, then arrays of int32 one after the
     other. What rank 0 alone needs is left out: which logits texts want."""
-    optional = [array for array in (batch.rope_rows, batch.adapters) if array is not None]
+    states = () if batch.states is None else (batch.states.reads, batch.states.writes)
+    optional = [array for array in (batch.rope_rows, batch.adapters, *states) if array is not None]
     arrays = (batch.token_ids, batch.positions, batch.query_starts, batch.context_lens, batch.block_tables)
     counts = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1], len(batch.sample_rows), batch.pooled
-    header = _STEP.pack(*counts, batch.rope_rows is not None, batch.adapters is not None, len(copies))
+    pages = states[0].shape[1] if states else 0
+    header = _STEP.pack(*counts, batch.rope_rows is not None, batch.adapters is not None, len(copies), pages)
     every = (*arrays, batch.sample_rows, *optional, *([np.array(copies)] if copies else ()))
     return header + b"".join(np.ascontiguousarray(array, np.int32).tobytes() for array in every)
 
@@ -153,8 +156,9 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
     for bytes that are no such message."""
     if len(payload) < _STEP.size:
         raise Internal(f"a step of {len(payload)} bytes")
-    tokens, seqs, width, samples, pooled, has_rope, has_adapters, copies = _STEP.unpack_from(payload)
-    sizes = [tokens, tokens, seqs + 1, seqs, seqs * width, samples, tokens * has_rope, seqs * has_adapters, 2 * copies]
+    tokens, seqs, width, samples, pooled, has_rope, has_adapters, copies, pages = _STEP.unpack_from(payload)
+    sizes = [tokens, tokens, seqs + 1, seqs, seqs * width, samples, tokens * has_rope, seqs * has_adapters]
+    sizes += [seqs * pages, seqs * pages, 2 * copies]
     if len(payload) != _STEP.size + 4 * sum(sizes):
         raise Internal(f"a step of {len(payload)} bytes, {_STEP.size + 4 * sum(sizes)} were promised")
     words = np.frombuffer(payload, np.int32, offset=_STEP.size)
@@ -169,9 +173,10 @@ def step_from_bytes(payload: bytearray) -> tuple[StepBatch, list[tuple[int, int]
         sample_rows=parts[5],
         rope_rows=parts[6] if has_rope else None,
         adapters=parts[7] if has_adapters else None,
+        states=StateSlots(*(part.reshape(seqs, pages) for part in parts[8:10])) if pages else None,
         pooled=pooled,
     )
-    return batch, [(int(source), int(target)) for source, target in parts[8].reshape(copies, 2)]
+    return batch, [(int(source), int(target)) for source, target in parts[10].reshape(copies, 2)]
 
 
 def json_to_bytes(**values: Any) -> bytes:

@@ -2,6 +2,10 @@
 
     attention       each rank has whole KV heads with their queries; with more ranks than KV heads, several ranks have
                     the same KV head, and write the same KV, for different queries
+    states          each rank has whole keys, or groups, of the heads with a matrix, with these heads; with more ranks
+                    than keys several ranks have the same key, as with KV heads
+    convolutions    each rank has the channels of its heads, and those that share a piece of the state with them, which
+                    other ranks compute, too; or a range of the channels, where there are no heads
     MLP, experts    each rank has a range of the inner values
     vocabulary      each rank has a range of the tokens: rows of the embedding, and logits
 
@@ -11,14 +15,15 @@ same everywhere. (Megatron-LM, arXiv 1909.08053; shares need not be equal here.)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from pillion.engine.models.layer_operations import Entries, Layer, Share
 from pillion.engine.models.model_config import ModelConfig
-from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.models.model_shard import Channels, ModelShard
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 from pillion.kvstore.memory.head_shares import shares_of
 
 if TYPE_CHECKING:
@@ -35,43 +40,73 @@ class RankShard(ModelShard):
     Attributes:
         heads: the model's query heads that the rank has.
         model_heads: how many query heads the model has.
+        state_keys, state_heads: the model's heads with a matrix in a layer's state that the rank has, and the keys, or
+            groups, that these share.
     """
 
     heads: range = range(0)
     model_heads: int = 0
+    state_keys: range = range(0)
+    state_heads: range = range(0)
 
     @classmethod
     def of(cls, config: ModelConfig, rank: int, size: int) -> RankShard:
         """Computes the share of a rank. Raises ConfigError for a model that ``size`` ranks cannot share."""
-        kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
         dense = config.moe is None or config.moe.beside or not all(config.moe.layers)
         inner = [config.intermediate_size] if dense else []
         inner += [config.moe.intermediate_size] if config.moe is not None else []
         least = min(*inner, config.vocab_size)
         if least <= (size - 1) * UNIT:
             raise ConfigError(f"--tensor-parallel-size {size} is too much to share {least} values in units of {UNIT}")
-        sharers = max(1, size // kv_heads)
-        if size > kv_heads and (size % kv_heads or group % sharers):
-            raise ConfigError(
-                f"--tensor-parallel-size {size} does not fit {config.num_heads} heads over {kv_heads} KV heads: at most"
-                f" {kv_heads} ranks, or a multiple of {kv_heads} that divides {config.num_heads}"
-            )
-        shares = shares_of(kv_heads, size)
-        if size > kv_heads:
-            heads = [range(each * group // sharers, (each + 1) * group // sharers) for each in range(size)]
-        else:
-            heads = [range(mine.start * group, mine.stop * group) for mine in shares]
+        shares, heads = _heads_of_ranks(size, config.num_heads, config.num_kv_heads, "KV heads")
         for count in config.kv_head_counts:
             if not all(_fits(each, config.num_heads // count) for each in heads):
                 raise ConfigError(
                     f"--tensor-parallel-size {size} does not fit {config.num_heads} heads over {count} KV heads, as"
                     f" some layers of {config.family} have them"
                 )
-        return cls(shares[rank], rank, size, heads=heads[rank], model_heads=config.num_heads)
+        keys: Sequence[range] = [range(0)] * size
+        states = keys
+        if config.linear is not None and config.linear.heads:
+            of_states = "keys in layers with states"
+            keys, states = _heads_of_ranks(size, config.linear.heads, config.linear.key_heads, of_states)
+        elif config.linear is not None and config.hidden_size <= (size - 1) * PIECE_CHANNELS:
+            raise ConfigError(
+                f"--tensor-parallel-size {size} is too much to share {config.hidden_size} channels of convolutions in"
+                f" units of {PIECE_CHANNELS}"
+            )
+        return cls(
+            *(shares[rank], rank, size),
+            heads=heads[rank],
+            model_heads=config.num_heads,
+            state_keys=keys[rank],
+            state_heads=states[rank],
+        )
 
     def kv_heads_of(self, count: int) -> range:
         group = self.model_heads // count
         return range(self.heads.start // group, -(-self.heads.stop // group))
+
+    def state_heads_of(self, count: int) -> range:
+        return self.state_heads
+
+    def state_keys_of(self, count: int) -> range:
+        return self.state_keys
+
+    def channels(self, parts: Sequence[Entries]) -> Channels:
+        total = sum(part.size for part in parts)
+        numbers: list[int] = []
+        starts: list[int] = []
+        first = 0
+        for part in parts:
+            mine = self.entries(part)
+            begin, end = first + mine.start, first + mine.stop
+            piece = begin // PIECE_CHANNELS * PIECE_CHANNELS
+            starts.append(len(numbers) + begin - piece)
+            filled = range(piece, -(-end // PIECE_CHANNELS) * PIECE_CHANNELS)
+            numbers += [min(channel, total - 1) for channel in filled]
+            first += part.size
+        return Channels(tuple(numbers), tuple(starts))
 
     def lower(self, config: ModelConfig) -> Iterator[ModelShard]:
         return (self.of(config, rank, self.size) for rank in range(self.rank))
@@ -94,6 +129,12 @@ class RankShard(ModelShard):
                 heads = self.heads
             case Share.KV_HEADS:
                 heads = self.kv_heads_of(piece.size // piece.head)
+            case Share.CHANNELS:
+                return _share(piece.size, PIECE_CHANNELS, self.rank, self.size)
+            case Share.STATE_HEADS:
+                heads = self.state_heads
+            case Share.STATE_KEYS:
+                heads = self.state_keys
         return range(heads.start * piece.head, heads.stop * piece.head)
 
     def vocabulary(self, tokens: int) -> range:
@@ -116,6 +157,21 @@ class RankShard(ModelShard):
             layer_widths=tuple(len(self.inner(width)) for width in config.layer_widths),
             moe=moe,
         )
+
+
+def _heads_of_ranks(size: int, heads: int, keys: int, of: str) -> tuple[Sequence[range], Sequence[range]]:
+    """Returns which of ``keys``, each of which has as many of ``heads``, the ranks have, and which heads. Raises
+    ConfigError where ``size`` ranks cannot share them; ``of`` says what keys are."""
+    group, sharers = heads // keys, max(1, size // keys)
+    if size > keys and (size % keys or group % sharers):
+        raise ConfigError(
+            f"--tensor-parallel-size {size} does not fit {heads} heads over {keys} {of}: at most {keys} ranks, or a"
+            f" multiple of {keys} that divides {heads}"
+        )
+    shares = shares_of(keys, size)
+    if size > keys:
+        return shares, [range(each * group // sharers, (each + 1) * group // sharers) for each in range(size)]
+    return shares, [range(mine.start * group, mine.stop * group) for mine in shares]
 
 
 def _fits(heads: range, group: int) -> bool:

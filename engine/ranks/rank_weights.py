@@ -2,6 +2,7 @@
 
     qkv, gate and up   the outputs of the rank's heads, or inner values: all inputs
     o, down            all outputs: the inputs of the rank's heads, or inner values
+    states             the same: the outputs of the rank's heads and channels, then the inputs of its heads
     norms, routers     whole, but for norms over heads
 
 A layer's description says this of each tensor (:class:`pillion.engine.models.layer_operations.Entries`). The results of
@@ -45,9 +46,10 @@ def shard_layer(weights: LayerWeights, layer: Layer, shard: ModelShard) -> Layer
         elif all(piece.share is Share.WHOLE for piece in tensor.rows):
             share[tensor.name] = found
         else:
-            assert not isinstance(found, Taps)
             mine = shard.indices(tensor.rows)
             match found:
+                case Taps(factors, taps_bias):
+                    share[tensor.name] = Taps(factors[mine], None if taps_bias is None else taps_bias[mine])
                 case LayerNorm(weight, _, bias):
                     cut_bias = None if bias is None else bias[mine]
                     share[tensor.name] = replace(found, weight=weight[mine], bias=cut_bias)

@@ -181,6 +181,11 @@ def padded(values: torch.Tensor, extra: int = 0, filler: float = 0.0) -> torch.T
     return found
 
 
+def columns_of(rows: torch.Tensor, first: int) -> tuple[int, int]:
+    """The memory of rows of float32 from a column on: where it begins, and how many bytes it has."""
+    return rows.data_ptr() + 4 * first, rows.nbytes - 4 * first
+
+
 def stride(buffer: torch.Tensor) -> int:
     """Bytes from row to row."""
     return buffer.stride(0) * buffer.element_size()

@@ -27,7 +27,7 @@ import numpy as np
 
 from pillion.engine.backends.backend import EIGHT_BIT_KV, KVLayout
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
-from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, convolved, gated, inputs_of
+from pillion.engine.backends.cpu.cpu_states import BufferOf, StateEmitter, channels_of, convolved, gated, inputs_of
 from pillion.engine.models.layer_operations import (
     XIELU_SLOPE,
     AddToResidual,
@@ -135,7 +135,7 @@ class LayerEmitter:
             yield from self._add_product(name, x, following)
             return
         if isinstance(following, ShortConvolution):
-            channels = following.taps.shape[0]
+            channels = channels_of(self._builder, following)
             self._rows = inputs_of(self._builder, self._prefix + name, channels, 2 * channels)
         else:
             self._rows = projections(self._builder, self._index)
@@ -187,19 +187,23 @@ class LayerEmitter:
         """Yields the kernel of a convolution, which also writes its last inputs into the pool."""
         yield from StateEmitter(self._builder, self._index).short_convolution(operation, self._rows)
         self._left_for_later()
-        yield from self._go_on_with(lambda builder: convolved(builder, operation.taps.shape[0]))
+        yield from self._go_on_with(lambda builder: convolved(builder, channels_of(builder, operation)))
 
     def delta_rule(self, operation: DeltaRule, _: LayerOperation | None) -> Iterator[Operation]:
         """Yields the kernels of a gated delta net, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).delta_rule(operation, self._rows)
         self._left_for_later()
-        yield from self._go_on_with(lambda builder: gated(builder, operation.heads * operation.head_dim))
+        yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
 
     def state_space(self, operation: StateSpace, _: LayerOperation | None) -> Iterator[Operation]:
         """Yields the kernels of a state space, which also write its state into the pool."""
         yield from StateEmitter(self._builder, self._index).state_space(operation, self._rows)
         self._left_for_later()
-        yield from self._go_on_with(lambda builder: gated(builder, operation.heads * operation.head_dim))
+        yield from self._go_on_with(lambda builder: gated(builder, self._state_heads(operation) * operation.head_dim))
+
+    def _state_heads(self, operation: DeltaRule | StateSpace) -> int:
+        """Returns how many of the layer's heads with a matrix the process has."""
+        return len(self._builder.shard.state_heads_of(operation.heads))
 
     def keep_gate(self, operation: KeepGate, _: LayerOperation | None) -> Iterator[Operation]:
         """Notes that the rows before attention begin with gates of its results."""

@@ -8,7 +8,11 @@
 
     x --in--> convolution_inputs --convolve--> mixed --state space--> remembered --gate, norm--> gated
 
-The product after them adds to the residual stream, like attention's.
+The product after them adds to the residual stream, like attention's. Where several processes share the model, each has
+some of the heads: it reads and writes their pieces, and those of the channels that these need. Where it has a part of a
+group that is normed together, the squares of all parts are added up before:
+
+    remembered --gate, square--> partial --sum over parts--> squares      remembered, squares --norm--> gated
 """
 
 from __future__ import annotations
@@ -27,8 +31,8 @@ from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.runtime.program import Buffer, Columns, Operation
 from pillion.kernels.cpu.states.convolutions import Convolve
 from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
-from pillion.kernels.cpu.states.gates import NormGated
-from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
+from pillion.kernels.cpu.states.gates import GroupSquares, NormGated
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
 from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunStateSpace
 
 # Such a function makes a buffer of a builder: that for all tokens, or for sampled rows.
@@ -50,13 +54,15 @@ def inputs_of(builder: OperationBuilder, name: str, channels: int, first: int) -
 @dataclass(frozen=True, slots=True)
 class NormGroups:
     """Describes the groups of a row's values that are normed: how many, and how many values each has. They have
-    one vector of weights, or each its own; they are gated after the norm, or first, by silu or a sigmoid."""
+    one vector of weights, or each its own; they are gated after the norm, or first, by silu or a sigmoid. ``shared``
+    says of which of the model's groups, out of how many, with how many values, several processes have a part each."""
 
     count: int
     width: int
     own_weights: bool = False
     gate_first: bool = False
     sigmoid: bool = False
+    shared: tuple[int, int, int] | None = None
 
 
 class StateEmitter:
@@ -68,33 +74,38 @@ class StateEmitter:
         found = None if places is None else places.layers[index]
         assert found is not None
         self._pieces: LayerPieces = found
+        self._shard = builder.shard
 
     def short_convolution(self, operation: ShortConvolution, x: Buffer) -> Iterator[Operation]:
         """Yields the kernel from the three parts of ``x`` to :func:`convolved`."""
-        channels = operation.taps.shape[0]
+        channels = channels_of(self._builder, operation)
         yield self._convolve(operation.taps, x, convolved(self._builder, channels), part_bytes=channels * 4)
 
     def delta_rule(self, operation: DeltaRule, x: Buffer) -> Iterator[Operation]:
         """Yields the kernels from normed rows ``x`` to :func:`gated`."""
         builder, prefix = self._builder, self._prefix
-        keys, values = operation.key_heads * operation.key_dim, operation.heads * operation.head_dim
-        made = inputs_of(builder, prefix + operation.inputs.name, 2 * keys + values, 0)
+        heads, keys = self._own_heads(operation.heads, operation.key_heads)
+        channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
+        count = len(channels.numbers)
+        made = inputs_of(builder, prefix + operation.inputs.name, count, 0)
         yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
-        rates = builder.buffer("rates", 2 * operation.heads, "float32")
+        rates = builder.buffer("rates", 2 * heads, "float32")
         yield from builder.gemm(prefix + operation.rates.name, x, rates, "store")
-        mixed = builder.buffer("mixed", in_pieces(2 * keys + values), "float32")
+        mixed = builder.buffer("mixed", in_pieces(count), "float32")
         yield self._convolve(operation.taps, made, mixed)
+        of_queries, of_keys, of_values = (Columns(mixed, start * 4) for start in channels.starts)
         lanes = -(-operation.key_dim // LANES) * LANES
-        units = builder.buffer("units", 2 * operation.key_heads * lanes, "float32")
+        units = builder.buffer("units", 2 * keys * lanes, "float32")
         by_rows = operation.forget_up is not None
-        learns = builder.buffer("learns", operation.heads, "float32")
-        forgets = builder.buffer("forgets", operation.heads * (operation.key_dim if by_rows else 1), "float32")
+        learns = builder.buffer("learns", heads, "float32")
+        forgets = builder.buffer("forgets", heads * (operation.key_dim if by_rows else 1), "float32")
         yield from self._of_few(x, operation.forget_down, operation.forget_up, forgets)
         made_of_rows = {"units": units, "learns": learns, "forgets": forgets}
         prepare = {
-            "mixed": mixed,
+            "queries": of_queries,
+            "keys": of_keys,
             "rates": rates,
-            "decay": self._decay(operation.decay, operation.key_dim if by_rows else 0),
+            "decay": self._decay(operation.decay, heads, operation.key_dim if by_rows else 0),
             "shift": builder.weights.tensors[prefix + operation.shift.name],
             **made_of_rows,
             "mixed_stride": mixed.stride,
@@ -103,28 +114,28 @@ class StateEmitter:
             "heads_stride": learns.stride,
             "forgets_stride": forgets.stride,
         }
-        heads = operation.key_heads, operation.heads, operation.key_dim
-        yield Operation(PrepareDelta(*heads, operation.doubled, by_rows), prepare, builder.when)
+        shape = keys, heads, operation.key_dim
+        yield Operation(PrepareDelta(*shape, operation.doubled, by_rows), prepare, builder.when)
         remembered = builder.buffer("remembered", values, "float32")
         run = {
             **made_of_rows,
-            "values": Columns(mixed, 2 * keys * 4),
+            "values": of_values,
             "out": remembered,
             "units_stride": units.stride,
             "heads_stride": learns.stride,
             "forgets_stride": forgets.stride,
             "values_stride": mixed.stride,
             "out_stride": remembered.stride,
-            **self._places(self._pieces.memory),
+            **self._places(self._matrices(operation.head_dim)),
         }
-        yield Operation(RunDeltaRule(*heads, operation.head_dim, by_rows), run, builder.when)
-        gates, sigmoid = Columns(made, (2 * keys + values) * 4), operation.gate_up is not None
+        yield Operation(RunDeltaRule(*shape, operation.head_dim, by_rows), run, builder.when)
+        gates, sigmoid = Columns(made, count * 4), operation.gate_up is not None
         if sigmoid:
             of_few = builder.buffer("gates", values, "float32")
             yield from self._of_few(x, operation.gate_down, operation.gate_up, of_few)
             gates = Columns(of_few, 0)
-        groups = NormGroups(operation.heads, operation.head_dim, sigmoid=sigmoid)
-        yield self._norm_gated(remembered, gates, operation.norm, operation.eps, groups)
+        groups = NormGroups(heads, operation.head_dim, sigmoid=sigmoid)
+        yield from self._norm_gated(remembered, gates, operation.norm, operation.eps, groups)
 
     def _of_few(self, x: Buffer, down: LayerTensor | None, up: LayerTensor | None, out: Buffer) -> Iterator[Operation]:
         """Yields the product of ``x`` with one matrix and then with another, where there are such."""
@@ -137,26 +148,31 @@ class StateEmitter:
     def state_space(self, operation: StateSpace, x: Buffer) -> Iterator[Operation]:
         """Yields the kernels from normed rows ``x`` to :func:`gated`."""
         builder, prefix, tensors = self._builder, self._prefix, self._builder.weights.tensors
-        values, sides = operation.heads * operation.head_dim, operation.groups * operation.state_dim
+        heads, groups = self._own_heads(operation.heads, operation.groups)
+        channels, values = self._shard.channels(operation.taps.rows), heads * operation.head_dim
+        count = len(channels.numbers)
         # Steps of time, which come last, are read in whole vectors, and there are fewer than a piece's channels more.
-        made = inputs_of(builder, prefix + operation.inputs.name, values + 2 * sides + operation.heads, values)
+        made = inputs_of(builder, prefix + operation.inputs.name, count + heads, values)
         yield from builder.gemm(prefix + operation.inputs.name, x, made, "store")
-        mixed = builder.buffer("mixed", in_pieces(values + 2 * sides), "float32")
+        mixed = builder.buffer("mixed", in_pieces(count), "float32")
         yield self._convolve(operation.taps, Columns(made, values * 4), mixed)
-        times, keeps = (builder.buffer(name, operation.heads, "float32") for name in ("times", "keeps"))
+        times, keeps = (builder.buffer(name, heads, "float32") for name in ("times", "keeps"))
         prepare = {
-            "steps": Columns(made, (2 * values + 2 * sides) * 4),
-            "decay": self._decay(operation.decay),
+            "steps": Columns(made, (values + count) * 4),
+            "decay": self._decay(operation.decay, heads),
             "shift": tensors[prefix + operation.shift.name],
             "times": times,
             "keeps": keeps,
             "steps_stride": made.stride,
             "heads_stride": times.stride,
         }
-        yield Operation(PrepareSpace(operation.heads), prepare, builder.when)
+        yield Operation(PrepareSpace(heads), prepare, builder.when)
         remembered = builder.buffer("remembered", values, "float32")
+        of_values, writes, reads = (Columns(mixed, start * 4) for start in channels.starts)
         run = {
-            "mixed": mixed,
+            "values": of_values,
+            "writes": writes,
+            "reads": reads,
             "times": times,
             "keeps": keeps,
             "skip": tensors[prefix + operation.skip.name],
@@ -164,19 +180,32 @@ class StateEmitter:
             "mixed_stride": mixed.stride,
             "heads_stride": times.stride,
             "out_stride": remembered.stride,
-            **self._places(self._pieces.memory),
+            **self._places(self._matrices(operation.head_dim)),
         }
-        shape = operation.heads, operation.head_dim, operation.groups, operation.state_dim
-        yield Operation(RunStateSpace(*shape), run, builder.when)
-        count = 1 if operation.norm is None else operation.groups
-        groups = NormGroups(count, values // count, own_weights=True, gate_first=operation.gate_first)
-        yield self._norm_gated(remembered, Columns(made, 0), operation.norm, operation.eps, groups)
+        yield Operation(RunStateSpace(heads, operation.head_dim, groups, operation.state_dim), run, builder.when)
+        yield from self._norm_gated(
+            remembered, Columns(made, 0), operation.norm, operation.eps, self._normed_groups(operation, values)
+        )
+
+    def _normed_groups(self, operation: StateSpace, values: int) -> NormGroups:
+        """Returns the groups of this process's ``values`` values of a row, which are normed."""
+        mine, every = self._shard.state_keys_of(operation.groups), operation.groups
+        count = 1 if operation.norm is None else len(mine)
+        shared = None
+        if operation.norm is not None and self._shard.size > every:
+            shared = mine.start, every, operation.heads * operation.head_dim // every
+        return NormGroups(count, values // count, own_weights=True, gate_first=operation.gate_first, shared=shared)
 
     def _norm_gated(
         self, x: Buffer, gates: Columns, norm: LayerTensor | None, eps: float, groups: NormGroups
-    ) -> Operation:
-        """Returns the norm of ``groups`` of the values of ``x``, gated. Without a norm rows are gated alone."""
+    ) -> Iterator[Operation]:
+        """Yields the norm of ``groups`` of the values of ``x``, gated. Without a norm rows are gated alone."""
         out = gated(self._builder, groups.count * groups.width)
+        squares, group, group_width = None, 0, 0
+        if groups.shared is not None:
+            group, count, group_width = groups.shared
+            squares = self._builder.buffer("group_squares", count, "float32")
+            yield from self._squares(x, gates, squares, groups)
         values = {
             "x": x,
             "gates": gates,
@@ -188,21 +217,57 @@ class StateEmitter:
             "gates_stride": gates.stride,
             "out_stride": out.stride,
             "weight_bytes": groups.width * 4 if groups.own_weights else 0,
+            "squares": squares,
+            "group": group,
+            "group_width": group_width,
+            "squares_stride": 0 if squares is None else squares.stride,
             "eps": eps,
         }
-        spec = NormGated(self._builder.bf16, groups.gate_first, norm is not None, groups.sigmoid)
-        return Operation(spec, values, self._builder.when)
+        shared = squares is not None
+        spec = NormGated(self._builder.bf16, groups.gate_first, norm is not None, groups.sigmoid, shared)
+        yield Operation(spec, values, self._builder.when)
 
-    def _decay(self, decay: LayerTensor, rows: int = 0) -> torch.Tensor:
-        """Returns how fast heads forget, of their logarithms, in the way in which kernels multiply by it; once for each
-        of so many rows of a head's matrix where these forget on their own."""
+    def _squares(self, x: Buffer, gates: Columns, out: Buffer, groups: NormGroups) -> Iterator[Operation]:
+        """Yields the squares of this process's part of a group, and the sum over all processes."""
+        builder = self._builder
+        assert groups.shared is not None
+        assert builder.meeting is not None
+        partial, total = builder.meeting.sum(builder, out)
+        values = {
+            "x": x,
+            "gates": gates,
+            "out": partial,
+            "groups": groups.shared[1],
+            "group": groups.shared[0],
+            "width": groups.width,
+            "x_stride": x.stride,
+            "gates_stride": gates.stride,
+            "out_stride": partial.stride,
+        }
+        yield Operation(GroupSquares(groups.gate_first), values, builder.when)
+        yield total
+
+    def _decay(self, decay: LayerTensor, heads: int, rows: int = 0) -> torch.Tensor:
+        """Returns how fast ``heads`` forget, of their logarithms, in the way in which kernels multiply by it; once for
+        each of so many rows of a head's matrix where these forget on their own."""
         found = self._builder.weights.tensors[self._prefix + decay.name].exp() * -LOG2E
-        return found[: decay.shape[0]].repeat_interleave(rows) if rows else found
+        return found[:heads].repeat_interleave(rows) if rows else found
+
+    def _own_heads(self, heads: int, keys: int) -> tuple[int, int]:
+        """Returns how many of the layer's heads, and of what several of them share, the process has."""
+        return len(self._shard.state_heads_of(heads)), len(self._shard.state_keys_of(keys))
+
+    def _matrices(self, head_dim: int) -> tuple[tuple[int, int], ...]:
+        """Returns the places of the pieces of this process's heads, whose values are a matrix's columns."""
+        every, each = self._pieces.memory, head_dim // PIECE_COLUMNS
+        mine = self._shard.state_heads_of(len(every) // each)
+        return every[mine.start * each : mine.stop * each]
 
     def _convolve(self, taps: LayerTensor, x: Buffer | Columns, out: Buffer, part_bytes: int = 0) -> Operation:
         """Returns the convolution of ``x``; that of the first and the third of its parts, which the second multiplies,
         where parts are so many bytes apart."""
         tensors, name, gated = self._builder.weights.tensors, self._prefix + taps.name, part_bytes > 0
+        pieces = tuple(self._pieces.inputs[piece] for piece in self._shard.channels(taps.rows).pieces)
         bias = tensors.get(f"{name}.bias")
         values = {
             "x": x,
@@ -212,8 +277,8 @@ class StateEmitter:
             "x_stride": x.stride,
             "part_bytes": part_bytes,
             "out_stride": out.stride,
-            "pieces": len(self._pieces.inputs),
-            **self._places(self._pieces.inputs),
+            "pieces": len(pieces),
+            **self._places(pieces),
         }
         spec = Convolve(taps.shape[1], bias is not None, gated, gated and self._builder.bf16)
         return Operation(spec, values, self._builder.when)
@@ -226,6 +291,12 @@ class StateEmitter:
 def gated(builder: OperationBuilder, values: int) -> Buffer:
     """Returns the buffer for what heads with states have found, gated."""
     return builder.buffer("gated", values, builder.row_dtype)
+
+
+def channels_of(builder: OperationBuilder, operation: ShortConvolution) -> int:
+    """Returns how many channels of a short convolution the process has."""
+    (part,) = operation.taps.rows
+    return len(builder.shard.entries(part))
 
 
 def convolved(builder: OperationBuilder, channels: int) -> Buffer:

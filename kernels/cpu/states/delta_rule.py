@@ -1,6 +1,6 @@
 """Defines the kernels of the gated delta rule (arXiv 2412.06464), token by token.
 
-    mixed, rates --unit length, sigmoid, decay--> units, learns, forgets --each sequence and head--> out
+    queries, keys, rates --unit length, sigmoid, decay--> units, learns, forgets --each sequence and head--> out
 
 A head's matrix [key_dim, head_dim] is in pieces of PIECE_COLUMNS columns. A thread takes one piece through all rows of
 a sequence: the first row reads it from where it lies, and each row leaves it in the slot that is written.
@@ -34,7 +34,7 @@ _L2_EPS = 1e-6
 class PrepareDelta(KernelSpec):
     """Makes what :class:`RunDeltaRule` reads, of T rows.
 
-    mixed    [T, ...] float32: queries [key_heads, key_dim], then keys of the same shape
+    queries, keys  [T, key_heads, key_dim] float32, rows of one buffer
     rates    [T, ...] float32: for each head what makes how much it learns, then what makes how much it forgets
     decay, shift  [heads] float32: how fast each head forgets, times -log2(e), and what is added to its rate
     units    [T, 2 * key_heads, key_dim up to the next multiple of 16] float32: queries and keys of unit length, queries
@@ -48,7 +48,7 @@ class PrepareDelta(KernelSpec):
 
     layout = RecordLayout(
         "prepare_delta",
-        pointers=("mixed", "rates", "decay", "shift", "units", "learns", "forgets"),
+        pointers=("queries", "keys", "rates", "decay", "shift", "units", "learns", "forgets"),
         numbers=("mixed_stride", "rates_stride", "units_stride", "heads_stride", "forgets_stride"),
     )
 
@@ -73,8 +73,9 @@ class PrepareDelta(KernelSpec):
 
     def _unit(self, call: KernelCall, row: Int, head: Int) -> None:
         k, args = call.k, call.args
-        vectors = -(-self.key_dim // LANES)
-        source = args.pointer("mixed") + row * args.number("mixed_stride") + head * (self.key_dim * 4)
+        vectors, width = -(-self.key_dim // LANES), self.key_dim * 4
+        queries, keys = args.pointer("queries") + head * width, args.pointer("keys") + (head - self.key_heads) * width
+        source = k.either(head < self.key_heads, queries, keys) + row * args.number("mixed_stride")
         target = args.pointer("units") + row * args.number("units_stride") + head * (vectors * VECTOR_BYTES)
         values, squares = [], k.vector(0.0)
         for vector in range(vectors):

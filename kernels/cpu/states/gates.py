@@ -5,13 +5,14 @@ Strides are bytes from row to row. ``width`` is a multiple of 16.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Ptr, Vec
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
-from pillion.kernels.cpu.rows.rows import norm_factor
+from pillion.kernels.cpu.rows.rows import norm_factor, squares_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +26,25 @@ class NormGated(KernelSpec):
 
     ``gate_first``: gated rows are normed, not normed rows gated. Without ``normed`` rows are gated alone, and there is
     no weight. ``sigmoid``: gates are sigmoids.
+
+    ``shared``: x is a part of one group, that of the number ``group``, whose ``group_width`` values several processes
+    have together. What :class:`GroupSquares` has made of x and found is added up over them in ``squares``.
     """
 
     layout = RecordLayout(
         "norm_gated",
-        pointers=("x", "gates", "weight", "out"),
-        numbers=("groups", "width", "x_stride", "gates_stride", "out_stride", "weight_bytes"),
+        pointers=("x", "gates", "weight", "out", "squares"),
+        numbers=(
+            "groups",
+            "width",
+            "x_stride",
+            "gates_stride",
+            "out_stride",
+            "weight_bytes",
+            "group",
+            "group_width",
+            "squares_stride",
+        ),
         reals=("eps",),
     )
 
@@ -38,6 +52,7 @@ class NormGated(KernelSpec):
     gate_first: bool = False
     normed: bool = True
     sigmoid: bool = False
+    shared: bool = False
 
     def emit(self, call: KernelCall) -> None:
         k, args, size = call.k, call.args, 2 if self.bf16 else 4
@@ -48,26 +63,68 @@ class NormGated(KernelSpec):
             gates = args.pointer("gates") + row * args.number("gates_stride") + group * width * 4
             weight = args.pointer("weight") + group * args.number("weight_bytes")
             out = args.pointer("out") + row * args.number("out_stride") + group * width * size
-            squares = k.variable(k.vector(0.0))
             first = self.gate_first or not self.normed
-            with k.range(width // LANES) as i:
-                value = k.load(x + i * VECTOR_BYTES)
-                if first:
-                    value = value * self._gate(call, gates + i * VECTOR_BYTES)
-                    k.store(x + i * VECTOR_BYTES, value)
-                squares.value = k.fma(value, value, squares.value)
-            factor = norm_factor(k, squares.value, width, args.real("eps"))
+            if self.shared:
+                at = args.pointer("squares") + row * args.number("squares_stride") + args.number("group") * 4
+                factor = squares_factor(k, k.broadcast(at), args.number("group_width"), args.real("eps"))
+            else:
+                gate = (lambda at: _gate_of(call, gates + at, self.sigmoid)) if first else None
+                factor = norm_factor(k, _squares(call, x, width, gate), width, args.real("eps"))
             with k.range(width // LANES) as i:
                 value = k.load(x + i * VECTOR_BYTES)
                 if self.normed:
                     value = value * factor * k.load(weight + i * VECTOR_BYTES)
                 if not first:
-                    value = value * self._gate(call, gates + i * VECTOR_BYTES)
+                    value = value * _gate_of(call, gates + i * VECTOR_BYTES, self.sigmoid)
                 k.store_float(out + i * (LANES * size), value, self.bf16)
 
-    def _gate(self, call: KernelCall, at: Ptr) -> Vec:
-        gate = call.k.load(at)
-        return call.k.sigmoid(gate) if self.sigmoid else gate * call.k.sigmoid(gate)
+
+@dataclass(frozen=True, slots=True)
+class GroupSquares(KernelSpec):
+    """Computes the squares that the parts of groups have which a process has of rows: those of ``x`` [T, width] in the
+    column ``group`` of ``out`` [T, groups] float32, and 0 for other groups. With ``gate_first`` x is gated before, in
+    place."""
+
+    layout = RecordLayout(
+        "group_squares",
+        pointers=("x", "gates", "out"),
+        numbers=("groups", "group", "width", "x_stride", "gates_stride", "out_stride"),
+    )
+
+    gate_first: bool
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        with call.even_share(call.step.number("num_tokens")) as row:
+            x = args.pointer("x") + row * args.number("x_stride")
+            gates = args.pointer("gates") + row * args.number("gates_stride")
+            out = args.pointer("out") + row * args.number("out_stride")
+            gate = (lambda at: _gate_of(call, gates + at)) if self.gate_first else None
+            squares = _squares(call, x, args.number("width"), gate)
+            with k.range(args.number("groups")) as group:
+                k.store_first(out + group * 4, k.vector(0.0))
+            k.store_first(out + args.number("group") * 4, k.sum(squares))
+
+
+def _squares(call: KernelCall, x: Ptr, width: Int, gate: Callable[[Int], Vec] | None) -> Vec:
+    """Returns the sums of squares of ``width`` values in each lane. Where there is a ``gate``, of which it is told
+    where, the values are multiplied by it before, in place."""
+    k = call.k
+    squares = k.variable(k.vector(0.0))
+    with k.range(width // LANES) as i:
+        value = k.load(x + i * VECTOR_BYTES)
+        if gate is not None:
+            value = value * gate(i * VECTOR_BYTES)
+            k.store(x + i * VECTOR_BYTES, value)
+        squares.value = k.fma(value, value, squares.value)
+    total: Vec = squares.value
+    return total
+
+
+def _gate_of(call: KernelCall, at: Ptr, sigmoid: bool = False) -> Vec:
+    """Returns the factors that gates are: silu, or a ``sigmoid``."""
+    gate = call.k.load(at)
+    return call.k.sigmoid(gate) if sigmoid else gate * call.k.sigmoid(gate)
 
 
 @dataclass(frozen=True, slots=True)

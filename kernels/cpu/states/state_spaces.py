@@ -1,6 +1,6 @@
 """Defines the kernels of state spaces with a decay for each token (Mamba-2, arXiv 2405.21060), token by token.
 
-    steps --softplus, decay--> times, keeps        mixed, times, keeps --each sequence and head--> out
+    steps --softplus, decay--> times, keeps        values, writes, reads, times, keeps --each sequence and head--> out
 
 A head's matrix [state_dim, head_dim] is in pieces of PIECE_COLUMNS columns, its values, so that what is read of it is a
 sum of vectors. A thread takes one piece through all rows of a sequence.
@@ -58,8 +58,8 @@ class PrepareSpace(KernelSpec):
 class RunStateSpace(KernelSpec):
     """Runs the space over the rows of each sequence, from its state to its next state.
 
-    mixed    [T, ...] float32: values [heads, head_dim], then what writes and what reads, both [groups, state_dim];
-             neighbouring heads share a group
+    values   [T, heads, head_dim] float32
+    writes, reads  [T, groups, state_dim] float32, rows of the same buffer; neighbouring heads share a group
     times, keeps  what :class:`PrepareSpace` made
     skip     [heads] float32: how much of its values is added to a head's results
     out      [T, heads * head_dim] float32
@@ -69,7 +69,7 @@ class RunStateSpace(KernelSpec):
 
     layout = RecordLayout(
         "run_state_space",
-        pointers=("mixed", "times", "keeps", "skip", "out", *STATE_POINTERS),
+        pointers=("values", "writes", "reads", "times", "keeps", "skip", "out", *STATE_POINTERS),
         numbers=("mixed_stride", "heads_stride", "out_stride", *STATE_NUMBERS),
     )
 
@@ -85,14 +85,13 @@ class RunStateSpace(KernelSpec):
 
     def _row(self, call: KernelCall, memory: Memory, row: Int, piece: HeadPiece) -> None:
         k, args, head, column = call.k, call.args, piece.head, piece.column
-        mixed = args.pointer("mixed") + row * args.number("mixed_stride")
-        group = head // (self.heads // self.groups) * (self.state_dim * 4)
-        writes = mixed + self.heads * self.head_dim * 4 + group
-        reads = writes + self.groups * self.state_dim * 4
+        of_row = row * args.number("mixed_stride")
+        group = of_row + head // (self.heads // self.groups) * (self.state_dim * 4)
+        writes, reads = args.pointer("writes") + group, args.pointer("reads") + group
         of_head = row * args.number("heads_stride") + head * 4
         keeps = k.broadcast(args.pointer("keeps") + of_head)
         place = head * (self.head_dim * 4) + column * VECTOR_BYTES
-        value = k.load(mixed + place)
+        value = k.load(args.pointer("values") + of_row + place)
         written = value * k.broadcast(args.pointer("times") + of_head)
         sums = zeros(k, self.state_dim)
         with k.range(self.state_dim, step=len(sums)) as first:

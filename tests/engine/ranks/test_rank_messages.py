@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pillion.engine.backends.backend import StepBatch
+from pillion.engine.backends.backend import StateSlots, StepBatch
 from pillion.engine.ranks import rank_messages
 from pillion.engine.ranks.rank_messages import RankLink, RankMessage, RankSilent, step_from_bytes, step_to_bytes
 from pillion.errors import Internal
@@ -43,6 +43,7 @@ COPIES = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 99)), max_size=3)
     st.integers(0, 9),
     st.booleans(),
     st.booleans(),
+    st.integers(0, 3),
     COPIES,
 )
 def test_a_step_arrives_as_it_is(
@@ -53,6 +54,7 @@ def test_a_step_arrives_as_it_is(
     pooled: int,
     shifted: bool,
     adapted: bool,
+    pages: int,
     copies: list[tuple[int, int]],
 ) -> None:
     batch = StepBatch(
@@ -64,6 +66,7 @@ def test_a_step_arrives_as_it_is(
         sample_rows=numbers(samples, 6),
         rope_rows=numbers(tokens, 7) if shifted else None,
         adapters=numbers(seqs, 8) if adapted else None,
+        states=StateSlots(*(numbers(seqs * pages, 9 + way).reshape(seqs, pages) for way in (0, 1))) if pages else None,
         pooled=pooled,
     )
     found, slots = step_from_bytes(bytearray(step_to_bytes(batch, copies)))
@@ -71,11 +74,13 @@ def test_a_step_arrives_as_it_is(
     for field in fields(StepBatch):
         sent, got = getattr(batch, field.name), getattr(found, field.name)
         assert (sent is None) == (got is None)
-        if sent is not None:
+        if isinstance(sent, StateSlots):
+            np.testing.assert_array_equal([sent.reads, sent.writes], [got.reads, got.writes])
+        elif sent is not None:
             np.testing.assert_array_equal(sent, got)
 
 
-@pytest.mark.parametrize("payload", [b"", b"\1" * 31, b"\1" * 32, b"\1" * 100])
+@pytest.mark.parametrize("payload", [b"", b"\1" * 35, b"\1" * 36, b"\1" * 100])
 def test_bytes_that_are_no_step_are_refused(payload: bytes) -> None:
     with pytest.raises(Internal, match="a step of"):
         step_from_bytes(bytearray(payload))

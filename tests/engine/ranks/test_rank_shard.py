@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pillion.engine.models.config_parser import load_config
-from pillion.engine.models.model_config import LayerHeads, ModelConfig, MoeConfig
+from pillion.engine.models.layer_operations import Entries, Share
+from pillion.engine.models.model_config import LayerHeads, LinearConfig, ModelConfig, MoeConfig
 from pillion.engine.models.model_shard import whole_model
 from pillion.engine.ranks.rank_shard import UNIT, RankShard
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
 from tests.support.families import FAMILIES, make_model
 
 
@@ -51,6 +53,54 @@ def test_nothing_is_left_out_and_nothing_is_done_twice(config: ModelConfig, data
         assert max(map(len, parts)) - min(map(len, parts)) < 2 * UNIT
         assert all(parts)
     assert sum(shard.leads for shard in found) == 1
+
+
+@given(st.data())
+def test_heads_with_states_and_their_channels_belong_to_ranks(config: ModelConfig, data: st.DataObject) -> None:
+    """Each rank finds its heads' channels where it looks for them, and pieces of a state that two ranks have are the
+    same to both."""
+    keys, group, key_dim, head_dim = (data.draw(st.integers(1, most)) for most in (6, 4, 96, 96))
+    fitting = [size for size in range(1, 9) if size <= keys or (size % keys == 0 and group % (size // keys) == 0)]
+    size, heads = data.draw(st.sampled_from(fitting)), keys * group
+    linear = LinearConfig(
+        layers=(True,), taps=4, heads=heads, head_dim=head_dim, key_heads=keys, key_dim=key_dim, attends=(True,)
+    )
+    shape = replace(shaped(config, 8 * size, 8 * size), num_layers=1, linear=linear)
+    sides = Entries(keys * key_dim, Share.STATE_KEYS, key_dim, convolved=True)
+    values = Entries(heads * head_dim, Share.STATE_HEADS, head_dim, convolved=True)
+    parts, total = (sides, values, sides), 2 * sides.size + values.size
+    found = shards(shape, size)
+    assert [head for shard in found for head in shard.state_heads] == list(range(heads))
+    pieces: dict[int, tuple[int, ...]] = {}
+    for shard in found:
+        assert {head // group for head in shard.state_heads} == set(shard.state_keys)
+        channels = shard.channels(parts)
+        for part, first, start in zip(parts, (0, sides.size, total - sides.size), channels.starts, strict=True):
+            mine = shard.entries(part)
+            assert list(channels.numbers[start : start + len(mine)]) == [first + entry for entry in mine]
+        assert len(channels.numbers) == PIECE_CHANNELS * len(channels.pieces)
+        for place, piece in enumerate(channels.pieces):
+            has = channels.numbers[place * PIECE_CHANNELS : (place + 1) * PIECE_CHANNELS]
+            assert pieces.setdefault(piece, has) == has
+        rates = Entries(heads, Share.STATE_HEADS)
+        rows = shard.indices((rates, *parts, rates)).tolist()
+        heads_of = list(shard.state_heads)
+        behind = [heads + total + head for head in heads_of]
+        assert rows == [*heads_of, *(heads + channel for channel in channels.numbers), *behind]
+    assert sorted(pieces) == list(range(-(-total // PIECE_CHANNELS)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ({"heads": 3, "head_dim": 16, "key_heads": 3, "key_dim": 16}, "3 heads over 3 keys in layers with states"),
+        ({}, "too much to share 144 channels of convolutions in units of 64"),
+    ],
+)
+def test_states_that_do_not_divide_are_refused(config: ModelConfig, shape: dict[str, int], words: str) -> None:
+    linear = LinearConfig(layers=(True,), taps=3, attends=(True,), **shape)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size 4 .*{words}"):
+        RankShard.of(replace(shaped(config, 8, 8), hidden_size=144, num_layers=1, linear=linear), 0, 4)
 
 
 def test_three_kv_heads_are_shared_unequally_by_two(config: ModelConfig) -> None:

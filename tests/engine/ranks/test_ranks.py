@@ -17,9 +17,11 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.ranks.rank_memory import NEVER
 from pillion.errors import Internal
 from pillion.kernels.cpu.few_bits.few_bit_packing import KINDS
+from pillion.kernels.cpu.runtime.program import aligned_bytes
 from testbed.conditions import result_of, wait_for
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import BY_ROWS, FAMILIES, make_model, tokens_of
+from tests.support.hybrids import HYBRIDS, StateDriver
 from tests.support.mixed_adapters import mixed_steps, with_adapters
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
@@ -44,6 +46,21 @@ MODELS = FAMILIES | {
 }
 # All families by two ranks. By four: biases and one KV head for all, multipliers, a norm over projections, heads of
 # which a part rotates, and experts.
+# Convolutions whose channels are shared out unevenly; heads with keys; four ranks that share two groups, whose results
+# are normed together.
+WITH_STATES = {
+    "lfm2": {**HYBRIDS["lfm2"], "hidden_size": 192},
+    "qwen3-next": HYBRIDS["qwen3-next"],
+    "granite-hybrid-wide": {**HYBRIDS["granite-hybrid-dense"], "shared_intermediate_size": 160},
+}
+HYBRID_CASES = [
+    *(("lfm2", 2), ("granite-hybrid-wide", 4), ("qwen3-next", 2)),
+    *(
+        pytest.param(name, 2, marks=pytest.mark.long)
+        for name in HYBRIDS
+        if not name.startswith("lfm2") and name != "qwen3-next"
+    ),
+]
 BY_FOUR = ["llama-mqa-biases", "granite", "olmo2-wide", "phi3-partial-rope", "mixtral"]
 CASES = [
     *(pytest.param(name, 2, marks=pytest.mark.long if name in BY_ROWS else ()) for name in MODELS),
@@ -52,6 +69,7 @@ CASES = [
     pytest.param("gemma4-keys", 4, marks=pytest.mark.long),
 ]
 TEXT = tokens_of(70, 2)
+SLOTS = 300
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +78,8 @@ def prepared_of(own_cache, tmp_path_factory):
 
     @functools.cache
     def made(name):
-        return make_model(tmp_path_factory.mktemp("model"), MODELS[name])[1]
+        shape = MODELS.get(name) or WITH_STATES.get(name) or HYBRIDS[name]
+        return make_model(tmp_path_factory.mktemp("model"), shape)[1]
 
     return lambda name, dtype="float32": prepare(dataclasses.replace(made(name), dtype=dtype))
 
@@ -82,6 +101,57 @@ def test_logits_and_tokens_are_those_of_transformers(prepared_of, name, size):
     tokens = BackendDriver(prepared, backend=group).greedy(TEXT[:40], 8)
     assert first_difference(Oracle(model).greedy(TEXT[:40], 8), tokens, 1e-3) == ""
     group.check_integrity()
+    group.close()
+
+
+@pytest.mark.parametrize(("name", "size"), HYBRID_CASES)
+def test_layers_with_states(prepared_of, name, size):
+    """Transformers' logits and tokens, where ranks and one process go on from each other's states."""
+    prepared = prepared_of(name)
+    model = AutoModelForCausalLM.from_pretrained(str(prepared.folder), dtype=torch.float32).eval()
+    group, alone = RankGroup(prepared, size), cpu_backend(prepared)
+    driver, found, begin = StateDriver(prepared, 16, SLOTS, backend=group), [], 0
+    (number,) = driver.sequences.add()
+    for backend, end in ((group, 1), (group, 33), (alone, 40), (group, 70)):
+        backend.bind_pool(driver.memory, SLOTS)
+        driver.backend = backend
+        found.append(driver.step((number, TEXT[begin:end]), sample=range(end - begin)))
+        begin = end
+    with torch.inference_mode():
+        wanted = model(torch.tensor([TEXT])).logits[0].float()
+    torch.testing.assert_close(torch.cat(found), wanted, atol=1e-3, rtol=1e-3)
+    assert first_difference(Oracle(model).greedy(TEXT[:40], 8), driver.greedy(TEXT[:40], 8), 1e-3) == ""
+    group.check_integrity()
+    group.close()
+    alone.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "size"), [("granite-hybrid-wide", 4), pytest.param("qwen3-next", 2, marks=pytest.mark.long)]
+)
+def test_ranks_write_the_same_states_however_a_text_is_cut(prepared_of, name, size):
+    """And among other texts (I6). Pieces of a state that several ranks write have the same bytes in each of them."""
+    prepared = prepared_of(name, "bfloat16")
+    group = RankGroup(prepared, size)
+    driver = StateDriver(prepared, 16, SLOTS, backend=group)
+    (number,) = driver.sequences.add()
+    wanted = driver.run_all(number, TEXT, ())
+    beside = StateDriver(prepared, 16, 2 * SLOTS, backend=group)
+    mine, *others = beside.sequences.add(3)
+    beside.check_among_others(mine, TEXT, (7, 1, 40), wanted, others)
+    assert beside.state(mine) == driver.state(number)
+    pools = [aligned_bytes(len(driver.memory)) for _ in range(size)]
+    for backend, pool in zip(group.backends, pools, strict=True):
+        pool[:] = driver.memory
+        backend.bind_pool(memoryview(pool), SLOTS)
+    batch = driver.batch((number, [5]))
+    group.forward(batch)
+    before = np.frombuffer(driver.memory, np.uint8)
+    written = [pool != before for pool in pools]
+    for one, pool in zip(written, pools, strict=True):
+        for other, beside_it in zip(written, pools, strict=True):
+            assert (pool == beside_it)[one & other].all()
+    assert all(one.any() for one in written)
     group.close()
 
 

@@ -12,7 +12,7 @@ from pillion.kernels.cpu.runtime.compiler import assembly
 from pillion.kernels.cpu.states.delta_rule import PrepareDelta, RunDeltaRule
 from pillion.kernels.cpu.states.state_spaces import RunStateSpace
 from pillion.kernels.torch.recurrences import DeltaRows, delta_rule
-from tests.support.kernel_runner import normal, runner_of, stride
+from tests.support.kernel_runner import columns_of, normal, runner_of, stride
 from tests.support.piece_pool import PiecePool
 
 # Neighbouring heads share a key. Keys fill no whole vector; sums over 23 or 24 values have one part or several.
@@ -35,7 +35,9 @@ def test_rows_and_states(runner, prepare, run):
     learns, forgets = torch.full((tokens + 1, 16), 7.0), torch.full((tokens + 1, 16), 7.0)
     made = {"units": units, "learns": learns, "forgets": forgets}
     strides = {"units_stride": stride(units), "heads_stride": stride(learns), "forgets_stride": stride(forgets)}
-    values = {"mixed": mixed, "rates": rates, "decay": -decay * LOG2E, "shift": shift, **made, **strides}
+    keys = columns_of(mixed, KEY_HEADS * key_dim)
+    values = {"queries": mixed, "keys": keys, "rates": rates, "decay": -decay * LOG2E, "shift": shift}
+    values |= {**made, **strides}
     values |= {"mixed_stride": stride(mixed), "rates_stride": stride(rates)}
     runner.run(prepare, values, pool.step)
     assert (units[..., key_dim:] == 0).all()
@@ -48,8 +50,7 @@ def test_rows_and_states(runner, prepare, run):
 
     out = torch.full((tokens + 1, HEADS * HEAD_DIM), 7.0)
     of_heads = mixed[:, 2 * KEY_HEADS * key_dim :]
-    first = 2 * KEY_HEADS * key_dim * 4
-    place = (mixed.data_ptr() + first, mixed.nbytes - first)
+    place = columns_of(mixed, 2 * KEY_HEADS * key_dim)
     values = {**made, **strides, "values": place, "out": out, "values_stride": stride(mixed)}
     runner.run(run, {**values, "out_stride": stride(out), **pool.fields}, pool.step)
     rows = DeltaRows(
@@ -78,7 +79,8 @@ def test_rows_of_matrices_that_forget_on_their_own(runner):
     forgets, learns, units = made.clone(), torch.full((tokens, 16), 7.0), torch.full((tokens, 2 * keys), 7.0)
     shared = {"units": units, "learns": learns, "forgets": forgets}
     shared |= {"units_stride": stride(units), "heads_stride": stride(learns), "forgets_stride": stride(forgets)}
-    values = {"mixed": mixed, "rates": rates, "mixed_stride": stride(mixed), "rates_stride": stride(rates)}
+    values = {"queries": mixed, "keys": columns_of(mixed, keys), "rates": rates}
+    values |= {"mixed_stride": stride(mixed), "rates_stride": stride(rates)}
     values |= {"decay": (-decay * LOG2E).repeat_interleave(key_dim), "shift": shift}
     runner.run(prepare, {**values, **shared}, pool.step)
     times = softplus(made[:tokens] + shift).view(tokens, HEADS, key_dim)
@@ -89,8 +91,13 @@ def test_rows_of_matrices_that_forget_on_their_own(runner):
     assert torch.equal(forgets[tokens], made[tokens])
 
     out = torch.full((tokens + 1, HEADS * HEAD_DIM), 7.0)
-    place = (mixed.data_ptr() + 2 * keys * 4, mixed.nbytes - 2 * keys * 4)
-    values = {**shared, "values": place, "out": out, "values_stride": stride(mixed), "out_stride": stride(out)}
+    values = {
+        **shared,
+        "values": columns_of(mixed, 2 * keys),
+        "out": out,
+        "values_stride": stride(mixed),
+        "out_stride": stride(out),
+    }
     runner.run(run, {**values, **pool.fields}, pool.step)
     for sequence, mine in enumerate(pool.rows):
         memory = matrices(pool.old(sequence))

@@ -7,16 +7,18 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from pillion.kernels.cpu.states.gates import GateRows, NormGated
+from pillion.kernels.cpu.states.gates import GateRows, GroupSquares, NormGated
 from pillion.kernels.torch.recurrences import normed_and_gated
 from tests.support.kernel_runner import normal, padded, rows_step, runner_of, stride
 
 NORMS = [NormGated(False), NormGated(True, gate_first=True), NormGated(True), NormGated(False, normed=False)]
 NORMS += [NormGated(True, sigmoid=True)]
+# Two processes have half of a group each.
+SHARED = [(GroupSquares(first), NormGated(False, gate_first=first, shared=True)) for first in (False, True)]
 GATES = [GateRows(bf16, rows_of) for bf16 in (False, True) for rows_of in ("tokens", "samples")]
 TOKENS, GROUPS, WIDTH, EPS = 5, 3, 48, 0.1
 
-runner = runner_of([*NORMS, *GATES])
+runner = runner_of([*NORMS, *(spec for pair in SHARED for spec in pair), *GATES])
 
 
 @pytest.mark.parametrize("own", [True, False])
@@ -29,12 +31,37 @@ def test_groups_are_normed_and_gated(runner, spec, own):
     values = {"x": x, "gates": room, "weight": weight if spec.normed else None, "out": out, "eps": EPS}
     values |= {"groups": GROUPS, "width": WIDTH, "weight_bytes": WIDTH * 4 if own else 0}
     values |= {"x_stride": stride(x), "gates_stride": stride(room), "out_stride": stride(out)}
+    values |= {"squares": None, "group": 0, "group_width": 0, "squares_stride": 0}
     runner.run(spec, values, rows_step(TOKENS))
     wanted = normed_and_gated(rows, gates, weight, EPS, gate_first=spec.gate_first, sigmoid=spec.sigmoid)
     wanted = (wanted if spec.normed else rows * silu(gates)).flatten(1).to(kind)
     tolerance = {"atol": 1e-2, "rtol": 1e-2} if spec.bf16 else {}
     torch.testing.assert_close(out[:TOKENS], wanted, **tolerance)
     assert (out[TOKENS] == 7).all()
+
+
+@pytest.mark.parametrize(("squares", "norm"), SHARED, ids=lambda spec: spec.name)
+def test_parts_of_a_group_are_normed_by_the_squares_of_all_of_it(runner, squares, norm):
+    rows, gates, weight = normal(TOKENS, WIDTH), normal(TOKENS, WIDTH, seed=1) * 3, normal(WIDTH, seed=2)
+    halves, partials = (slice(0, 16), slice(16, WIDTH)), torch.full((2, TOKENS + 1, 3), 7.0)
+    parts = [(rows[:, half].clone(), gates[:, half].contiguous(), weight[half].contiguous()) for half in halves]
+    for (x, gate, _), partial in zip(parts, partials, strict=True):
+        values = {"x": x, "gates": gate, "out": partial, "groups": 3, "group": 1, "width": x.shape[1]}
+        values |= {"x_stride": stride(x), "gates_stride": stride(gate), "out_stride": stride(partial)}
+        runner.run(squares, values, rows_step(TOKENS))
+    assert (partials[:, :TOKENS, [0, 2]] == 0).all()
+    assert (partials[:, TOKENS] == 7).all()
+    total, found = partials.sum(0), []
+    for x, gate, own in parts:
+        out = torch.full((TOKENS + 1, x.shape[1]), 7.0)
+        values = {"x": x, "gates": gate, "weight": own, "out": out, "squares": total, "eps": EPS, "weight_bytes": 0}
+        values |= {"groups": 1, "width": x.shape[1], "group": 1, "group_width": WIDTH, "squares_stride": stride(total)}
+        values |= {"x_stride": stride(x), "gates_stride": stride(gate), "out_stride": stride(out)}
+        runner.run(norm, values, rows_step(TOKENS))
+        assert (out[TOKENS] == 7).all()
+        found.append(out[:TOKENS])
+    wanted = normed_and_gated(rows, gates, weight, EPS, gate_first=norm.gate_first)
+    torch.testing.assert_close(torch.cat(found, 1), wanted)
 
 
 @pytest.mark.parametrize("spec", GATES, ids=lambda spec: spec.name)

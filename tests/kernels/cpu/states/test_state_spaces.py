@@ -8,7 +8,7 @@ import torch
 from pillion.kernels.cpu.language.emit import LOG2E
 from pillion.kernels.cpu.states.state_spaces import PrepareSpace, RunStateSpace
 from pillion.kernels.torch.recurrences import SpaceRows, state_space, steps_of_time
-from tests.support.kernel_runner import normal, runner_of, stride
+from tests.support.kernel_runner import columns_of, normal, runner_of, stride
 from tests.support.piece_pool import PiecePool
 
 HEADS, GROUPS, HEAD_DIM, COUNTS, FOUND = 18, 2, 32, (2, 1, 8), (False, True, True)
@@ -32,7 +32,9 @@ def test_rows_and_states(runner, run):
     assert (times[tokens] == 7).all()
 
     out = torch.full((tokens + 1, values), 7.0)
-    fields = {"mixed": mixed, "times": times, "keeps": keeps, "skip": skip, "out": out, **pool.fields}
+    starts = {"values": 0, "writes": values, "reads": values + GROUPS * columns}
+    places = {name: columns_of(mixed, first) for name, first in starts.items()}
+    fields = {**places, "times": times, "keeps": keeps, "skip": skip, "out": out, **pool.fields}
     fields |= {"mixed_stride": stride(mixed), "heads_stride": stride(times), "out_stride": stride(out)}
     runner.run(run, fields, pool.step)
     writes, reads = mixed[:, values:].view(tokens, 2, GROUPS, columns).unbind(1)
