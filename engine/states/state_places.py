@@ -31,6 +31,10 @@ class StatePlaces:
         """Returns the next place after so many tokens, 0 where there is none."""
         return next((place for place in self._left if place > tokens), 0)
 
+    def wants(self, tokens: int) -> bool:
+        """Returns whether the state after so many tokens is to be kept when it stands."""
+        return tokens in self._left
+
     def reached(self, tokens: int) -> bool:
         """Notes that the state after so many tokens stands. Returns whether it is to be kept."""
         reached = tokens in self._left

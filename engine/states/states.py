@@ -13,6 +13,10 @@ So nothing is copied, and nothing is lost that a step computes in vain: tokens a
 was late. A state that was found with a ticket stands after the ticket's chain, and is read where it lies. Where a text
 goes on from no state it is computed from its beginning.
 
+Where steps run ahead, as those of a prefill worker of several stages do, each reads what the one before will have
+written. A state that no step to come reads, and that is not to be kept, may be overwritten meanwhile: each process of
+the worker runs the steps in their order.
+
 Two states are enough to go on: one that is read and one that is written. The third one stays after the last whole
 block, until the next one is whole. Where it was committed, slots of the stock take its place, if there are some, and
 where there are none nothing more is kept: memory comes first, and a state that is not kept is computed (I1).
@@ -22,6 +26,7 @@ docs/decisions/054-states.md has the reasons. Sans-IO (I9).
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
@@ -90,13 +95,13 @@ class WorkingStates(BlockChain):
         self.standing: list[Standing] = []
         if sequence.state_slots:
             self.standing.append(Standing(sequence.num_computed, sequence.state_slots, own=False))
-        self._written: Standing | None = None
+        # The states that launched steps write, the oldest step's first; one without slots was overwritten since.
+        self._written: deque[Standing] = deque()
         self.places = StatePlaces(sequence)
 
     def owned_slots(self) -> tuple[int, ...]:
         """Returns all slots of the sequence's own states."""
-        states = [*(one.slots for one in self.standing if one.own), *self.free]
-        states += [self._written.slots] if self._written is not None else []
+        states = [*(one.slots for one in (*self.standing, *self._written) if one.own), *self.free]
         return tuple(slot for slots in states for slot in slots)
 
     @property
@@ -107,21 +112,41 @@ class WorkingStates(BlockChain):
     def begin(self, piece: SequencePiece) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Returns the slots that a step with this piece reads and writes; those to read are -1 where the piece begins
         the text."""
-        read = next((one for one in self.standing if one.tokens == piece.start), None)
+        every = (*self.standing, *self._written)
+        read = next((one for one in every if one.tokens == piece.start and one.slots), None)
         assert read is not None or not piece.start, f"no state stands after {piece.start} tokens"
         if not self.free:
-            # Where there is no third state, the one after the last whole block is given up.
-            older = next(one for one in self.standing if one.own and one is not read)
-            self.standing.remove(older)
-            self.free.append(older.slots)
-        self._written = Standing(piece.start + piece.count, self.free.pop())
-        return (-1,) * self._pages if read is None else read.slots, self._written.slots
+            self._free_one(read)
+        written = Standing(piece.start + piece.count, self.free.pop())
+        self._written.append(written)
+        return (-1,) * self._pages if read is None else read.slots, written.slots
+
+    def _free_one(self, read: Standing | None) -> None:
+        """Frees a state that the next step does not read: the one after the last whole block only where there is no
+        third one, and one that is to be kept last of all."""
+        own = [one for one in (*self.standing, *self._written) if one.own and one.slots and one is not read]
+        whole = max((one.tokens for one in own if one.tokens % self.block_size == 0), default=0)
+        worst = min(own, key=lambda one: (self.places.wants(one.tokens), one.tokens == whole, one.tokens))
+        if worst in self.standing:
+            self.standing.remove(worst)
+        else:
+            self._written[self._written.index(worst)] = replace(worst, slots=())
+        self.free.append(worst.slots)
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Says whether launched steps of the sequence have not ended."""
+        return bool(self._written)
 
     def end(self) -> None:
-        """Notes that the step has ended."""
-        if self._written is not None:
-            self.standing.append(self._written)
-            self._written = None
+        """Notes that the oldest launched step has ended."""
+        if self._written and (written := self._written.popleft()).slots:
+            self.standing.append(written)
+
+    def give_up_steps(self) -> None:
+        """Notes that nobody waits for the launched steps any more."""
+        while self._written:
+            self.end()
 
     def settle(self, tokens: int) -> int:
         """Notes that so many tokens count. Returns the last place, at or before them, after which a state stands; keeps
@@ -176,7 +201,7 @@ class States(StepFeature):
 
     def ends(self, sequence: Sequence) -> None:
         working = self._working[sequence.seq_id]
-        working.end()
+        working.give_up_steps()
         working.settle(sequence.num_computed)
         state = working.whole_state()
         if state is not None and sequence.may_commit:
@@ -212,7 +237,9 @@ class States(StepFeature):
             working.end()
             stands = working.settle(sequence.num_computed)
             if stands < sequence.num_computed:
-                sequence.compute_from(stands)
+                # A step that runs ahead may have overwritten what stood there, and goes on from a later state.
+                if not working.runs_ahead:
+                    sequence.compute_from(stands)
             elif working.places.reached(stands) and sequence.may_commit and working.own_states == STATES:
                 self._keep_place(sequence, working)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pillion.config import WorkerFlags
+from pillion.config import StepFlags, WorkerFlags
 from pillion.engine.models.model_config import ModelConfig
 from pillion.errors import ConfigError
 from pillion.kvstore.memory.domain import CPU
+
+# Guesses by these methods need no model beside the worker's own.
+LOOKED_UP = ("ngram", "suffix")
 
 
 def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
@@ -24,7 +27,6 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
         yield f"--kv-cache-dtype {flags.kv_cache_dtype}"
     if flags.enable_lora:
         yield "--enable-lora"
-    if flags.tensor_parallel_size > 1:
-        yield f"--tensor-parallel-size {flags.tensor_parallel_size}"
-    if flags.pipeline_parallel_size > 1:
-        yield f"--pipeline-parallel-size {flags.pipeline_parallel_size}"
+    method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
+    if flags.tensor_parallel_size > 1 and method not in ("", *LOOKED_UP):
+        yield f"--tensor-parallel-size {flags.tensor_parallel_size} with guesses by the method {method}"

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from pillion import AsyncClient, Delta
 from testbed.cluster import AMID_STEPS, ServedCluster, served
 from testbed.conditions import wait_for
+from tests.support.cpu_model import needs_kernels
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS
 from tests.support.oracle import Oracle, first_difference
@@ -42,26 +43,27 @@ class HybridAnswers:
         self._oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
         self._cluster = cluster
 
-    def check(self, prompts: list[list[int]], kill: bool = False) -> list[Delta]:
-        """Asks all prompts at once, and again if ``kill`` says so amid a strike. Returns the last messages of the
-        answers, whose tokens are transformers'."""
+    def check(self, prompts: list[list[int]], kill: bool = False, n: int = 1) -> list[Delta]:
+        """Asks all prompts at once, for ``n`` answers each, and again if ``kill`` says so amid a strike. Returns the
+        last messages of the answers, whose tokens are transformers'."""
         last = []
-        for prompt, deltas in zip(prompts, asyncio.run(self._ask(prompts, kill)), strict=True):
-            tokens = [token for delta in deltas for token in delta.token_ids]
-            assert first_difference(self._oracle.greedy(prompt, TOKENS), tokens, 1e-3) == ""
+        for prompt, deltas in zip(prompts, asyncio.run(self._ask(prompts, kill, n)), strict=True):
+            for index in range(n):
+                tokens = [token for delta in deltas if delta.index == index for token in delta.token_ids]
+                assert first_difference(self._oracle.greedy(prompt, TOKENS), tokens, 1e-3) == ""
             last.append(deltas[-1])
         return last
 
-    async def _ask(self, prompts: list[list[int]], kill: bool) -> list[list[Delta]]:
+    async def _ask(self, prompts: list[list[int]], kill: bool, n: int) -> list[list[Delta]]:
         async with AsyncClient(self._cluster.target) as client:
-            asking = asyncio.gather(*(self._one(client, prompt) for prompt in prompts))
+            asking = asyncio.gather(*(self._one(client, prompt, n) for prompt in prompts))
             if kill:
                 await asyncio.to_thread(self._cluster.struck)
             return await asking
 
     @staticmethod
-    async def _one(client: AsyncClient, prompt: list[int]) -> list[Delta]:
-        options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True}
+    async def _one(client: AsyncClient, prompt: list[int], n: int) -> list[Delta]:
+        options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "n": n}
         return [delta async for delta in client.generate(prompt, **options)]
 
 
@@ -154,4 +156,31 @@ def test_guesses_change_no_token(tmp_path: pathlib.Path) -> None:
         assert 0 < right <= guessed
         cluster.arm(HELD_AT_STEP // 2, signal.SIGKILL)
         answers.check(looping, kill=True)
+        wait_for("all slots back", cluster.idle)
+
+
+@pytest.mark.long
+@needs_kernels
+def test_ranks_go_on_from_states_of_stages(tmp_path: pathlib.Path) -> None:
+    """A prefill worker of two stages and a decode worker of two ranks, with hits, guesses, several answers to a prompt,
+    and the death of each worker."""
+    folder = make_model(tmp_path / "model", HYBRIDS["qwen3-next"])[0]
+    processes = "--tensor-parallel-size", "2", "--prefill-tensor-parallel-size", "1", "--pipeline-parallel-size", "2"
+    guessing = "--speculative-config", '{"method": "ngram", "num_speculative_tokens": 4}'
+    prompts, whole = [tokens_of(12, 7) * 12, *PROMPTS], [128, *WHOLE]
+    with (
+        tempfile.TemporaryDirectory(prefix="pil-") as short,
+        served(pathlib.Path(short), str(folder), *CHUNKED, *processes, *guessing, faults=True) as cluster,
+    ):
+        answers = HybridAnswers(folder, cluster)
+        first = answers.check(prompts)
+        assert (cached(first), prefilled(first)) == ([0] * len(prompts), whole)
+        wait_for("all states kept", cluster.idle)
+        again = answers.check(prompts)
+        assert (cached(again), prefilled(again)) == (whole, [0] * len(prompts))
+        answers.check(prompts[:2], n=3)
+        for point, passing in ((AMID_RANGE, 2), (AMID_STEPS, HELD_AT_STEP // 2)):
+            cluster.arm(passing, signal.SIGKILL, point=point)
+            answers.check([tokens_of(100, 30 + passing), prompts[2]], kill=True)
+            wait_for("the cluster to serve", cluster.serving)
         wait_for("all slots back", cluster.idle)

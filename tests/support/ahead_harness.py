@@ -7,7 +7,8 @@ away, is a defect at once, and not only where it happens to spoil a token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -17,6 +18,7 @@ from pillion.engine.backends.backend import StepBatch
 from pillion.engine.backends.batching import build_step_batch
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.sampling.sampling_rows import Sampled
+from pillion.engine.scheduling.step_feature import MakeStepFeature
 from pillion.engine.scheduling.step_plan import CommitOrder, StepPlan
 from pillion.errors import Internal
 from pillion.v1.kvnode_pb2 import CommitRunResult
@@ -31,6 +33,8 @@ def slots_of(batch: StepBatch, copies: tuple[tuple[int, int], ...]) -> set[int]:
     block_size = BLOCK
     rows = zip(batch.block_tables.tolist(), batch.context_lens.tolist(), strict=True)
     found = {slot for table, length in rows for slot in table[: -(-length // block_size)]}
+    if batch.states is not None:
+        found |= {*batch.states.reads.flat, *batch.states.writes.flat} - {-1}
     return found.union(*copies)
 
 
@@ -56,6 +60,8 @@ class SimulatedDevice:
         self._before = Sampled()
         # Of the last steps that ran, by launch: unknown tokens that they were given.
         self.resolved = 0
+        # What a step does beside writing KV, before that.
+        self.beside: Callable[[StepBatch], None] = lambda batch: None
 
     def launch(self, plan: StepPlan, batch: StepBatch, placed: Mapping[int, int]) -> None:
         batch = replace(batch, block_tables=batch.block_tables.copy())
@@ -94,6 +100,7 @@ class SimulatedDevice:
                 unknown = np.flatnonzero(ids < 0)
                 self.resolved += len(unknown)
                 ids[unknown] = [self._before.token_ids[-1 - token] for token in ids[unknown]]
+                self.beside(step.batch)
                 self._before = step.sampled = chosen(run(self._pool, step.batch), step.choices, step.scored)
 
 
@@ -115,6 +122,7 @@ class AheadHarness(SchedulerHarness):
         max_loras: int = 0,
         drafter: Drafter | None = None,
         max_under_way: int = 2,
+        features: Seq[MakeStepFeature] = (),
     ) -> None:
         super().__init__(
             slots=slots,
@@ -123,6 +131,7 @@ class AheadHarness(SchedulerHarness):
             punctual=punctual,
             max_loras=max_loras,
             drafter=drafter,
+            features=features,
         )
         self.device = SimulatedDevice(self.pool, Random(draws))
         self.out: deque[tuple[StepPlan, bool]] = deque()

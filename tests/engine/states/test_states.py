@@ -3,6 +3,7 @@ computed or found, and all slots come back."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -11,6 +12,7 @@ import numpy.typing as npt
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pillion.engine.backends.backend import StepBatch
 from pillion.engine.drafts.draft_chains import DraftPasses, DraftShape
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.lookup_drafters import SuffixDrafter
@@ -21,7 +23,10 @@ from pillion.engine.states.states import States
 from tests.engine.drafts.test_draft_chains import drafting
 from tests.engine.drafts.test_drafts import OracleDrafter
 from tests.engine.drafts.test_eagle_chains import head_of, heading
+from tests.engine.scheduling.test_ahead import SPAN
+from tests.engine.scheduling.test_ahead import play as play_ahead
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, PUNCTUAL, SHAPES, STEP, play
+from tests.support.ahead_harness import AheadHarness
 from tests.support.drafts import guessing
 from tests.support.examples import examples
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
@@ -66,6 +71,60 @@ class StateHarness(SchedulerHarness):
         for token in tokens:
             number = (number * 31 + token + 1) % 1_000_003
         return [[len(tokens), number, page, 0] for page in range(pages)]
+
+
+class PipelineOfStates(AheadHarness):
+    """A prefill worker of several stages whose model has a state. Each step finds what the one before has written, and
+    no slot of a step under way is anybody else's."""
+
+    def __init__(self, pages: int, **options: object) -> None:
+        super().__init__(features=[partial(States, pages)], **options)  # type: ignore[arg-type]
+        self.device.beside = self._carry
+        # What launched steps have to find, and what they leave, by sequence.
+        self._expected: deque[list[tuple[list[int], list[int]]]] = deque()
+
+    def _launch(self, plan: StepPlan) -> bool:
+        texts = [(piece.sequence.tokens(0, piece.start + piece.count).tolist(), piece.start) for piece in plan.pieces]
+        self._expected.append([(tokens[:start], tokens) for tokens, start in texts])
+        return super()._launch(plan)
+
+    def _carry(self, batch: StepBatch) -> None:
+        assert batch.states is not None
+        every = zip(self._expected.popleft(), batch.states.reads, batch.states.writes, strict=True)
+        for (before, after), reads, writes in every:
+            assert (reads < 0).all() == (not before)
+            if before:
+                assert self.pool[reads].tolist() == StateHarness.state(before, len(reads))
+            self.pool[writes] = StateHarness.state(after, len(writes))
+
+
+@settings(max_examples=examples(80))
+@given(
+    SHAPES,
+    st.lists(
+        st.one_of(SPAN, SPAN, STEP, STEP, ANSWER, st.tuples(st.sampled_from(["scribble", "refuse"]))), max_size=60
+    ),
+    st.integers(0, 99),
+    st.integers(1, 3),
+    st.integers(2, 5),
+)
+def test_any_history_of_prefill_ranges_in_a_pipeline(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], draws: int, pages: int, stages: int
+) -> None:
+    slots, budget, max_num_seqs = shape
+    harness = PipelineOfStates(
+        pages,
+        slots=max(slots, 17 + 3 * pages),
+        budget=max(budget, max_num_seqs),
+        max_num_seqs=max_num_seqs,
+        draws=draws,
+        max_under_way=stages,
+    )
+    for kind, *arguments in events:
+        play_ahead(harness, str(kind), [number for number in arguments if isinstance(number, int)])
+    harness.refuse_commits = 0
+    harness.finish()
+    harness.check_answers()
 
 
 @settings(max_examples=examples(120))

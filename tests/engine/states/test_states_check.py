@@ -11,6 +11,7 @@ from pillion.engine.backends.loading import choose_kernels, load_model
 from pillion.engine.backends.step_memory import steps_bytes
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import ConfigError
+from pillion.speculative_config import SpeculativeConfig
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import make_model
 from tests.support.hybrids import HYBRIDS
@@ -18,6 +19,7 @@ from tests.support.hybrids import HYBRIDS
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 DECODE = DecodeFlags(dtype="float32", device="cpu")
+HEAD = SpeculativeConfig(method="eagle3", model="head", num_speculative_tokens=3)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +32,7 @@ def folder(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> str:
     [
         (replace(DECODE, kv_cache_dtype="int8"), "--kv-cache-dtype int8"),
         (replace(DECODE, enable_lora=True), "--enable-lora"),
-        (replace(DECODE, tensor_parallel_size=2), "--tensor-parallel-size 2"),
+        (replace(DECODE, tensor_parallel_size=2, speculative_config=HEAD), "--tensor-parallel-size 2 .* method eagle3"),
     ],
 )
 def test_refusals(folder: str, flags: WorkerFlags, words: str) -> None:
