@@ -127,6 +127,17 @@ def test_any_history_of_prefill_ranges_in_a_pipeline(
     harness.check_answers()
 
 
+def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
+    """The second text leaves it for the third one, although more steps than states are under way."""
+    harness, found = PipelineOfStates(2, slots=300, budget=4, max_under_way=5), []
+    for seed in (1, 2, 3):
+        number = harness.submit([*prompt(1, 18), *prompt(seed, 48)[18:]], 0, chunks=(48,))
+        assert number is not None
+        found.append(harness.scheduler.sequences[number].num_computed)
+        harness.finish()
+    assert found == [0, 0, 16]
+
+
 @settings(max_examples=examples(120))
 @given(
     SHAPES,
