@@ -114,10 +114,10 @@ vectors of texts are served, and classifiers (`ForSequenceClassification`, `test
 
 Hybrid models, whose layers carry a state from token to token ([054](decisions/054-states.md)), run on the CPU kernels
 and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`), and by
-workers of several [ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md). Draft models without states and
-EAGLE-3 heads guess for workers of one process (`tests/engine/states/test_offline_guesses.py`). GPUs, adapters and KV in
-8 bits are not there for them yet and are refused. Their quantized checkpoints are served
-(`tests/engine/quantized/test_quantized_states.py`).
+workers of several [ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md). Draft models and EAGLE-3 heads
+guess for workers of one process, and hybrid models guess as draft models
+(`tests/engine/states/test_offline_guesses.py`). GPUs, adapters and KV in 8 bits are not there for them yet and are
+refused. Their quantized checkpoints are served (`tests/engine/quantized/test_quantized_states.py`).
 Their prompts go on from states that are kept at the ends of prompts and answers, wherever these are: on the worker's
 own node, on another one or on disk (`tests/cluster/test_states_on_nodes.py`). In a bucket they are not looked for.
 

@@ -23,6 +23,7 @@ from pillion.engine.drafts.draft_model import DraftModel
 from pillion.engine.drafts.drafter import Drafter
 from pillion.engine.drafts.eagle_chains import EagleChains
 from pillion.engine.drafts.lookup_drafters import make_lookup_drafter
+from pillion.engine.drafts.state_drafts import StateDraftChains
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.block_chain import BlockChain, Holding
 from pillion.engine.scheduling.block_manager import BlockManager
@@ -169,7 +170,7 @@ def with_drafter(drafter: Drafter, control: DraftControl) -> Guesses:
 
 def with_draft_model(shape: DraftShape, passes: DraftPasses, control: DraftControl) -> Guesses:
     """Makes the feature for a draft model of this shape, whose passes ``passes`` runs."""
-    kind = EagleChains if shape.reads_states else DraftChains
+    kind = EagleChains if shape.reads_states else StateDraftChains if shape.state_pages else DraftChains
     return Guesses(control, partial(kind, shape, passes))
 
 

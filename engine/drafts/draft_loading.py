@@ -19,6 +19,7 @@ from pillion.engine.checkpoints.model_files import head_folder
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.drafts.draft_chains import DraftShape
 from pillion.engine.drafts.draft_model import DraftModel, draft_blocks
+from pillion.engine.drafts.state_drafts import StateDraftModel
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from pillion.kvstore.hashing import HASH_BYTES
@@ -57,8 +58,6 @@ def load_draft(
         # Only the sizes of this layout are used: the backend gives it its version.
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
         most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
-        if layout.state_pages:
-            raise ConfigError("models whose layers have states cannot guess yet")
         blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
         flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
         loaded = load(flags, threads)
@@ -72,8 +71,10 @@ def load_draft(
             num_speculative_tokens=config.num_speculative_tokens,
             max_num_batched_tokens=most_tokens,
             rope_shift=loaded.prepared.rope_shift,
+            state_pages=backend.layout.state_pages,
         )
-        return shape, DraftModel(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
+        kind = StateDraftModel if shape.state_pages else DraftModel
+        return shape, kind(backend, main.backend.layout.block_bytes, main.backend.vocab_size)
 
 
 def load_eagle_head(

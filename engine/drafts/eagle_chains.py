@@ -22,9 +22,8 @@ from collections.abc import Sequence as Seq
 import numpy as np
 
 from pillion.engine.backends.backend import Int32
-from pillion.engine.drafts.draft_chains import NO_GUESSES, DraftChain, DraftChains, DraftShape
+from pillion.engine.drafts.draft_chains import NO_GUESSES, DraftShape, OwnChain, OwnChains
 from pillion.engine.sampling.sampling_rows import States
-from pillion.engine.scheduling.block_chain import Holding
 from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_plan import SequencePiece
 
@@ -33,12 +32,11 @@ from pillion.engine.scheduling.step_plan import SequencePiece
 MAX_STATES_TOKENS = 512
 
 
-class EagleChain(DraftChain):
+class EagleChain(OwnChain):
     """Holds an EAGLE head's KV of one sequence, and the states that the head has not read yet."""
 
     def __init__(self, chain_id: int, sequence: Sequence, shape: DraftShape) -> None:
         super().__init__(chain_id, sequence, shape)
-        self.open(Holding(0, (), ()))
         self.begin = 0
         # These are the model's states at the positions after the computed entries.
         self._states: list[States] = []
@@ -86,11 +84,6 @@ class EagleChain(DraftChain):
         """Raises AssertionError where the states are not those that the chain counts, or are too many."""
         assert self._num_states == sum(map(len, self._states)) <= MAX_STATES_TOKENS
 
-    def settle(self) -> None:
-        """Forgets the guesses once there are new tokens."""
-        if self.num_computed != self.end:
-            self.guesses = NO_GUESSES
-
     def advance(self, end: int, guesses: Int32) -> None:
         count = end - self.num_computed
         self._states = [self.states(self._num_states)[count:]] if count < self._num_states else []
@@ -98,8 +91,10 @@ class EagleChain(DraftChain):
         super().advance(end, guesses)
 
 
-class EagleChains(DraftChains):
+class EagleChains(OwnChains):
     """Holds the EAGLE chains of one scheduler."""
+
+    kind = EagleChain
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
         """Raises AssertionError where chains, their states and sequences contradict each other."""
@@ -117,15 +112,9 @@ class EagleChains(DraftChains):
             sequence = piece.sequence
             right = min(sequence.num_computed - piece.start, piece.count)
             if right > 0 and sequence.state is SequenceState.RUNNING and self._may_draft(sequence):
-                self._begun(sequence).keep(piece.start, states[first : first + right].copy())
-
-    def _begun(self, sequence: Sequence) -> EagleChain:
-        chain = self._of.get(sequence.seq_id)
-        if chain is None:
-            chain = EagleChain(next(self._ids), sequence, self._shape)
-            self.chains[chain.seq_id] = self._of[sequence.seq_id] = chain
-        assert isinstance(chain, EagleChain)
-        return chain
+                chain = self._begun(sequence)
+                assert isinstance(chain, EagleChain)
+                chain.keep(piece.start, states[first : first + right].copy())
 
     def _may_draft(self, sequence: Sequence) -> bool:
         return not (sequence.is_prefill or sequence.is_prompt_only or sequence.seq_id in self._refused)
@@ -137,9 +126,3 @@ class EagleChains(DraftChains):
             return None
         assert isinstance(chain, EagleChain)
         return chain if chain.is_whole else None
-
-    def _commit(self, chain: DraftChain) -> None:
-        """Does nothing, because the blocks of an EAGLE head are never committed."""
-
-    def _let_go(self, chain: DraftChain) -> None:
-        del self.chains[chain.seq_id]

@@ -27,7 +27,6 @@ from testbed.eagle_heads import save_head
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
 from testbed.hosts import hosts
-from testbed.tiny_model import save_model
 from tests.support.components import running_components
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS
@@ -98,11 +97,9 @@ def guessed(last: list[Delta]) -> int:
 
 
 def guessing(model: pathlib.Path, folder: pathlib.Path, method: str) -> str:
-    """Returns the value of --speculative-config for guesses of a small random model, or of a random head."""
-    if method == "eagle3":
-        draft = save_head(folder, model, state_layers=(0, 1, 2))
-    else:
-        draft = save_model(folder, num_hidden_layers=1, num_key_value_heads=1)
+    """Returns the value of --speculative-config for guesses of a random head, which are wrong, or of the model itself,
+    which are right and whose states are beside those of the streams."""
+    draft = save_head(folder, model, state_layers=(0, 1, 2)) if method == "eagle3" else model
     return json.dumps({"method": method, "model": str(draft), "num_speculative_tokens": 3})
 
 

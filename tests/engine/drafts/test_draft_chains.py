@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -13,12 +14,13 @@ from hypothesis import strategies as st
 from pillion.engine.backends.backend import Int32
 from pillion.engine.drafts.draft_chains import PAUSE_S, DraftChain, DraftPlan, DraftShape
 from pillion.engine.drafts.draft_model import DraftModel
+from pillion.engine.drafts.state_drafts import STATES, StateDraftModel
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.step_plan import StepPlan
 from tests.engine.drafts.test_draft_control import ROW_S, TimedHarness
 from tests.engine.scheduling.test_properties import ANSWER, ARRIVE, CANCEL, LOAD, SHAPES, STEP, play
 from tests.support.examples import examples
-from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, greedy
+from tests.support.fake_backend import VOCAB_SIZE, FakeBackend, FakeStateBackend, greedy
 from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 
 GUESSES = 3
@@ -35,10 +37,11 @@ class CheckedPasses:
 
     seconds_to_read = pass_s = 0.0
 
-    def __init__(self, pool: Pool) -> None:
-        backend = FakeBackend(BLOCK)
+    def __init__(self, pool: Pool, states: bool = False) -> None:
+        backend = FakeStateBackend(BLOCK) if states else FakeBackend(BLOCK)
         backend.bind_pool(memoryview(pool).cast("B"), len(pool))
-        self.model = DraftModel(backend, backend.layout.block_bytes, VOCAB_SIZE)
+        kind = StateDraftModel if states else DraftModel
+        self.model = kind(backend, backend.layout.block_bytes, VOCAB_SIZE)
         self.failing = False
         self.first_passes: list[int] = []
         self.guessed = 0
@@ -68,10 +71,12 @@ class CheckedPasses:
 
 
 def drafting(
-    budget: int = 64, longest: int = 10_000, guesses: int = GUESSES
+    budget: int = 64, longest: int = 10_000, guesses: int = GUESSES, states: bool = False
 ) -> Callable[[Pool], tuple[DraftShape, CheckedPasses]]:
     shape = DraftShape(b"\3" * 32, BLOCK, VOCAB_SIZE, longest, guesses, budget)
-    return lambda pool: (shape, CheckedPasses(pool))
+    if states:
+        shape = replace(shape, state_pages=FakeStateBackend.STATE_PAGES)
+    return lambda pool: (shape, CheckedPasses(pool, states))
 
 
 def passes_of(harness: SchedulerHarness) -> CheckedPasses:
@@ -100,8 +105,16 @@ def test_a_good_draft_saves_steps_and_is_found_again() -> None:
     assert harness.draft_hits == 5
 
 
-def test_a_wrong_draft_changes_nothing() -> None:
-    harness = SchedulerHarness(slots=80, budget=64, draft=drafting())
+def test_a_good_draft_with_states_saves_steps() -> None:
+    harness = SchedulerHarness(slots=80, budget=64, draft=drafting(states=True))
+    harness.submit(prompt(1, 21), 40)
+    assert harness.run_all() <= 24
+    assert harness.draft_hits == 0
+
+
+@pytest.mark.parametrize("states", [False, True])
+def test_a_wrong_draft_changes_nothing(states: bool) -> None:
+    harness = SchedulerHarness(slots=80, budget=64, draft=drafting(states=states))
     harness.submit(prompt(1, 21), 20, seed=5, sibling_seeds=(0, 6))
     harness.run_all()
     assert passes_of(harness).guessed
@@ -156,9 +169,10 @@ def test_drafts_wait_while_prompts_fill_the_steps() -> None:
     harness.run_all()
 
 
-def test_slots_of_drafts_go_before_a_stream_is_preempted() -> None:
-    # Two streams of 10 blocks each fit exactly beside nothing else.
-    harness = SchedulerHarness(slots=20, budget=32, draft=drafting())
+@pytest.mark.parametrize(("states", "slots"), [(False, 20), (True, 20 + STATES * FakeStateBackend.STATE_PAGES)])
+def test_slots_of_drafts_go_before_a_stream_is_preempted(states: bool, slots: int) -> None:
+    # Two streams of 10 blocks each fit exactly beside nothing else, or beside the states of one draft.
+    harness = SchedulerHarness(slots=slots, budget=32, draft=drafting(states=states))
     harness.submit(prompt(1, 15), 25)
     harness.submit(prompt(2, 15), 25)
     harness.run_all()
@@ -234,12 +248,19 @@ def test_what_was_expected_stays_computed(came: list[int], kept: int) -> None:
     SHAPES,
     st.lists(st.one_of(ARRIVE, ARRIVE, STEP, STEP, ANSWER, LOAD, CANCEL, st.just(("recall", 2))), max_size=40),
     st.integers(4, 30),
+    st.booleans(),
 )
-def test_any_history(shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int) -> None:
+def test_any_history(
+    shape: tuple[int, int, int], events: list[tuple[object, ...]], most_tokens: int, states: bool
+) -> None:
     slots, budget, seqs = shape
     # With its own 17 blocks a pool can always serve the longest sequence of ARRIVE.
     harness = SchedulerHarness(
-        slots=max(slots, 17), budget=max(budget, seqs), max_num_seqs=seqs, max_loras=2, draft=drafting(most_tokens)
+        slots=max(slots, 17),
+        budget=max(budget, seqs),
+        max_num_seqs=seqs,
+        max_loras=2,
+        draft=drafting(most_tokens, states=states),
     )
     for event in events:
         if event[0] == "recall":

@@ -145,7 +145,7 @@ def test_steps_that_run_ahead_leave_the_state_where_texts_part() -> None:
     st.none()
     | st.integers(0, 3).map(OracleDrafter)
     | st.builds(SuffixDrafter, st.just(guessing(4, "suffix")))
-    | st.sampled_from([drafting, heading]),
+    | st.sampled_from([drafting, partial(drafting, states=True), heading]),
     st.booleans(),
     PUNCTUAL,
     st.integers(1, 3),
