@@ -116,10 +116,11 @@ Hybrid models, whose layers carry a state from token to token ([054](decisions/0
 and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`), and by
 workers of several [ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md). Draft models and EAGLE-3 heads
 guess for workers of one process, and hybrid models guess as draft models
-(`tests/engine/states/test_offline_guesses.py`). GPUs, adapters and KV in 8 bits are not there for them yet and are
-refused. Their quantized checkpoints are served (`tests/engine/quantized/test_quantized_states.py`).
+(`tests/engine/states/test_offline_guesses.py`). GPUs are not there for them yet and are refused. Their quantized
+checkpoints are served (`tests/engine/quantized/test_quantized_states.py`) and, by workers of one process, adapters of
+their attention, MLPs and layers with states (`tests/engine/adapters/test_peft.py`), and KV in 8 bits.
 Their prompts go on from states that are kept at the ends of prompts and answers, wherever these are: on the worker's
-own node, on another one or on disk (`tests/cluster/test_states_on_nodes.py`). In a bucket they are not looked for.
+own node, on another one, on disk or in a bucket (`tests/cluster/test_states_on_nodes.py`).
 
 | model_type | layers, beside Llama's | keys of its own | refused if on | cases of the tests |
 |---|---|---|---|---|"""

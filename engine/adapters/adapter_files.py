@@ -70,7 +70,12 @@ _REFUSED = (
         for name in ("embed_tokens", "embed_in", "wte", "wpe", "word_embeddings")
     ),
     ("experts", "experts have no adapters here"),
-    ("gate", "routers of experts have no adapters here"),
+    *((name, "routers of experts have no adapters here") for name in ("gate", "router")),
+    ("shared_expert_gate", "gates of experts have no adapters here"),
+    *(
+        (name, "convolutions have no adapters here")
+        for name in ("conv.conv", "conv1d", "q_conv1d", "k_conv1d", "v_conv1d")
+    ),
     ("kv_b_proj", "what makes keys and values of latents has no adapters here"),
 )
 _REFUSED_PARTS = (
@@ -89,6 +94,8 @@ class Projection:
         layer: the decoder's name for the fused layer, such as "layers.3.qkv".
         first_output: its first output among those of the fused layer.
         biased: whether the model has a bias there.
+        factors: how many outputs follow one another that the model multiplies by one number, and this number; () where
+            it multiplies none.
     """
 
     layer: str
@@ -96,6 +103,7 @@ class Projection:
     outputs: int
     inputs: int
     biased: bool = False
+    factors: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +138,13 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
         if tensor.role is not Role.MATRIX or tensor.experts:
             continue
         name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
+        pieces = [piece.size for piece in tensor.rows]
+        factors = tuple(zip(pieces, tensor.scales, strict=True)) if tensor.scales else ()
         for names in tensor.spellings:
-            sizes, first = [piece.size for piece in tensor.rows] if len(names) > 1 else [outputs], 0
-            for module, size in zip(names, sizes, strict=True):
-                found[module] = Projection(name, first, size, inputs, tensor.bias)
+            sizes, first = pieces if len(names) > 1 else [outputs], 0
+            for number, (module, size) in enumerate(zip(names, sizes, strict=True)):
+                own = factors[number : number + 1] if len(names) > 1 else factors
+                found[module] = Projection(name, first, size, inputs, tensor.bias, own)
                 first += size
     return found
 
@@ -141,21 +152,24 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
 # A checkpoint may hold these layers fused, under a name of their own; their parts follow.
 _FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.gate_up_proj": tuple(
+        f"{mlp}.{part}_proj" for mlp in ("mlp", "feed_forward", "block_sparse_moe") for part in ("gate", "up")
+    ),
 }
 
 
 def modules(model: ModelConfig, prefix: str = _PREFIXES[0]) -> dict[str, Projection]:
     """Returns all linear layers that may have adapters, by their names in a model with the decoder ``prefix``, or by
-    those that the family has for them."""
-    family = FAMILIES[model.family]
+    those that the family has for them, in its checkpoints and in transformers' class."""
+    family, found = FAMILIES[model.family], dict[str, Projection]()
     hidden = {one for name, parts in _FUSED.items() for one in (parts if name in family.fused else (name,))}
-    return {
-        family.in_files(f"{prefix}layers.{index}.{name}"): projection
-        for index, layer in enumerate(layers_of(model))
-        for name, projection in projections(layer, index).items()
-        if name not in hidden
-    }
+    for index, layer in enumerate(layers_of(model)):
+        for name, projection in projections(layer, index).items():
+            in_files = family.in_files(f"{prefix}layers.{index}.{name}.weight")
+            if name not in hidden:
+                both = {in_files: projection, family.in_models(in_files): projection}
+                found |= {tensor.removesuffix(".weight"): projection for tensor in both}
+    return found
 
 
 def widened(bits: Bits, kind: str) -> npt.NDArray[np.float32]:
@@ -180,8 +194,7 @@ def rounded_bits(wide: npt.NDArray[np.float32], dtype: str) -> Bits:
 
 def _why_refused(module: str) -> str | None:
     """Says why a module takes no adapter although PEFT may give it one, and what to do; None for other modules."""
-    words = module.split(".")
-    return next((f"{reason}; {MERGE}" for word, reason in _REFUSED if word in words), None)
+    return next((f"{reason}; {MERGE}" for name, reason in _REFUSED if f".{name}." in f".{module}."), None)
 
 
 def _why_none(tensor: str) -> str:
@@ -255,6 +268,10 @@ class AdapterFiles:
             pairs.append(AdapterPair(module, a, b, projection, rank if a else 1, config.scale_of(module), *more))
             self._check_shapes(pairs[-1])
         # Checkpoints have several names for some layers, of which a model has one.
+        once = {pair.projection: pair.module for pair in pairs}
+        twice = next((pair.module for pair in pairs if once[pair.projection] != pair.module), None)
+        if twice is not None:
+            raise self._error(f"it has tensors for {twice} under two names")
         adapted = {pair.projection for pair in pairs if pair.a}
         missing = [module for module in known if known[module] not in adapted and config.is_target(module)]
         if missing:
@@ -354,8 +371,10 @@ class AdapterFiles:
         for name in self._tensors:
             if name != _VIRTUAL:
                 raise self._error(f"it has a tensor {name}: an adapter of virtual tokens has {_VIRTUAL} alone")
-        if model.kv_places or model.token_inputs is not None:
+        if model.layer_heads or model.kv_sources or model.token_inputs is not None:
             raise self._error(f"{model.family} has no virtual tokens here: its layers differ, or read more of a token")
+        if config.kv and model.linear is not None:
+            raise self._error("its virtual tokens are keys and values, which leave nothing in this model's states")
         if config.kv and model.latents is not None:
             raise self._error("its virtual tokens are keys and values, and blocks of this model hold latents")
         width = 2 * model.num_layers * model.num_kv_heads * model.head_dim if config.kv else model.hidden_size
@@ -453,6 +472,8 @@ class AdapterFiles:
         projection = pair.projection
         if pair.bias and not projection.biased:
             raise self._error(f"it has {pair.bias}, and the model has no bias there")
+        if pair.pair_bias and projection.factors:
+            raise self._error(f"it has {pair.pair_bias}, where the model multiplies inputs by a number of its own")
         vectors = [(name, (projection.outputs,)) for name in (pair.pair_bias, pair.norms, pair.bias)]
         matrices = [(pair.a, (pair.rank, projection.inputs)), (pair.b, (projection.outputs, pair.rank))]
         for name, wanted in (*matrices, *vectors):

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pillion.engine.adapters.adapter_files import MAX_CHANGE, AdapterFiles, AdapterPair, rounded_bits
-from pillion.engine.adapters.adapter_forms import AdapterBits, AdapterForm, Bytes, PairBits, VirtualBits
+from pillion.engine.adapters.adapter_forms import AdapterBits, AdapterForm, Bits, Bytes, PairBits, VirtualBits
 from pillion.engine.adapters.adapter_store import AdapterJobs
 from pillion.engine.adapters.base_weights import BaseWeights
 from pillion.engine.models.config_parser import load_config
@@ -35,9 +35,9 @@ class AdapterReader(AdapterJobs):
         model_folder: the folder of the model that the adapters are for.
         dtype: the model's type, which the matrices get.
         max_rank: the highest rank that is allowed; 0 allows any.
-        orders: by the names of fused layers ("qkv"), the checkpoint's output of each output, where both are not in one
-            order.
-    form: packs adapters as the worker's backend takes them.
+        orders: by the names of fused layers ("qkv", "linear.in"), the checkpoint's output of each output, where both
+            are not in one order.
+        form: packs adapters as the worker's backend takes them.
     """
 
     model_folder: str
@@ -86,7 +86,8 @@ def read_adapter(
     numbers = files.checked_numbers(digest, pairs)
     own_orders = {name: np.array(order) for name, order in orders.items()}
     layers: dict[str, list[PairBits]] = defaultdict(list)
-    base = BaseWeights(model_folder, turned=FAMILIES[model.family].turned)
+    family = FAMILIES[model.family]
+    base = BaseWeights(model_folder, turned=family.turned, in_models=family.in_models)
     for pair in pairs:
         first, projection = pair.projection.first_output, pair.projection
         affine = _affine(files, base, pair, numbers)
@@ -95,14 +96,10 @@ def read_adapter(
         if not pair.a:
             kind = np.uint32 if dtype == "float32" else np.uint16
             a, b = np.zeros((1, projection.inputs), kind), np.zeros((projection.outputs, 1), kind)
-        elif affine is not None and pair.norms:
-            a = files.bits(pair.a, numbers.pop(pair.a), dtype)
-            scales = affine[0][:, None] * np.float32(pair.scale)
-            b = rounded_bits(files.numbers(pair.b, numbers.pop(pair.b)) * scales, dtype)
         else:
             a = files.bits(pair.a, numbers.pop(pair.a), dtype)
-            b = files.bits(pair.b, numbers.pop(pair.b), dtype, pair.scale)
-        order = own_orders.get(projection.layer.rpartition(".")[2])
+            b = _second(files, pair, numbers.pop(pair.b), affine, dtype)
+        order = own_orders.get(projection.layer.split(".", 2)[2])
         if order is not None:
             # The outputs of queries, keys and values keep their own places in the fused layer, so each projection is
             # reordered within itself.
@@ -118,6 +115,23 @@ def read_adapter(
         values = np.stack([own.reshape(heads.shape), virtual.values[:, :, 1]], 2)
         virtual = VirtualBits(kv=True, values=values)
     return AdapterBits(layers, virtual)
+
+
+def _second(
+    files: AdapterFiles, pair: AdapterPair, data: Bytes, affine: npt.NDArray[np.float32] | None, dtype: str
+) -> Bits:
+    """Returns the second matrix of a pair, times all that multiplies its outputs; ``data`` are its bytes. It is rounded
+    once."""
+    factors = pair.projection.factors
+    if not (factors or pair.norms):
+        return files.bits(pair.b, data, dtype, pair.scale)
+    scales = np.full(pair.projection.outputs, pair.scale, np.float32)
+    if affine is not None and pair.norms:
+        scales *= affine[0]
+    if factors:
+        counts, own = zip(*factors, strict=True)
+        scales *= np.repeat(np.array(own, np.float32), counts)
+    return rounded_bits(files.numbers(pair.b, data) * scales[:, None], dtype)
 
 
 def _affine(

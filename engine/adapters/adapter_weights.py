@@ -60,9 +60,8 @@ class AdapterWeights:
         digest: SHA-256 of the adapter's content in hexadecimal, which is its identity everywhere (I2).
         rank: the greatest rank of a pair; 1 where there is none.
         layers: what is added to each fused layer, by the layer's name: "layers.3.qkv", "layers.3.o",
-    "layers.3.gate_up" (gate before up) and "layers.3.down". Layers that the adapter does not change are missing.
-    Outputs of the
-            pairs of one layer do not overlap, and rise.
+            "layers.3.gate_up" (gate before up), "layers.3.down", "layers.3.linear.in" (of a layer with a state). Layers
+            that the adapter does not change are missing. Outputs of the pairs of one layer do not overlap, and rise.
         virtual: the virtual tokens that stand before each prompt.
     """
 
@@ -121,11 +120,10 @@ def shard_adapter(
     tensors = [{tensor.name: tensor for tensor in tensors_of(layer)} for layer in families.layers_of(config)]
     own = shard.own_layers(config)
     for name, pairs in weights.layers.items():
-        layer, _, kind = name.rpartition(".")
-        index = int(layer.rpartition(".")[2])
-        if index not in own:
+        _, index, kind = name.split(".", 2)
+        if int(index) not in own:
             continue
-        tensor, values = tensors[index][kind], inner.get(layer)
+        tensor, values = tensors[int(index)][kind], inner.get(name.rpartition(".")[0])
         if tensor.inputs[0].share is not Share.WHOLE:
             inputs = shard.indices(tensor.inputs, values)
             layers[name] = tuple(_inputs(pair, inputs, leads=shard.leads) for pair in pairs)

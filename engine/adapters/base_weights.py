@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
 
@@ -25,11 +25,15 @@ PIECE_NUMBERS = 2**22
 
 class BaseWeights:
     """Finds tensors of the checkpoint in a folder; headers are read when the first one is asked for. ``turned`` says
-    that its matrices lie as [inputs, outputs]."""
+    that its matrices lie as [inputs, outputs]. ``in_models`` gives a tensor the name that adapters have for it, where
+    it is another one."""
 
-    def __init__(self, folder: Path, *, turned: bool = False) -> None:
+    def __init__(
+        self, folder: Path, *, turned: bool = False, in_models: Callable[[str], str] = lambda name: name
+    ) -> None:
         self._folder = folder
         self._turned = turned
+        self._in_models = in_models
 
     def bias(self, module: str) -> npt.NDArray[np.float32]:
         """Returns a module's bias [outputs]. Raises ConfigError where the checkpoint has none in plain numbers."""
@@ -74,7 +78,8 @@ class BaseWeights:
             for name, about in header.items():
                 if _from_layer(name) and name != "__metadata__":
                     begin = 8 + size + about["data_offsets"][0]
-                    tensors[_from_layer(name)] = (path, about["dtype"], about["shape"], begin)
+                    for own in (name, self._in_models(name)):
+                        tensors[_from_layer(own)] = (path, about["dtype"], about["shape"], begin)
         return tensors
 
 

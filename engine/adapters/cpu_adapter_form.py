@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -22,8 +23,8 @@ from pillion.errors import ConfigError
 from pillion.kernels.cpu.adapters.adapter_tiles import RANK_MULTIPLE, pack_tiles
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, PANEL_COLUMNS, TILE_COLUMNS
 
-# A fused layer has at most this many pairs of matrices: those of queries, keys and values.
-MAX_PAIRS = 3
+# A fused layer has at most this many pairs of matrices: those of queries, keys, values and gates.
+MAX_PAIRS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,7 @@ class CpuAdapterForm:
 
     Attributes:
         shapes: (outputs, inputs) of the layers that adapters may change.
+        gated: the names of those layers that make gate and up, whose outputs take turns in the packed order.
         inner_orders: the order of the inner values of an MLP where weights in few bits have changed it, by the prefix
             of the layer's name.
         max_rank: the highest rank of a pair.
@@ -40,6 +42,7 @@ class CpuAdapterForm:
     """
 
     shapes: Mapping[str, Sequence[int]]
+    gated: Sequence[str]
     inner_orders: Mapping[str, Sequence[int]]
     max_rank: int
     record: Mapping[str, int]
@@ -56,8 +59,8 @@ class CpuAdapterForm:
 
     def pack(self, bits: AdapterBits) -> tuple[list[Any], Bytes]:
         """Packs an adapter as a record for each layer, of zeros for a layer without pairs, and as the number of its
-        virtual tokens, whether these are keys and values, and the place of their float32. Raises ConfigError where two
-        pairs share a tile of outputs."""
+        virtual tokens, whether these are keys and values, and the place of their float32. Raises ConfigError for more
+        pairs in a layer than adapters have."""
         parts: list[tuple[int, Bits]] = []
         words = np.zeros((len(self.shapes), self.record_words), np.int64)
         end = 0
@@ -88,20 +91,22 @@ class CpuAdapterForm:
 
     def _affine(self, name: str, pairs: Sequence[PairBits]) -> Bits:
         """Packs by what the outputs of a layer are multiplied, and what is added to them: [tiles, 2, 16] float32."""
-        prefix, _, layer = name.rpartition(".")
         found = np.zeros((self.shapes[name][0], 2), np.float32)
         found[:, 0] = 1
         for pair in pairs:
             if pair.affine is not None:
                 found[pair.first_output : pair.first_output + len(pair.b)] = pair.affine.T
-        if layer == "gate_up":
-            order = self.inner_orders.get(prefix)
+        if name in self.gated:
+            order = self.inner_orders.get(name.rpartition(".")[0])
             found = _gated(found, None if order is None else np.array(order), 0)
         return np.ascontiguousarray(_filled(found, PANEL_COLUMNS, 0).reshape(-1, TILE_COLUMNS, 2).swapaxes(1, 2))
 
     def _packed(self, name: str, pairs: Sequence[PairBits]) -> tuple[Bits, Bits, npt.NDArray[np.int32]]:
         """Packs a layer's pairs; returns tiles of A and of B, and the first rank of each tile of B in bytes."""
         outputs, inputs = self.shapes[name]
+        if name not in self.gated and any(_meet(*both) for both in pairwise(pairs)):
+            # A tile of outputs has the ranks of one pair.
+            pairs = (_one_pair(pairs),)
         rank = padded(max(len(pair.a) for pair in pairs), RANK_MULTIPLE)
         total = len(pairs) * rank
         if total > self.width:
@@ -119,16 +124,31 @@ class CpuAdapterForm:
         order = None if found is None else np.array(found)
         if layer == "down" and order is not None:
             a[:, :inputs] = a[:, order]
-        if layer == "gate_up":
+        if name in self.gated:
             b, owners = _gated(b, order, 0), _gated(owners, order, -1)
         b, owners = _filled(b, PANEL_COLUMNS, 0), _filled(owners, PANEL_COLUMNS, -1)
-        tiles = owners.reshape(-1, TILE_COLUMNS)
-        first = tiles.max(1)
-        if ((tiles != first[:, None]) & (tiles >= 0)).any():
-            raise ConfigError(f"two pairs of matrices in {name} meet within {TILE_COLUMNS} outputs")
+        first = owners.reshape(-1, TILE_COLUMNS).max(1)
         # A tile of B without a pair has only zeros, so it does not matter which ranks it is multiplied by.
         first_ranks = first.clip(0) * np.int32(rank * kind.itemsize)
         return pack_tiles(a), pack_tiles(b), first_ranks
+
+
+def _meet(pair: PairBits, following: PairBits) -> bool:
+    """Says whether two pairs add to outputs of one tile."""
+    return (pair.first_output + len(pair.b) - 1) // TILE_COLUMNS == following.first_output // TILE_COLUMNS
+
+
+def _one_pair(pairs: Sequence[PairBits]) -> PairBits:
+    """Returns one pair of matrices that adds what several add: its ranks are all of theirs, of which an output of one
+    pair takes the others' times 0."""
+    begin, end = pairs[0].first_output, pairs[-1].first_output + len(pairs[-1].b)
+    a = np.concatenate([pair.a for pair in pairs])
+    b, rank = np.zeros((end - begin, len(a)), a.dtype), 0
+    for pair in pairs:
+        first = pair.first_output - begin
+        b[first : first + len(pair.b), rank : rank + len(pair.a)] = pair.b
+        rank += len(pair.a)
+    return PairBits(begin, a, b, None)
 
 
 def _virtual_rows(virtual: VirtualBits) -> Bits:

@@ -30,6 +30,8 @@ from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel, compil
 from pillion.engine.backends.cpu.cpu_model import plan_model
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.checkpoints.model_files import Progress
+from pillion.engine.models.families import layers_of
+from pillion.engine.models.layer_operations import Mlp
 from pillion.kernels.cpu.adapters.low_rank import ADAPTED, SLOT, AdapterGemm, Shrink, run_rows
 from pillion.kernels.cpu.adapters.virtual_rows import VIRTUAL, VirtualEmbed, VirtualWrite
 from pillion.kernels.cpu.language.records import Words
@@ -75,12 +77,13 @@ class AdapterTable:
     def __init__(
         self,
         shapes: Mapping[str, tuple[int, int]],
+        gated: Sequence[str],
         inner_orders: Mapping[str, Sequence[int]],
         max_adapters: int,
         max_rank: int,
     ) -> None:
         """Makes empty adapter slots; the arguments are those of :class:`CpuAdapterForm`."""
-        self.form = CpuAdapterForm(shapes, inner_orders, max_rank, SLOT.place, SLOT.num_words)
+        self.form = CpuAdapterForm(shapes, gated, inner_orders, max_rank, SLOT.place, SLOT.num_words)
         self.step = CpuStepRecord(ADAPTED)
         self._words = np.zeros((len(shapes), max_adapters, SLOT.num_words), np.int64)
         self.slots = dict(zip(shapes, self._words, strict=True))
@@ -223,7 +226,7 @@ def compile_with_adapters(
 def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Sequence[Operation]) -> Iterator[Operation]:
     """Yields the operations of a step, and those that give rows of virtual tokens what their adapters have."""
     config = model.shard.local(model.config)
-    if config.kv_places or config.token_inputs is not None:
+    if config.layer_heads or config.kv_sources or config.token_inputs is not None:
         # Adapters of virtual tokens are refused for such models.
         yield from operations
         return
@@ -231,7 +234,8 @@ def _with_virtual_tokens(model: CpuModel, table: AdapterTable, operations: Seque
     layer_bytes = 2 * config.num_kv_heads * config.head_dim * 4
     embedded, layer = None, model.shard.own_layers(model.config).start
     for operation in operations:
-        if isinstance(operation.spec, RotateWrite):
+        # Virtual tokens of a model with states are embeddings.
+        if isinstance(operation.spec, RotateWrite) and config.linear is None:
             where = {"token_bytes": config.num_layers * layer_bytes, "layer_begin": layer * layer_bytes}
             spec = VirtualWrite(*(getattr(operation.spec, each.name) for each in fields(operation.spec)))
             yield replace(operation, spec=spec, values={**operation.values, **both, **where})
@@ -262,4 +266,10 @@ def adapter_table(
 ) -> AdapterTable:
     """Makes the slots of a model's adapters."""
     local = {name: order.tolist() for name, order in orders.items()} if model.shard.whole else {}
-    return AdapterTable(adapter_shapes(model.shard.local(model.config)), local, max_adapters, max_rank)
+    gated = [
+        f"layers.{index}.{operation.gate_up.name}"
+        for index, layer in enumerate(layers_of(model.config))
+        for operation in layer
+        if isinstance(operation, Mlp) and operation.gated
+    ]
+    return AdapterTable(adapter_shapes(model.shard.local(model.config)), gated, local, max_adapters, max_rank)

@@ -372,7 +372,8 @@ def choose_kernels(flags: ComputeFlags, prepared: PreparedModel) -> tuple[Isa | 
         reason = "--cpu-kernels torch" if chosen else "there are no kernels for this processor"
     else:
         reason = unsupported(config, flags.block_size)
-        if not reason and config.linear is not None and kv_layout(prepared, flags.block_size).state_layout is None:
+        layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
+        if not reason and config.linear is not None and layout.state_layout is None:
             reason = f"pieces of states do not fit into blocks of {flags.block_size} tokens"
     if isa is not None and not reason:
         return isa, ""

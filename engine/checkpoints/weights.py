@@ -243,9 +243,10 @@ def in_order(weight: torch.Tensor, tensor: LayerTensor) -> torch.Tensor:
 
 def output_orders(config: ModelConfig) -> dict[str, torch.Tensor]:
     """Returns the checkpoint's output of each output of fused layers, by the layer's name ("qkv"), where both are not
-    in one order; it is the same in all layers of a model."""
-    layer = [tensor for tensor in tensors_of(layers_of(config)[0]) if tensor.role is Role.MATRIX and not tensor.experts]
-    orders = {tensor.name: row_order(tensor) for tensor in layer}
+    in one order; it is the same in all layers of a model that have such a one."""
+    tensors = {tensor.name: tensor for layer in layers_of(config) for tensor in tensors_of(layer)}
+    matrices = [tensor for tensor in tensors.values() if tensor.role is Role.MATRIX and not tensor.experts]
+    orders = {tensor.name: row_order(tensor) for tensor in matrices}
     return {name: order for name, order in orders.items() if order is not None}
 
 

@@ -202,6 +202,7 @@ class LayerRun:
         if not self.mixers and self.sample_rows is not None:
             # Nothing is left to be written, so only sampled rows are computed.
             self.hidden = self.hidden[self.sample_rows]
+            self.adapters = None if self.adapters is None else self.adapters.of_rows(self.sample_rows)
             operations = operations if len(self.hidden) else ()
             self.ended = not operations
         for operation in operations:

@@ -83,6 +83,8 @@ class ModelFamily:
         keys: the family's own keys, with those by which other families' configs call the same.
         derived: returns what follows from a config, by keys as other families' configs have them.
         names: what tensors' names in checkpoints have in place of what Llama's have, in the order of replacement.
+        model_names: what modules' names in transformers' class have in place of what those in checkpoints have, in the
+            order of replacement, where both differ. Adapters have the names of the class that they were trained with.
         bare_prefix: what names in checkpoints may lack, all of them: the name of the model within that for text.
         turned: whether checkpoints have the inputs of layers' matrices as their rows.
         learned_positions: whether embeddings of positions are added to those of tokens.
@@ -125,6 +127,7 @@ class ModelFamily:
     keys: Mapping[str, str] = field(default_factory=dict)
     derived: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda _: {}
     names: tuple[tuple[str, str], ...] = ()
+    model_names: tuple[tuple[str, str], ...] = ()
     bare_prefix: str = ""
     turned: bool = False
     learned_positions: bool = False
@@ -141,6 +144,12 @@ class ModelFamily:
         """Returns the name that the family's checkpoints have for a tensor, by that of Llama's."""
         for usual, own in self.names:
             name = name.replace(usual, own, 1)
+        return name
+
+    def in_models(self, name: str) -> str:
+        """Returns the name that transformers' class has for a tensor, by that of the family's checkpoints."""
+        for in_files, own in self.model_names:
+            name = name.replace(in_files, own, 1)
         return name
 
     @property
@@ -2042,6 +2051,7 @@ FAMILIES: dict[str, ModelFamily] = {
             hybrid_layer, mixer=state_space, shared_mlp=(("shared_mlp.input_linear",), "shared_mlp.output_linear")
         ),
         derived=_granite_hybrid,
+        fused=_FUSED_MLP,
         names=(("mlp.gate_up_proj", "shared_mlp.input_linear"), (".mlp.down_proj", ".shared_mlp.output_linear")),
         linear=mamba_layers,
         # Chunks round otherwise than tokens, and mean the same.
@@ -2096,6 +2106,7 @@ FAMILIES: dict[str, ModelFamily] = {
             (".mamba.", ".mixer."),
             (".mlp.", ".mixer."),
         ),
+        model_names=(("backbone.layers.", "model.layers."),),
         # These are about training, kernels and caches; attention has no biases, and what is shared its own width.
         ignored=(
             "attention_bias",
@@ -2157,6 +2168,11 @@ FAMILIES: dict[str, ModelFamily] = {
         # No layer has positions, so the base of rotary embeddings that its configs name is none of any.
         derived=lambda raw: {"position_embedding_type": "nope", "head_dim": raw["qk_rope_head_dim"]},
         names=((".linear_attn.", ".self_attn."),),
+        model_names=(
+            (".block_sparse_moe.", ".mlp."),
+            (".self_attn.f_a_proj.", ".self_attn.forget_gate.f_a_proj."),
+            (".self_attn.f_b_proj.", ".self_attn.forget_gate.f_b_proj."),
+        ),
         ignored=(*_LATENT_IGNORED, *_GUESSING),
         fixed={
             "mla_use_nope": True,

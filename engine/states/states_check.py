@@ -23,10 +23,13 @@ def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
 def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
     if device != CPU:
         yield f"--device {device}"
-    if flags.kv_cache_dtype != "auto":
-        yield f"--kv-cache-dtype {flags.kv_cache_dtype}"
-    if flags.enable_lora:
-        yield "--enable-lora"
     method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
-    if flags.tensor_parallel_size > 1 and method not in ("", *LOOKED_UP):
-        yield f"--tensor-parallel-size {flags.tensor_parallel_size} with guesses by the method {method}"
+    together = [f"--tensor-parallel-size {flags.tensor_parallel_size}"] * (flags.tensor_parallel_size > 1)
+    together += [f"--pipeline-parallel-size {flags.pipeline_parallel_size}"] * (flags.pipeline_parallel_size > 1)
+    for size in together:
+        if flags.kv_cache_dtype != "auto":
+            yield f"{size} with --kv-cache-dtype {flags.kv_cache_dtype}"
+        if flags.enable_lora:
+            yield f"{size} with --enable-lora"
+        if method not in ("", *LOOKED_UP):
+            yield f"{size} with guesses by the method {method}"

@@ -4,6 +4,7 @@ policy, and over the death of its prefill worker, its decode worker and its KV n
 from __future__ import annotations
 
 import asyncio
+import itertools
 import pathlib
 import signal
 import tempfile
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from pillion import AsyncClient, Delta
 from testbed.cluster import AMID_STEPS, ServedCluster, served
 from testbed.conditions import wait_for
+from tests.support.adapters import adapted_model, make_adapter
 from tests.support.cpu_model import needs_kernels
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS
@@ -31,40 +33,53 @@ PARTING = 32
 FLAGS = ("--dtype", "float32", "--max-model-len", "512", "--kv-pool-bytes", "16MiB")
 CHUNKED = (*FLAGS, "--chunk-size", "32", "--max-num-batched-prefill-tokens", "32")
 TOKENS, HELD_AT_STEP = 24, 12
+RED = "red"
 # An answer is asked for again at most so often, until some of its tokens were guessed.
 MOST_ASKED = 50
 AMID_RANGE, AMID_COMMIT = "prefill, before a launch", "kvnode, after a commit"
 
 
 class HybridAnswers:
-    """Asks a cluster, and holds its answers to transformers'."""
+    """Asks a cluster, and holds its answers to transformers', with PEFT's adapter where a model is RED."""
 
-    def __init__(self, folder: pathlib.Path, cluster: ServedCluster) -> None:
-        self._oracle = Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
+    def __init__(self, folder: pathlib.Path, cluster: ServedCluster, adapter: pathlib.Path | None = None) -> None:
+        self._oracles = {"": Oracle(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))}
+        if adapter is not None:
+            self._oracles[RED] = Oracle(adapted_model(folder, adapter))
         self._cluster = cluster
 
-    def check(self, prompts: list[list[int]], kill: bool = False, n: int = 1) -> list[Delta]:
-        """Asks all prompts at once, for ``n`` answers each, and again if ``kill`` says so amid a strike. Returns the
-        last messages of the answers, whose tokens are transformers'."""
+    def check(
+        self, prompts: list[list[int]], kill: bool = False, n: int = 1, models: tuple[str, ...] = ("",)
+    ) -> list[Delta]:
+        """Asks all prompts at once, for the models in turn and for ``n`` answers each, and again if ``kill`` says so
+        amid a strike. Returns the last messages of the answers, whose tokens are transformers'."""
+        asked = list(zip(itertools.cycle(models), prompts, strict=False))
         last = []
-        for prompt, deltas in zip(prompts, asyncio.run(self._ask(prompts, kill, n)), strict=True):
+        for (model, prompt), deltas in zip(asked, asyncio.run(self._ask(asked, kill, n)), strict=True):
             for index in range(n):
                 tokens = [token for delta in deltas if delta.index == index for token in delta.token_ids]
-                assert first_difference(self._oracle.greedy(prompt, TOKENS), tokens, 1e-3) == ""
+                assert first_difference(self._oracles[model].greedy(prompt, TOKENS), tokens, 1e-3) == "", model
             last.append(deltas[-1])
         return last
 
-    async def _ask(self, prompts: list[list[int]], kill: bool, n: int) -> list[list[Delta]]:
+    async def _ask(self, asked: list[tuple[str, list[int]]], kill: bool, n: int) -> list[list[Delta]]:
         async with AsyncClient(self._cluster.target) as client:
-            asking = asyncio.gather(*(self._one(client, prompt, n) for prompt in prompts))
+            asking = asyncio.gather(*(self._one(client, *one, n) for one in asked))
             if kill:
                 await asyncio.to_thread(self._cluster.struck)
             return await asking
 
     @staticmethod
-    async def _one(client: AsyncClient, prompt: list[int], n: int) -> list[Delta]:
-        options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "n": n}
+    async def _one(client: AsyncClient, model: str, prompt: list[int], n: int) -> list[Delta]:
+        options = {"temperature": 0.0, "max_tokens": TOKENS, "ignore_eos": True, "model": model, "n": n}
         return [delta async for delta in client.generate(prompt, **options)]
+
+
+def red(folder: pathlib.Path) -> tuple[pathlib.Path, tuple[str, ...]]:
+    """Writes an adapter of attention and of layers with states. Returns its folder, and the flags that serve it."""
+    targets = ["q_proj", "o_proj", "in_proj_qkvz", "in_proj_ba", "in_proj", "out_proj", "f_b_proj"]
+    adapter = make_adapter(folder, folder / "red", r=4, target_modules=targets)
+    return adapter, ("--enable-lora", "--lora-modules", f"{RED}={adapter}")
 
 
 def cached(last: list[Delta]) -> list[int]:
@@ -84,11 +99,12 @@ def prefilled(last: list[Delta]) -> list[int]:
 )
 def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, name: str) -> None:
     folder = make_model(tmp_path / "model", HYBRIDS[name])[0]
+    adapter, flags = red(folder)
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as short,
-        served(pathlib.Path(short), str(folder), *CHUNKED, faults=True) as cluster,
+        served(pathlib.Path(short), str(folder), *CHUNKED, *flags, faults=True) as cluster,
     ):
-        answers = HybridAnswers(folder, cluster)
+        answers = HybridAnswers(folder, cluster, adapter)
         first = answers.check(PROMPTS)
         assert (cached(first), prefilled(first)) == ([0] * len(PROMPTS), WHOLE)
         assert not any(delta.timings.replays for delta in first if delta.timings is not None)
@@ -96,12 +112,17 @@ def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, n
         wait_for("all states kept", cluster.idle)
         again = answers.check(PROMPTS)
         assert (cached(again), prefilled(again)) == (WHOLE, [0] * len(PROMPTS))
+        # States have the names of the blocks that they stand behind, whose root has the adapter.
+        for found in (0, WHOLE[0]):
+            assert cached(answers.check(PROMPTS[:1], models=(RED,))) == [found]
+            wait_for("all states kept", cluster.idle)
         # The second step of the range comes when its first chunk is committed, with no state behind it.
         for seed, (point, passing, victim) in enumerate(
             [(AMID_RANGE, 2, ""), (AMID_STEPS, HELD_AT_STEP, ""), (AMID_COMMIT, 2, "")]
         ):
             cluster.arm(passing, signal.SIGKILL, point=point, victim=victim)
-            answers.check([tokens_of(70, 10 + seed), tokens_of(50, 20 + seed), PROMPTS[1]], kill=True)
+            asked = [tokens_of(70, 10 + seed), tokens_of(50, 20 + seed), PROMPTS[1]]
+            answers.check(asked, kill=True, models=("", RED))
             wait_for("the cluster to serve", cluster.serving)
         wait_for("all slots back", cluster.idle)
 
@@ -110,11 +131,12 @@ def test_tokens_are_transformers_and_survive_each_kill(tmp_path: pathlib.Path, n
 @pytest.mark.parametrize("policy", ["fraction:0.5", "auto"])
 def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
     folder = make_model(tmp_path / "model", HYBRIDS["granite-hybrid"])[0]
+    adapter, flags = red(folder)
     with (
         tempfile.TemporaryDirectory(prefix="pil-") as short,
-        served(pathlib.Path(short), str(folder), *CHUNKED, split_policy=policy, faults=True) as cluster,
+        served(pathlib.Path(short), str(folder), *CHUNKED, *flags, split_policy=policy, faults=True) as cluster,
     ):
-        answers = HybridAnswers(folder, cluster)
+        answers = HybridAnswers(folder, cluster, adapter)
         first = answers.check(PROMPTS)
         # One of the first two may come when the other has left a state where they part.
         assert all(found in (0, PARTING) for found in cached(first)[:2])
@@ -129,7 +151,7 @@ def test_policies(tmp_path: pathlib.Path, policy: str) -> None:
         assert again[2:] == WHOLE[2:]
         assert again[:2] != [PARTING] * 2
         cluster.arm(HELD_AT_STEP, signal.SIGKILL)
-        answers.check(PROMPTS, kill=True)
+        answers.check(PROMPTS, kill=True, models=("", RED))
         wait_for("all slots back", cluster.idle)
 
 

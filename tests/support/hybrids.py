@@ -213,6 +213,17 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }
 
 
+@torch.inference_mode()
+def token_by_token(model: Any, text: Sequence[int]) -> torch.Tensor:
+    """Returns the logits that transformers' model has for each token of a text, each in a step of its own."""
+    found, cache = [], None
+    for token in text:
+        out = model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        found.append(out.logits[0, -1].float())
+    return torch.stack(found)
+
+
 class StateDriver(BackendDriver):
     """A driver that gives each text two states in the pool, of which a step reads one and writes the other."""
 

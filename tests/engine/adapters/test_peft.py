@@ -15,8 +15,9 @@ from pillion.engine.checkpoints.prepare import prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
 from tests.support.adapters import ATTENTION, adapted_model, edit_tensors, make_adapter, own_vectors
-from tests.support.cpu_model import CpuDriver, needs_kernels
+from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import BY_ROWS, FAMILIES, FIRST, OF_LATENTS, PROMPT_TOKENS, make_model, tokens_of
+from tests.support.hybrids import HYBRIDS, StateDriver, token_by_token
 from tests.support.oracle import Oracle, first_difference
 from tests.support.quantized import PRODUCERS, quantize_folder
 from tests.support.torch_model import BackendDriver
@@ -197,6 +198,74 @@ def test_latents(family, config, make, tmp_path):
     folder, flags = make_model(tmp_path / "model", FAMILIES[family])
     adapter = make_adapter(folder, tmp_path / "adapter", target_modules=LATENT_TARGETS, **config)
     check_adapter(folder, flags, own_vectors(adapter), make)
+
+
+# The linear layers of layers with a state. PEFT has no adapters of ``out_proj`` for models that it calls Mamba's. Where
+# MLPs are targets, PEFT adapts experts, too.
+MIXERS = ["in_proj", "in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b"]
+EACH = ["a_proj", "b_proj", "g_proj", "f_a_proj", "f_b_proj", "g_a_proj", "g_b_proj"]
+MLPS = ["gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "input_linear", "output_linear"]
+HYBRID_CASES = {
+    # Groups of rows in another order; two pairs within a tile of outputs; names that checkpoints do not have.
+    "qwen3-next": ([*MIXERS, "out_proj", *ATTENTION], {}),
+    "olmo-hybrid": ([*EACH, *MLPS, *ATTENTION], {"use_dora": True}),
+    "kimi-linear": ([*EACH, *MLPS, "kv_a_proj_with_mqa", *ATTENTION], {"use_dora": True}),
+    "falcon-h1": ([*MIXERS, *MLPS, *ATTENTION], {"use_dora": True}),
+    "lfm2-biases": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {"bias": "lora_only", "lora_bias": True}),
+    "nemotron-h": ([*MIXERS, *MLPS, *ATTENTION], {}),
+    # An MLP alone is the last layer but one, and one beside experts.
+    "nemotron-h-ends-linear": ([*MIXERS, *MLPS, *ATTENTION], {}),
+    "qwen3-5": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {}),
+    "granite-hybrid": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {"lora_bias": True}),
+    "granite-hybrid-dense": ([*MIXERS, *MLPS, "out_proj", *ATTENTION], {}),
+}
+SHORT_HYBRIDS = [("qwen3-next", "torch"), ("olmo-hybrid", "cpu")]
+
+
+@pytest.mark.parametrize(
+    ("family", "kernels"),
+    [
+        pytest.param(
+            family,
+            kernels,
+            marks=[
+                *([needs_kernels] if kernels == "cpu" else []),
+                *([] if (family, kernels) in SHORT_HYBRIDS else [pytest.mark.long]),
+            ],
+        )
+        for family in HYBRID_CASES
+        for kernels in ("torch", "cpu")
+    ],
+)
+def test_layers_with_states(family, kernels, tmp_path):
+    """The oracle goes token by token, because its chunks round otherwise."""
+    folder, flags = make_model(tmp_path / "model", HYBRIDS[family])
+    targets, config = HYBRID_CASES[family]
+    adapter = make_adapter(folder, tmp_path / "adapter", r=6, lora_alpha=12, target_modules=targets, **config)
+    own_vectors(adapter)
+
+    def make(prepared, block_size, num_slots):
+        backend = cpu_backend(prepared, block_size, threads=2) if kernels == "cpu" else None
+        return StateDriver(prepared, block_size, num_slots, backend=backend)
+
+    driver, text = driver_with(flags, adapter, num_slots=400, make=make), tokens_of(PROMPT_TOKENS, 2)
+    plain = token_by_token(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval(), text)
+    wanted = {0: token_by_token(adapted_model(folder, adapter), text), -1: plain}
+    assert (plain - wanted[0]).std() > 0.3 * plain.std()
+    # Two texts of each, in steps that have them all.
+    numbers = {number: slot for slot in wanted for number in driver.sequences.add(2, adapter=slot)}
+    for begin, end in ((0, 17), (17, 18), (18, PROMPT_TOKENS)):
+        found = driver.step(*((number, text[begin:end]) for number in numbers))
+        for slot, logits in zip(numbers.values(), found, strict=True):
+            torch.testing.assert_close(logits, wanted[slot][end - 1], atol=1e-3, rtol=1e-3)
+
+
+def test_convolutions_have_no_adapters(tmp_path):
+    folder, flags = make_model(tmp_path / "model", HYBRIDS["lfm2"])
+    adapter = make_adapter(folder, tmp_path / "adapter", r=4, target_modules=["in_proj"])
+    edit_tensors(adapter, lambda tensors: {name.replace("in_proj", "conv"): one for name, one in tensors.items()})
+    with pytest.raises(ConfigError, match=r"conv\.conv, which cannot be served: convolutions have no adapters here"):
+        driver_with(flags, adapter)
 
 
 def test_what_makes_keys_of_latents_has_no_adapters(tmp_path):

@@ -22,6 +22,7 @@ from tests.engine.adapters.test_peft import BACKENDS, TOLERANCE, driver_with, lo
 from tests.support.adapters import VIRTUAL, adapted_model, edit_config, edit_tensors, make_adapter, make_virtual
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 from tests.support.families import FAMILIES, make_model, tokens_of
+from tests.support.hybrids import HYBRIDS, StateDriver
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -68,6 +69,25 @@ def test_a_model_of_each_family(make, family, kind, tmp_path):
     (number,) = driver.sequences.add()
     plain = driver.run_all(number, TEXT, [])
     assert (plain - wanted).std() > 0.01 * wanted.std()
+
+
+@pytest.mark.parametrize(
+    "kernels", [pytest.param("torch", marks=pytest.mark.long), pytest.param("cpu", marks=needs_kernels)]
+)
+def test_a_model_whose_layers_have_states(kernels, tmp_path):
+    """Virtual tokens pass its layers as embeddings. As keys and values they would leave nothing in its states."""
+    folder, flags = make_model(tmp_path / "model", HYBRIDS["granite-hybrid"])
+    adapter = make_virtual(folder, tmp_path / "adapter", "prompt", 5)
+
+    def make(prepared, block_size, num_slots):
+        backend = cpu_backend(prepared, block_size, threads=2) if kernels == "cpu" else None
+        return StateDriver(prepared, block_size, num_slots, backend=backend)
+
+    driver = driver_with(flags, adapter, make=make)
+    check(driver, 0, 5, logits_of(adapted_model(folder, adapter), TEXT)[-len(TEXT) :], [17, 1])
+    edit_config(adapter, peft_type="PREFIX_TUNING")
+    with pytest.raises(ConfigError, match="keys and values, which leave nothing in this model's states"):
+        driver_with(flags, adapter, make=make)
 
 
 @pytest.fixture(scope="module")

@@ -16,13 +16,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import StateSlots
+from pillion.engine.backends.backend import StateSlots, kv_layout
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import parse_config
 from pillion.errors import ConfigError, Internal
 from tests.support.cpu_model import cpu_backend, needs_kernels
 from tests.support.families import PROMPT_TOKENS, make_model, tokens_of
-from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR, StateDriver
+from tests.support.hybrids import ATTENTION, HYBRIDS, LINEAR, StateDriver, token_by_token
 from tests.support.oracle import Oracle, first_difference
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -46,15 +46,9 @@ class HybridCase:
         backend = cpu_backend(self.prepared, max(16, block_size), **{"threads": 2, **options})
         return StateDriver(self.prepared, max(16, block_size), num_slots, backend=backend)
 
-    @torch.inference_mode()
     def logits(self, text: list[int]) -> torch.Tensor:
         """Returns the logits of each token of a text, token by token."""
-        found, cache = [], None
-        for token in text:
-            out = self.model(torch.tensor([[token]]), past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            found.append(out.logits[0, -1].float())
-        return torch.stack(found)
+        return token_by_token(self.model, text)
 
 
 @pytest.fixture(scope="module")
@@ -198,6 +192,33 @@ def test_models_in_bfloat16_are_near(made, name):
     driver = case.driver(num_slots=400)
     found = driver.run_all(driver.sequences.add()[0], text, [33])
     assert (found - wanted).abs().mean() < 0.05 * wanted.std()
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        ("qwen3-next", "int8"),
+        *(
+            pytest.param(name, kv, marks=pytest.mark.long)
+            for name, kv in (("lfm2", "fp8"), ("granite-hybrid", "fp8"), ("falcon-h1", "int8"), ("kimi-linear", "int8"))
+        ),
+    ],
+)
+def test_kv_in_8_bits(made, name, kv):
+    """Near transformers' logits, with states in float32 whose bits do not depend on how a text was cut."""
+    case, text = made(name, "cpu"), tokens_of(PROMPT_TOKENS, 2)
+    # In 8 bits, blocks of 16 tokens are too small for the pieces of these states.
+    driver = case.driver(32, num_slots=400, kv_cache_dtype=kv)
+    wanted, layout, plain = case.logits(text), driver.backend.layout, kv_layout(case.prepared, 32)
+    assert layout.block_bytes < 0.35 * plain.block_bytes
+    assert layout.state_pages > plain.state_pages
+    one, other, *others = driver.sequences.add(4)
+    found = driver.run_all(one, text, [33, 1, 2, 20])
+    assert 0 < (found - wanted).abs().mean() < 0.05 * wanted.std()
+    driver.check_among_others(other, text, [1] * 20 + [16], found, others)
+    assert driver.state(one) == driver.state(other)
+    driver.backend.check_integrity()
 
 
 @needs_kernels

@@ -30,8 +30,8 @@ def folder(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (replace(DECODE, kv_cache_dtype="int8"), "--kv-cache-dtype int8"),
-        (replace(DECODE, enable_lora=True), "--enable-lora"),
+        (replace(DECODE, tensor_parallel_size=2, kv_cache_dtype="int8"), "--tensor-parallel-size 2 with --kv-cache-dtype int8"),
+        (replace(DECODE, tensor_parallel_size=2, enable_lora=True), "--tensor-parallel-size 2 with --enable-lora"),
         (replace(DECODE, tensor_parallel_size=2, speculative_config=HEAD), "--tensor-parallel-size 2 .* method eagle3"),
     ],
 )
@@ -69,3 +69,5 @@ def test_pieces_that_fit_into_no_block_are_left_to_torch(folder: str, monkeypatc
     assert choose_kernels(flags, prepare(flags))[0] is not None
     monkeypatch.setattr("pillion.engine.backends.backend.state_layout", lambda states, block_bytes: None)
     assert choose_kernels(flags, prepare(flags)) == (None, "pieces of states do not fit into blocks of 16 tokens")
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype int8 .* pieces of states do not fit"):
+        choose_kernels(replace(flags, kv_cache_dtype="int8"), prepare(flags))
