@@ -451,11 +451,11 @@ class Cluster:
         return sum(steps) if all(steps) else 0
 
     async def far_hits(
-        self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord]
+        self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord], state_pages: int = 0
     ) -> dict[str, int]:
         """Returns how many blocks of a prompt the nodes of these decode workers can have if they fetch from their
-        buckets, by node id; it names only nodes that can have more than ``hits`` says. One node of each bucket is
-        asked, for a bounded time. It never fails."""
+        buckets, by node id, where a model has ``state_pages`` up to the last state; it names only nodes that can have
+        more than ``hits`` says. One node of each bucket is asked, for a bounded time. It never fails."""
         known = max(hits.values(), default=0)
         if len(hashes) // HASH_BYTES - known < MIN_ASKED_BLOCKS:
             return {}
@@ -471,7 +471,8 @@ class Cluster:
             try:
                 # Requests with the same prompt ask the same node, which remembers what the bucket has.
                 client = self.node(node_ids[hashes[-1] % len(node_ids)]).client
-                more = await client.find_blocks(hashes, known, timeout_s=MAX_FIND_MS / 1000)
+                timeout_s = MAX_FIND_MS / 1000
+                more = await client.find_blocks(hashes, known, timeout_s=timeout_s, state_pages=state_pages)
             except PillionError as error:
                 log.debug("nobody says what a bucket has: %s", error.message)
                 return

@@ -109,6 +109,8 @@ class ReadAhead(GatewayPart):
             return
         best = max(tiers, key=lambda one: hits.get(one.node_id, 0))
         blocks = hits.get(best.node_id, 0)
+        if best.object_url and served.state_pages:
+            blocks = (await cluster.far_hits(hashes, hits, found, served.state_pages)).get(best.node_id, blocks)
         wanted = hashes if best.object_url and not served.state_pages else hashes[: blocks * HASH_BYTES]
         if not wanted:
             return

@@ -447,9 +447,7 @@ class ComponentCalls:
             hits = await look_up(self.chain.hashes) if known else ()
         blocks = {hit.node_id: hit.blocks for hit in hits}
         components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
-        # What a bucket has of a chain says nothing about its states.
-        ask_far = known and not served.state_pages
-        far = await cluster.far_hits(self.chain.hashes, blocks, components) if ask_far else {}
+        far = await cluster.far_hits(self.chain.hashes, blocks, components, served.state_pages) if known else {}
         mates = cluster.lending_mates(components)
         sent_load, sent_tokens = await cluster.under_way((*components, *mates))
         seen = ClusterSnapshot(

@@ -215,12 +215,15 @@ class NodeClient:
         # The node itself ends the fetch in time, so this deadline is a little longer than the node's.
         return await call_unary(self._stub.Prefetch, request, timeout_s + PREFETCH_GRACE_S)
 
-    async def find_blocks(self, block_hashes: bytes, first_block: int, *, timeout_s: float) -> int:
+    async def find_blocks(
+        self, block_hashes: bytes, first_block: int, *, timeout_s: float, state_pages: int = 0
+    ) -> int:
         """Returns how many blocks of the chain, from ``first_block`` on, the node's lower tiers probably have, as far
-        as the node finds that out in this time."""
+        as the node finds that out in this time. With ``state_pages``, those of a model's states, it counts them up to
+        the last one that probably has a state."""
         timeout_ms = max(1, int(timeout_s * 1000))
         request = kvnode_pb2.FindBlocksRequest(
-            block_hashes=block_hashes, first_block=first_block, timeout_ms=timeout_ms
+            block_hashes=block_hashes, first_block=first_block, timeout_ms=timeout_ms, state_pages=state_pages
         )
         reply: kvnode_pb2.FindBlocksReply = await call_unary(
             self._stub.FindBlocks, request, timeout_s + PREFETCH_GRACE_S

@@ -338,7 +338,8 @@ class Pool:
         hashes, first = split_hashes(request.block_hashes), request.first_block
         if self.fetcher is None or first >= len(hashes):
             return FindBlocksReply()
-        return FindBlocksReply(blocks=await self.fetcher.reach(hashes, first, request.timeout_ms / 1000))
+        timeout_s, states = request.timeout_ms / 1000, request.state_pages > 0
+        return FindBlocksReply(blocks=await self.fetcher.reach(hashes, first, timeout_s, states=states))
 
     async def pin_chain(
         self, epoch: int, nonce: int, hashes: list[bytes], first_block: int, timeout_s: float = 0.0

@@ -116,10 +116,11 @@ class FarTier(Tier, Protocol):
     """Represents a tier that other nodes write to as well, so that only a request shows what it has. It is asked after
     other nodes' pools."""
 
-    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False) -> None:
+    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False, states: bool = False) -> None:
         """Finds out which blocks of a chain the tier has, from block ``first`` on; ``in`` knows them from then on.
         ``hashes`` begin with the chain's first block. With ``roughly`` only the chain's length counts; of blocks
-        between two that are here, nothing need be learnt. The call is bounded in time, and may be cancelled."""
+        between two that are here, nothing need be learnt. With ``states`` it finds out the first pages of states, too,
+        at least those that stand far down the chain. The call is bounded in time, and may be cancelled."""
 
 
 class KeptBlocks(Generic[Kept]):

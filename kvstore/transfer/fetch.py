@@ -273,17 +273,33 @@ class Fetcher:
         now = asyncio.get_running_loop().time()
         return (now - begun_s) * 1000 if had_some or now >= fetch.until_s else 0.0
 
-    async def reach(self, hashes: Sequence[bytes], first: int, timeout_s: float) -> int:
+    async def reach(self, hashes: Sequence[bytes], first: int, timeout_s: float, *, states: bool = False) -> int:
         """Asks far tiers how far a chain goes; returns how many of its blocks from ``first`` on lower tiers probably
         have. If a tier has the first of them, it is taken to have all up to the last one that it has: a tier that has a
-        block once had those before it, and what is missing nevertheless is computed (I1)."""
-        await self._find_far(hashes, first, timeout_s, roughly=True)
+        block once had those before it, and what is missing nevertheless is computed (I1). With ``states`` the last one
+        is that after which a state stands, whose first page is there: it is written first."""
+        await self._find_far(hashes, first, timeout_s, roughly=True, states=states)
         tiers = [tier for tier in (*self._tiers, *self._far) if tier.answers()]
-        here = [any(block_hash in tier for tier in tiers) for block_hash in hashes[first:]]
-        return len(here) - here[::-1].index(True) if here[:1] == [True] else 0
 
-    async def _find_far(self, hashes: Sequence[bytes], first: int, timeout_s: float, *, roughly: bool = False) -> None:
-        asking = [asyncio.ensure_future(tier.find(hashes, first, roughly=roughly)) for tier in self._far]
+        def here(block_hash: bytes) -> bool:
+            return any(block_hash in tier for tier in tiers)
+
+        chain = hashes[first:]
+        if not chain or not here(chain[0]):
+            return 0
+        ends = ((state_page(one, 0) if states else one) for one in reversed(chain))
+        return next((len(chain) - behind for behind, end in enumerate(ends) if here(end)), 0)
+
+    async def _find_far(
+        self,
+        hashes: Sequence[bytes],
+        first: int,
+        timeout_s: float,
+        *,
+        roughly: bool = False,
+        states: bool = False,
+    ) -> None:
+        asking = [asyncio.ensure_future(tier.find(hashes, first, roughly=roughly, states=states)) for tier in self._far]
         try:
             if asking:
                 await asyncio.wait(asking, timeout=max(0.0, timeout_s))

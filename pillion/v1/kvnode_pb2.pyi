@@ -509,20 +509,26 @@ class FindBlocksRequest(_message.Message):
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    STATE_PAGES_FIELD_NUMBER: _builtins.int
     block_hashes: _builtins.bytes
     """Hashes of a chain from its first block, 32 bytes each, and the first one that is looked for."""
     first_block: _builtins.int
     timeout_ms: _builtins.int
+    state_pages: _builtins.int
+    """For a model whose layers carry a state, the number of slots that it takes: only blocks up to one that has a state
+    count.
+    """
     def __init__(
         self,
         *,
         block_hashes: _builtins.bytes = ...,
         first_block: _builtins.int = ...,
         timeout_ms: _builtins.int = ...,
+        state_pages: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_block", b"first_block", "timeout_ms", b"timeout_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_hashes", b"block_hashes", "first_block", b"first_block", "state_pages", b"state_pages", "timeout_ms", b"timeout_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

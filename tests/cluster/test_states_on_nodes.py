@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 import signal
 import tempfile
@@ -17,6 +18,7 @@ from testbed.conditions import wait_for
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
 from testbed.hosts import Hosts, hosts
+from testbed.s3_service import CREDENTIALS, S3Service
 from tests.support.families import make_model, tokens_of
 from tests.support.hybrids import HYBRIDS
 from tests.support.oracle import Oracle, first_difference
@@ -148,3 +150,46 @@ def test_states_come_back_from_disk(folder: pathlib.Path) -> None:
             assert cached(reader.read(prompt)) == whole(prompt)
         assert cluster.node_status("kv-a").restored_blocks > 0
         reader.idle("kv-a")
+
+
+async def test_states_come_from_a_bucket(folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node that computed them is gone, and the next one has an empty pool."""
+    pytest.importorskip("obstore")
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    model = make_model(folder / "model", HYBRIDS["lfm2"])[0]
+    prompts = [tokens_of(300, 5), tokens_of(200, 3)]
+    async with S3Service(folder / "s3").running() as service:
+        await asyncio.to_thread(_over_a_bucket, folder, model, service.url(), prompts)
+
+
+def _over_a_bucket(folder: pathlib.Path, model: pathlib.Path, url: str, prompts: list[list[int]]) -> None:
+    flags = ("--kv-pool-bytes", "16MiB", "--fetch-timeout-ms", "60000", "--object-url", url)
+    with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "512") as cluster:
+        target = cluster.gateway("--split-policy", "colocated")
+        cluster.node("kv-a", *flags)
+        decode = cluster.worker("decode", "kv-a")
+        cluster.sees(target, decode)
+        reader = StateReader(model, cluster, target)
+        for prompt in prompts:
+            assert cached(reader.read(prompt)) == 0
+        reader.idle("kv-a")
+
+        def all_written() -> bool:
+            status = cluster.node_status("kv-a")
+            return status.object_blocks == status.committed_blocks
+
+        wait_for("all blocks in the bucket", all_written)
+        cluster.stop(decode)
+        cluster.stop("kv-a")
+        cluster.node("kv-b", *flags)
+        decode = cluster.worker("decode", "kv-b")
+        cluster.sees(target, decode)
+        for prompt in prompts:
+            assert cached(reader.read(prompt)) == whole(prompt)
+        # Of an answer, too.
+        turn = [*prompts[0], *reader.wanted(prompts[0]), *MORE]
+        assert cached(reader.read(turn)) == (len(turn) - len(MORE) - 1) // 16 * 16
+        status = cluster.node_status("kv-b")
+        assert (status.bucket_blocks > 0, status.corrupt_blocks) == (True, 0)
+        reader.idle("kv-b")

@@ -190,3 +190,23 @@ def places_in(runs: Iterable[RunName], hashes: Sequence[bytes]) -> Mapping[bytes
             if block_hash not in found or found[block_hash][0] < end:
                 found[block_hash] = end, run
     return {block_hash: run for block_hash, (_, run) in found.items()}
+
+
+def followers_in(
+    runs: Iterable[RunName], hashes: Sequence[bytes], followers: Sequence[bytes]
+) -> Mapping[bytes, RunName]:
+    """Returns which run has each of ``followers``: blocks that may come after the block of ``hashes``, which are of one
+    chain and segment, in the same place, instead of the next one."""
+    place = {block_hash: number for number, block_hash in enumerate(hashes)}
+    begins, found = frozenset(followers), dict[bytes, RunName]()
+    for run in runs:
+        if run.first in begins:
+            found[run.first] = run
+        begin = place.get(run.first)
+        if begin is None:
+            continue
+        count = run.leading(hashes[begin:])
+        last = begin + count - 1
+        if count < len(run) and last < len(followers) and followers[last].startswith(run.tags[count - 1]):
+            found[followers[last]] = run
+    return found

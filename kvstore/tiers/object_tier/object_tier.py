@@ -26,11 +26,18 @@ from itertools import groupby, takewhile
 from typing import Any
 
 from pillion.config import KVNodeFlags
-from pillion.kvstore.hashing import SEGMENT_BLOCKS
+from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.kvstore.ledger.records import PoolShape
 from pillion.kvstore.memory.memory import PoolMemory, block_checksum, until_over
-from pillion.kvstore.tiers.object_tier.object_runs import HEADER_BYTES, RunLayout, RunName, places_in, split_runs
+from pillion.kvstore.tiers.object_tier.object_runs import (
+    HEADER_BYTES,
+    RunLayout,
+    RunName,
+    followers_in,
+    places_in,
+    split_runs,
+)
 from pillion.kvstore.tiers.object_tier.object_store import (
     MAX_LISTED_NAMES,
     MissingObject,
@@ -50,6 +57,8 @@ MAX_QUEUED_BYTES = 256 * 2**20
 MAX_PUTS, MAX_GETS, MAX_LISTS = 4, 8, 16
 # At most this many lists run or wait for their turn; further ones find nothing.
 MAX_WAITING_LISTS = 256
+# Of so many segments it is asked whether their last blocks have states.
+MAX_ASKED_EDGES = 2
 # At most this many blocks are known to be in the bucket, with some 300 bytes each.
 MAX_KNOWN_BLOCKS = 2**18
 # A block that no object had is not asked for again for this long; this many such blocks are remembered.
@@ -187,37 +196,52 @@ class ObjectTier(MediumTier[_Place]):
                 self._absent.pop(name.hash, None)
                 self._know(_Place(name, run))
 
-    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False) -> None:
+    async def find(self, hashes: Sequence[bytes], first: int, *, roughly: bool = False, states: bool = False) -> None:
         """Lists the segments of a chain from block ``first`` on: that of this block, and all others at once where that
         one is here to its end. Blocks that are known already are not asked for.
 
         With ``roughly``, of n others the last and about every √n-th are listed, then those between the deepest one that
-        is here and the next. So a list of 64 segments is 16 requests in two rounds.
+        is here and the next. So a list of 64 segments is 16 requests in two rounds. With ``states`` it learns of the
+        same lists which blocks have states, and so asks for segments, too, all of whose blocks are known.
         """
         begin = first // SEGMENT_BLOCKS * SEGMENT_BLOCKS
         end = begin + SEGMENT_BLOCKS
-        await self._find_in(hashes, first, begin)
+        await self._find_in(hashes, first, begin, states)
         if not all(block_hash in self for block_hash in hashes[first:end]):
             return
         begins = range(end, len(hashes), SEGMENT_BLOCKS)
         if not roughly:
-            await self._find_at(hashes, begins)
+            await self._find_at(hashes, begins, states)
             return
         probes = sorted({*begins[:: max(1, math.isqrt(len(begins)))], *begins[-1:]})
-        await self._find_at(hashes, probes)
+        await self._find_at(hashes, probes, states)
         here = next((at for at in reversed(probes) if hashes[at] in self), begin)
         after = next((at for at in probes if at > here), here)
-        await self._find_at(hashes, range(here + SEGMENT_BLOCKS, after, SEGMENT_BLOCKS))
+        await self._find_at(hashes, range(here + SEGMENT_BLOCKS, after, SEGMENT_BLOCKS), states)
+        if states:
+            await self._find_at_edges(hashes, first)
 
-    async def _find_at(self, hashes: Sequence[bytes], begins: Iterable[int]) -> None:
-        await asyncio.gather(*(self._find_in(hashes, begin, begin) for begin in begins))
+    async def _find_at(self, hashes: Sequence[bytes], begins: Iterable[int], states: bool) -> None:
+        await asyncio.gather(*(self._find_in(hashes, begin, begin, states) for begin in begins))
 
-    async def _find_in(self, hashes: Sequence[bytes], first: int, begin: int) -> None:
-        """Learns where the blocks from ``first`` on are, of the segment that begins with block ``begin``."""
+    async def _find_at_edges(self, hashes: Sequence[bytes], first: int) -> None:
+        """Learns of the last segments' last blocks that are here whether they have states, whose first pages begin
+        segments of their own."""
+        deepest = next((at for at in range(len(hashes) - 1, first - 1, -1) if hashes[at] in self), first)
+        last = (deepest + 1) // SEGMENT_BLOCKS * SEGMENT_BLOCKS
+        ends = range(last, max(first, last - MAX_ASKED_EDGES * SEGMENT_BLOCKS), -SEGMENT_BLOCKS)
+        chains = ([*hashes[:end], state_page(hashes[end - 1], 0)] for end in ends)
+        await asyncio.gather(*(self._find_in(chain, len(chain) - 1, len(chain) - 1, False) for chain in chains))
+
+    async def _find_in(self, hashes: Sequence[bytes], first: int, begin: int, states: bool) -> None:
+        """Learns where the blocks from ``first`` on are, of the segment that begins with block ``begin``, and perhaps
+        which of them have ``states``."""
         chain = hashes[begin : begin + SEGMENT_BLOCKS]
         segment, wanted = chain[0], hashes[first : begin + SEGMENT_BLOCKS]
+        pages = [state_page(block_hash, 0) for block_hash in chain[: SEGMENT_BLOCKS - 1]] if states else []
         absent = not wanted or self._absent.get(wanted[0], 0.0) > time.monotonic()
-        if absent or self._closed or not self.answers() or all(block_hash in self for block_hash in wanted):
+        known = not pages and all(block_hash in self for block_hash in wanted)
+        if absent or self._closed or not self.answers() or known:
             return
         after, more = "", True
         while more:
@@ -227,6 +251,9 @@ class ObjectTier(MediumTier[_Place]):
                     at = begin + chain.index(block_hash)
                     parent = hashes[at - 1] if at else b""
                     self._know(_Place(BlockName(block_hash, parent, segment, 0), run))
+            for page, run in followers_in(runs, chain, pages).items():
+                if page not in self:
+                    self._know(_Place(BlockName(page, chain[pages.index(page)], segment, 0), run))
             missing = next((block_hash for block_hash in wanted if block_hash not in self), None)
             # There are more names than one list has, so those that begin with the next block are asked for.
             more = more and missing is not None and missing.hex() != after

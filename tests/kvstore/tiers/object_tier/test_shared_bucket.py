@@ -7,13 +7,15 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from pillion.kvstore.hashing import HASH_BYTES, state_page
 from pillion.kvstore.node.kv_node import metric_readings
 from pillion.kvstore.tiers.object_tier import write_through
 from pillion.observability import metric_catalog as names
 from pillion.v1.kvnode_pb2 import NodeStatus, PrefetchReply
+from testbed.conditions import WITHIN_S
 from testbed.redis import RedisServer
 from testbed.s3_service import CREDENTIALS, S3Service
-from tests.support.kv_hosts import EAGER, NUM_SLOTS, hosts, prompt
+from tests.support.kv_hosts import EAGER, NUM_SLOTS, content, hosts, prompt
 
 pytest.importorskip("obstore")
 
@@ -45,6 +47,37 @@ async def test_what_a_dead_node_wrote_serves_another(
         assert await b.client.find_blocks(hashes, 0, timeout_s=60) == 30
         assert await b.client.find_blocks(hashes, 12, timeout_s=60) == 18
         assert await b.serve(hashes) == PrefetchReply(blocks=30, bucket_blocks=30)
+        await b.idle()
+        await b.check()
+
+
+async def test_a_state_in_a_bucket_is_a_hit(
+    short_folder: str, redis: RedisServer, service: S3Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """States of two pages after 12 blocks and after a segment's last block, whose first page begins another segment."""
+    monkeypatch.setattr(write_through, "COPY_DELAY_S", 0.01)
+    async with hosts(short_folder, redis, "a", "b", object_url=service.url()) as (a, b):
+        hashes = prompt(*range(34))
+
+        def first(blocks: int) -> bytes:
+            return hashes[: blocks * HASH_BYTES]
+
+        for blocks in (12, 32):
+            pages = (state_page(first(blocks)[-HASH_BYTES:], page) for page in range(2))
+            await a.serve(first(blocks) + b"".join(pages))
+        await a.serve(hashes)
+        await a.until(lambda status: status.object_blocks == 34 + 4)
+        await a.stop()
+        for blocks, begin, found in ((34, 0, 32), (34, 12, 20), (31, 0, 12), (11, 0, 0), (34, 33, 0)):
+            more = await b.client.find_blocks(first(blocks), begin, timeout_s=60, state_pages=2)
+            assert more == found, (blocks, begin)
+        ticket = await b.client.open_ticket(b.session.epoch, first(12), 13, timeout_s=WITHIN_S, state_pages=2)
+        brought = await b.fetch(ticket, first(12))
+        assert (brought.blocks, brought.bucket_blocks) == (12, 14)
+        adopted = await b.client.adopt(b.worker.epoch, ticket.ticket_id, 0)
+        pages = [state_page(first(12)[-HASH_BYTES:], page) for page in range(2)]
+        assert [b.read(slot) for slot in adopted.state_slots] == [content(page) for page in pages]
+        await b.release(ticket)
         await b.idle()
         await b.check()
 
