@@ -30,7 +30,10 @@ def folder(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (replace(DECODE, tensor_parallel_size=2, kv_cache_dtype="int8"), "--tensor-parallel-size 2 with --kv-cache-dtype int8"),
+        (
+            replace(DECODE, tensor_parallel_size=2, kv_cache_dtype="int8"),
+            "--tensor-parallel-size 2 with --kv-cache-dtype int8",
+        ),
         (replace(DECODE, tensor_parallel_size=2, enable_lora=True), "--tensor-parallel-size 2 with --enable-lora"),
         (replace(DECODE, tensor_parallel_size=2, speculative_config=HEAD), "--tensor-parallel-size 2 .* method eagle3"),
     ],
