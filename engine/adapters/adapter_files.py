@@ -137,14 +137,16 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
     for tensor in tensors_of(layer):
         if tensor.role is not Role.MATRIX or tensor.experts:
             continue
-        name, (outputs, inputs) = f"layers.{index}.{tensor.name}", tensor.shape
+        name, inputs = f"layers.{index}.{tensor.name}", tensor.shape[1]
         pieces = [piece.size for piece in tensor.rows]
         factors = tuple(zip(pieces, tensor.scales, strict=True)) if tensor.scales else ()
         for names in tensor.spellings:
-            sizes, first = pieces if len(names) > 1 else [outputs], 0
-            for number, (module, size) in enumerate(zip(names, sizes, strict=True)):
-                own = factors[number : number + 1] if len(names) > 1 else factors
-                found[module] = Projection(name, first, size, inputs, tensor.bias, own)
+            # The first of fewer names than pieces has the first pieces.
+            joined, first = len(pieces) - len(names) + 1, 0
+            for begin, module in enumerate(names, joined - 1):
+                own = slice(0 if begin < joined else begin, begin + 1)
+                size = sum(pieces[own])
+                found[module] = Projection(name, first, size, inputs, tensor.bias, factors[own])
                 first += size
     return found
 
