@@ -176,8 +176,10 @@ def _matrix(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: Laye
     weight = weight if order is None else select_rows(weight, order)
     if not tensor.scales:
         return weight
-    factors = torch.cat([torch.full((row.size, 1), by) for row, by in zip(tensor.rows, tensor.scales, strict=True)])
-    return (plain(weight, torch.float32) * factors).to(dtype)
+    wide = plain(weight, torch.float32)
+    parts = zip(tensor.rows, tensor.scales, strict=True)
+    factors = torch.cat([torch.full((row.size, 1), by, device=wide.device) for row, by in parts])
+    return (wide * factors).to(dtype)
 
 
 def _bias(checkpoint: TensorSource, dtype: torch.dtype, key: str, tensor: LayerTensor) -> torch.Tensor | None:
