@@ -116,9 +116,11 @@ Hybrid models, whose layers carry a state from token to token ([054](decisions/0
 and on torch's operators (`tests/engine/states`), under every split policy (`tests/cluster/test_states.py`), and by
 workers of several [ranks](tensor-parallelism.md) and [stages](pipeline-parallelism.md). Draft models and EAGLE-3 heads
 guess for workers of one process, and hybrid models guess as draft models
-(`tests/engine/states/test_offline_guesses.py`). GPUs are not there for them yet and are refused. Their quantized
-checkpoints are served (`tests/engine/quantized/test_quantized_states.py`) and, by workers of one process, adapters of
-their attention, MLPs and layers with states (`tests/engine/adapters/test_peft.py`), and KV in 8 bits.
+(`tests/engine/states/test_offline_guesses.py`). Their quantized checkpoints are served
+(`tests/engine/quantized/test_quantized_states.py`) and, by workers of one process, adapters of their attention, MLPs
+and layers with states (`tests/engine/adapters/test_peft.py`), and KV in 8 bits. On one GPU they run without adapters,
+KV in 8 bits and models that guess; its kernels have run in Triton's interpreter alone
+(`tests/gpu/test_gpu_hybrids.py`).
 Their prompts go on from states that are kept at the ends of prompts and answers, wherever these are: on the worker's
 own node, on another one, on disk or in a bucket (`tests/cluster/test_states_on_nodes.py`).
 
@@ -211,7 +213,7 @@ def options(family: ModelFamily) -> str:
     if family.linear is not None:
         said.append(STATES[family.linear.__name__])
     if layer.get("gated_queries") or layer.get("attention_gate"):
-        said.append("attention whose results pass a gate (not on GPUs)")
+        said.append("attention whose results pass a gate")
     if family.parallel or {"use_parallel_residual", "parallel_attn"} & family.defaults.keys():
         said.append("attention beside the MLP" + ("" if family.parallel else ", by a key"))
     if not family.gated:

@@ -13,6 +13,7 @@
     drafts/        speculative decoding: guesses of next tokens, which steps judge
     partial_blocks/ last blocks of answers that are not full, kept for the next turns
     states/        what hybrid models carry from token to token: the states of running sequences
+    gpu_states/    layers with states on GPUs
     encoders/      models whose tokens all see each other: vectors and labels of whole texts, without any cache
     ranks/         workers of several processes, each with a share of the model;  gpu_ranks/: those on GPUs
     stages/        prefill workers of several processes, each with some of the layers;  gpu_stages/: those on GPUs

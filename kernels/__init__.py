@@ -3,6 +3,7 @@
     torch/   paged attention and linear layers by torch's own CPU kernels, and the reference of all attention kernels
     cpu/     a compiler for CPU kernels (AVX2, AVX-512, AMX, NEON) and the kernels written with it
     gpu/     Triton kernels for NVIDIA GPUs
+    gpu_states/  those of layers that carry a state from token to token
     kv_codes.py  what all of them agree on where keys and values have 8 bits
 
 Read torch/reference.py first, which shows in a few lines what paged attention computes. Kernels know no more of the

@@ -378,6 +378,15 @@ ROOMS: tuple[Room, ...] = (
         },
     ),
     Room(
+        "states on GPUs",
+        paths=("engine/gpu_states", "kernels/gpu_states"),
+        entries={
+            "engine.backends.gpu.states": "pillion.engine.gpu_states.gpu_states:GpuStates",
+            "kernels.gpu.specs": "pillion.kernels.gpu_states.state_specs:build_specs",
+        },
+        needs=("states", "GPU"),
+    ),
+    Room(
         "object tier",
         paths=("kvstore/tiers/object_tier", "tests/kvstore/tiers/object_tier"),
         entries={

@@ -50,6 +50,7 @@ CLUSTERS = (
     "tests/cluster/",
     "tests/core/",
     "tests/gpu/test_cluster.py",
+    "tests/gpu/test_states_cluster.py",
     "tests/benchmarks/test_gpu.py",
     "tests/deploy/test_compose.py",
     "tests/deploy/test_rollout.py",

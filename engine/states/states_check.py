@@ -22,8 +22,7 @@ def check_states(flags: WorkerFlags, device: str, config: ModelConfig) -> None:
 
 def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
     if device != CPU:
-        yield f"--device {device}"
-    method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
+        yield from _refused_on_gpus(flags)
     together = [f"--tensor-parallel-size {flags.tensor_parallel_size}"] * (flags.tensor_parallel_size > 1)
     together += [f"--pipeline-parallel-size {flags.pipeline_parallel_size}"] * (flags.pipeline_parallel_size > 1)
     for size in together:
@@ -31,5 +30,25 @@ def _refused(flags: WorkerFlags, device: str) -> Iterator[str]:
             yield f"{size} with --kv-cache-dtype {flags.kv_cache_dtype}"
         if flags.enable_lora:
             yield f"{size} with --enable-lora"
-        if method not in ("", *LOOKED_UP):
+        if method := _model_that_guesses(flags):
             yield f"{size} with guesses by the method {method}"
+
+
+def _refused_on_gpus(flags: WorkerFlags) -> Iterator[str]:
+    """Yields what nobody has run on GPUs for such models, whatever the CPU can do of it."""
+    if flags.kv_cache_dtype != "auto":
+        yield f"--kv-cache-dtype {flags.kv_cache_dtype} on a GPU"
+    if flags.enable_lora:
+        yield "--enable-lora on a GPU"
+    if flags.tensor_parallel_size > 1:
+        yield f"--tensor-parallel-size {flags.tensor_parallel_size} on GPUs"
+    if flags.pipeline_parallel_size > 1:
+        yield f"--pipeline-parallel-size {flags.pipeline_parallel_size} on GPUs"
+    if method := _model_that_guesses(flags):
+        yield f"--speculative-config with the method {method} on a GPU"
+
+
+def _model_that_guesses(flags: WorkerFlags) -> str:
+    """Returns the method of guessing, if it needs a model beside the worker's own, or ""."""
+    method = flags.speculative_config.method if isinstance(flags, StepFlags) else ""
+    return "" if method in LOOKED_UP else method

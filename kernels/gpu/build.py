@@ -16,11 +16,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
+
+from pillion.rooms import Seam, entered
 
 ARCHITECTURES = (80, 90)
 # One block may ask for this many bytes of shared memory, by architecture (CUDA C programming guide, "Compute
@@ -68,6 +70,8 @@ RARE = (
     "attention_decode_window_softcap",
     "blocks-[!l]*",
     "blocks-llama3-[!c]*",
+    "convolve-*-fp32",
+    "delta_rule-*-fp32",
     "gated-*-fp16",
     "gated-*-fp32",
     "kv_write-head*",
@@ -80,12 +84,16 @@ RARE = (
     "low_rank_expand-64-*",
     "low_rank_*fp16",
     "low_rank_*fp32",
+    "norm_gated-128-bf16-sigmoid",
+    "norm_gated-16384-*",
     "quantized_*-[36]*",
     "quantized_[in]*",
     "quantized_fp8_128-128",
     "quantized_uint4_128-16",
     "quantized_uint4_128_*",
     "sample_*_bf16*",
+    "state_space-granite-fp32",
+    "state_space-nemotron-*",
 )
 
 
@@ -110,6 +118,10 @@ class BuildSpec:
     max_registers: int = MAX_REGISTERS
     max_spill_bytes: int = 0
     architectures: tuple[int, ...] = ARCHITECTURES
+
+
+# A room's function lists the specs of its own kernels.
+MORE_KERNELS = Seam[Callable[[], list[BuildSpec]]]("kernels.gpu.specs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,9 +174,10 @@ def build(spec: BuildSpec, arch: int) -> BuildResult:
 
 
 def all_specs(only: str = "", *, rare: bool = True) -> list[BuildSpec]:
-    """Lists the specs of every module whose names contain ``only``; without ``rare``, only common kernels."""
-    specs = [spec for name in MODULES for spec in importlib.import_module(f"pillion.kernels.gpu.{name}").build_specs()]
-    specs = [spec for spec in specs if only in spec.name]
+    """Lists the specs of every module, and those of rooms, whose names contain ``only``; without ``rare``, only common
+    kernels."""
+    every = [importlib.import_module(f"pillion.kernels.gpu.{name}").build_specs for name in MODULES]
+    specs = [spec for listed in (*every, *entered(MORE_KERNELS)) for spec in listed() if only in spec.name]
     return [spec for spec in specs if rare or not any(fnmatch(spec.name, pattern) for pattern in RARE)]
 
 

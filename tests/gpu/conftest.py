@@ -8,7 +8,7 @@ import pytest
 from benchmarks.gpu.needs import missing_packages
 
 MISSING = missing_packages()
-LEFT_OUT = ["test_cluster.py", "test_staged_cluster.py", "test_surviving_pool.py"]
+LEFT_OUT = ["test_cluster.py", "test_staged_cluster.py", "test_states_cluster.py", "test_surviving_pool.py"]
 collect_ignore = LEFT_OUT if MISSING else []
 
 

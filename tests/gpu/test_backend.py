@@ -343,8 +343,7 @@ def test_a_layer_without_a_kernel_is_refused():
     with pytest.raises(ConfigError, match="axk1: the GPU kernels have no norms of sums; use --device cpu"):
         check_operations(mixed)
     dense = parse_config({**config, "model_type": "afmoe", "num_key_value_heads": 4, "num_dense_layers": 1})
-    with pytest.raises(ConfigError, match="afmoe: the GPU kernels have no gates of attention's results; use --device"):
-        check_operations(dense)
+    check_operations(dense)
     bent = parse_config({**config, "model_type": "apertus", "hidden_act": "xielu"})
     with pytest.raises(ConfigError, match="apertus: the GPU kernels have no xielu; use --device cpu"):
         check_operations(bent)

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from pillion.config import ModelFlags
-from pillion.engine.backends.backend import LAYOUT_VERSION, KVLayout, kv_layout
+from pillion.engine.backends.backend import KVLayout
 from pillion.engine.backends.gpu.gpu_backend import GpuBackend, GpuLimits
-from pillion.engine.backends.gpu.gpu_loading import FP8_LAYOUT_VERSION, check_limits, check_operations
+from pillion.engine.backends.gpu.gpu_loading import check_limits, check_operations, gpu_layout
 from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting
 from pillion.engine.backends.gpu.gpu_model import GpuModel
 from pillion.engine.backends.gpu.gpu_weights import GetMemory, WeightMemory, load_gpu_weights
@@ -78,8 +78,7 @@ def gpu_backend(
         shard=shard,
         memory=own_memory(DEVICE),
     )
-    inside, kv = (FP8_LAYOUT_VERSION, "fp8") if fp8 else (LAYOUT_VERSION, "auto")
-    layout = kv_layout(prepared, block_size, inside, kv)
+    layout = gpu_layout(prepared, block_size, "fp8" if fp8 else "auto")
     limits = GpuLimits(
         max_tokens=MAX_TOKENS, max_seqs=MAX_SEQS, max_samples=MAX_SEQS, max_model_len=prepared.max_model_len
     )
@@ -94,7 +93,7 @@ def make_family(folder: Path, family: str) -> tuple[Path, ModelFlags]:
     folder, flags = make_model(folder, FAMILIES[family])
     try:
         check_operations(load_config(folder))
-        check_limits(DEVICE, kv_layout(prepare(flags), 16))
+        check_limits(DEVICE, gpu_layout(prepare(flags), 16))
     except ConfigError as error:
         if NATIVE:
             pytest.skip(str(error))

@@ -32,6 +32,7 @@ from pillion.engine.backends.backend import (
     BackendLost,
     KVLayout,
     PoolPlace,
+    StateSlots,
     StepBatch,
     bound_adapters,
     checked_copies,
@@ -45,6 +46,7 @@ from pillion.engine.backends.gpu.gpu_model import GpuDecoder, GpuModel, GpuStepA
 from pillion.engine.backends.gpu.gpu_sampler import GpuChoice, GpuSampler
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows, PoolPart, part_layout, parts_of
+from pillion.engine.backends.gpu.state_layers import StateLayers
 from pillion.engine.sampling.sampling_rows import Bool, Float32, RowEdit, Sampled, SamplingRows, UInt32
 from pillion.errors import ConfigError, Internal
 from pillion.kernels.gpu import blocks
@@ -102,7 +104,9 @@ class BoundPool:
         self.parts = [_part_rows(model, part, shard, layout, limits) for part, shard in parts]
         words = [part.attention_words for part in self.parts]
         self.record = GpuStepRecord(limits.max_tokens, layout.block_size, words, model.device)
-        self.decoder = GpuDecoder(model, self.parts, self.record)
+        # A model with states has one part: it has no ranks.
+        self.states = None if model.states is None else model.states.over(parts[0][1])
+        self.decoder = GpuDecoder(model, self.parts, self.record, self.states)
         self.graphs = StepGraphs(
             self.decoder.run,
             limits.max_tokens,
@@ -134,7 +138,7 @@ def _part_rows(
             num_kv_heads=len(part.heads),
             head_dim=config.head_dim,
             block_size=layout.block_size,
-            num_layers=config.num_layers,
+            num_layers=len(config.kv_layers),
             kv="fp8_e4m3" if layout.dtype == FP8_E4M3 else "plain",
             decode_rows=1 + limits.num_speculative_tokens,
             dtype=model.dtype,
@@ -162,7 +166,7 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
         rank=latents.rank,
         rotary=latents.rotary,
         block_size=layout.block_size,
-        num_layers=config.num_layers,
+        num_layers=len(config.kv_layers),
         scale=config.attention_scale,
         max_tokens=limits.max_tokens,
         max_seqs=limits.max_seqs,
@@ -175,7 +179,8 @@ def _latent_attention(model: GpuModel, pool: torch.Tensor, layout: KVLayout, lim
 
 def cut_pool(pool: torch.Tensor, layout: KVLayout, dtype: torch.dtype) -> torch.Tensor:
     """Views a pool of bytes [slots, block_bytes] in the shape that the attention kernels expect."""
-    shape = (len(pool), layout.num_layers, layout.planes, layout.num_kv_heads)
+    layers = sum(layout.heads(layer) is not None for layer in range(layout.num_layers))
+    shape = (len(pool), layers, layout.planes, layout.num_kv_heads)
     if layout.dtype == FP8_E4M3:
         return pool.view(*shape, layout.block_size * (layout.head_dim + layout.scale_bytes))
     return pool.view(dtype).view(*shape, layout.block_size, layout.head_dim)
@@ -196,6 +201,11 @@ class GpuBackend(AdaptedBackend):
         self.vocab_size = model.config.vocab_size
         self._limits = limits
         self._eager = enforce_eager
+        if layout.state_pages:
+            make = require(GPU_STATES, "states on GPUs", f"{model.config.family} with --device cuda")
+            model.states = make(model, layout, limits.max_seqs)
+            # Which of a sequence's states the next step reads is known when this one has ended (engine/states).
+            self.max_steps_under_way = 1
         self._ranks = model.ranks
         leads = model.ranks is None or model.ranks.shard.leads
         self._sampler = GpuSampler(model.sampled, self.vocab_size, limits.max_seqs) if leads else None
@@ -228,6 +238,8 @@ class GpuBackend(AdaptedBackend):
         """Captures CUDA graphs over the bound pool without writing to it. ``max_tokens`` is ignored: limits decide."""
         bound = self._bound_or_raise()
         bound.record.clear()
+        if bound.states is not None:
+            bound.states.clear()
         if self._model.adapters is not None:
             self._model.adapters.clear()
             parts = [part for part in bound.parts if isinstance(part, PartRows)]
@@ -307,7 +319,10 @@ class GpuBackend(AdaptedBackend):
         nothing = torch.full((1, 2), -1, dtype=torch.int32, device=device)
         self._model.compile_products()
         batches = warm_up_batches(max_tokens, layout.block_size, slots)
+        pages = np.arange(layout.state_pages, dtype=np.int32)[None]
         for batch, drawn in zip(batches, (True, False), strict=True):
+            if layout.state_pages:
+                batch = replace(batch, states=StateSlots(np.full_like(pages, -1), pages % slots))
             blocks.copy(scratch, nothing)
             logits = self._forward(bound, batch)
             if self._sampler is not None:
@@ -391,6 +406,8 @@ class GpuBackend(AdaptedBackend):
         """Runs the forward pass; returns logits on the device, one row for each of ``batch.sample_rows`` but those
         whose vectors are wanted."""
         self.check_step(batch)
+        if bound.states is not None:
+            bound.states.check(batch.states, batch.num_seqs)
         rows, places = distinct_rows(batch)
         plans = bound.plans(batch)
         # All parts agree on which sequences are chunks, because that depends only on the batch.
@@ -402,6 +419,8 @@ class GpuBackend(AdaptedBackend):
             if batch.adapters is not None:
                 bound_adapters(self.adapters).send(batch, rows, shape)
             bound.record.send(batch, rows, shape, plans)
+            if bound.states is not None:
+                bound.states.send(batch, shape)
             unknown = -int(batch.token_ids.min())
             if self._ranks is not None and unknown > 0:
                 self._ranks.spread(self._model.sampled[:unknown])
@@ -507,3 +526,5 @@ def _one_row(vocab_size: int, *, drawn: bool) -> SamplingRows:
 
 # The room's function makes a model's slots for so many adapters up to a rank, for steps of at most so many tokens.
 GPU_ADAPTERS = Seam[Callable[[GpuModel, int, int, int], GpuStepAdapters]]("engine.backends.gpu.adapters")
+# The room's class has a model's layers with states, for steps of at most so many sequences.
+GPU_STATES = Seam[Callable[[GpuModel, KVLayout, int], StateLayers]]("engine.backends.gpu.states")

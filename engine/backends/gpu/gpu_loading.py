@@ -32,12 +32,13 @@ from pillion.engine.checkpoints.model_files import Progress
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.families import layers_of
-from pillion.engine.models.layer_operations import AddUp, KeepGate
+from pillion.engine.models.layer_operations import AddUp
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
 from pillion.engine.scheduling.scheduler import scored_rows
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
+from pillion.kernels.cpu.states.pieces import PIECE_COLUMNS, STATE_LAYOUT_VERSION
 from pillion.kernels.gpu.attention.latent_attention import widths_fit
 from pillion.kernels.gpu.attention.paged_attention import LEAST_HEAD_DIM, MOST_HEAD_DIM
 from pillion.kvstore.gpu.mapped_memory import share_region
@@ -80,8 +81,7 @@ def load_gpu_backend(
     config = load_config(prepared.folder)
     shard = shard or (whole_model(config) if ranks is None else ranks.shard)
     device = step_device()
-    inside = FP8_LAYOUT_VERSION if flags.kv_cache_dtype == "fp8" else LAYOUT_VERSION
-    layout = kv_layout(prepared, flags.block_size, inside, flags.kv_cache_dtype)
+    layout = gpu_layout(prepared, flags.block_size, flags.kv_cache_dtype)
     check_operations(config)
     check_limits(device, layout)
     weights = load_gpu_weights(
@@ -126,6 +126,14 @@ def load_gpu_backend(
     return backend, f"gpu/{arch}"
 
 
+def gpu_layout(prepared: PreparedModel, block_size: int, kv_cache_dtype: str = "auto") -> KVLayout:
+    """Makes the layout of a model's blocks and states as the GPU kernels have them."""
+    inside = FP8_LAYOUT_VERSION if kv_cache_dtype == "fp8" else LAYOUT_VERSION
+    if load_config(prepared.folder).linear is not None:
+        inside += f"/{STATE_LAYOUT_VERSION}"
+    return kv_layout(prepared, block_size, inside, kv_cache_dtype)
+
+
 def step_device() -> torch.device:
     """Returns the device of this process's steps: the first GPU that it sees, which is another one in each rank where
     each has a GPU (:func:`pillion.engine.backends.gpu.gpu_devices.first_gpu`)."""
@@ -145,6 +153,11 @@ def check_limits(device: torch.device, layout: KVLayout) -> None:
         raise ConfigError(f"the GPU kernels attend heads of 16, 32, 48 ... 256 values, not {head_dim}")
     if block_size not in (16, 32, 64, 128):
         raise ConfigError(f"the GPU kernels need --block-size 16, 32, 64 or 128, not {block_size}")
+    if layout.state_bytes and layout.state_layout is None:
+        raise ConfigError(
+            f"pieces of states do not fit into blocks of {block_size} tokens, or a head has no multiple of "
+            f"{PIECE_COLUMNS} values, which the GPU kernels need; use --device cpu"
+        )
 
 
 def check_operations(config: ModelConfig) -> None:
@@ -159,15 +172,14 @@ def check_operations(config: ModelConfig) -> None:
         raise ConfigError(f"{config.family}: the GPU kernels have no attention in chunks; use --device cpu")
     if config.token_inputs is not None:
         raise ConfigError(f"{config.family}: the GPU kernels have no embeddings for each layer; use --device cpu")
-    if config.kv_places:
+    if config.layer_heads or config.kv_sources:
         raise ConfigError(
             f"{config.family}: the GPU kernels have no layers that differ in their KV heads; use --device cpu"
         )
     if config.moe is not None and config.moe.sparse is not None:
         raise ConfigError(f"{config.family}: the GPU kernels have no sparse mixer; use --device cpu")
-    for operation, words in ((AddUp, "norms of sums"), (KeepGate, "gates of attention's results")):
-        if any(isinstance(one, operation) for layer in layers_of(config) for one in layer):
-            raise ConfigError(f"{config.family}: the GPU kernels have no {words}; use --device cpu")
+    if any(isinstance(one, AddUp) for layer in layers_of(config) for one in layer):
+        raise ConfigError(f"{config.family}: the GPU kernels have no norms of sums; use --device cpu")
     latents = config.latents
     if latents is not None and not widths_fit(latents.rank, latents.rotary):
         widths = f"{latents.rank} latents and {latents.rotary} rotated values"

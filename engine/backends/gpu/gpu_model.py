@@ -6,6 +6,9 @@
     last layer   ends with its KV if no row is sampled; else only sampled rows continue after its attention
     logits       head product, in float32
 
+In some models layers carry a state from token to token, in place of attention or beside it (``state_layers.py``). What
+is written above of attention and its KV then holds for their operations and states, too.
+
 One rank of several (``gpu_meeting.py``) does the same over its share of heads, inner values and tokens. The results of
 embedding, o product and down product are then summed up over the ranks, and rank 0 gathers the logits.
 
@@ -13,9 +16,9 @@ A stage (``engine/gpu_stages``) runs its own layers alone: the first one embeds,
 before in the residual stream's buffer, and leave theirs there.
 
 Brackets enclose what one kernel does. The products by plain matrices are cuBLAS's, through torch; those by matrices in
-few bits are our kernels'. Nothing here synchronises, and nothing but the logits is allocated, so that a step can be
-captured as a CUDA graph. The exceptions (``capturable``) are a mixture of experts, whose group sizes only the device
-knows, and ranks that share a GPU, whose sums go through the host.
+few bits are our kernels'. Nothing here synchronises, and nothing but logits, sampled rows and gates of attention's
+results is allocated, so that a step can be captured as a CUDA graph. The exceptions (``capturable``) are a mixture of
+experts, whose group sizes only the device knows, and ranks that share a GPU, whose sums go through the host.
 """
 
 from __future__ import annotations
@@ -31,15 +34,19 @@ from pillion.engine.backends.gpu.gpu_meeting import GpuMeeting, SharedLogits
 from pillion.engine.backends.gpu.gpu_step import GpuStepRecord, StepShape
 from pillion.engine.backends.gpu.gpu_weights import INNER_VALUES, GpuWeights
 from pillion.engine.backends.gpu.pool_parts import LatentRows, PartRows
+from pillion.engine.backends.gpu.state_layers import PoolStates, StateLayers, StateOperation
 from pillion.engine.models.families import layers_of
 from pillion.engine.models.layer_operations import (
     AddToResidual,
     Again,
     Attend,
     AttendLatents,
+    DeltaRule,
     Experts,
+    Gate,
     GrowQueries,
     Keep,
+    KeepGate,
     Layer,
     LayerOperation,
     LayerTensor,
@@ -50,6 +57,8 @@ from pillion.engine.models.layer_operations import (
     NormProjections,
     Role,
     Rotate,
+    ShortConvolution,
+    StateSpace,
     tensors_of,
 )
 from pillion.engine.models.layers import RouterBiases, expert_activation, mix_experts, soft_cap
@@ -65,6 +74,8 @@ from pillion.kernels.gpu.rows.gated import gated
 from pillion.kernels.gpu.rows.norms import add_rms_norm, rms_norm
 
 GpuMatrix = torch.Tensor | PackedMatrix
+# Operations that write keys and values, or states. After the last layer's last one only sampled rows go on.
+_MIXERS = (Attend, AttendLatents, StateOperation)
 # These products read all rows, in the last layer, too, which comes to its sampled rows with its attention.
 _BEFORE_ATTENTION = ("qkv", "query_down", "query_up", "latents")
 
@@ -105,12 +116,16 @@ class _LayerStep:
     """Holds what one operation of a layer hands to the next: the residual stream, and the rows that the last one made
     of it, or that it kept.
 
-    ``ended`` says whether nothing has to be computed any more, because no row is sampled.
+    ``gate`` is what multiplies attention's results, where a layer has such a gate. ``mixers`` counts the layer's
+    operations that are left of those that write keys and values, or states. ``ended`` says whether nothing has to be
+    computed any more, because no row is sampled.
     """
 
     residual: torch.Tensor
     rows: torch.Tensor
     kept: list[torch.Tensor] = field(default_factory=list)
+    gate: torch.Tensor | None = None
+    mixers: int = 0
     ended: bool = False
 
 
@@ -212,13 +227,10 @@ class GpuModel:
         # This process writes and attends these KV heads of the model.
         self.kv_heads = range(config.num_kv_heads) if ranks is None else ranks.shard.kv_heads
         self.adapters: GpuStepAdapters | None = None
-        names = (f"layers.{index}" for index in range(config.num_layers))
+        # These are the layers that have states; the backend makes them, where there are any.
+        self.states: StateLayers | None = None
         # These are the inner values of MLPs that the rank has, by layer, where they are not in order.
-        self.inner_values = {
-            name: weights[f"{name}.{INNER_VALUES}"].long().cpu()
-            for name in names
-            if f"{name}.{INNER_VALUES}" in weights
-        }
+        self.inner_values = _inner_values(weights)
         every = layers_of(config)
         self.layers = {index: _Layer(weights, index, every[index]) for index in self.shard.own_layers(config)}
         # These are matrices in few bits, their biases, and the type of their products.
@@ -229,6 +241,7 @@ class GpuModel:
         # The rotary tables are rounded as in transformers.
         tables = rope_tables(config, max_model_len)
         self.ropes = [(cos.to(dtype).to(device), sin.to(dtype).to(device)) for cos, sin in tables]
+        self.no_rope = _no_rope(config, max_tokens, dtype, device)
         growth = growth_table(config, max_model_len)
         self.growth = None if growth is None else growth.to(device)
         self.sampled = torch.zeros(max_sampled, dtype=torch.int32, device=device)
@@ -250,6 +263,9 @@ class GpuModel:
         self.found = rows(config.hidden_size)
         self.latents = _LatentBuffers.of(config, rows)
         self.qkv, self.attended = rows(heads * config.head_dim), rows(config.num_heads * config.value_dim)
+        # A product may make gates of attention's results in front of queries, keys and values.
+        gates = max((one.values.size for layer in every for one in layer if isinstance(one, KeepGate)), default=0)
+        self.gated_qkv = rows(gates + heads * config.head_dim) if gates else self.qkv
         inner = max(config.widest_mlp, config.hidden_size)
         self.gate_up, self.inner = rows(2 * inner), rows(inner)
 
@@ -283,9 +299,18 @@ class GpuModel:
 class GpuDecoder:
     """Runs a model's forward pass over one pool."""
 
-    def __init__(self, model: GpuModel, parts: Sequence[PartRows | LatentRows], record: GpuStepRecord) -> None:
-        """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans."""
-        self._model = model
+    def __init__(
+        self,
+        model: GpuModel,
+        parts: Sequence[PartRows | LatentRows],
+        record: GpuStepRecord,
+        states: PoolStates | None = None,
+    ) -> None:
+        """Makes the decoder. ``parts`` are those of the process's KV heads, as many as ``record`` has plans; ``states``
+        those of layers that have some."""
+        self._model, self._states = model, states
+        # A block has a place for the keys and values of each of these layers.
+        self._places = {index: place for place, index in enumerate(model.config.kv_layers)}
         # These are the rows whose vectors the last step gave; the next step's kernels overwrite them.
         self.vectors = model.normed[:0]
         # A model has parts of one kind.
@@ -309,7 +334,9 @@ class GpuDecoder:
             self._embed(residual, shape)
         step = _LayerStep(residual, self._normed(residual, _first_norm(first)))
         for index, layer in model.layers.items():
-            self._run_layer(index, layer, step, shape)
+            self._begin_layer(index, layer, step, shape)
+            if not step.ended:
+                self._run_layer(index, layer, step, shape)
             if step.ended:
                 break
         if not step.ended and model.shard.gives_logits:
@@ -337,10 +364,16 @@ class GpuDecoder:
         if shape.more:
             self._adapters.embed(residual)
 
+    def _begin_layer(self, index: int, layer: _Layer, step: _LayerStep, shape: StepShape) -> None:
+        """Counts what a layer writes. Where that is nothing, the model's last layer computes the sampled rows alone."""
+        step.mixers = sum(isinstance(operation, _MIXERS) for operation in layer.operations)
+        if not step.mixers and self._is_last(index, shape):
+            self._sample(step, shape)
+
     def _run_layer(self, index: int, layer: _Layer, step: _LayerStep, shape: StepShape) -> None:
         """Runs the operations of a layer, some of them in one kernel: a norm runs with the sum before it, and norms and
         rotation of heads where keys and values are written."""
-        model, last = self._model, self._is_last(index)
+        model = self._model
         operations = layer.operations
         head_norm: HeadNorm | None = None
         rotary: Rotary | None = None
@@ -355,8 +388,10 @@ class GpuDecoder:
                 case Again():
                     step.rows = step.kept.pop()
                 case Multiply(matrix):
-                    out = model.qkv if matrix.name == "qkv" else model.found
-                    step.rows = self._product(index, layer, matrix.name, step.rows, out[: len(step.rows)], shape)
+                    out = self._room(matrix, len(step.rows))
+                    step.rows = self._product(index, layer, matrix.name, step.rows, out, shape)
+                case KeepGate(values):
+                    self._keep_gate(step, values.size)
                 case NormHeads(weight):
                     vectors, bias = layer.norms[weight.name]
                     turned, eps = rotary is not None, model.config.rms_norm_eps
@@ -368,37 +403,97 @@ class GpuDecoder:
                 case GrowQueries():
                     assert head_norm is None  # It would run after this.
                     self._grow(step.rows)
-                case Attend(window, sinks):
-                    self._write_kv(index, step.rows, head_norm, rotary, shape)
-                    if last and not shape.samples:
-                        step.ended = True
-                        return
-                    scores = None if sinks is None else layer.matrices[sinks.name][0]
-                    step.rows = self._attend(index, step.rows, shape, window, scores)
-                    if last:
-                        self._sample(step, shape)
+                case Attend():
+                    self._run_attention(index, layer, operation, step, head_norm, rotary, shape)
                 case AttendLatents():
-                    if self._run_latents(index, layer, operation, step, shape):
-                        return
+                    self._run_latents(index, layer, operation, step, shape)
+                case ShortConvolution() | DeltaRule() | StateSpace():
+                    assert self._states is not None
+                    step.rows = self._states.run(index, operation, step.rows)
+                    self._go_on(index, step, shape)
+                case Gate():
+                    assert step.gate is not None
+                    step.rows, step.gate = step.rows.mul_(step.gate.sigmoid()), None
                 case Mlp():
                     step.rows = self._gated(index, layer, operation, step.rows, shape)
                 case Experts():
                     step.rows = self._mix_experts(layer, operation, step.rows)
-                case AddToResidual(norm, scale):
-                    self._sum(step.rows)
-                    following = operations[place + 1] if place + 1 < len(operations) else None
-                    by = _norm_of(layer, following) if following is not None else self._following.get(index)
-                    post = None if norm is None else layer.norms[norm.name].weight
-                    step.rows = self._add(step.residual, step.rows, post, by, scale)
+                case AddToResidual():
+                    self._add_to_residual(index, layer, operation, place, step)
+            if step.ended:
+                return
 
-    def _is_last(self, index: int) -> bool:
-        """Says whether a layer is the last one of the model, after whose attention only sampled rows go on."""
-        return index + 1 == self._model.config.num_layers
+    def _room(self, matrix: LayerTensor, count: int) -> torch.Tensor:
+        """Returns the buffer for the products of so many rows with a matrix."""
+        model, width = self._model, matrix.shape[0]
+        if matrix.name == "qkv":
+            return model.gated_qkv[:count]
+        if width == model.config.hidden_size:
+            return model.found[:count]
+        assert model.states is not None
+        return model.states.room(count, width)
+
+    def _keep_gate(self, step: _LayerStep, values: int) -> None:
+        """Keeps the first values of each row as the gate of attention's results. The kernels of attention read whole
+        rows of queries, keys and values, which are copied."""
+        step.gate, projected = step.rows.tensor_split([values], 1)
+        step.rows = self._model.qkv[: len(projected)].copy_(projected)
+
+    def _run_attention(
+        self,
+        index: int,
+        layer: _Layer,
+        operation: Attend,
+        step: _LayerStep,
+        norm: HeadNorm | None,
+        rotary: Rotary | None,
+        shape: StepShape,
+    ) -> None:
+        """Writes a layer's keys and values, and attends its queries; ``step`` goes on with the results."""
+        self._write_kv(index, step.rows, norm, rotary, shape)
+        if self._ends(index, step, shape):
+            return
+        sinks = operation.sinks
+        scores = None if sinks is None else layer.matrices[sinks.name][0]
+        step.rows = self._attend(index, step.rows, shape, operation.window, scores)
+        self._go_on(index, step, shape)
+
+    def _add_to_residual(
+        self, index: int, layer: _Layer, operation: AddToResidual, place: int, step: _LayerStep
+    ) -> None:
+        """Adds the rows to the residual stream; ``step`` goes on with what the operation after ``place`` makes of
+        it."""
+        operations = layer.operations
+        self._sum(step.rows)
+        following = operations[place + 1] if place + 1 < len(operations) else None
+        by = _norm_of(layer, following) if following is not None else self._following.get(index)
+        post = None if operation.norm is None else layer.norms[operation.norm.name].weight
+        step.rows = self._add(step.residual, step.rows, post, by, operation.scale)
+
+    def _is_last(self, index: int, shape: StepShape) -> bool:
+        """Says whether a layer is the last one that a step needs, after whose attention, or state, only sampled rows go
+        on: the model's last one, or, where no row is sampled, the last one that writes something."""
+        config = self._model.config
+        return index == (config.num_layers - 1 if shape.samples else config.last_kept_layer)
+
+    def _ends(self, index: int, step: _LayerStep, shape: StepShape) -> bool:
+        """Ends the step, and returns True, where the layer has written all that a step without sampled rows has to
+        write."""
+        step.ended = step.mixers == 1 and self._is_last(index, shape) and not shape.samples
+        return step.ended
+
+    def _go_on(self, index: int, step: _LayerStep, shape: StepShape) -> None:
+        """Goes on after an operation that wrote keys and values, or states: with the sampled rows alone, where it was
+        the last one of the last layer."""
+        step.mixers -= 1
+        if not step.mixers and self._is_last(index, shape):
+            self._sample(step, shape)
 
     def _sample(self, step: _LayerStep, shape: StepShape) -> None:
-        """Goes on with the sampled rows alone."""
-        wanted = self._record.sample_rows[: shape.samples]
+        """Goes on with the sampled rows alone, and ends where there are none."""
+        step.ended, wanted = not shape.samples, self._record.sample_rows[: shape.samples]
         step.rows, step.residual = step.rows.index_select(0, wanted), step.residual.index_select(0, wanted)
+        step.gate = None if step.gate is None else step.gate.index_select(0, wanted)
 
     def _product(
         self, index: int, layer: _Layer, name: str, x: torch.Tensor, out: torch.Tensor, shape: StepShape
@@ -419,7 +514,7 @@ class GpuDecoder:
         adapters."""
         if shape.adapters:
             # After its attention, the last layer computes the sampled rows alone.
-            sampled = self._is_last(index) and name not in _BEFORE_ATTENTION
+            sampled = self._is_last(index, shape) and name not in _BEFORE_ATTENTION
             self._adapters.add(f"layers.{index}.{name}", x, out, sampled=sampled)
 
     @property
@@ -436,33 +531,29 @@ class GpuDecoder:
         if shape.more:
             rows = self._adapters.write(index, rows, self._parts)
         for part in self._parts:
-            part.write(index, qkv, rows, norm, rotary)
+            part.write(self._places[index], qkv, rows, norm, rotary)
 
     def _run_latents(
         self, index: int, layer: _Layer, operation: AttendLatents, step: _LayerStep, shape: StepShape
-    ) -> bool:
-        """Attends over latents, from normed rows to the results of all heads [T, heads * values]. Returns whether the
-        step has ended."""
+    ) -> None:
+        """Attends over latents, from normed rows to the results of all heads [T, heads * values]."""
         model, latents, buffers = self._model, self._model.config.latents, self._model.latents
         assert latents is not None
         assert buffers is not None
-        heads, last = model.config.num_heads, self._is_last(index)
+        heads = model.config.num_heads
         (ups,) = layer.matrices[operation.up.name]
         assert isinstance(ups, torch.Tensor)
         key_up, value_up = ups.view(heads, -1, latents.rank).tensor_split([latents.still], 1)
         queries = self._write_latents(index, layer, operation, step.rows, key_up, shape)
-        if last and not shape.samples:
-            step.ended = True
-            return True
+        if self._ends(index, step, shape):
+            return
         step.rows = model.attended[: shape.tokens]
         for part, record in zip(self._latents, self._record.attention, strict=True):
-            part.attend(index, queries, step.rows, record, chunks=shape.chunks)
-        if last:
-            self._sample(step, shape)
+            part.attend(self._places[index], queries, step.rows, record, chunks=shape.chunks)
+        self._go_on(index, step, shape)
         rows, step.rows = step.rows, buffers.found[: len(step.rows)]
         by_head, out = (each.view(len(rows), heads, -1).transpose(0, 1) for each in (rows, step.rows))
         torch.bmm(by_head, value_up.mT, out=out)
-        return False
 
     def _write_latents(
         self,
@@ -490,8 +581,10 @@ class GpuDecoder:
         projected, queries = projected.view(by_head), model.qkv[:count].view(by_head)
         absorbed = queries[..., : latents.rank].transpose(0, 1)
         torch.bmm(projected[..., : latents.still].transpose(0, 1), key_up, out=absorbed)
-        assert operation.rope is not None  # Only hybrid models, which have no GPU kernels, have none.
-        rotary = Rotary(*model.ropes[operation.rope], self._record.rope_rows[:count])
+        if operation.rope is None:
+            rotary = model.no_rope._replace(positions=model.no_rope.positions[:count])
+        else:
+            rotary = Rotary(*model.ropes[operation.rope], self._record.rope_rows[:count])
         for part in self._latents:
             latent_write(
                 rows,
@@ -500,7 +593,7 @@ class GpuDecoder:
                 queries,
                 part.pool,
                 self._record.rows[:count],
-                index,
+                self._places[index],
                 rotary,
                 eps=operation.norm.eps,
                 wide=model.weights.norm_is_wide,
@@ -551,7 +644,7 @@ class GpuDecoder:
         out = self._model.attended[: shape.tokens]
         assert sinks is None or isinstance(sinks, torch.Tensor)
         for rows, record in zip(self._parts, self._record.attention, strict=True):
-            rows.attend(index, qkv, out, record, window=window, chunks=shape.chunks, sinks=sinks)
+            rows.attend(self._places[index], qkv, out, record, window=window, chunks=shape.chunks, sinks=sinks)
         return out
 
     def _gated(self, index: int, layer: _Layer, operation: Mlp, normed: torch.Tensor, shape: StepShape) -> torch.Tensor:
@@ -674,6 +767,20 @@ class GpuDecoder:
         for tokens, part in every:
             logits[:, tokens.start : tokens.stop].copy_(part)
         return logits
+
+
+def _inner_values(weights: GpuWeights) -> dict[str, torch.Tensor]:
+    """Returns, by the name of a layer, the inner values of its MLP that the rank has, of layers that say so."""
+    names = (f"layers.{index}" for index in range(weights.config.num_layers))
+    found = {name: weights.get(f"{name}.{INNER_VALUES}") for name in names}
+    return {name: inner.long().cpu() for name, inner in found.items() if inner is not None}
+
+
+def _no_rope(config: ModelConfig, max_tokens: int, dtype: torch.dtype, device: torch.device) -> Rotary:
+    """Makes what the kernel rotates by, where a model's latents have a key that is not rotated: by nothing."""
+    half = 0 if config.latents is None else config.latents.rotary // 2
+    cos, sin = (make(1, half, dtype=dtype, device=device) for make in (torch.ones, torch.zeros))
+    return Rotary(cos, sin, torch.zeros(max_tokens, dtype=torch.int32, device=device))
 
 
 def _norm_of(layer: _Layer, operation: LayerOperation) -> GpuNorm | None:

@@ -97,17 +97,20 @@ def weight_bytes(prepared: PreparedModel, config: ModelConfig) -> int:
     )
 
 
-def expected_cost(rates: DeviceRates, prepared: PreparedModel, kv_token_bytes: float, devices: int = 1) -> StepModel:
-    """Returns what a step is expected to cost on so many devices of these rates, which share its work."""
+def expected_cost(
+    rates: DeviceRates, prepared: PreparedModel, kv_token_bytes: float, devices: int = 1, state_bytes: int = 0
+) -> StepModel:
+    """Returns what a step is expected to cost on so many devices of these rates, which share its work. A sequence's
+    state is read and written."""
     config = load_config(prepared.folder)
     read_s = 1 / (rates.bytes_per_s * MEMORY_SHARE * devices)
     compute_s = 1 / (rates.operations_per_s * ARITHMETIC_SHARE * devices)
     return StepModel(
         step_s=LAUNCH_S + weight_bytes(prepared, config) * read_s,
         token_s=2 * model_weights(config)[1] * compute_s,
-        sequence_s=2 * config.vocab_size * config.hidden_size * compute_s,
+        sequence_s=2 * config.vocab_size * config.hidden_size * compute_s + 2 * state_bytes * read_s,
         read_s=kv_token_bytes * read_s,
-        pair_s=4 * config.num_heads * config.head_dim * config.num_layers * compute_s,
+        pair_s=4 * config.num_heads * config.head_dim * len(config.kv_layers) * compute_s,
     )
 
 
@@ -115,7 +118,8 @@ def expected_on_gpu(flags: WorkerFlags, prepared: PreparedModel, devices: int) -
     """Returns what a worker's steps are expected to cost on so many GPUs of this machine, and the rates of one."""
     rates = device_rates(CudaDriver())
     layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
-    return expected_cost(rates, prepared, layout.block_bytes / layout.block_size, devices), rates
+    token_bytes = layout.block_bytes / layout.block_size
+    return expected_cost(rates, prepared, token_bytes, devices, layout.state_bytes), rates
 
 
 def suitable_budget(

@@ -297,6 +297,11 @@ def _layer_tensors(
                 yield from _norm_tensors(name, weights.norm(tensor))
             case Role.EXACT_MATRIX | Role.HEAD_MATRICES | Role.VECTOR | Role.EXACT_VECTOR:
                 yield name, weights.tensor(tensor)
+            case Role.TAPS:
+                taps = weights.taps(tensor)
+                yield name, taps.factors
+                if taps.bias is not None:
+                    yield f"{name}.bias", taps.bias
             case Role.MATRIX if tensor.experts:
                 experts = weights.experts(tensor)
                 yield name, _stacked([each.weight for each in experts], dtype)

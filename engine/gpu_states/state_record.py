@@ -1,0 +1,65 @@
+"""Holds what a step's kernels read of its sequences and their states as one vector of integers, which one copy brings
+to the device.
+
+    owners [max_tokens] | count [1] | starts [max_seqs + 1] | slots [max_seqs, 2, pages]
+
+It is beside the step's own record (:mod:`pillion.engine.backends.gpu.gpu_step`), has a fixed address like that, and its
+host records take turns in the same way. Behind the last sequence a record ends.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from pillion.engine.backends.backend import StateSlots, StepBatch
+from pillion.engine.backends.gpu.gpu_step import HOST_RECORDS, StepShape
+from pillion.errors import Internal
+from pillion.kernels.gpu_states.state_places import SIDES, StepOfStates
+
+
+class StateRecord:
+    """Holds the record of the step that is launched next, for steps of at most so many tokens and sequences whose
+    states have ``pages`` slots each. ``step`` has its views on the device, and the pool, float32 [slots, values]."""
+
+    def __init__(self, pool: torch.Tensor, max_tokens: int, max_seqs: int, pages: int, device: torch.device) -> None:
+        self._max_tokens, self._max_seqs, self._pages = max_tokens, max_seqs, pages
+        self._slots_at = max_tokens + 1 + max_seqs + 1
+        words = self._slots_at + max_seqs * SIDES * pages
+        pinned = device.type == "cuda"
+        self._hosts = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_RECORDS)]
+        self._turn = 0
+        self._device = torch.zeros(words, dtype=torch.int32, device=device)
+        sizes = [max_tokens, 1, max_seqs + 1, words - self._slots_at]
+        owners, count, starts, slots = torch.split(self._device, sizes)
+        self.step = StepOfStates(pool, owners, starts, count, slots.view(max_seqs, SIDES, pages))
+
+    def clear(self) -> None:
+        """Makes the record a step without sequences."""
+        self._device.zero_()
+        self.step.owners.fill_(-1)
+
+    def check(self, states: StateSlots | None, num_seqs: int) -> None:
+        """Raises Internal unless each of a step's sequences has slots of the pool."""
+        if states is None:
+            raise Internal("a step of a model with states names no slots for them")
+        shape, most = (num_seqs, self._pages), len(self.step.pool)
+        for name, slots, least in (("read", states.reads, -1), ("written", states.writes, 0)):
+            if slots.shape != shape or slots.dtype != np.int32:
+                raise Internal(f"slots to be {name} are {slots.dtype} {list(slots.shape)}, not int32 {list(shape)}")
+            if slots.size and not least <= slots.min() <= slots.max() < most:
+                raise Internal(f"a state that is to be {name} leaves the pool of {most} slots")
+
+    def send(self, batch: StepBatch, shape: StepShape) -> None:
+        """Begins the copy of a step that has passed :meth:`check` on the current stream."""
+        turn, seqs, states = self._turn, batch.num_seqs, batch.states
+        self._turn = (turn + 1) % HOST_RECORDS
+        assert states is not None
+        record, at = self._hosts[turn].numpy(), self._max_tokens
+        record[: batch.num_tokens] = np.repeat(np.arange(seqs), np.diff(batch.query_starts))
+        record[batch.num_tokens : shape.tokens] = -1
+        record[at] = seqs
+        record[at + 1 : at + seqs + 2] = batch.query_starts
+        used = self._slots_at + seqs * SIDES * self._pages
+        record[self._slots_at : used].reshape(seqs, SIDES, -1)[:] = np.stack((states.reads, states.writes), 1)
+        self._device[:used].copy_(self._hosts[turn][:used], non_blocking=True)

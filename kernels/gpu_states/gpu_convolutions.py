@@ -1,0 +1,117 @@
+"""Convolves the rows of each sequence with those before it, channel by channel, whose inputs are in its state.
+
+    row t of a sequence   inputs t - taps + 1 .. t: of the step's rows, and of the state for those before the step
+    its last row          also writes the inputs that the next step needs
+
+Each row is a program of its own, because no row depends on another one's result. Products are added up from the oldest
+token to the row's own.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS
+from pillion.kernels.gpu.launch import arch_of, check, check_tensor
+from pillion.kernels.gpu.tuned import tuned
+from pillion.kernels.gpu_states.state_places import (
+    READS,
+    WRITES,
+    StepOfStates,
+    check_places,
+    piece_of,
+    pieces_of_inputs,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def _convolve(
+    x, taps, bias, out, pool, owners, starts, slots, places, channels, x_stride, out_stride,
+    TAPS: tl.constexpr, GATED: tl.constexpr, BIAS: tl.constexpr, PAGES: tl.constexpr, SLOT_VALUES: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    sequence = tl.load(owners + row)
+    if sequence >= 0:
+        begin = tl.load(starts + sequence)
+        ends = row + 1 == tl.load(starts + sequence + 1)
+        channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        inside = channel < channels
+        number = tl.where(inside, channel, 0) // PIECE
+        old, known = piece_of(pool, slots, places, sequence, number, READS, PAGES, SLOT_VALUES)
+        new, there = piece_of(pool, slots, places, sequence, number, WRITES, PAGES, SLOT_VALUES)
+        within = channel % PIECE
+        total = tl.zeros((BLOCK,), tl.float32)
+        for tap in tl.static_range(TAPS):
+            source = row - (TAPS - 1) + tap
+            mine = inside & (source >= begin)
+            at = x + source.to(tl.int64) * x_stride + channel
+            value = tl.load(at, mask=mine, other=0.0)
+            if GATED:
+                gate = tl.load(at + 2 * channels, mask=mine, other=0.0)
+                value = (value.to(tl.float32) * gate.to(tl.float32)).to(value.dtype)
+            before = tl.load(
+                old + (TAPS - 1 + source - begin) * PIECE + within, mask=inside & known & (source < begin), other=0.0
+            )
+            value = tl.where(source >= begin, value.to(tl.float32), before)
+            total += value * tl.load(taps + channel * TAPS + tap, mask=inside, other=0.0)
+            if tap > 0:
+                tl.store(new + (tap - 1) * PIECE + within, value, mask=inside & there & ends)
+        if BIAS:
+            total += tl.load(bias + channel, mask=inside, other=0.0)
+        kind: tl.constexpr = out.dtype.element_ty
+        if GATED:
+            after = tl.load(x + row.to(tl.int64) * x_stride + channels + channel, mask=inside, other=0.0)
+            found = (after.to(tl.float32) * total.to(kind).to(tl.float32)).to(kind)
+        else:
+            found = (total * tl.sigmoid(total)).to(kind)
+        tl.store(out + row.to(tl.int64) * out_stride + channel, found, mask=inside)
+
+
+def convolve(
+    x: torch.Tensor,
+    taps: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    step: StepOfStates,
+    places: torch.Tensor,
+    *,
+    gated: bool = False,
+) -> None:
+    """Convolves rows ``x`` [T, ...] into ``out`` [T, channels], and leaves the last inputs of each sequence in its
+    state.
+
+    x: [T, channels], whose rows are ``stride(0)`` apart; with ``gated`` [T, 3 * channels]: the first part times the
+    third is convolved, and the second multiplies the result (LFM2).
+    taps: float32 [channels, taps]; the last ones are for the token itself. bias: float32 [channels].
+    out: float32 after silu; with ``gated`` of x's type, without it. places: int32 [pieces, 2].
+
+    Raises Internal for misshapen tensors.
+    """
+    tokens, channels = out.shape
+    check_tensor("taps", taps, (channels, None), torch.float32, x.device)
+    check(x.dtype in DTYPES and tuple(x.shape) == (tokens, (3 if gated else 1) * channels), f"x is {list(x.shape)}")
+    check(x.stride(1) == 1, "x has no contiguous rows")
+    check_tensor("out", out, (tokens, channels), x.dtype if gated else torch.float32, x.device)
+    if bias is not None:
+        check_tensor("bias", bias, (channels,), torch.float32, x.device)
+    step.check(tokens)
+    check_places(places, pieces_of_inputs(channels), step)
+    constants = convolution_constants(taps.shape[1], gated, bias is not None, arch_of(x.device))
+    _convolve[(tokens, triton.cdiv(channels, constants["BLOCK"]))](
+        *(x, taps, taps if bias is None else bias, out, step.pool, step.owners, step.starts, step.slots, places),
+        *(channels, x.stride(0), out.stride(0)),
+        **step.constants,
+        **constants,
+    )
+
+
+def convolution_constants(taps: int, gated: bool, bias: bool, arch: int) -> dict[str, int]:
+    """Returns the kernel's constants."""
+    use = tuned("convolve", arch)
+    shape = {"TAPS": taps, "GATED": gated, "BIAS": bias, "PIECE": PIECE_CHANNELS}
+    return {**shape, "BLOCK": use["block"], "num_warps": use["num_warps"]}

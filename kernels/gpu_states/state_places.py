@@ -1,0 +1,99 @@
+"""Finds a sequence's state in slots of the pool (docs/decisions/054-states.md), and describes what kernels read of a
+step beside its rows.
+
+A layer's state is pieces, each in one slot, at places that are int32 [pieces, 2]: which of the state's slots, and how
+many values after its begin (:mod:`pillion.engine.models.state_layout`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from pillion.kernels.cpu.states.pieces import PIECE_CHANNELS, PIECE_COLUMNS
+from pillion.kernels.gpu.launch import check, check_tensor, processors_of
+
+# A state is read on this side of a sequence's slots, and written on the other one.
+READS, WRITES = tl.constexpr(0), tl.constexpr(1)
+SIDES = 2
+
+
+@triton.jit
+def piece_of(pool, slots, places, sequence, number, SIDE: tl.constexpr, PAGES: tl.constexpr, SLOT_VALUES: tl.constexpr):
+    """Returns where the piece ``number`` of a sequence's state is, on one side, and whether there is such a state."""
+    page = tl.load(places + number * 2)
+    slot = tl.load(slots + (sequence * 2 + SIDE) * PAGES + page)
+    at = slot.to(tl.int64) * SLOT_VALUES + tl.load(places + number * 2 + 1)
+    return pool + at, slot >= 0
+
+
+@triton.jit
+def softplus(x):
+    """Returns log(1 + exp(x)) without cancellation for small exponentials; x itself above 20, as torch does."""
+    grown = tl.exp(tl.minimum(x, 20.0))
+    more = 1.0 + grown
+    rest = tl.where(more == 1.0, 1.0, more - 1.0)
+    found = tl.where(more == 1.0, grown, tl.log(more) * (grown / rest))
+    return tl.where(x > 20.0, x, found)
+
+
+@dataclass(frozen=True, slots=True)
+class StepOfStates:
+    """Holds on the device what a step's kernels read of its sequences, and the pool.
+
+    Attributes:
+        pool: float32 [slots, slot_values].
+        owners: int32 [T or more], the sequence of each row; -1 for a row of padding.
+        starts: int32 [S + 1 or more], sequence s owns rows starts[s] .. starts[s + 1].
+        count: int32 [1], how many sequences there are.
+        slots: int32 [S or more, 2, pages]: in which slots each sequence's state is read, and into which it is written;
+            -1 reads the state of no tokens, and writes none.
+    """
+
+    pool: torch.Tensor
+    owners: torch.Tensor
+    starts: torch.Tensor
+    count: torch.Tensor
+    slots: torch.Tensor
+
+    def check(self, tokens: int) -> None:
+        """Raises Internal for misshapen tensors, and for a step of fewer rows than ``tokens``."""
+        device = self.owners.device
+        check_tensor("pool", self.pool, (None, None), torch.float32)
+        check(self.pool.device.type == device.type, f"pool is on {self.pool.device}, not on {device}")
+        check_tensor("owners", self.owners, (None,), torch.int32, device)
+        check(0 < tokens <= len(self.owners), f"{tokens} rows of {len(self.owners)}")
+        check_tensor("slots", self.slots, (None, SIDES, None), torch.int32, device)
+        check_tensor("starts", self.starts, (len(self.slots) + 1,), torch.int32, device)
+        check_tensor("count", self.count, (1,), torch.int32, device)
+
+    @property
+    def constants(self) -> dict[str, int]:
+        """Gives the constants by which kernels find pieces."""
+        return {"PAGES": self.slots.shape[2], "SLOT_VALUES": self.pool.shape[1]}
+
+
+def check_places(places: torch.Tensor, pieces: int, step: StepOfStates) -> None:
+    """Raises Internal unless ``places`` are those of so many pieces."""
+    check_tensor("places", places, (pieces, 2), torch.int32, step.owners.device)
+
+
+def pieces_of_inputs(channels: int) -> int:
+    """Returns the number of pieces that the last inputs of so many channels have."""
+    return -(-channels // PIECE_CHANNELS)
+
+
+def columns_of(values: int) -> int:
+    """Returns the number of pieces of a matrix whose heads have so many values. Raises Internal for no whole number."""
+    check(values > 0 and values % PIECE_COLUMNS == 0, f"{values} values are no pieces of {PIECE_COLUMNS} columns")
+    return values // PIECE_COLUMNS
+
+
+def programs_for(step: StepOfStates, pieces: int, tokens: int, each: int) -> tuple[int]:
+    """Returns the grid of a kernel whose programs draw the ``pieces`` of all sequences: at most ``each`` for each
+    multiprocessor, and never one that depends on the batch, so that graphs serve any."""
+    most = min(tokens, len(step.slots)) * pieces
+    return (min(most, each * processors_of(step.owners.device)),)

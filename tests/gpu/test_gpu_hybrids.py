@@ -1,0 +1,79 @@
+"""Small random hybrid models on the GPU backend, against transformers: in chunks, token by token, and among others."""
+
+from __future__ import annotations
+
+from tests.support.gpu_model import MAX_TOKENS, FakeDevicePool, gpu_backend  # isort: skip  (before the kernels)
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from pillion.engine.backends.gpu.gpu_loading import check_limits, check_operations, gpu_layout
+from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.config_parser import load_config
+from pillion.errors import ConfigError, Internal
+from tests.support.families import make_model, tokens_of
+from tests.support.gpu import DEVICE, NATIVE
+from tests.support.hybrids import HYBRIDS, StateDriver
+
+pytestmark = [
+    pytest.mark.usefixtures("own_cache"),
+    # Exponentials and logarithms that a kernel leaves out again may overflow, as on a GPU.
+    pytest.mark.filterwarnings("ignore::RuntimeWarning"),
+]
+# Transformers' chunks of the delta rule round otherwise than its tokens.
+TOLERANCE = 1e-3
+# In the interpreter a step takes a second, so two models are enough for `make test`: they have all that the others have
+# but state spaces, latents, and a last layer without attention.
+SHORT = ("lfm2-biases", "qwen3-5-moe")
+LENGTH, PART = 14, 4
+
+
+class GpuStateDriver(StateDriver):
+    """A driver of the GPU backend, whose pool is the device's."""
+
+    def bind(self, num_slots: int) -> None:
+        self.memory = FakeDevicePool(num_slots * self.backend.layout.block_bytes)
+        self.backend.bind_pool(self.memory, num_slots)
+        self.backend.warm_up(MAX_TOKENS)
+
+
+def close(got: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(got.cpu(), wanted, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if NATIVE or name in SHORT else [pytest.mark.long]) for name in HYBRIDS],
+)
+def test_logits_are_those_of_transformers(tmp_path, name):
+    folder, flags = make_model(tmp_path / "model", HYBRIDS[name])
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    text, other = tokens_of(LENGTH, 2), tokens_of(LENGTH, 3)
+    with torch.inference_mode():
+        wanted, beside = (model(torch.tensor([tokens])).logits[0].float() for tokens in (text, other))
+    assert wanted.std() > 0.5  # Flat logits would prove nothing.
+    prepared = prepare(flags)
+    driver = GpuStateDriver(prepared, num_slots=300, backend=gpu_backend(prepared))
+    number, one, two = driver.sequences.add(3)
+    # A chunk, guesses, and a token.
+    close(driver.run_all(number, text, [LENGTH - 4, 3]), wanted)
+    # A step that samples nothing ends with the last thing that it writes.
+    assert driver.step((one, other[:PART]), sample=()).shape == (0, driver.backend.vocab_size)
+    got = driver.step((one, other[PART : PART + 1]), (two, text[: PART + 3]), sample=[0, 1, PART + 3])
+    close(got, torch.stack((beside[PART], wanted[0], wanted[PART + 2])))
+    got = driver.step((two, text[PART + 3 : PART + 4]), (one, other[PART + 1 : PART + 2]))
+    close(got, torch.stack((wanted[PART + 3], beside[PART + 1])))
+    if name == SHORT[0]:
+        with pytest.raises(Internal, match="names no slots"):
+            driver.backend.forward(driver.sequences.step([(one, [1])]))
+
+
+def test_what_has_no_kernel_is_refused(tmp_path):
+    """A head of values is cut into pieces of 16, and a piece has to fit into a block."""
+    sizes = {"linear_value_head_dim": 40}
+    _, flags = make_model(tmp_path / "model", HYBRIDS["qwen3-5"] | sizes)
+    prepared = prepare(flags)
+    check_operations(load_config(prepared.folder))
+    with pytest.raises(ConfigError, match="pieces of states do not fit"):
+        check_limits(DEVICE, gpu_layout(prepared, 16))

@@ -1,0 +1,232 @@
+"""The Triton kernels of layers that carry a state, over slots of a pool, against recurrences in plain torch: texts
+among others, and the same bits over any cut."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE, rounded  # isort: skip  (before the kernels)
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import silu, softplus
+
+from pillion.engine.backends.backend import StateSlots
+from pillion.engine.gpu_states.state_record import StateRecord
+from pillion.engine.models.layer_states import LayerState
+from pillion.engine.models.state_layout import state_layout
+from pillion.errors import Internal
+from pillion.kernels.gpu_states.gpu_convolutions import convolve
+from pillion.kernels.gpu_states.gpu_delta_rule import DeltaShape, delta_rule, forget_factors, unit_heads
+from pillion.kernels.gpu_states.gpu_gates import norm_gated
+from pillion.kernels.gpu_states.gpu_state_spaces import SpaceShape, state_space
+from pillion.kernels.gpu_states.state_places import StepOfStates
+from pillion.kernels.torch import recurrences
+from pillion.kernels.torch.recurrences import DeltaRows, SpaceRows, Taps
+from tests.support.gpu_states import TextsWithStates
+
+# Exponentials that are left out may overflow, as on a GPU.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+TOKENS, TEXTS = 11, 3
+# Each text alone and whole, and all of them among each other and cut.
+APART = [[(text, TOKENS)] for text in range(TEXTS)]
+MIXED = [[(0, 4), (1, 1)], [(1, 7), (0, 1), (2, TOKENS)], [(0, 6), (1, 3)]]
+CLOSE = rounded(torch.float32, 64)
+# Such a function computes the rows [T, ...] of a step.
+Kernel = Callable[[StepOfStates, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def computed(state: LayerState, rows: torch.Tensor, kernel: Kernel) -> tuple[torch.Tensor, TextsWithStates]:
+    """The results [texts, TOKENS, ...] of rows of the same shape, which are the same bits in every cut and company, and
+    the states after them."""
+    found = []
+    for steps in (APART, MIXED):
+        texts = TextsWithStates(state, TEXTS)
+        done = [[] for _ in range(TEXTS)]
+        for parts in steps:
+            step, mine = texts.step(parts, padding=2)
+            given = torch.cat([rows[text, begin:end] for text, begin, end in mine])
+            padded = torch.cat((given, given.new_zeros(2, given.shape[1])))
+            results = kernel(step, padded, texts.places)[: len(given)]
+            for (text, _, _), part in zip(mine, results.split([end - begin for _, begin, end in mine]), strict=True):
+                done[text].append(part)
+        found.append((torch.stack([torch.cat(parts) for parts in done]), texts))
+    (apart, one), (mixed, other) = found
+    assert torch.equal(apart, mixed)
+    for text in range(TEXTS):
+        assert torch.equal(one.inputs(text), other.inputs(text))
+        assert torch.equal(one.memory(text), other.memory(text))
+    return mixed, other
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_convolutions(gated):
+    channels, count = 70, 3 if gated else 4
+    dtype = torch.float16 if gated else torch.float32
+    rows = random(TEXTS, TOKENS, (3 if gated else 1) * channels).to(dtype)
+    taps, bias = random(channels, count, seed=1), None if gated else random(channels, seed=2)
+
+    def kernel(step, x, places):
+        out = torch.empty(len(x), channels, dtype=dtype, device=DEVICE)
+        convolve(x, taps, bias, out, step, places.inputs, gated=gated)
+        return out
+
+    found, texts = computed(LayerState((count - 1, channels)), rows, kernel)
+    for text in range(TEXTS):
+        inputs, mine = torch.zeros(count - 1, channels, device=DEVICE), rows[text]
+        if gated:
+            before, after, values = mine.chunk(3, 1)
+            convolved = recurrences.convolve((before * values).float(), inputs, Taps(taps))
+            wanted = after * convolved.to(dtype)
+        else:
+            wanted = silu(recurrences.convolve(mine, inputs, Taps(taps, bias)))
+        torch.testing.assert_close(found[text], wanted, **(rounded(dtype, 4) if gated else CLOSE))
+        assert torch.equal(texts.inputs(text), inputs)
+
+
+@pytest.mark.parametrize("by_rows", [False, True])
+def test_delta_rules(by_rows):
+    shape = DeltaShape(4 if by_rows else 2, 4, 24, 32, doubled=not by_rows, by_rows=by_rows)
+    decays = shape.heads * (shape.key_dim if by_rows else 1)
+    rows = random(TEXTS, TOKENS, shape.mixed + shape.heads + decays)
+    decay, shift = random(shape.heads, seed=1), random(decays, seed=2)
+
+    def kernel(step, x, places):
+        mixed, learns, forgets = (part.contiguous() for part in x.split([shape.mixed, shape.heads, decays], 1))
+        unit_heads(mixed, shape)
+        factors, rates = None, torch.cat((learns, forgets), 1)
+        if by_rows:
+            factors, rates = torch.empty_like(forgets), learns
+            forget_factors(forgets, decay, shift, factors, shape)
+        out = torch.empty(len(x), shape.heads * shape.head_dim, device=DEVICE)
+        delta_rule(mixed, rates, factors, decay, shift, out, step, places.memory, shape)
+        return out
+
+    found, texts = computed(LayerState((0, 0), (shape.heads, shape.key_dim, shape.head_dim)), rows, kernel)
+    for text in range(TEXTS):
+        keys, values = shape.key_heads * shape.key_dim, shape.heads * shape.head_dim
+        parts = rows[text].split([keys, keys, values, shape.heads, decays], 1)
+        query, key, value, learns, forgets = (
+            part.unflatten(1, (-1, width))
+            for part, width in zip(
+                parts, (shape.key_dim, shape.key_dim, shape.head_dim, 1, decays // shape.heads), strict=True
+            )
+        )
+        times = softplus(forgets + shift.view(shape.heads, -1))
+        learns = learns[..., 0].sigmoid() * (2.0 if shape.doubled else 1.0)
+        delta = DeltaRows(query, key, value, -decay.exp()[:, None] * times, learns)
+        memory = torch.zeros(shape.heads, shape.key_dim, shape.head_dim, device=DEVICE)
+        wanted = recurrences.delta_rule(delta, memory)
+        torch.testing.assert_close(found[text], wanted.flatten(1), **CLOSE)
+        torch.testing.assert_close(texts.memory(text), memory, **CLOSE)
+
+
+def test_state_spaces():
+    shape = SpaceShape(6, 16, 2, 24)
+    values, sides = shape.heads * shape.head_dim, shape.groups * shape.state_dim
+    rows = random(TEXTS, TOKENS, shape.mixed + shape.heads)
+    decay, shift, skip = (random(shape.heads, seed=seed) for seed in (1, 2, 3))
+
+    def kernel(step, x, places):
+        out = torch.empty(len(x), values, device=DEVICE)
+        mixed, steps = x[:, : shape.mixed].contiguous(), x[:, shape.mixed :]
+        state_space(mixed, steps, decay, shift, skip, out, step, places.memory, shape)
+        return out
+
+    state = LayerState((0, 0), (shape.heads, shape.head_dim, shape.state_dim), turned=True)
+    found, texts = computed(state, rows, kernel)
+    for text in range(TEXTS):
+        value, write, read, steps = rows[text].split([values, sides, sides, shape.heads], 1)
+        each = [part.unflatten(1, (count, -1)) for part, count in ((value, 6), (write, 2), (read, 2))]
+        memory = torch.zeros(shape.heads, shape.head_dim, shape.state_dim, device=DEVICE)
+        space = SpaceRows(*each, recurrences.steps_of_time(steps, shift))
+        wanted = recurrences.state_space(space, -decay.exp(), skip, memory)
+        torch.testing.assert_close(found[text], wanted.flatten(1), **CLOSE)
+        torch.testing.assert_close(texts.memory(text), memory, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("groups", "own", "options"),
+    [(3, False, {}), (3, False, {"sigmoid": True}), (3, True, {"gate_first": True}), (1, True, {"gate_first": True})],
+)
+def test_norms_and_gates(groups, own, options):
+    tokens, values, eps = 4, 3 * 40, 1e-5
+    x, wide = random(tokens, values), random(tokens, values + 7, seed=1).half()
+    weight, gates, out = random(values if own else values // groups, seed=2), wide[:, 7:], torch.empty_like(x).half()
+    norm_gated(x, gates, weight, out, eps, groups=groups, **options)
+    grouped = [rows.reshape(tokens, groups, -1) for rows in (x, gates)]
+    factors = weight.view(groups if own else 1, -1)
+    wanted = recurrences.normed_and_gated(*grouped, factors, eps, **options).flatten(1)
+    torch.testing.assert_close(out, wanted.half(), **rounded(torch.float16, 2))
+    norm_gated(x, gates, None, out, eps)
+    torch.testing.assert_close(out, (x * silu(gates.float())).half(), **rounded(torch.float16, 2))
+
+
+def test_the_exponentials_of_steps_of_time_do_not_cancel():
+    """Steps of time that are tiny, and such that are their own softplus."""
+    shape, steps = SpaceShape(1, 16, 1, 16), torch.tensor([[-40.0], [-12.0], [0.0], [30.0]], device=DEVICE)
+    texts = TextsWithStates(LayerState((0, 0), (1, 16, 16), turned=True), 1)
+    step, _ = texts.step([(0, len(steps))])
+    nothing, out = torch.full((1,), -torch.inf, device=DEVICE), torch.empty(len(steps), 16, device=DEVICE)
+    zero, mixed = torch.zeros(1, device=DEVICE), torch.zeros(len(steps), shape.mixed, device=DEVICE)
+    # Nothing is forgotten, and each row writes and reads a place of its own.
+    mixed[:, :16] = 1.0
+    mixed[:, 16:].view(len(steps), 2, 16)[:, :, : len(steps)] = torch.eye(len(steps), device=DEVICE)[:, None]
+    state_space(mixed, steps, nothing, zero, zero, out, step, texts.places.memory, shape)
+    torch.testing.assert_close(out, softplus(steps).expand(-1, 16), rtol=1e-5, atol=0)
+
+
+def test_misshapen_tensors_are_refused():
+    texts = TextsWithStates(LayerState((2, 70), (4, 24, 32)), 1)
+    step, _ = texts.step([(0, 2)])
+    taps, shape = random(70, 3), DeltaShape(2, 4, 24, 32)
+    for x, out, places in (
+        (random(2, 70), random(2, 69), texts.places.inputs),
+        (random(2, 70).half(), random(2, 70).half(), texts.places.inputs),
+        (random(49, 70), random(49, 70), texts.places.inputs),
+        (random(2, 70), random(2, 70), texts.places.memory),
+        (random(70, 2).T, random(2, 70), texts.places.inputs),
+    ):
+        with pytest.raises(Internal):
+            convolve(x, taps, None, out, step, places)
+    rest = (random(4), random(4), random(2, 128), step, texts.places.memory, shape)
+    for mixed, rates, forgets in (
+        (random(2, 223), random(2, 8), None),
+        (random(2, 224), random(2, 4), None),
+        (random(2, 224), random(2, 8), random(2, 96)),
+    ):
+        with pytest.raises(Internal):
+            delta_rule(mixed, rates, forgets, *rest)
+
+
+def slots(*rows: Sequence[int]) -> np.ndarray:
+    return np.array(rows, np.int32)
+
+
+@pytest.mark.parametrize(
+    ("states", "words"),
+    [
+        (None, "names no slots"),
+        (StateSlots(slots([-1, -1]), slots([7, 8])), "written leaves the pool of 8 slots"),
+        (StateSlots(slots([-1, -1]), slots([-1, 3])), "written leaves the pool"),
+        (StateSlots(slots([8, 1]), slots([2, 3])), "read leaves the pool"),
+        (StateSlots(slots([0, 1]).astype(np.int64), slots([2, 3])), "int64"),
+        (StateSlots(slots([0, 1], [4, 5]), slots([2, 3])), r"not int32 \[1, 2\]"),
+    ],
+)
+def test_states_that_could_leave_the_pool_are_refused(states, words):
+    record = StateRecord(torch.zeros(8, 64), 4, 2, 2, torch.device("cpu"))
+    record.check(StateSlots(slots([-1, -1]), slots([0, 7])), 1)
+    with pytest.raises(Internal, match=words):
+        record.check(states, 1)
+
+
+def test_the_layout_of_these_tests_has_pieces_in_several_slots():
+    places = state_layout([LayerState((0, 0), (4, 24, 32))], 4096)
+    assert places is not None
+    assert len({page for page, _ in places.layers[0].memory}) > 1

@@ -1,0 +1,92 @@
+"""Texts whose states lie in slots all over a pool, each in two sets of slots: a step reads one and writes the other."""
+
+from __future__ import annotations
+
+from tests.support.gpu import DEVICE  # isort: skip  (before the kernels)
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from pillion.engine.backends.backend import StateSlots
+from pillion.engine.backends.gpu.gpu_step import StepShape
+from pillion.engine.gpu_states.state_record import StateRecord
+from pillion.engine.models.layer_states import LayerState
+from pillion.engine.models.state_layout import state_layout
+from pillion.kernels.gpu_states.state_places import StepOfStates
+from tests.support.batches import Sequences
+
+BLOCK_BYTES, MAX_TOKENS = 4096, 48
+
+
+@dataclass(frozen=True)
+class PiecePlaces:
+    """The places of the pieces of a layer's state, int32 [pieces, 2]: pages, and values after their begin."""
+
+    inputs: torch.Tensor
+    memory: torch.Tensor
+
+
+class TextsWithStates:
+    """Texts of a model with one layer, and the states after what steps have had of them. What nobody has written is
+    NaN."""
+
+    def __init__(self, state: LayerState, texts: int) -> None:
+        layout = state_layout([state], BLOCK_BYTES)
+        assert layout is not None
+        (pieces,) = layout.layers
+        assert pieces is not None
+        self._state, pages = state, -(-layout.nbytes // BLOCK_BYTES)
+        parts = ([(page, at // 4) for page, at in part] for part in (pieces.inputs, pieces.memory))
+        tensors = (torch.tensor(part, dtype=torch.int32, device=DEVICE).view(-1, 2) for part in parts)
+        self.places = PiecePlaces(*tensors)
+        order = np.random.default_rng(texts).permutation(2 * texts * pages + 1).astype(np.int32)
+        self._slots = [list(each) for each in order[1:].reshape(texts, 2, pages)]
+        self.pool = torch.full((len(order), BLOCK_BYTES // 4), torch.nan, device=DEVICE)
+        self._record = StateRecord(self.pool, MAX_TOKENS, texts + 1, pages, DEVICE)
+        self._record.clear()
+        self._sequences = Sequences(100, 16)
+        self._sequences.add(texts)
+        self._lengths = [0] * texts
+
+    def step(
+        self, parts: Sequence[tuple[int, int]], padding: int = 0
+    ) -> tuple[StepOfStates, list[tuple[int, int, int]]]:
+        """Begins a step of so many tokens of some texts; returns what kernels read of it, and for each part the text
+        and which of its tokens they are. Their states then stand after it."""
+        mine = [(text, self._lengths[text], self._lengths[text] + count) for text, count in parts]
+        reads = [self._slots[text][0] if begin else self._slots[text][0] * 0 - 1 for text, begin, _ in mine]
+        writes = [self._slots[text][1] for text, _, _ in mine]
+        batch = self._sequences.step([(text, [0] * count) for text, count in parts])
+        states = StateSlots(np.stack(reads), np.stack(writes))
+        self._record.check(states, len(parts))
+        self._record.send(replace(batch, states=states), StepShape(batch.num_tokens + padding, 0, chunks=True))
+        for text, _, end in mine:
+            self._slots[text].reverse()
+            self._lengths[text] = end
+        return self._record.step, mine
+
+    def inputs(self, text: int) -> torch.Tensor:
+        """The last inputs [tokens, channels] of a text."""
+        tokens, channels = self._state.inputs
+        pieces = self._pieces(text, self.places.inputs, tokens, 64)
+        return torch.cat(pieces, 1)[:, :channels] if pieces else torch.zeros(tokens, channels)
+
+    def memory(self, text: int) -> torch.Tensor:
+        """The matrices [heads, rows, columns] of a text."""
+        if not self._state.memory:
+            return torch.zeros(0)
+        heads, rows, columns = self._state.memory
+        depth, width = (columns, rows) if self._state.turned else (rows, columns)
+        pieces = self._pieces(text, self.places.memory, depth, 16)
+        each = width // 16
+        found = torch.stack([torch.cat(pieces[head * each : head * each + each], 1) for head in range(heads)])
+        return found.mT if self._state.turned else found
+
+    def _pieces(self, text: int, places: torch.Tensor, rows: int, columns: int) -> list[torch.Tensor]:
+        slots = self._slots[text][0]
+        return [
+            self.pool[slots[page], at : at + rows * columns].view(rows, columns).clone() for page, at in places.tolist()
+        ]
