@@ -273,7 +273,7 @@ ROOMS: tuple[Room, ...] = (
     ),
     Room(
         "fleets with states",
-        paths=("simulator/fleet_states", "tests/simulator/fleet_states"),
+        paths=("simulator/fleet_states", "benchmarks/state_fleets.py", "tests/simulator/fleet_states"),
         entries={"simulator.fleet.states": "pillion.simulator.fleet_states.fleet_states:FleetStates"},
         needs=("fleets", "states"),
     ),
