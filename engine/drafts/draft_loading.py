@@ -57,7 +57,10 @@ def load_draft(
         longest = min(main.prepared.max_model_len, load_config(prepared.folder).max_position_embeddings)
         # Only the sizes of this layout are used: the backend gives it its version.
         layout = kv_layout(prepared, flags.block_size, kv_cache_dtype=flags.kv_cache_dtype)
-        most_block_tokens = GPU_BLOCK_TOKENS if resolve_device(flags) == "cuda" else 0
+        on_gpu = resolve_device(flags) == "cuda"
+        if on_gpu and layout.state_bytes:
+            raise ConfigError("draft models whose layers have states run on CPUs")
+        most_block_tokens = GPU_BLOCK_TOKENS if on_gpu else 0
         blocks = draft_blocks(main.backend.layout, layout, most_block_tokens)
         flags = replace(flags, max_model_len=longest, block_size=flags.block_size * blocks)
         loaded = load(flags, threads)

@@ -204,7 +204,7 @@ class GpuBackend(AdaptedBackend):
         if layout.state_pages:
             make = require(GPU_STATES, "states on GPUs", f"{model.config.family} with --device cuda")
             model.states = make(model, layout, limits.max_seqs)
-            # Which of a sequence's states the next step reads is known when this one has ended (engine/states).
+            # That decodes and guesses find their states while steps run ahead is not shown yet (engine/states).
             self.max_steps_under_way = 1
         self._ranks = model.ranks
         leads = model.ranks is None or model.ranks.shard.leads

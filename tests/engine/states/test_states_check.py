@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pathlib
 from dataclasses import replace
 
 import pytest
 
-from pillion.config import DecodeFlags, WorkerFlags
+from pillion.config import DecodeFlags, PrefillFlags, WorkerFlags
 from pillion.engine.backends.loading import choose_kernels, load_model
 from pillion.engine.backends.step_memory import steps_bytes
 from pillion.engine.checkpoints.prepare import prepare
+from pillion.engine.models.config_parser import load_config
+from pillion.engine.states.states_check import check_states
 from pillion.errors import ConfigError
 from pillion.speculative_config import SpeculativeConfig
 from tests.support.cpu_model import needs_kernels
@@ -41,6 +44,23 @@ def folder(own_cache: None, tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_refusals(folder: str, flags: WorkerFlags, words: str) -> None:
     with pytest.raises(ConfigError, match=f"lfm2: {words}.* not there yet"):
         load_model(replace(flags, model=folder), 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (replace(DECODE, kv_cache_dtype="fp8"), "--kv-cache-dtype fp8 on a GPU"),
+        (replace(DECODE, enable_lora=True), "--enable-lora on a GPU"),
+        (replace(DECODE, tensor_parallel_size=2), "--tensor-parallel-size 2 on GPUs"),
+        (PrefillFlags(pipeline_parallel_size=2), "--pipeline-parallel-size 2 on GPUs"),
+        (replace(DECODE, speculative_config=HEAD), "the method eagle3 on a GPU"),
+    ],
+)
+def test_refusals_on_gpus(folder: str, flags: WorkerFlags, words: str) -> None:
+    config = load_config(pathlib.Path(folder))
+    check_states(DECODE, "cuda", config)
+    with pytest.raises(ConfigError, match=f"lfm2: .*{words} is not there yet"):
+        check_states(flags, "cuda", config)
 
 
 @pytest.mark.parametrize("kernels", ["torch", pytest.param("auto", marks=needs_kernels)])
