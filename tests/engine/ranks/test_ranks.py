@@ -78,7 +78,7 @@ def prepared_of(own_cache, tmp_path_factory):
 
     @functools.cache
     def made(name):
-        shape = MODELS.get(name) or WITH_STATES.get(name) or HYBRIDS[name]
+        shape = {**HYBRIDS, **WITH_STATES, **MODELS}[name]
         return make_model(tmp_path_factory.mktemp("model"), shape)[1]
 
     return lambda name, dtype="float32": prepare(dataclasses.replace(made(name), dtype=dtype))
