@@ -141,10 +141,8 @@ def projections(layer: Layer, index: int) -> dict[str, Projection]:
         pieces = [piece.size for piece in tensor.rows]
         factors = tuple(zip(pieces, tensor.scales, strict=True)) if tensor.scales else ()
         for names in tensor.spellings:
-            # The first of fewer names than pieces has the first pieces.
-            joined, first = len(pieces) - len(names) + 1, 0
-            for begin, module in enumerate(names, joined - 1):
-                own = slice(0 if begin < joined else begin, begin + 1)
+            first = 0
+            for module, own in zip(names, tensor.pieces_of(names), strict=True):
                 size = sum(pieces[own])
                 found[module] = Projection(name, first, size, inputs, tensor.bias, factors[own])
                 first += size

@@ -158,8 +158,7 @@ def _spelled(tensor: LayerTensor, suffix: str, number: int = 0) -> tuple[Spellin
     columns = [] if suffix == ".bias" and not of_heads else columns
     sizes, found = [piece.size for piece in tensor.rows], []
     for names in tensor.spellings:
-        joined = len(sizes) - len(names) + 1
-        first = [[]] * len(names) if of_heads else [[sum(sizes[:joined])], *([size] for size in sizes[joined:])]
+        first = [[]] * len(names) if of_heads else [[sum(sizes[own])] for own in tensor.pieces_of(names)]
         found.append(
             tuple(
                 CheckpointTensor(name.format(number) + suffix, (*row, *columns))

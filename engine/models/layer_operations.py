@@ -8,7 +8,7 @@ Imports no torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 
@@ -126,6 +126,12 @@ class LayerTensor:
     blocks: int = 0
     ones: tuple[int, int] = (0, 0)
     optional: bool = False
+
+    def pieces_of(self, names: Sequence[str]) -> list[slice]:
+        """Returns which of ``rows`` each tensor of a spelling has: of fewer names than pieces, the first one has the
+        first pieces."""
+        joined = len(self.rows) - len(names) + 1
+        return [slice(0, joined), *(slice(number, number + 1) for number in range(joined, len(self.rows)))]
 
     @property
     def shape(self) -> tuple[int, ...]:

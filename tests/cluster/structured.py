@@ -5,7 +5,7 @@
 Each case's answers are valid, and token by token and log probability by log probability those of an undisturbed run;
 the undisturbed run's log probabilities are those of the masked distribution, by transformers and a matcher of the
 test's own. `make parity` runs every combination and prints a table; the test beside this file runs a subset in which
-every pair of values occurs. The model is random, small and in float32; its tokens are bytes.
+every pair of values but of shapes occurs. The model is random, small and in float32; its tokens are bytes.
 """
 
 from __future__ import annotations

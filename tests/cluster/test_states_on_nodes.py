@@ -187,7 +187,7 @@ def _over_a_bucket(folder: pathlib.Path, model: pathlib.Path, url: str, prompts:
         cluster.sees(target, decode)
         for prompt in prompts:
             assert cached(reader.read(prompt)) == whole(prompt)
-        # Of an answer, too.
+        # The bucket has the states at the ends of answers, too.
         turn = [*prompts[0], *reader.wanted(prompts[0]), *MORE]
         assert cached(reader.read(turn)) == (len(turn) - len(MORE) - 1) // 16 * 16
         status = cluster.node_status("kv-b")
