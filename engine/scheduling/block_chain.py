@@ -38,8 +38,8 @@ class ChunkDone:
 @dataclass(frozen=True, slots=True)
 class Holding:
     """Holds an adopted ticket: the slots of its pinned chain, the slots leased for what the sequence will write, and
-    those of the state after the chain, in a model whose layers carry one; ``known_blocks`` are then the blocks of the
-    text that the node had, the chain's and those after it."""
+    those of the state after the chain, in a model whose layers carry one; after ``known_blocks`` blocks of the
+    text other texts part from it then."""
 
     ticket_id: int
     chain_slots: tuple[int, ...]

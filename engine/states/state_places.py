@@ -4,11 +4,11 @@
     hit             [ ........ state ]
     this prompt     [ found          | computed         place | ...                     place | tail ]
 
-The node says how far it knows the blocks of a prompt (``known_blocks``), which is further than the state that it found
-where nobody has kept one there. So the second text that comes by leaves a state for the third (Marconi, arXiv
-2411.19379); where the node remembers from earlier texts that they part, the first one does. A prefill range's end, an
-answer's and a preempted stream's are not among the places: a state stands there when the sequence ends, or is
-preempted. Sans-IO (I9).
+The node says how far the blocks of a prompt are known to it or to the index (``known_blocks``), which is further than
+the state that it found where nobody has kept one there. So the second text that comes by leaves a state for the third
+(Marconi, arXiv 2411.19379); where the node remembers from earlier texts that they part, the first one does. A prefill
+range's end, an answer's and a preempted stream's are not among the places: a state stands there when the sequence ends,
+or is preempted. Sans-IO (I9).
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class StatePlaces:
         size = sequence.block_size
         # At least one token is computed after a place.
         last = (sequence.num_tokens - 1) // size * size
-        wished = {min(sequence.known_blocks * size, last)} | (set() if sequence.is_prefill else {last})
-        self._left = sorted(place for place in wished if place > sequence.num_computed)
+        wished = {sequence.known_blocks * size} | (set() if sequence.is_prefill else {last})
+        self._left = sorted(place for place in wished if sequence.num_computed < place <= last)
 
     def after(self, tokens: int) -> int:
         """Returns the next place after so many tokens, 0 where there is none."""

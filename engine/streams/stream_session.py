@@ -330,6 +330,7 @@ class DecodeSession:
                 priority=submit.priority,
                 expected_blocks=submit.expected_blocks,
                 state_pages=pages,
+                known_blocks=submit.known_blocks,
             )
             found["pillion.pinned_blocks"] = len(holding.chain_slots)
         except DeadlineExceeded:

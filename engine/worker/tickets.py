@@ -175,10 +175,11 @@ class Tickets:
         priority: int = 0,
         expected_blocks: int = 0,
         state_pages: int = 0,
+        known_blocks: int = 0,
     ) -> tuple[Holding, bytes]:
         """Opens a ticket and leases all that it reserves, in one call, which waits in the node's queue for memory:
-        streams that ``resume`` stand before new prompts. NodeClient.open_ticket describes ``expected_blocks`` and
-        ``state_pages``, and :meth:`adopt` what is returned.
+        streams that ``resume`` stand before new prompts. NodeClient.open_ticket describes ``expected_blocks``,
+        ``state_pages`` and ``known_blocks``, and :meth:`adopt` what is returned.
 
         Raises:
             NotFound: fewer than ``expected_blocks`` are there; or :meth:`stop_waiting` was called, and the client takes
@@ -194,6 +195,7 @@ class Tickets:
             priority=priority,
             expected_blocks=expected_blocks,
             state_pages=state_pages,
+            known_blocks=known_blocks,
         )
         task = self._opening[seq_id] = asyncio.create_task(opening)
         try:

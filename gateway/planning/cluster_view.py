@@ -352,6 +352,8 @@ class ClusterSnapshot:
         adapter: digest of the request's adapter; "" for the model alone.
         own_adapters: workers that this gateway has lately sent requests with this adapter, by component id.
         state_pages, working_pages: slots of a state, and of those of a running sequence; 0 for a model without them.
+        known_blocks: blocks of the prompt that some node has, with or without a state after them; 0 for a model without
+            states.
         text_workers: prefill workers that may compute the whole request, by component id, because it ends with a
             vector; none where it generates.
     """
@@ -382,6 +384,7 @@ class ClusterSnapshot:
     own_adapters: Set[str] = frozenset()
     state_pages: int = 0
     working_pages: int = 0
+    known_blocks: int = 0
     text_workers: Set[str] = frozenset()
 
     @property

@@ -61,8 +61,8 @@ class RequestPlan:
     have something of the prompt, the longest first. ``split_decision`` settles the split.
     ``limit_blocks`` blocks may be found or left to a prefill worker: whole blocks that end at or before N - 1, or
     before the first token whose log probability is asked. ``asked_blocks`` are the whole blocks of the prompt itself,
-    without those of the answer that a replay goes on with. ``state_pages`` and ``working_pages`` are those of the
-    snapshot.
+    without those of the answer that a replay goes on with. ``state_pages``, ``working_pages`` and
+    ``known_blocks`` are those of the snapshot.
     """
 
     node_id: str
@@ -82,6 +82,7 @@ class RequestPlan:
     sources: tuple[PrefixSource, ...] = ()
     state_pages: int = 0
     working_pages: int = 0
+    known_blocks: int = 0
 
     @property
     def remote(self) -> bool:
@@ -157,6 +158,7 @@ def make_plan(snapshot: ClusterSnapshot) -> RequestPlan:
         split_decision=decision,
         state_pages=snapshot.state_pages,
         working_pages=snapshot.working_pages,
+        known_blocks=snapshot.known_blocks,
     )
     return replan(draft, route.cached_blocks)
 

@@ -95,8 +95,7 @@ class ReadAhead(GatewayPart):
         cluster = self._cluster
         served = cluster.served(admitted.model, admitted.fingerprint, admitted.adapter_rank)
         hashes = (await chain_of(admitted, admitted.prompt[:-1], served)).hashes
-        look_up = cluster.index.longest_state if served.state_pages else cluster.index.longest_prefix
-        hits = {hit.node_id: hit.blocks for hit in await look_up(hashes)} if hashes else {}
+        hits = {hit.node_id: hit.blocks for hit in (await cluster.hits(served, hashes)).hits} if hashes else {}
         found = cluster.candidates(served, admitted.text_tokens, hits, admitted.spread, admitted.adapter)
         places = {one.node_id for one in found if one.role == "decode"}
         # A node without a lower tier has all in its pool that the index names, and a bucket may have what it does not.

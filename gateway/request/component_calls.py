@@ -51,16 +51,12 @@ from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.gateway.request.request_telemetry import BroughtTokens
 from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
+from pillion.kvstore.index.index import StateHits
 from pillion.observability import telemetry
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
 from pillion.wire.decode import DecodeDelta
 from pillion.wire.public import sampling_to_pb
-
-# A request waits at most this long for KV memory at a prefill worker's node. The time is short, because the request
-# holds memory at the decode worker's node meanwhile: two requests may wait for each other's nodes, and then both go on
-# without a prefill worker.
-MAX_REMOTE_ADMISSION_WAIT_S = 2.0
 
 
 def make_range(
@@ -111,6 +107,7 @@ async def open_ticket(
             priority=admitted.priority,
             expected_blocks=min(len(hashes) // HASH_BYTES, action.plan.hinted_blocks(link.node_id)),
             state_pages=action.plan.state_pages,
+            known_blocks=min(len(hashes) // HASH_BYTES, action.plan.known_blocks),
         )
         span.set_attribute("pillion.pinned_blocks", ticket.pinned_blocks)
     return TicketHold(link.node_id, epoch, ticket.ticket_id), ticket.pinned_blocks
@@ -165,7 +162,7 @@ class RemotePrefill:
 
     async def _open_ticket(self) -> tuple[TicketHold, int] | None:
         """Opens the ticket at the prefill worker's node; returns None while memory is short there."""
-        split, wait_s = self._action.plan.split_blocks, self._admitted.wait_s(MAX_REMOTE_ADMISSION_WAIT_S)
+        split, wait_s = self._action.plan.split_blocks, self._admitted.wait_s(ev.MAX_REMOTE_ADMISSION_WAIT_S)
         link, hashes = self._cluster.node(self._worker.node_id), self._chain.first(split)
         try:
             return await open_ticket(
@@ -375,6 +372,7 @@ class ComponentCalls:
             submit.second_from = admitted.pooled.second_from
         if action.hold is None:
             submit.block_hashes, submit.expected_blocks = self.chain.hashes, plan.cached_blocks
+            submit.known_blocks = plan.known_blocks
         else:
             submit.ticket_id = action.hold.ticket_id
         streams = (self, *followers)
@@ -443,9 +441,8 @@ class ComponentCalls:
         admitted, cluster = self._admitted, self._cluster
         known = await self._make_chain(action, served)
         with telemetry.tracer().start_as_current_span("lookup"):
-            look_up = cluster.index.longest_state if served.state_pages else cluster.index.longest_prefix
-            hits = await look_up(self.chain.hashes) if known else ()
-        blocks = {hit.node_id: hit.blocks for hit in hits}
+            found = await cluster.hits(served, self.chain.hashes) if known else StateHits([])
+        blocks = {hit.node_id: hit.blocks for hit in found.hits}
         components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
         far = await cluster.far_hits(self.chain.hashes, blocks, components, served.state_pages) if known else {}
         mates = cluster.lending_mates(components)
@@ -470,6 +467,7 @@ class ComponentCalls:
             adapter=admitted.adapter,
             state_pages=served.state_pages,
             working_pages=served.working_pages,
+            known_blocks=found.known_blocks,
             text_workers=frozenset() if admitted.pooled is None else cluster.text_workers(components),
         )
         first, background = action.attempt == 1, admitted.background

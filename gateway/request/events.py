@@ -15,6 +15,11 @@ from pillion.types import FinishReason, TokenLogprob
 from pillion.v1.decode_pb2 import DecodeTimings
 from pillion.v1.prefill_pb2 import ChunkAck
 
+# A request waits at most this long for KV memory at a prefill worker's node. The time is short, because the request
+# holds memory at the decode worker's node meanwhile: two requests may wait for each other's nodes, and then both go on
+# without a prefill worker.
+MAX_REMOTE_ADMISSION_WAIT_S = 2.0
+
 
 class TicketHold(Struct, frozen=True):
     """Represents the gateway's hold on a ticket: at which node it is, and under which session's epoch."""

@@ -115,6 +115,7 @@ class NodeClient:
         expected_blocks: int = 0,
         adopt: bool = False,
         state_pages: int = 0,
+        known_blocks: int = 0,
         timeout_s: float = OPEN_TICKET_TIMEOUT_S,
         on_unreleased: Callable[[PillionError], object] = lambda error: None,
     ) -> OpenTicketReply:
@@ -130,6 +131,7 @@ class NodeClient:
             adopt: lease all that is reserved with the same call; for workers. Raises NotFound, with nothing opened,
                 where fewer than ``expected_blocks`` are there.
             state_pages: slots that a state takes, for a model whose layers carry one: what is pinned ends with one.
+            known_blocks: blocks of the chain that any node has, for such a model.
             on_unreleased: called where the release of such a call was not answered either.
         """
         nonce = secrets.randbits(62) + 1
@@ -143,6 +145,7 @@ class NodeClient:
             expected_blocks=expected_blocks,
             adopt=adopt,
             state_pages=state_pages,
+            known_blocks=known_blocks,
         )
         try:
             return await call_unary(self._stub.OpenTicket, request, timeout_s)

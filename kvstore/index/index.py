@@ -52,6 +52,15 @@ class PrefixHit:
     blocks: int
 
 
+@dataclass(frozen=True, slots=True)
+class StateHits:
+    """Says where a model with states can go on from: ``hits`` end with states, the longest first. The first
+    ``known_blocks`` blocks of the chain have KV at some live node, with or without a state."""
+
+    hits: list[PrefixHit]
+    known_blocks: int = 0
+
+
 class HotPrefixes:
     """Remembers what earlier look-ups found, for the time when Redis does not answer. Sans-IO, bounded, hints only
     (I3).
@@ -114,42 +123,42 @@ class Index(RedisScripts):
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
         """Returns each live node's longest known prefix of a chain (32 bytes per hash), longest first. While Redis does
         not answer, what earlier look-ups found stands in."""
-        return await self._longest(block_hashes, states=False)
+        return (await self._longest(block_hashes, states=False)).hits
 
-    async def longest_state(self, block_hashes: bytes) -> list[PrefixHit]:
-        """Returns, as :meth:`longest_prefix` does, each live node's longest known prefix after which it has a state. A
-        state is looked for by its first page, which leaves memory last."""
+    async def longest_state(self, block_hashes: bytes) -> StateHits:
+        """Returns, as :meth:`longest_prefix` does, each live node's longest known prefix after which it has a state,
+        and how far any of them has KV. A state is looked for by its first page, which leaves memory last."""
         return await self._longest(block_hashes, states=True)
 
-    async def _longest(self, block_hashes: bytes, *, states: bool) -> list[PrefixHit]:
+    async def _longest(self, block_hashes: bytes, *, states: bool) -> StateHits:
         if not block_hashes:
-            return []
+            return StateHits([])
         try:
-            reached = await self._reached(block_hashes, states)
+            found = await self._found(block_hashes, states)
         except Unavailable as error:
             if self.available:
                 log.warning("going on without the index: %s", error)
             self.available = False
-            return _sorted_hits(self._hot.find(block_hashes))
+            return StateHits(_sorted_hits(self._hot.find(block_hashes)))
         self.available = True
-        hits = _sorted_hits(reached)
-        self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in hits), states=states)
-        return hits
+        self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in found.hits), states=states)
+        return found
 
-    async def _reached(self, block_hashes: bytes, states: bool) -> dict[str, int]:
-        """Asks Redis, and returns how many leading blocks of the chain each node has, by node id; with ``states``, how
-        many there are before its last state. Raises Unavailable."""
+    async def _found(self, block_hashes: bytes, states: bool) -> StateHits:
+        """Asks Redis how many leading blocks of the chain each node has, with ``states`` how many there are before its
+        last state. Raises Unavailable."""
         until_s = asyncio.get_running_loop().time() + LOOKUP_DEADLINE_MS / 1000
         if asyncio.get_running_loop().time() - self._table.read_s > NODES_MAX_AGE_MS / 1000:
             await self._refresh(NODES_MAX_AGE_MS, until_s)
         ends = await self._ends(block_hashes, until_s)
-        if states and ends:
-            ends = await self._states(block_hashes, ends, until_s)
+        reached = await self._states(block_hashes, ends, until_s) if states and ends else ends
         now = asyncio.get_running_loop().time()
         if any(self._table.doubtful(entry, now) for entry in ends):
             await self._refresh(NODES_MIN_AGE_MS, until_s)
-        named = ((self._table.node_id(entry), blocks) for entry, blocks in ends.items())
-        return {node_id: blocks for node_id, blocks in named if node_id is not None}
+        named = ((self._table.node_id(entry), blocks) for entry, blocks in reached.items())
+        hits = _sorted_hits({node_id: blocks for node_id, blocks in named if node_id is not None})
+        live = (blocks for entry, blocks in ends.items() if self._table.node_id(entry) is not None)
+        return StateHits(hits, max(live, default=0))
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
         """Returns how many leading blocks of the chain each entry has. A Cluster is asked about segments, in two

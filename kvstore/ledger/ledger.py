@@ -25,6 +25,7 @@ the reservation, so an admitted prompt can always finish, whichever process dies
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 from pillion.errors import Conflict, Internal, InvalidRequest, NotFound, Overloaded
@@ -214,11 +215,17 @@ class Ledger:
         return self.tree.longest_with_state(hashes, state_pages) if state_pages else self.tree.longest_prefix(hashes)
 
     def admit(
-        self, epoch: int, nonce: int, hashes: Sequence[bytes], total_blocks: int, state_pages: int = 0
+        self,
+        epoch: int,
+        nonce: int,
+        hashes: Sequence[bytes],
+        total_blocks: int,
+        state_pages: int = 0,
+        known_blocks: int = 0,
     ) -> TicketState | None:
         """Opens a ticket: pins the committed prefix of ``hashes`` and reserves slots for the rest of ``total_blocks``.
-        With ``state_pages`` the prefix is the longest one with a state of so many pages, which is pinned, too. Returns
-        None, with nothing changed, where memory is short."""
+        With ``state_pages`` the prefix is the longest one with a state of so many pages, which is pinned, too; some
+        node has ``known_blocks`` of ``hashes``. Returns None, with nothing changed, where memory is short."""
         holder = self.active(epoch)
         # The chain is looked up only where memory might suffice, because the first waiter is tried after every change.
         if self._missing(Match(None, len(hashes), 0), total_blocks):
@@ -226,7 +233,10 @@ class Ledger:
         match = self._match(hashes, state_pages)
         if self._missing(match, total_blocks):
             return None
-        known = self.states.opens(hashes, match) if state_pages else match.known
+        known = match.known
+        if state_pages:
+            known = max(known, min(known_blocks, len(hashes)))
+            known = self.states.opens(hashes, replace(match, known=known))
         for pinned in (match.last_block, match.state):
             if pinned is not None:
                 self.tree.pin(pinned)

@@ -105,8 +105,8 @@ class TicketState:
         holders: epochs that hold it.
         slots: the chain's slots, as far as it had grown when they were last asked for.
         state: the last page of the state that the ticket holds, None for none; it has ``state_pages`` pages.
-        known_blocks: after so many blocks of the request's chain other texts part from it: those that the pool had when
-            a state was looked for, or more where it remembers a place after them.
+        known_blocks: after so many blocks of the request's chain other texts part from it: those that the pool or
+            another node had when a state was looked for, or more where the pool remembers a place after them.
     """
 
     ticket_id: int

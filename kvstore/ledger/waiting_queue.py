@@ -35,6 +35,7 @@ class Waiter:
         resume: whether this is a preempted stream that comes back.
         adopt: whether the caller leases all that is reserved with the same call, if ``expected_blocks`` are here.
         state_pages: pages of a state that the prompt goes on from, 0 for a model without states.
+        known_blocks: blocks of the chain that any node has, for a model with states.
         asked_s: time of the call on the node's monotonic clock.
     """
 
@@ -47,6 +48,7 @@ class Waiter:
     expected_blocks: int = 0
     priority: int = 0
     state_pages: int = 0
+    known_blocks: int = 0
     asked_s: float = 0.0
 
     @property
@@ -137,7 +139,8 @@ class WaitingQueue:
         return self._ledger.shortage(first.hashes, first.total_blocks, first.state_pages) if first else 0
 
     def _admit(self, waiter: Waiter) -> Grant | None:
-        ticket = self._ledger.admit(waiter.epoch, waiter.nonce, waiter.hashes, waiter.total_blocks, waiter.state_pages)
+        asked = waiter.hashes, waiter.total_blocks, waiter.state_pages, waiter.known_blocks
+        ticket = self._ledger.admit(waiter.epoch, waiter.nonce, *asked)
         if ticket is None:
             return None
         adopted = None

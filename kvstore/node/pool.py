@@ -294,6 +294,7 @@ class Pool:
             expected_blocks=request.expected_blocks,
             priority=bounded(request.priority),
             state_pages=request.state_pages,
+            known_blocks=request.known_blocks,
             asked_s=now,
         )
         grant = self.waiting.ask(waiter)

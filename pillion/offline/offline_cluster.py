@@ -94,9 +94,11 @@ class EmptyIndex:
         """Returns no hit, because there is no other node."""
         return []
 
-    async def longest_state(self, block_hashes: bytes) -> list[Any]:
+    async def longest_state(self, block_hashes: bytes) -> Any:
         """Returns no hit, as :meth:`longest_prefix` does."""
-        return []
+        from pillion.kvstore.index.index import StateHits
+
+        return StateHits([])
 
     async def aclose(self) -> None:
         """Does nothing, because there is no connection to close."""

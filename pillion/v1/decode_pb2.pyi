@@ -82,6 +82,7 @@ class Submit(_message.Message):
     POOLED_FIRST_FIELD_NUMBER: _builtins.int
     POOLED_ROWS_FIELD_NUMBER: _builtins.int
     SECOND_FROM_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -132,6 +133,8 @@ class Submit(_message.Message):
     pooled_rows: _builtins.int
     second_from: _builtins.int
     """Where a pair of texts has the first token of the second one, for encoders that tell them apart; 0 for a single text."""
+    known_blocks: _builtins.int
+    """Of a ticket that the worker opens: OpenTicketRequest.known_blocks."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The whole prompt, followed by tokens that earlier attempts already generated."""
@@ -182,10 +185,11 @@ class Submit(_message.Message):
         pooled_first: _builtins.int = ...,
         pooled_rows: _builtins.int = ...,
         second_from: _builtins.int = ...,
+        known_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_first", b"pooled_first", "pooled_ids", b"pooled_ids", "pooled_rows", b"pooled_rows", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "second_from", b"second_from", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "known_blocks", b"known_blocks", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_first", b"pooled_first", "pooled_ids", b"pooled_ids", "pooled_rows", b"pooled_rows", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "second_from", b"second_from", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

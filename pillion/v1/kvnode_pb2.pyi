@@ -85,6 +85,7 @@ class OpenTicketRequest(_message.Message):
     EXPECTED_BLOCKS_FIELD_NUMBER: _builtins.int
     ADOPT_FIELD_NUMBER: _builtins.int
     STATE_PAGES_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_hashes: _builtins.bytes
     """Chain hashes of the prompt's whole blocks, 32 bytes each, in order; at most the blocks that end before the last
@@ -112,6 +113,10 @@ class OpenTicketRequest(_message.Message):
     """For models whose layers carry a state: how many slots a state takes. What is pinned then ends with the last block of
     the chain after which there is a state, and the state is pinned, too. 0: blocks alone are pinned.
     """
+    known_blocks: _builtins.int
+    """With state_pages: leading block_hashes that some node of the cluster has, as far as the index knows. Texts may part
+    after them, so the prompt leaves a state there.
+    """
     def __init__(
         self,
         *,
@@ -124,10 +129,11 @@ class OpenTicketRequest(_message.Message):
         expected_blocks: _builtins.int = ...,
         adopt: _builtins.bool = ...,
         state_pages: _builtins.int = ...,
+        known_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "state_pages", b"state_pages", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adopt", b"adopt", "block_hashes", b"block_hashes", "epoch", b"epoch", "expected_blocks", b"expected_blocks", "known_blocks", b"known_blocks", "nonce", b"nonce", "priority", b"priority", "resume", b"resume", "state_pages", b"state_pages", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -245,7 +251,7 @@ class AdoptTicketReply(_message.Message):
     """Hash of the chain's last block, empty where the chain is empty."""
     known_blocks: _builtins.int
     """With OpenTicketRequest.state_pages: after so many leading blocks of the prompt other texts part from it. These blocks were here
-    when the ticket was opened, with those after the last state, or were here earlier.
+    when the ticket was opened, with those after the last state, or were here earlier, or are OpenTicketRequest.known_blocks.
     """
     @_builtins.property
     def chain_slots(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:

@@ -197,6 +197,7 @@ class FleetRequest:
             total + sequences * site.working_pages,
             lambda ticket: granted(ticket.pinned * TRACE_BLOCK_TOKENS // site.block_size),
             sequences=sequences,
+            known=plan.known_blocks * site.block_size // TRACE_BLOCK_TOKENS,
         )
         self._store, self._ticket = store, opened
         store.open(opened)
@@ -338,9 +339,21 @@ class FleetRequest:
             self._later(brought_s + site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, computed))
 
         whole = self.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
-        ticket = SimTicket(whole, plan.split_blocks + 1 + site.working_pages, granted)
+        known = plan.known_blocks * site.block_size // TRACE_BLOCK_TOKENS
+        ticket = SimTicket(whole, plan.split_blocks + 1 + site.working_pages, granted, known=known)
         self._close_remote = close
-        self._later(site.call_s, lambda: store.open(ticket))
+
+        def gave_up() -> None:
+            if ticket.waiting and not closed:
+                close()
+                self._prefill_open = False
+                self._post(ev.PrefillEnded(action.attempt, plan.cached_tokens))
+
+        def arrived() -> None:
+            store.open(ticket)
+            self._later(ev.MAX_REMOTE_ADMISSION_WAIT_S, gave_up)
+
+        self._later(site.call_s, arrived)
 
     def _stop_work(self) -> None:
         self._work += 1

@@ -50,6 +50,11 @@ class PrefixIndex:
         """Returns the ids of the nodes that have a block."""
         return self._holders.get(block, ())
 
+    def known_blocks(self, blocks: Sequence[int]) -> int:
+        """Returns how many leading blocks of the chain some node has, where a model has states; 0 for others, because
+        their hits say it."""
+        return 0
+
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:
         """Returns how many leading blocks of the chain nodes have, by node id: of MAX_ENTRIES_PER_LOOKUP nodes at most,
         those with the most."""
@@ -102,7 +107,7 @@ class SimTicket:
 
     The ticket has ``total`` KV blocks in all, pinned or reserved; ``own`` of them are reserved and not shared yet.
     Where a model has states, as many ``sequences`` run under it, and other texts part from its prompt after ``known``
-    blocks, as far as the node knows.
+    blocks, as far as the index and, once the ticket is granted, the node know.
     """
 
     blocks: tuple[int, ...]

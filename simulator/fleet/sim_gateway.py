@@ -202,13 +202,14 @@ class SimGateway:
         known = flow.blocks if self._settings.enable_prefix_caching or action.attempt > 1 else ()
         each = TRACE_BLOCK_TOKENS // site.block_size
         hits = {name: count * each for name, count in site.index.longest_prefix(known).items()}
+        known_blocks = site.index.known_blocks(known) * each
         components = self.components(len(action.token_ids), hits, spread)
         loads = self.loads(components)
 
         def decide() -> None:
             begun = time.perf_counter()
             try:
-                decided = self._decide(flow, action, spread, hits, components, loads)
+                decided = self._decide(flow, action, spread, hits, known_blocks, components, loads)
             except Unavailable as error:
                 then(error)
                 return
@@ -226,6 +227,7 @@ class SimGateway:
         action: ev.LookUp,
         spread: int,
         hits: Mapping[str, int],
+        known_blocks: int,
         components: Sequence[ComponentRecord],
         loads: Loads,
     ) -> RequestPlan:
@@ -245,5 +247,6 @@ class SimGateway:
             spread=spread,
             state_pages=self.site.state_pages,
             working_pages=self.site.working_pages,
+            known_blocks=known_blocks,
         )
         return self.routes.plan(seen, self.clock.now, gateways=self.site_gateways, first=action.attempt == 1)

@@ -34,7 +34,14 @@ ROLE = "decode"
 
 
 class StateIndex(PrefixIndex):
-    """Says which nodes have a state after a block of a trace."""
+    """Says which nodes have a state after a block of a trace. ``kv`` says which ones have the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kv = PrefixIndex()
+
+    def known_blocks(self, blocks: Sequence[int]) -> int:
+        return max(self.kv.longest_prefix(blocks).values(), default=0)
 
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:
         """Returns how many leading blocks of the chain stand before the last state that a node has, by node id, the
@@ -74,8 +81,9 @@ class StateStore(NodeStore):
         self._nonces = itertools.count(1)
         self._names: dict[SimTicket, list[bytes]] = {}
         self._open: dict[SimTicket, GrantedTicket] = {}
-        # Where the pool has this block or page, the index lists a block of the trace.
-        self._listed: dict[bytes, int] = {}
+        self._kv_index = index.kv if pages and isinstance(index, StateIndex) else index
+        # Where the pool has this block or page, this index lists a block of the trace.
+        self._listed: dict[bytes, tuple[PrefixIndex, int]] = {}
         self._kept = self._lacking = 0
 
     @property
@@ -119,9 +127,8 @@ class StateStore(NodeStore):
         opened = self._open.get(ticket)
         if opened is None:
             return
-        if not self._pages:
-            for number, name in zip(ticket.blocks[:count], opened.names[self._each - 1 :: self._each], strict=False):
-                self._listed[name] = number
+        for number, name in zip(ticket.blocks[:count], opened.names[self._each - 1 :: self._each], strict=False):
+            self._listed[name] = self._kv_index, number
         self._commit(opened, opened.names[: count * self._each])
         ticket.pinned = max(ticket.pinned, count)
 
@@ -131,7 +138,7 @@ class StateStore(NodeStore):
             return True
         after = opened.names[count * self._each - 1]
         last = state_page(after, self._pages - 1)
-        self._listed[last] = ticket.blocks[count - 1]
+        self._listed[last] = self._index, ticket.blocks[count - 1]
         kept = self._keep(opened, after, slots)
         if last not in self.ledger.tree.by_hash:
             self._listed.pop(last, None)
@@ -152,9 +159,9 @@ class StateStore(NodeStore):
         yield from ()
 
     def leave(self) -> None:
-        for name, number in self._listed.items():
+        for name, (index, number) in self._listed.items():
             if name in self.ledger.tree.by_hash:
-                self._index.remove(number, self.node_id)
+                index.remove(number, self.node_id)
         self._gone = True
         self._open.clear()
 
@@ -167,7 +174,8 @@ class StateStore(NodeStore):
         while self._waiting:
             ticket = self._waiting[0]
             names = self._names[ticket]
-            state = self.ledger.admit(self._holder, next(self._nonces), names, ticket.total, self._pages)
+            known = ticket.known * self._each
+            state = self.ledger.admit(self._holder, next(self._nonces), names, ticket.total, self._pages, known)
             if state is None:
                 return
             self._waiting.popleft()
@@ -219,14 +227,15 @@ class StateStore(NodeStore):
     def _announce(self) -> None:
         """Tells the index what came and went."""
         for event in self.ledger.drain_events():
-            number = self._listed.get(event.block_hash)
+            listed = self._listed.get(event.block_hash)
             self.evicted += not event.here
-            if number is None:
+            if listed is None:
                 continue
+            index, number = listed
             if event.here:
-                self._index.add(number, self.node_id)
+                index.add(number, self.node_id)
             else:
-                self._index.remove(number, self.node_id)
+                index.remove(number, self.node_id)
                 del self._listed[event.block_hash]
 
     def _named(self, blocks: Sequence[int]) -> list[bytes]:

@@ -127,6 +127,29 @@ def test_states_move_between_nodes(folder: pathlib.Path) -> None:
         reader.idle("kv-b")
 
 
+@pytest.mark.parametrize("policy", ["colocated", "disaggregated"])
+def test_where_texts_part_is_known_to_all_nodes(folder: pathlib.Path, policy: str) -> None:
+    """The first text is on one node alone, so the second one, on the other node, is the first there that can leave a
+    state where they part; the third one finds it."""
+    model = make_model(folder / "model", HYBRIDS["lfm2"])[0]
+    with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "256") as cluster:
+        for node_id in ("kv-a", "kv-b"):
+            cluster.node(node_id, "--kv-pool-bytes", "16MiB")
+        target = cluster.gateway("--split-policy", policy, "--chunk-size", "64", "--heartbeat-timeout-ms", "1000")
+        reader = StateReader(model, cluster, target)
+        same = tokens_of(100, 2)
+        texts = [[*same, *tokens_of(60, seed)] for seed in (3, 4, 5)]
+        workers = [cluster.worker(role, "kv-a") for role in ("prefill", "decode")]
+        cluster.sees(target, *workers)
+        assert cached(reader.read(texts[0])) == 0
+        others = [cluster.worker(role, "kv-b") for role in ("prefill", "decode")]
+        for worker in workers:
+            cluster.stop(worker)
+        cluster.sees(target, *others)
+        assert [cached(reader.read(text)) for text in texts[1:]] == [0, whole(same)]
+        reader.idle("kv-a", "kv-b")
+
+
 def test_states_come_back_from_disk(folder: pathlib.Path) -> None:
     model = make_model(folder / "model", HYBRIDS["granite-hybrid"])[0]
     # The pool holds a few of the texts, and the disk all.
@@ -166,7 +189,7 @@ async def test_states_come_from_a_bucket(folder: pathlib.Path, monkeypatch: pyte
 def _over_a_bucket(folder: pathlib.Path, model: pathlib.Path, url: str, prompts: list[list[int]]) -> None:
     flags = ("--kv-pool-bytes", "16MiB", "--fetch-timeout-ms", "60000", "--object-url", url)
     with hosts(folder, "--model", str(model), "--dtype", "float32", "--max-model-len", "512") as cluster:
-        target = cluster.gateway("--split-policy", "colocated")
+        target = cluster.gateway("--split-policy", "colocated", "--heartbeat-timeout-ms", "1000")
         cluster.node("kv-a", *flags)
         decode = cluster.worker("decode", "kv-a")
         cluster.sees(target, decode)

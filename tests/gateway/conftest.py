@@ -12,7 +12,7 @@ LIMITS = (
     "gateway.anthropic.anthropic_api.EPHEMERAL_WAIT_S",
     "gateway.links.cluster.MAX_FETCH_S",
     "gateway.prefix_pins.prefix_pins.EPHEMERAL_WAIT_S",
-    "gateway.request.component_calls.MAX_REMOTE_ADMISSION_WAIT_S",
+    "gateway.request.events.MAX_REMOTE_ADMISSION_WAIT_S",
     "gateway.tokens.chat_template.RENDER_WALL_S",
     "kvstore.client.node_client.PREFETCH_GRACE_S",
 )

@@ -19,6 +19,7 @@ from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, Sam
 from pillion._version import VERSION
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
+from pillion.kvstore.index.index import StateHits
 from testbed.conditions import WITHIN_S, until
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster
@@ -90,6 +91,22 @@ async def test_priority_reaches_every_part() -> None:
         assert [submit.priority for submit in fakes.decode.submits] == [-7, 9]
         assert [one.priority for one in fakes.prefill.prefill_ranges] == [-7, 9]
         assert [opened.priority for opened in fakes.node.opened] == [-7, 9]
+        await fakes.settled()
+
+
+@pytest.mark.parametrize("policy", ["colocated", "disaggregated"])
+async def test_how_far_any_node_knows_a_prompt_reaches_its_ticket(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running_fake_cluster(split_policy=policy) as fakes:
+
+        async def hits(*_: object) -> StateHits:
+            return StateHits([], 3)
+
+        monkeypatch.setattr(fakes.gateway.cluster, "hits", hits)
+        await read(fakes.client.generate("x" * 99))
+        opened = [one.known_blocks for one in fakes.node.opened]
+        submits = [one.known_blocks for one in fakes.decode.submits]
+        # With the policy colocated the worker opens the ticket.
+        assert (opened, submits) == (([], [3]) if policy == "colocated" else ([3], [0]))
         await fakes.settled()
 
 

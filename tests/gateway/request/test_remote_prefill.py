@@ -8,7 +8,7 @@ import pytest
 
 from pillion import DeadlineExceeded
 from pillion.errors import Conflict, Internal, NotFound, Overloaded, PillionError, Unavailable
-from pillion.gateway.request import component_calls
+from pillion.gateway.request import events
 from pillion.kvstore.hashing import chain_hashes, request_root
 from testbed.conditions import until
 from testbed.toy_tokenizer import byte_tokenizer
@@ -152,7 +152,7 @@ async def test_a_source_lost_between_chunks() -> None:
 @pytest.mark.parametrize("wait", [False, True])
 async def test_no_memory_at_the_prefill_workers_node(wait: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two requests that hold one node each and wait for the other must both go on."""
-    monkeypatch.setattr(component_calls, "MAX_REMOTE_ADMISSION_WAIT_S", 0.1)
+    monkeypatch.setattr(events, "MAX_REMOTE_ADMISSION_WAIT_S", 0.1)
     async with running_fake_cluster(SCRIPT, APART) as fakes:
         if wait:
             fakes.far_node.gate.clear()

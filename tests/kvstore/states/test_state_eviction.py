@@ -344,6 +344,20 @@ def test_where_texts_part_is_remembered_without_them() -> None:
     assert [told(1, 2), told(6, 2, 7), told(5, 5)] == [2, 0, 0]
 
 
+def test_where_texts_part_at_another_node_is_told_and_remembered() -> None:
+    pool = StatePool(num_slots=40)
+    text = prompt(1, 2, 3, 4)
+
+    def told(known: int) -> int:
+        ticket = pool.ledger.admit(pool.worker, next(pool.nonces), text, len(text) + 1, 2, known)
+        assert ticket is not None
+        pool.ledger.release(pool.worker, [ticket.ticket_id])
+        return ticket.known_blocks
+
+    # The index names no more blocks than it was asked about, and may be wrong all the same.
+    assert [told(9), told(2), told(0)] == [4, 2, 2]
+
+
 def test_books_that_are_wrong_are_found() -> None:
     pool = StatePool()
     pool.serve(1, 2, 3)

@@ -10,6 +10,7 @@ import pytest
 from benchmarks.traces import generate
 from pillion.config import ServeFlags
 from pillion.errors import ConfigError
+from pillion.simulator.fleet.prefix_store import SimTicket
 from pillion.simulator.fleet.traffic import ClientRecord, Request, requests_of
 from pillion.simulator.fleet.world import DECODE, PREFILL, FleetConfig, FleetWorld, simulate
 
@@ -89,6 +90,26 @@ def test_requests_wait_for_memory_and_blocks_are_evicted() -> None:
     assert whole(short)
     assert max(one.ttft_s for one in short) > 2 * max(one.ttft_s for one in ample)
     assert next(iter(world.site.stores.values())).evicted > 0
+
+
+def test_a_prefill_workers_node_without_memory_is_waited_for_two_seconds() -> None:
+    config = fleet(1, 2, node_blocks=600)
+    flags = dataclasses.replace(config.flags, split_policy="disaggregated")
+    world = FleetWorld(dataclasses.replace(config, flags=flags))
+    [prefill] = world.workers("prefill")
+    near, _ = world.workers("decode")
+    assert near.record.node_id == prefill.record.node_id
+    del world._listed[near.record.component_id]
+    world._list()
+    store = world.site.stores[prefill.record.node_id]
+    store.open(SimTicket((), 600, lambda ticket: None))
+    world.send([Request(0, 0.0, 4100, 4, tuple(range(8)))])
+    world.clock.run(60.0)
+    [record] = world.records()
+    assert whole([record])
+    assert (record.prefilled_tokens, store.waiting) == (0, 0)
+    assert 2.0 < record.ttft_s < 3.0
+    world.check_integrity()
 
 
 def test_workers_come_and_go_and_nothing_is_lost() -> None:

@@ -73,6 +73,20 @@ def test_a_node_fetches_the_state_behind_the_blocks() -> None:
     assert world.site.stores[second.record.node_id].states.kept == 2
 
 
+def test_where_texts_part_is_known_to_all_nodes() -> None:
+    """The first node alone has the first text; the second one's first text leaves a state where it parts from that."""
+    world = FleetWorld(fleet(0, 2))
+    texts = [(1, 2, 3), (1, 2, 4), (1, 2, 5)]
+    world.send([Request(number, 60.0 * number, 512 * 3 + 9, 4, text) for number, text in enumerate(texts)])
+    world.clock.run(30.0)
+    [first] = [one for one in world.workers("decode") if one.steps]
+    del world._listed[first.record.component_id]
+    world._list()
+    world.clock.run(200.0)
+    world.check_integrity()
+    assert [one.cached_tokens for one in world.records()] == [0, 0, 1024]
+
+
 @given(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=4), min_size=1, max_size=12), st.integers(0, 3), st.data()
 )
@@ -93,9 +107,8 @@ def test_hits_are_those_of_a_search_through_all_states(texts: list[list[int]], p
         store.open(ticket)
         assert not ticket.waiting
         assert ticket.pinned == expected
-        assert ticket.known == max((at + 1 for at, number in enumerate(chain) if number in shared), default=0) * bool(
-            pages
-        )
+        known = max((at + 1 for at, number in enumerate(chain) if number in shared), default=0) if pages else 0
+        assert ticket.known == index.known_blocks(chain) == known
         place = data.draw(st.integers(expected, len(chain)))
         store.commit(ticket, len(chain))
         if place > expected and pages:
