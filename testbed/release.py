@@ -46,7 +46,11 @@ def take_out(release: Release, folder: pathlib.Path) -> str:
     if done.returncode:
         return f"the history has no commit {release.commit[:12]} of {release.version}: {done.stderr.decode().strip()}"
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as tree:
-        tree.extractall(folder, filter="tar")
+        # Debian 12's Python 3.11.2 has no filters yet, and Python 3.14 refuses to be without one by default.
+        if hasattr(tarfile, "tar_filter"):
+            tree.extractall(folder, filter="tar")
+        else:
+            tree.extractall(folder)
     return ""
 
 
