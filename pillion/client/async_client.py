@@ -452,6 +452,13 @@ class AsyncClient:
             if self._number == number:
                 self._number = (number + 1) % len(self._connection.targets)
 
+    def _forget(self, number: int) -> None:
+        """Makes the next call open another channel to an address. Ctrl-C may leave a blocking call with a lock of
+        gRPC's that the thread of its channel then waits for, so that no call of that channel would end. Streams that
+        still use the channel go on, and it ends with them: closing it would end them."""
+        with self._opening:
+            self._channels.pop(number, None)
+
     def _call(self, request: GenerateRequest, timeout_s: float | None) -> tuple[int, Any]:
         (number, stub), span = self._stub(), client_spans.begin(request)
         with trace.use_span(span, end_on_exit=False):
@@ -466,6 +473,9 @@ class AsyncClient:
             try:
                 method = getattr(stub, name)
                 return await method(message, timeout=timeout_s, metadata=self._connection.metadata())
+            except KeyboardInterrupt:
+                self._forget(number)
+                raise
             except grpc.aio.AioRpcError as error:
                 found, spoken = rpc.from_rpc_error(error), rpc.said_by_server(error)
                 if not goes_on(found, spoken, sent, len(self._connection.targets)):
@@ -509,6 +519,9 @@ class _AsyncStream:
                     self._client._leave(self._number)
                 await self._client._connection.pause_async(self._client._channel(), pause_s, self._ended)
                 self._begin()
+        except KeyboardInterrupt:
+            self._client._forget(self._number)
+            raise
         finally:
             self.cancel()
 

@@ -224,11 +224,23 @@ class KVHost:
         assert status.reserved_blocks == 0
 
 
+async def _are_registered(made: list[KVHost]) -> bool:
+    """Returns whether the registry has all nodes. On a busy machine a node's first heartbeat may come to nothing."""
+    assert made[0].node is not None
+    assert made[0].node._registry is not None
+    try:
+        there = {record.component_id for record in await made[0].node._registry.components()}
+    except PillionError:
+        return False
+    return there >= {host.name for host in made}
+
+
 @asynccontextmanager
 async def hosts(folder: str, redis: RedisServer, *names: str, **flags: Any) -> AsyncIterator[list[KVHost]]:
     made = [KVHost(name, folder, redis.url, flags) for name in names]
     try:
         await asyncio.gather(*(host.start() for host in made))
+        await until(f"{', '.join(names)} in the registry", lambda: _are_registered(made))
         if len(made) > 1:
             # The first fetch would wait for it, and on a busy machine for longer than a fetch may take.
             await asyncio.gather(*(host.make_plane() for host in made))

@@ -7,6 +7,7 @@ import json
 import math
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from pillion import LLM, InvalidRequest
 from pillion.gateway.pooling.pair_forms import ScoreKind, named_reranker, read_pair_form
+from pillion.gateway.pooling.text_call import TextCall
+from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
+from testbed.conditions import until
 from testbed.tiny_model import save_model
 
 QUERY = "What is blue, and where does it begin? " * 2
@@ -82,7 +86,20 @@ def test_an_instruction_is_the_templates_system_message(llm: LLM, folder: pathli
     assert found.outputs.score == pytest.approx(sigmoid(log_odds(llm, folder, pair_text("q", "d", "Look"), YES, NO)))
 
 
-def test_the_query_is_computed_once_for_all_documents(llm: LLM) -> None:
+def test_the_query_is_computed_once_for_all_documents(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = TextCall._start
+
+    async def begin_after_commits(call: TextCall, *text: Any) -> RequestRunner:
+        """A score is given while its text's last blocks are still committed, so another text may begin before that."""
+        [node] = call.gateway.cluster.view.of("kvnode")
+
+        async def committed() -> bool:
+            return not (await call.gateway.cluster.node(node.component_id).client.status()).tickets
+
+        await until("the blocks of the texts before", committed)
+        return await begin(call, *text)
+
+    monkeypatch.setattr(TextCall, "_start", begin_after_commits)
     # Nobody has asked this before.
     query, documents = "Who was it that " * 20, [f"{n} of them" for n in range(12)]
     before = llm.status()

@@ -386,6 +386,44 @@ async def test_an_idle_stream_survives_its_pings(monkeypatch: pytest.MonkeyPatch
         await forbidden
 
 
+class InterruptedCall:
+    """A blocking call at which Ctrl-C comes while it holds its lock: gRPC leaves the lock taken then, now and again."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def __iter__(self) -> Any:
+        return self
+
+    def __next__(self) -> Any:
+        next(self._call)
+        self._call._state.condition.acquire()
+        raise KeyboardInterrupt
+
+    def cancel(self) -> None:
+        self._call.cancel()
+
+
+async def test_a_blocking_client_goes_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    begin = Client._call
+
+    def interrupted(client: Client, *words: Any) -> tuple[int, Any]:
+        number, call = begin(client, *words)
+        return number, InterruptedCall(call)
+
+    def talk(target: str) -> list[str]:
+        with Client(target) as client:
+            with monkeypatch.context() as patched:
+                patched.setattr(Client, "_call", interrupted)
+                with pytest.raises(KeyboardInterrupt):
+                    list(client.generate("x"))
+            return [delta.text for delta in client.generate("x", timeout_s=WITHIN_S)]
+
+    async with serving(Scripted(count=2)) as target:
+        # The thread of the first channel waits for the lock until the thread here ends, which does not let go of it.
+        assert await asyncio.to_thread(talk, target) == ["x", "x"]
+
+
 async def test_sizes_of_messages_are_options() -> None:
     big = 5 * 2**20
     async with serving(Scripted(text="y" * big), max_message_bytes=2**20) as address, AsyncClient(address) as client:
