@@ -159,7 +159,8 @@ class Tickets:
         """Marks a ticket as in use, once its last use has ended: each use would release the other's hold."""
         while (freed := self._in_use.get(ticket_id)) is not None:
             try:
-                await asyncio.wait_for(freed.wait(), IN_USE_TIMEOUT_S)
+                async with asyncio.timeout(IN_USE_TIMEOUT_S):
+                    await freed.wait()
             except TimeoutError:
                 raise NotFound("the ticket is in use on this worker: plan again") from None
         self._check_open()

@@ -455,7 +455,8 @@ class Worker:
             self.epoch.cancel(seq_id)
         if not self.epoch.over:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.epoch.settled(), DRAIN_TIMEOUT_S)
+                async with asyncio.timeout(DRAIN_TIMEOUT_S):
+                    await self.epoch.settled()
         await self.epoch.close()
         with contextlib.suppress(ValueError):
             asyncio.get_running_loop().remove_reader(self.attachment.fileno())

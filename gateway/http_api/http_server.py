@@ -222,7 +222,8 @@ class _Server(uvicorn.Server):
         # In uvicorn, a tick with the number 0 updates the date that headers have.
         while not await self.on_tick(0):
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.ending.wait(), DATE_INTERVAL_S)
+                async with asyncio.timeout(DATE_INTERVAL_S):
+                    await self.ending.wait()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:

@@ -59,7 +59,8 @@ class NodeLink:
         """Sends the releases that wait, then ends the session."""
         if self._releasing is not None:
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._releasing, 1.0)
+                async with asyncio.timeout(1.0):
+                    await self._releasing
         self._upkeep.cancel()
         await asyncio.gather(self._upkeep, return_exceptions=True)
         await self.client.aclose()

@@ -207,7 +207,8 @@ class Announcer:
                 continue
             wait_s = max(0.0, min(wait_s, self._next_heartbeat_s - loop.time()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), wait_s)
+                async with asyncio.timeout(wait_s):
+                    await self._changed.wait()
 
     async def leave(self) -> None:
         """Takes the node out of the registry, if Redis answers, and closes the connections."""

@@ -209,7 +209,8 @@ class Fetcher:
             coming = self._coming.get(fetch.hashes[at])
             if coming is not None:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(coming.wait(), left_s)
+                    async with asyncio.timeout(left_s):
+                        await coming.wait()
                 continue
             if not await self._bring_some(fetch, at):
                 return self._ledger.extend(fetch.caller, fetch.ticket_id, fetch.hashes).blocks

@@ -123,9 +123,11 @@ class ChildProcess:
         if self._process.returncode is None:
             with contextlib.suppress(TimeoutError, ProcessLookupError):
                 self._process.terminate()
-                await asyncio.wait_for(self._process.wait(), grace_s)
+                async with asyncio.timeout(grace_s):
+                    await self._process.wait()
         self.kill()
-        await asyncio.wait_for(self.wait(), KILL_TIMEOUT_S)
+        async with asyncio.timeout(KILL_TIMEOUT_S):
+            await self.wait()
 
     def kill(self) -> None:
         """Sends SIGKILL to the whole process group of the child."""

@@ -189,7 +189,8 @@ async def run_to_end(name: str, component: Any, stop: asyncio.Event, grace_s: fl
         # A component that failed has no requests left to wait for.
         grace_s = 0.0
     try:
-        await asyncio.wait_for(component.stop(grace_s), grace_s + STOP_TIMEOUT_S)
+        async with asyncio.timeout(grace_s + STOP_TIMEOUT_S):
+            await component.stop(grace_s)
     except TimeoutError:
         log.warning("%s did not stop within %g s", name, grace_s + STOP_TIMEOUT_S)
     return 1 if failed else 0

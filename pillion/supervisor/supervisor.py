@@ -366,7 +366,8 @@ class Supervisor:
         component.unaided = ""
         waits = True
         with contextlib.suppress(TimeoutError):
-            waits = await asyncio.wait_for(successor.ready(), self._start_timeout_s)
+            async with asyncio.timeout(self._start_timeout_s):
+                waits = await successor.ready()
         if not waits and component.successor is successor:
             self._notices.say(f"{spec.component_id} has no standby, it ended:", "bold yellow")
             for line in successor.output():

@@ -19,7 +19,7 @@ from pillion.kvstore.index.index import Index
 from pillion.kvstore.index.registry import Registry
 from pillion.kvstore.ledger.records import IndexEvent
 from pillion.wire.registry import ComponentRecord
-from testbed.conditions import until
+from testbed.conditions import WITHIN_S, until
 from testbed.redis import RedisServer
 from tests.support.redis_nodes import Chain, found, node_record, until_found
 
@@ -81,6 +81,12 @@ async def test_what_others_wait_for_does_not_wait_for_the_next_heartbeat(redis: 
             announcer.beat_now()
             await until("the record", lambda: _is(named, [tuple(fenced)]))
     await registry.aclose()
+
+
+async def test_an_announcer_ends_that_is_told_so_and_has_news_in_one_moment(redis: RedisServer) -> None:
+    async with asyncio.timeout(WITHIN_S), announcing(redis.url, [], heartbeat_s=3600) as announcer:
+        await until("the announcer to wait for news", lambda: announcer._changed._waiters)  # type: ignore[attr-defined]
+        announcer.beat_now()
 
 
 async def _is(asked: Callable[[], Awaitable[object]], wanted: object) -> bool:
