@@ -7,6 +7,8 @@ import os
 import sys
 import time
 
+from pillion.cores import usable_cores
+
 HASH_SEED = "0"
 
 
@@ -16,6 +18,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="run this seed and print its history")
     parser.add_argument("--first", type=int, default=0, help="the first of many seeds")
     parser.add_argument("--count", type=int, default=1000, help="how many seeds")
+    parser.add_argument("--processes", type=int, default=usable_cores(), help="how many processes share many seeds")
     parser.add_argument("--careful", action="store_true", help="check after every event")
     parser.add_argument(
         "--shrink", action="store_true", help="look for the smallest part of the seed's schedule that finds something"
@@ -26,14 +29,15 @@ def main() -> int:
         # The seed of hashes is fixed, because the order of sets of texts is part of what a seed decides.
         os.environ["PYTHONHASHSEED"] = HASH_SEED
         os.execv(sys.executable, [sys.executable, "-m", "pillion.simulator", *sys.argv[1:]])
-    from pillion.simulator.campaign import run_mutations, run_one, run_seeds
+    from pillion.simulator.campaign import PART_SEEDS, run_mutations, run_one, run_seeds
 
     if flags.seed is not None:
         return run_one(flags.seed, careful=flags.careful, smallest=flags.shrink)
     if flags.mutate:
         return run_mutations(flags.count, flags.first)
-    began_s = time.process_time()
-    return run_seeds(range(flags.first, flags.first + flags.count), began_s, careful=flags.careful)
+    began_s, seeds = time.monotonic(), range(flags.first, flags.first + flags.count)
+    processes = max(1, min(flags.processes, flags.count // PART_SEEDS))
+    return run_seeds(seeds, began_s, careful=flags.careful, processes=processes)
 
 
 if __name__ == "__main__":

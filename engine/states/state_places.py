@@ -1,4 +1,5 @@
-"""Decides where in a prompt a worker keeps states: at the prompt's last whole block, and where texts part.
+"""Decides where in a prompt a worker keeps states: at the prompt's last whole block, where texts part, and now and then
+where a state is cheap.
 
     known text      [ blocks that go on as another text does | others ]
     hit             [ ........ state ]
@@ -8,35 +9,49 @@ The node says how far the blocks of a prompt are known to it or to the index (``
 the state that it found where nobody has kept one there. So the second text that comes by leaves a state for the third
 (Marconi, arXiv 2411.19379); where the node remembers from earlier texts that they part, the first one does. A prefill
 range's end, an answer's and a preempted stream's are not among the places: a state stands there when the sequence ends,
-or is preempted. Sans-IO (I9).
+or is preempted.
+
+Where a step ends at a whole block anyway, and a state takes little beside the KV since the last one (CHEAP_PART), it is
+kept, too: so the second text, too, finds most of what it shares with the first. Sans-IO (I9).
 """
 
 from __future__ import annotations
 
 from pillion.engine.scheduling.sequence import Sequence
 
+# Without a sign that texts part there, a state is kept where it takes at most this part of the KV since the last one.
+CHEAP_PART = 1 / 64
+
 
 class StatePlaces:
-    """Holds the numbers of tokens after which a sequence's state is to be kept while it runs; a step of its prompt ends
-    there."""
+    """Says after how many tokens of a sequence its state is to be kept while it runs.
 
-    def __init__(self, sequence: Sequence) -> None:
-        size = sequence.block_size
+    Args:
+        pages: how many blocks' slots a state takes.
+    """
+
+    def __init__(self, sequence: Sequence, pages: int) -> None:
+        self._size = size = sequence.block_size
         # At least one token is computed after a place.
-        last = (sequence.num_tokens - 1) // size * size
+        self._last = last = (sequence.num_tokens - 1) // size * size
         wished = {sequence.known_blocks * size} | (set() if sequence.is_prefill else {last})
         self._left = sorted(place for place in wished if sequence.num_computed < place <= last)
+        self._kept, self._cheap_after = sequence.num_computed, int(pages * size / CHEAP_PART)
 
     def after(self, tokens: int) -> int:
-        """Returns the next place after so many tokens, 0 where there is none."""
+        """Returns the next place after so many tokens at which a step of the prompt has to end, 0 where there is
+        none."""
         return next((place for place in self._left if place > tokens), 0)
 
     def wants(self, tokens: int) -> bool:
-        """Returns whether the state after so many tokens is to be kept when it stands."""
+        """Returns whether steps end after so many tokens for the state that stands there."""
         return tokens in self._left
 
     def reached(self, tokens: int) -> bool:
         """Notes that the state after so many tokens stands. Returns whether it is to be kept."""
-        reached = tokens in self._left
+        whole = tokens % self._size == 0 and tokens <= self._last
+        reached = tokens in self._left or (whole and tokens - self._kept >= self._cheap_after)
         self._left = [place for place in self._left if place > tokens]
+        if reached:
+            self._kept = tokens
         return reached

@@ -97,7 +97,7 @@ class WorkingStates(BlockChain):
             self.standing.append(Standing(sequence.num_computed, sequence.state_slots, own=False))
         # The states that launched steps write, the oldest step's first; one without slots was overwritten since.
         self._written: deque[Standing] = deque()
-        self.places = StatePlaces(sequence)
+        self.places = StatePlaces(sequence, pages)
 
     def owned_slots(self) -> tuple[int, ...]:
         """Returns all slots of the sequence's own states."""

@@ -30,4 +30,4 @@ class FleetStates:
 
     def places(self, told: Callable[[int, int], None]) -> StepFeature:
         """Returns what makes a worker's steps end where states are kept; ``told`` gets a sequence's id and tokens."""
-        return PlacesOfStates(told)
+        return PlacesOfStates(told, self.pages)

@@ -12,15 +12,17 @@ from pillion.engine.states.state_places import StatePlaces
 
 
 class PlacesOfStates(StepFeature):
-    """Calls ``told`` with a sequence's id and the number of its tokens where its state is to be kept. The slots of
-    states are the node's to count (:mod:`pillion.simulator.fleet.state_store`), so a sequence has none here."""
+    """Calls ``told`` with a sequence's id and the number of its tokens where its state, of ``pages``, is to be kept.
+    The slots of states are the node's to count (:mod:`pillion.simulator.fleet_states.state_store`), so a sequence has
+    none here."""
 
-    def __init__(self, told: Callable[[int, int], None]) -> None:
+    def __init__(self, told: Callable[[int, int], None], pages: int) -> None:
         self._told = told
+        self._pages = pages
         self._places: dict[int, StatePlaces] = {}
 
     def joined(self, sequence: Sequence, now: float) -> None:
-        self._places[sequence.seq_id] = StatePlaces(sequence)
+        self._places[sequence.seq_id] = StatePlaces(sequence, self._pages)
 
     def left(self, sequence: Sequence) -> None:
         self._places.pop(sequence.seq_id, None)

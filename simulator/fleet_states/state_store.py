@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from pillion.config import KVNodeFlags
+from pillion.engine.states.states import STATES
 from pillion.kvstore.hashing import state_page
 from pillion.kvstore.index.index import MAX_ENTRIES_PER_LOOKUP
 from pillion.kvstore.ledger.eviction import LruEviction
@@ -59,11 +60,12 @@ class StateIndex(PrefixIndex):
 @dataclass(slots=True)
 class GrantedTicket:
     """Holds what a store knows of a ticket that it has granted: the production ticket, the names of the trace's KV
-    blocks, and how many states running sequences under it can still spare."""
+    blocks, how many states running sequences under it can still spare, and how many of these sequences there are."""
 
     state: TicketState
     names: list[bytes]
     spare_states: int
+    sequences: int
 
 
 class StateStore(NodeStore):
@@ -82,7 +84,7 @@ class StateStore(NodeStore):
         self._names: dict[SimTicket, list[bytes]] = {}
         self._open: dict[SimTicket, GrantedTicket] = {}
         self._kv_index = index.kv if pages and isinstance(index, StateIndex) else index
-        # Where the pool has this block or page, this index lists a block of the trace.
+        # While the pool has this block or page, this index lists a block of the trace.
         self._listed: dict[bytes, tuple[PrefixIndex, int]] = {}
         self._kept = self._lacking = 0
 
@@ -139,10 +141,7 @@ class StateStore(NodeStore):
         after = opened.names[count * self._each - 1]
         last = state_page(after, self._pages - 1)
         self._listed[last] = self._index, ticket.blocks[count - 1]
-        kept = self._keep(opened, after, slots)
-        if last not in self.ledger.tree.by_hash:
-            self._listed.pop(last, None)
-        return kept
+        return self._keep(opened, after, slots)
 
     def finish(self, ticket: SimTicket, tokens: int) -> None:
         opened = self._open.get(ticket)
@@ -168,7 +167,9 @@ class StateStore(NodeStore):
     def check_integrity(self) -> None:
         check_integrity(self.ledger)
         assert self._open.keys() == self._names.keys() - set(self._waiting), "a ticket is open that has no names"
-        assert self._listed.keys() <= self.ledger.tree.by_hash.keys(), "a block is listed that is not here"
+        for name, (index, number) in self._listed.items():
+            here = name in self.ledger.tree.by_hash
+            assert (self.node_id in index.holders_of(number)) == here, "the index says something else than the pool"
 
     def _grant(self) -> None:
         while self._waiting:
@@ -180,7 +181,7 @@ class StateStore(NodeStore):
                 return
             self._waiting.popleft()
             ticket.waiting = False
-            self._open[ticket] = GrantedTicket(state, names, ticket.sequences)
+            self._open[ticket] = GrantedTicket(state, names, ticket.sequences, ticket.sequences)
             ticket.pinned, ticket.known = state.blocks // self._each, state.known_blocks // self._each
             ticket.granted(ticket)
 
@@ -195,6 +196,7 @@ class StateStore(NodeStore):
         """Commits a state behind the block ``after``; returns False where there is no memory for it."""
         if slots_of is SlotsOfState.ENDED:
             slots = self._reserved(opened, self._pages)
+            self._end_sequence(opened)
         else:
             slots = self.ledger.lease(self._holder, self._pages)
             if len(slots) < self._pages:
@@ -210,6 +212,14 @@ class StateStore(NodeStore):
         self._send(CommitRun(ticket_id=opened.state.ticket_id, slots=slots, block_hashes=names, after=after))
         self._kept += 1
         return True
+
+    def _end_sequence(self, opened: GrantedTicket) -> None:
+        """Lets go of the states of a prefill range that has ended, of which one is kept; another sequence goes on."""
+        opened.sequences -= 1
+        if opened.sequences:
+            spent = opened.spare_states <= opened.sequences
+            opened.spare_states = min(opened.spare_states, opened.sequences)
+            self.ledger.give_back(self._holder, self._reserved(opened, (STATES - 1 - spent) * self._pages))
 
     def _reserved(self, opened: GrantedTicket, count: int) -> tuple[int, ...]:
         """Leases slots that were reserved for a ticket."""
@@ -236,7 +246,6 @@ class StateStore(NodeStore):
                 index.add(number, self.node_id)
             else:
                 index.remove(number, self.node_id)
-                del self._listed[event.block_hash]
 
     def _named(self, blocks: Sequence[int]) -> list[bytes]:
         """Returns the names of the KV blocks of a trace's blocks, whose numbers stand for all that is before them."""

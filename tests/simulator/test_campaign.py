@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -35,6 +36,15 @@ def test_schedules_find_nothing(first: int, count: int) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{count} schedules" in done.stdout
     assert "0 seeds found something" in done.stdout
+
+
+@pytest.mark.long
+def test_two_processes_find_what_one_does() -> None:
+    outputs = [simulate("--count", "20", "--processes", number).stdout for number in "12"]
+    # What they took is another matter.
+    one, two = [re.sub(r"in .* a minute", "", output) for output in outputs]
+    assert one == two
+    assert "20 schedules" in one
 
 
 @pytest.mark.long
