@@ -34,6 +34,7 @@ from pillion.kvstore.ledger.eviction import EvictionPolicy, LruEviction
 from pillion.kvstore.ledger.ledger_pins import LedgerPins
 from pillion.kvstore.ledger.ledger_states import LedgerStates
 from pillion.kvstore.ledger.records import (
+    DECODE,
     FETCH,
     KEPT,
     LOST_RACE,
@@ -485,9 +486,10 @@ class Ledger:
         self._settle(ticket)
 
     def _usable(self, ticket: TicketState) -> bool:
-        """Returns whether one of the ticket's holders may still lease slots for it, so is neither fenced nor
-        removed."""
-        return any(epoch in self.holders and not self.holders[epoch].fenced for epoch in ticket.holders)
+        """Returns whether one of the ticket's holders may still lease slots for it, so is neither fenced nor removed. A
+        decode worker leases all that it needs when it adopts the ticket, while another one holds it."""
+        holders = [self.holders[epoch] for epoch in ticket.holders if epoch in self.holders]
+        return any(not holder.fenced and holder.role != DECODE for holder in holders)
 
     def _settle(self, ticket: TicketState) -> None:
         """Ends the reservation of a ticket that nobody can use any more, and the ticket itself if nobody holds it."""

@@ -17,6 +17,7 @@ LOST_RACE = -1
 # Holders have one of these roles.
 SESSION = "gateway"
 PREFILL = "prefill"
+DECODE = "decode"
 # A holder with this role is one fetch of this node's own, while it lasts.
 FETCH = "fetch"
 # A holder with this role has blocks of the node's earlier life, until they are checked.

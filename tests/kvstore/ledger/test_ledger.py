@@ -11,7 +11,7 @@ from pillion.errors import Conflict, InvalidRequest, NotFound, Overloaded
 from pillion.kvstore.hashing import chain_hashes, split_hashes
 from pillion.kvstore.ledger.integrity import IntegrityError, check_integrity
 from pillion.kvstore.ledger.ledger import Ledger
-from pillion.kvstore.ledger.records import FETCH, SESSION, TicketState
+from pillion.kvstore.ledger.records import DECODE, FETCH, PREFILL, SESSION, TicketState
 from pillion.v1.kvnode_pb2 import CommitRun
 
 ROOT = bytes(32)
@@ -213,6 +213,24 @@ def test_the_reservation_comes_back_when_its_worker_dies(ledger: Ledger) -> None
     assert ledger.lease(greedy, 99) == ()
     second = ledger.attach("w2", "prefill")
     fill(ledger, second, ticket, hashes)
+
+
+def test_what_a_prefill_range_gives_back_is_not_kept_for_the_decode_worker(ledger: Ledger) -> None:
+    """The decode worker has leased all that it needs when the gateway lets go of the ticket."""
+    gateway, prefill, decode = (ledger.attach(name, name) for name in (SESSION, PREFILL, DECODE))
+    hashes = prompt(1, 2, 3)
+    ticket = open_ticket(ledger, gateway, hashes, 9)
+    fill(ledger, prefill, ticket, hashes)
+    spare = ledger.adopt(prefill, ticket.ticket_id, 2).leased_slots
+    ledger.adopt(decode, ticket.ticket_id, 3)
+    ledger.give_back(prefill, spare)
+    assert ledger.reserved == 3
+    ledger.release(prefill, [ticket.ticket_id])
+    # Another prefill worker might need it.
+    assert ledger.reserved == 3
+    ledger.release(gateway, [ticket.ticket_id])
+    assert ledger.reserved == 0
+    assert ticket.holders == {decode}
 
 
 def test_adopting_beyond_the_reservation(ledger: Ledger) -> None:

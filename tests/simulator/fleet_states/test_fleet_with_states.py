@@ -120,6 +120,35 @@ def test_hits_are_those_of_a_search_through_all_states(texts: list[list[int]], p
         store.check_integrity()
 
 
+def test_a_prefill_ranges_states_are_let_go_with_its_end() -> None:
+    """Of its three one is kept; those of the stream that goes on stay reserved."""
+    pages = 5
+    store = StateStore("kv", StateIndex(), 4000, 256, pages, KVNodeFlags())
+    ticket = SimTicket((1, 2, 3), 2 * 3 + 2 + 2 * 3 * pages, lambda one: None, sequences=2)
+    store.open(ticket)
+    reserved = store.used
+    store.commit(ticket, 3)
+    store.keep(ticket, 3, SlotsOfState.ENDED)
+    assert reserved - store.used == 2 * pages
+    store.finish(ticket, 512 * 3 + 300)
+    store.close(ticket)
+    store.check_integrity()
+    assert store.used == 2 * 3 + 1 + 2 * pages
+
+
+def test_a_state_that_comes_back_in_the_moment_it_leaves_stays_in_the_index() -> None:
+    index = StateIndex()
+    store = StateStore("kv", index, 2 * 2 + 2 * 2, 256, 2, KVNodeFlags())
+    for _ in range(4):
+        ticket = SimTicket((1, 2), 2 * 2 + 2, lambda one: None)
+        store.open(ticket)
+        store.commit(ticket, 2)
+        store.keep(ticket, 1, SlotsOfState.RUNNING)
+        store.keep(ticket, 2, SlotsOfState.ENDED)
+        store.close(ticket)
+        store.check_integrity()
+
+
 def test_states_take_room_and_running_ones_do() -> None:
     """Two texts with their states fit; the third one takes the place of one, and no fourth one could run at all."""
     config = fleet(0, 1, pages=40, blocks=8 * 3 * 3 + 3 * 40 + 40)
