@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dis
 import pathlib
 import sys
 import tempfile
@@ -70,8 +71,9 @@ BACKGROUND = {
 # A worker commits what has been computed since the node answered its last commit, so how often it does depends on how
 # long the node takes.
 NAMED_ONCE = {"KVNode/Commit"}
-# Where a call of Python begins and not where a coroutine goes on: the two lowest bits of RESUME's argument are 0.
-RESUMED = 3
+# A call of Python begins at a RESUME whose argument has 0 as its two lowest bits. A coroutine goes on at another one,
+# and at any operation where an exception is thrown into it.
+RESUME, RESUMED = dis.opmap["RESUME"], 3
 WORDS = "quagga zebra okapi bongo "
 # So deep is the prompt looked for in what an object holds, and among so many parts of a container.
 MAX_DEPTH, MAX_PARTS = 6, 64
@@ -178,7 +180,8 @@ class Tracer:
             if giver and giver != taker:
                 self._carry(result, taker, giver)
             return
-        if code.co_code[frame.f_lasti + 1] & RESUMED:
+        operation, argument = code.co_code[frame.f_lasti : frame.f_lasti + 2]
+        if operation != RESUME or argument & RESUMED:
             return
         self.way.passages.append(Entered(file, code.co_qualname, threading.current_thread().name))
         self._note_call(frame)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 import grpc
 import pytest
@@ -82,7 +83,7 @@ async def test_a_worker_without_vectors_has_no_door_for_texts() -> None:
     async with running_workers() as workers:
         assert not workers.prefill.worker.describe().gives_vectors
         call = workers.text_stub.Connect()
-        await call.write(decode_pb2.DecodeCommand(hello=hello_to_pb("test-gateway")))
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await call.read()
-        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        # The worker may answer before the greeting is written.
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await call.write(decode_pb2.DecodeCommand(hello=hello_to_pb("test-gateway")))
+        assert await call.code() is grpc.StatusCode.UNIMPLEMENTED
