@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 
 import grpc
-import pytest
 
 from pillion.errors import Overloaded
 from pillion.v1 import decode_pb2
