@@ -25,7 +25,7 @@ from pillion.gateway.planning.plan_cost import FETCH_CALL_S
 from pillion.gateway.planning.route_planner import RoutePlanner
 from pillion.gateway.request.events import TicketHold
 from pillion.kvstore.hashing import HASH_BYTES
-from pillion.kvstore.index.index import PrefixHit, StateHits
+from pillion.kvstore.index.index import PrefixHit, PrefixHits
 from pillion.kvstore.index.shared_loads import SharedLoads
 from pillion.observability import telemetry
 from pillion.types import WORKERS
@@ -84,7 +84,7 @@ class Prefixes(Protocol):
     async def longest_prefix(self, block_hashes: bytes) -> list[PrefixHit]:
         """Returns nodes with the longest known prefix of a chain of block hashes, the longest first. Never raises."""
 
-    async def longest_state(self, block_hashes: bytes) -> StateHits:
+    async def longest_state(self, block_hashes: bytes) -> PrefixHits:
         """Returns nodes with the longest known prefix that they have a state after, the longest first, and how far any
         node has KV. Never raises."""
 
@@ -451,11 +451,11 @@ class Cluster:
         steps = [one.max_step_tokens for one in chosen]
         return sum(steps) if all(steps) else 0
 
-    async def hits(self, served: Served, hashes: bytes) -> StateHits:
+    async def hits(self, served: Served, hashes: bytes) -> PrefixHits:
         """Returns what the index knows of a prompt; prefixes of a model with states end with one. Never raises."""
         if served.state_pages:
             return await self.index.longest_state(hashes)
-        return StateHits(await self.index.longest_prefix(hashes))
+        return PrefixHits(await self.index.longest_prefix(hashes))
 
     async def far_hits(
         self, hashes: bytes, hits: Mapping[str, int], components: Sequence[ComponentRecord], state_pages: int = 0

@@ -51,7 +51,7 @@ from pillion.gateway.request.events import Action, Event, TicketHold
 from pillion.gateway.request.request_telemetry import BroughtTokens
 from pillion.grammar_limits import GRAMMAR_FAULT
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes, request_root
-from pillion.kvstore.index.index import StateHits
+from pillion.kvstore.index.index import PrefixHits
 from pillion.observability import telemetry
 from pillion.v1.decode_pb2 import DecodeError, Sibling, Submit
 from pillion.v1.prefill_pb2 import ChunkAck, RunPrefillRequest
@@ -441,7 +441,7 @@ class ComponentCalls:
         admitted, cluster = self._admitted, self._cluster
         known = await self._make_chain(action, served)
         with telemetry.tracer().start_as_current_span("lookup"):
-            found = await cluster.hits(served, self.chain.hashes) if known else StateHits([])
+            found = await cluster.hits(served, self.chain.hashes) if known else PrefixHits([])
         blocks = {hit.node_id: hit.blocks for hit in found.hits}
         components = cluster.candidates(served, admitted.text_tokens, blocks, admitted.spread, admitted.adapter)
         far = await cluster.far_hits(self.chain.hashes, blocks, components, served.state_pages) if known else {}

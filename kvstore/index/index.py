@@ -53,9 +53,9 @@ class PrefixHit:
 
 
 @dataclass(frozen=True, slots=True)
-class StateHits:
-    """Says where a model with states can go on from: ``hits`` end with states, the longest first. The first
-    ``known_blocks`` blocks of the chain have KV at some live node, with or without a state."""
+class PrefixHits:
+    """Holds the nodes' hits of a chain, the longest first. Where they end with states, the first ``known_blocks``
+    blocks of the chain have KV at some live node, with or without a state."""
 
     hits: list[PrefixHit]
     known_blocks: int = 0
@@ -125,26 +125,26 @@ class Index(RedisScripts):
         not answer, what earlier look-ups found stands in."""
         return (await self._longest(block_hashes, states=False)).hits
 
-    async def longest_state(self, block_hashes: bytes) -> StateHits:
+    async def longest_state(self, block_hashes: bytes) -> PrefixHits:
         """Returns, as :meth:`longest_prefix` does, each live node's longest known prefix after which it has a state,
         and how far any of them has KV. A state is looked for by its first page, which leaves memory last."""
         return await self._longest(block_hashes, states=True)
 
-    async def _longest(self, block_hashes: bytes, *, states: bool) -> StateHits:
+    async def _longest(self, block_hashes: bytes, *, states: bool) -> PrefixHits:
         if not block_hashes:
-            return StateHits([])
+            return PrefixHits([])
         try:
             found = await self._found(block_hashes, states)
         except Unavailable as error:
             if self.available:
                 log.warning("going on without the index: %s", error)
             self.available = False
-            return StateHits(_sorted_hits(self._hot.find(block_hashes)))
+            return PrefixHits(_sorted_hits(self._hot.find(block_hashes)))
         self.available = True
         self._hot.remember(block_hashes, ((hit.node_id, hit.blocks) for hit in found.hits), states=states)
         return found
 
-    async def _found(self, block_hashes: bytes, states: bool) -> StateHits:
+    async def _found(self, block_hashes: bytes, states: bool) -> PrefixHits:
         """Asks Redis how many leading blocks of the chain each node has, with ``states`` how many there are before its
         last state. Raises Unavailable."""
         until_s = asyncio.get_running_loop().time() + LOOKUP_DEADLINE_MS / 1000
@@ -158,7 +158,7 @@ class Index(RedisScripts):
         named = ((self._table.node_id(entry), blocks) for entry, blocks in reached.items())
         hits = _sorted_hits({node_id: blocks for node_id, blocks in named if node_id is not None})
         live = (blocks for entry, blocks in ends.items() if self._table.node_id(entry) is not None)
-        return StateHits(hits, max(live, default=0))
+        return PrefixHits(hits, max(live, default=0))
 
     async def _ends(self, block_hashes: bytes, until_s: float) -> dict[bytes, int]:
         """Returns how many leading blocks of the chain each entry has. A Cluster is asked about segments, in two

@@ -463,7 +463,11 @@ class AsyncClient:
         (number, stub), span = self._stub(), client_spans.begin(request)
         with trace.use_span(span, end_on_exit=False):
             metadata = self._connection.metadata()
-        call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
+        try:
+            call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
+        except KeyboardInterrupt:
+            self._forget(number)
+            raise
         client_spans.end_with_async(span, call)
         return number, call
 

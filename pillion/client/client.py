@@ -464,7 +464,11 @@ class Client:
         (number, stub), span = self._stub(), client_spans.begin(request)
         with trace.use_span(span, end_on_exit=False):
             metadata = self._connection.metadata()
-        call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
+        try:
+            call = stub.Generate(client_requests.to_pb(request), timeout=timeout_s, metadata=metadata)
+        except KeyboardInterrupt:
+            self._forget(number)
+            raise
         client_spans.end_with(span, call)
         return number, call
 

@@ -96,9 +96,9 @@ class EmptyIndex:
 
     async def longest_state(self, block_hashes: bytes) -> Any:
         """Returns no hit, as :meth:`longest_prefix` does."""
-        from pillion.kvstore.index.index import StateHits
+        from pillion.kvstore.index.index import PrefixHits
 
-        return StateHits([])
+        return PrefixHits([])
 
     async def aclose(self) -> None:
         """Does nothing, because there is no connection to close."""

@@ -19,7 +19,7 @@ from pillion import Client, Delta, FinishReason, InvalidRequest, Overloaded, Sam
 from pillion._version import VERSION
 from pillion.errors import NotFound
 from pillion.kvstore.hashing import chain_hashes, request_root
-from pillion.kvstore.index.index import StateHits
+from pillion.kvstore.index.index import PrefixHits
 from testbed.conditions import WITHIN_S, until
 from testbed.toy_tokenizer import byte_tokenizer
 from tests.support.fake_components import BLOCK, EOS, FINGERPRINT, NAMESPACE, record, running_fake_cluster
@@ -98,8 +98,8 @@ async def test_priority_reaches_every_part() -> None:
 async def test_how_far_any_node_knows_a_prompt_reaches_its_ticket(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(split_policy=policy) as fakes:
 
-        async def hits(*_: object) -> StateHits:
-            return StateHits([], 3)
+        async def hits(*_: object) -> PrefixHits:
+            return PrefixHits([], 3)
 
         monkeypatch.setattr(fakes.gateway.cluster, "hits", hits)
         await read(fakes.client.generate("x" * 99))

@@ -10,7 +10,7 @@ import pytest
 
 from pillion.errors import Unavailable
 from pillion.kvstore.hashing import SEGMENT_BLOCKS, state_page
-from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit, StateHits
+from pillion.kvstore.index.index import HotPrefixes, Index, PrefixHit, PrefixHits
 from pillion.kvstore.ledger.ledger import Ledger
 from pillion.v1.kvnode_pb2 import CommitRun
 from testbed.redis import RedisServer
@@ -46,7 +46,7 @@ async def check_last_states(nodes: list[FakeNode], index: Index, places: dict[st
     for asked in (1, 31, 32, 33, 63, 64, 65, BLOCKS):
         last = {name: max((at for at in there if at <= asked), default=0) for name, there in places.items()}
         hits = [PrefixHit(name, blocks) for name, blocks in last.items() if blocks]
-        expected = StateHits(sorted(hits, key=lambda hit: (-hit.blocks, hit.node_id)), asked)
+        expected = PrefixHits(sorted(hits, key=lambda hit: (-hit.blocks, hit.node_id)), asked)
         assert await index.longest_state(CHAIN.head(asked)) == expected, asked
 
 
@@ -82,23 +82,23 @@ async def test_a_state_without_its_blocks_is_no_hit(redis: RedisServer, index: I
     a, b = await fake_nodes(redis.url, "a", "b")
     await commits(a, 10, [4, 8], 1)
     await commits(b, 10, [6], 1)
-    assert await index.longest_state(CHAIN.packed) == StateHits([PrefixHit("a", 8), PrefixHit("b", 6)], 10)
+    assert await index.longest_state(CHAIN.packed) == PrefixHits([PrefixHit("a", 8), PrefixHit("b", 6)], 10)
     await a.lost(CHAIN, 7)
-    assert await index.longest_state(CHAIN.packed) == StateHits([PrefixHit("b", 6)], 10)
-    assert await index.longest_state(b"") == StateHits([])
+    assert await index.longest_state(CHAIN.packed) == PrefixHits([PrefixHit("b", 6)], 10)
+    assert await index.longest_state(b"") == PrefixHits([])
 
 
 async def test_blocks_without_a_state_are_known_of_live_nodes_alone(redis: RedisServer, index: Index) -> None:
     a, b = await fake_nodes(redis.url, "a", "b")
     await commits(a, 10, [2], 1)
     await commits(b, 4, [], 1)
-    assert await index.longest_state(CHAIN.packed) == StateHits([PrefixHit("a", 2)], 10)
+    assert await index.longest_state(CHAIN.packed) == PrefixHits([PrefixHit("a", 2)], 10)
     # What an earlier life of the node said is void.
     again = FakeNode(redis.url, "a", boot_epoch=99)
     await again.beat()
     fresh = Index(redis.url)
     try:
-        assert await fresh.longest_state(CHAIN.packed) == StateHits([], 4)
+        assert await fresh.longest_state(CHAIN.packed) == PrefixHits([], 4)
     finally:
         await fresh.aclose()
         await again.aclose()
@@ -109,16 +109,16 @@ async def test_what_was_found_stands_in_while_redis_is_away(
 ) -> None:
     [a] = await fake_nodes(redis.url, "a")
     await commits(a, 10, [6], 2)
-    assert await index.longest_state(CHAIN.packed) == StateHits([PrefixHit("a", 6)], 10)
+    assert await index.longest_state(CHAIN.packed) == PrefixHits([PrefixHit("a", 6)], 10)
 
-    async def gone(*_: object) -> StateHits:
+    async def gone(*_: object) -> PrefixHits:
         raise Unavailable("no Redis")
 
     monkeypatch.setattr(index, "_found", gone)
-    assert await index.longest_state(CHAIN.packed) == StateHits([PrefixHit("a", 6)])
+    assert await index.longest_state(CHAIN.packed) == PrefixHits([PrefixHit("a", 6)])
     assert not index.available
     # A prefix of it ends before the state.
-    assert await index.longest_state(CHAIN.head(5)) == StateHits([])
+    assert await index.longest_state(CHAIN.head(5)) == PrefixHits([])
 
 
 def test_a_hit_that_ends_with_a_state_is_remembered_at_its_end_alone() -> None:
