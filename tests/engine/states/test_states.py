@@ -35,6 +35,16 @@ from tests.support.scheduler_harness import BLOCK, SchedulerHarness, prompt
 MakeDraft = Callable[[], Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]]]
 
 
+def states_of(harness: SchedulerHarness) -> States:
+    return next(one for one in harness.scheduler.features if isinstance(one, States))
+
+
+def ends_at_a_place(harness: SchedulerHarness, sequence: Sequence) -> bool:
+    """Returns whether the next step of a prompt may end where its state is kept."""
+    working = states_of(harness).working(sequence)
+    return working is not None and working.places.after(sequence.next_start) > 0
+
+
 class StateHarness(SchedulerHarness):
     """A harness whose model has a state: how many tokens it is of, and a number that depends on each of them."""
 
@@ -57,12 +67,10 @@ class StateHarness(SchedulerHarness):
 
     @property
     def states(self) -> States:
-        return next(one for one in self.scheduler.features if isinstance(one, States))
+        return states_of(self)
 
     def _held_up(self, sequence: Sequence) -> bool:
-        """A prompt's step ends where its state is kept."""
-        working = self.states.working(sequence)
-        return super()._held_up(sequence) or (working is not None and working.places.after(sequence.next_start) > 0)
+        return super()._held_up(sequence) or ends_at_a_place(self, sequence)
 
     @staticmethod
     def state(tokens: list[int], pages: int) -> list[list[int]]:
@@ -82,6 +90,9 @@ class PipelineOfStates(AheadHarness):
         self.device.beside = self._carry
         # What launched steps have to find, and what they leave, by sequence.
         self._expected: deque[list[tuple[list[int], list[int]]]] = deque()
+
+    def _held_up(self, sequence: Sequence) -> bool:
+        return super()._held_up(sequence) or ends_at_a_place(self, sequence)
 
     def _launch(self, plan: StepPlan) -> bool:
         texts = [(piece.sequence.tokens(0, piece.start + piece.count).tolist(), piece.start) for piece in plan.pieces]
