@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from pillion.simulator.mutations import MUTATIONS, Mutation
@@ -21,7 +20,7 @@ from pillion.simulator.world import Result, World
 ALLOWED_BUT_RARE = ("Unavailable", "Overloaded", "Internal")
 # At most this many violations are printed.
 MAX_SHOWN = 20
-# A process runs so many schedules before it tells what they came to.
+# Each process gets so many seeds at a time.
 PART_SEEDS = 10
 
 
@@ -54,79 +53,45 @@ def run_one(seed: int, *, careful: bool, smallest: bool) -> int:
     return 1 if result.findings else 0
 
 
-@dataclass(slots=True)
-class CampaignFindings:
-    """Holds what the schedules of some seeds came to. ``failing`` has the violations by seed, ``errors`` the ends of
-    requests that are allowed and rare."""
-
-    count: int = 0
-    events: int = 0
-    messages: int = 0
-    virtual_s: float = 0.0
-    states: set[int] = field(default_factory=set)
-    endings: Counter[str] = field(default_factory=Counter)
-    failing: dict[int, list[str]] = field(default_factory=dict)
-    errors: list[tuple[int, str]] = field(default_factory=list)
-
-    def note(self, seed: int, result: Result) -> None:
-        """Adds the schedule of one more seed."""
-        self.count += 1
-        self.events += result.events
-        self.messages += result.messages
-        self.virtual_s += result.virtual_s
-        self.states |= result.states
-        self.endings.update(ending.partition(":")[0] for ending in result.endings)
-        self.errors += [(seed, ending) for ending in result.endings if ending.startswith(ALLOWED_BUT_RARE)]
-        if result.findings:
-            self.failing[seed] = result.findings
-
-    def add(self, other: CampaignFindings) -> None:
-        """Adds the schedules of other seeds."""
-        self.count += other.count
-        self.events += other.events
-        self.messages += other.messages
-        self.virtual_s += other.virtual_s
-        self.states |= other.states
-        self.endings += other.endings
-        self.failing |= other.failing
-        self.errors += other.errors
+def _run_seed(seed: int, careful: bool) -> Result:
+    return run_schedule(draw(seed), careful=careful)
 
 
-def _run_some(seeds: range, careful: bool) -> CampaignFindings:
-    found = CampaignFindings()
-    for seed in seeds:
-        found.note(seed, run_schedule(draw(seed), careful=careful))
-    return found
-
-
-def _parts(seeds: range, careful: bool, processes: int) -> Iterator[CampaignFindings]:
-    """Runs the schedules of seeds in so many processes, and yields what each part of them came to, in order."""
+def _results(seeds: range, careful: bool, processes: int) -> Iterator[Result]:
+    """Yields the result of each seed's schedule, in the order of the seeds. Several processes share the schedules."""
     if processes == 1:
-        yield from (_run_some(seeds[at : at + 1], careful) for at in range(len(seeds)))
+        yield from map(_run_seed, seeds, itertools.repeat(careful))
         return
-    parts = [seeds[at : at + PART_SEEDS] for at in range(0, len(seeds), PART_SEEDS)]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
-        yield from pool.map(_run_some, parts, itertools.repeat(careful))
+        yield from pool.map(_run_seed, seeds, itertools.repeat(careful), chunksize=PART_SEEDS)
 
 
 def run_seeds(seeds: range, began_s: float, *, careful: bool, processes: int) -> int:
     """Runs the schedules of many seeds in so many processes; returns 1 where a violation was found. ``began_s`` is a
     time of the monotonic clock."""
-    found = CampaignFindings()
-    for part in _parts(seeds, careful, processes):
-        for seed, findings in list(part.failing.items())[: max(0, MAX_SHOWN - len(found.failing))]:
-            print(f"seed {seed}: {'; '.join(findings[:3])[:400]}", flush=True)
-        found.add(part)
+    states: set[int] = set()
+    endings: Counter[str] = Counter()
+    failing: dict[int, list[str]] = {}
+    errors: list[tuple[int, str]] = []
+    events = messages = 0
+    virtual_s = 0.0
+    for seed, result in zip(seeds, _results(seeds, careful, processes), strict=True):
+        events, messages, virtual_s = events + result.events, messages + result.messages, virtual_s + result.virtual_s
+        states |= result.states
+        endings.update(ending.partition(":")[0] for ending in result.endings)
+        errors += [(seed, ending) for ending in result.endings if ending.startswith(ALLOWED_BUT_RARE)]
+        if result.findings:
+            failing[seed] = result.findings
+            if len(failing) <= MAX_SHOWN:
+                print(f"seed {seed}: {'; '.join(result.findings[:3])[:400]}", flush=True)
     took_s = time.monotonic() - began_s
     print(
-        f"{found.count} schedules in {took_s:.1f} s of {processes} processes"
-        f" ({60 * found.count / took_s:.0f} a minute): {found.events} events, {found.messages} messages,"
-        f" {found.virtual_s:.0f} virtual seconds, {len(found.states)} distinct states"
+        f"{len(seeds)} schedules in {took_s:.1f} s of {processes} processes ({60 * len(seeds) / took_s:.0f} a minute):"
+        f" {events} events, {messages} messages, {virtual_s:.0f} virtual seconds, {len(states)} distinct states"
     )
-    print("requests: " + ", ".join(f"{number} {ending}" for ending, number in found.endings.most_common()))
-    for seed, ending in found.errors[:MAX_SHOWN]:
+    print("requests: " + ", ".join(f"{number} {ending}" for ending, number in endings.most_common()))
+    for seed, ending in errors[:MAX_SHOWN]:
         print(f"seed {seed}: {ending[:200]}")
-    failing = found.failing
     print(f"{len(failing)} seeds found something" + (f": {list(failing)[:50]}" if failing else ""))
     return 1 if failing else 0
 

@@ -128,8 +128,8 @@ class LayerTensor:
     optional: bool = False
 
     def pieces_of(self, names: Sequence[str]) -> list[slice]:
-        """Returns which of ``rows`` each tensor of a spelling has: of fewer names than pieces, the first one has the
-        first pieces."""
+        """Returns which pieces of ``rows`` each tensor of a spelling holds, in the order of ``names``. Where there are
+        fewer names than pieces, the first tensor holds several pieces, the first ones."""
         joined = len(self.rows) - len(names) + 1
         return [slice(0, joined), *(slice(number, number + 1) for number in range(joined, len(self.rows)))]
 

@@ -197,7 +197,7 @@ class FleetRequest:
             total + sequences * site.working_pages,
             lambda ticket: granted(ticket.pinned * TRACE_BLOCK_TOKENS // site.block_size),
             sequences=sequences,
-            known=plan.known_blocks * site.block_size // TRACE_BLOCK_TOKENS,
+            known=self._known_to_index(plan),
         )
         self._store, self._ticket = store, opened
         store.open(opened)
@@ -339,8 +339,8 @@ class FleetRequest:
             self._later(brought_s + site.call_s, lambda: self._offer_prefill(worker, action, store, ticket, computed))
 
         whole = self.blocks[: plan.split_tokens // TRACE_BLOCK_TOKENS]
-        known = plan.known_blocks * site.block_size // TRACE_BLOCK_TOKENS
-        ticket = SimTicket(whole, plan.split_blocks + 1 + site.working_pages, granted, known=known)
+        total = plan.split_blocks + 1 + site.working_pages
+        ticket = SimTicket(whole, total, granted, known=self._known_to_index(plan))
         self._close_remote = close
 
         def gave_up() -> None:
@@ -465,6 +465,10 @@ class FleetRequest:
         """Commits the prompt's KV before ``tokens``, which is at the ticket's node."""
         if self._ticket is not None and self._store is not None and self._ticket.open:
             self._store.commit(self._ticket, tokens // TRACE_BLOCK_TOKENS)
+
+    def _known_to_index(self, plan: RequestPlan) -> int:
+        """Returns how many blocks of the trace, of this prompt, the index knew at any node when it was planned."""
+        return plan.known_blocks * self._site.block_size // TRACE_BLOCK_TOKENS
 
     def _known_blocks(self, ticket: SimTicket | None) -> int:
         """Returns after how many KV blocks other texts part from this one, as far as a ticket's node knows."""

@@ -51,8 +51,8 @@ class PrefixIndex:
         return self._holders.get(block, ())
 
     def known_blocks(self, blocks: Sequence[int]) -> int:
-        """Returns how many leading blocks of the chain some node has, where a model has states; 0 for others, because
-        their hits say it."""
+        """Returns how many leading blocks of the chain any node has, with or without a state after them. Returns 0 for
+        a model without states, whose hits say that already."""
         return 0
 
     def longest_prefix(self, blocks: Sequence[int]) -> dict[str, int]:

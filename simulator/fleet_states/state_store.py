@@ -35,7 +35,8 @@ ROLE = "decode"
 
 
 class StateIndex(PrefixIndex):
-    """Says which nodes have a state after a block of a trace. ``kv`` says which ones have the block."""
+    """Says which nodes have a state after a block of a trace. ``kv`` is the index of the blocks
+    themselves, with or without a state after them."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,6 +48,14 @@ def cached(config: FleetConfig, prompts: Sequence[Sequence[int]]) -> list[int]:
     return [one.cached_tokens // 512 for one in records]
 
 
+def stop_the_first_worker(world: FleetWorld) -> None:
+    """Lets a world run until one decode worker has answered the first request, and takes that worker off the list."""
+    world.clock.run(30.0)
+    [first] = [one for one in world.workers("decode") if one.steps]
+    del world._listed[first.record.component_id]
+    world._list()
+
+
 @pytest.mark.parametrize("policy", ["colocated", "disaggregated"])
 def test_a_prompt_goes_on_from_a_state_alone(policy: str) -> None:
     """A state stands after the first prompt, and where the second one parts from it when that has come by."""
@@ -61,10 +69,7 @@ def test_a_node_fetches_the_state_behind_the_blocks() -> None:
     world = FleetWorld(fleet(0, 2, bytes_per_s=2.0**30))
     blocks = tuple(range(6))
     world.send([Request(0, 0.0, 512 * 4 + 9, 4, blocks[:4]), Request(1, 60.0, 512 * 6 + 9, 4, blocks)])
-    world.clock.run(30.0)
-    [first] = [one for one in world.workers("decode") if one.steps]
-    del world._listed[first.record.component_id]
-    world._list()
+    stop_the_first_worker(world)
     world.clock.run(120.0)
     world.check_integrity()
     assert [one.cached_tokens for one in world.records()] == [0, 2048]
@@ -78,10 +83,7 @@ def test_where_texts_part_is_known_to_all_nodes() -> None:
     world = FleetWorld(fleet(0, 2))
     texts = [(1, 2, 3), (1, 2, 4), (1, 2, 5)]
     world.send([Request(number, 60.0 * number, 512 * 3 + 9, 4, text) for number, text in enumerate(texts)])
-    world.clock.run(30.0)
-    [first] = [one for one in world.workers("decode") if one.steps]
-    del world._listed[first.record.component_id]
-    world._list()
+    stop_the_first_worker(world)
     world.clock.run(200.0)
     world.check_integrity()
     assert [one.cached_tokens for one in world.records()] == [0, 0, 1024]
