@@ -296,7 +296,7 @@ class DecodeSession:
                 begin=lambda: self._begin(stream, submit),
                 wanted=lambda: self._streams.get(submit.key) is stream,
             )
-        except Exception as error:  # noqa: BLE001  (a stream must not stay without an end, whatever has failed)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  (each stream has an end, whatever failed)
             if self._drop(submit.key) is not None:
                 self._fail(submit.key, as_pillion_error(error, "Decode"))
             return

@@ -43,7 +43,7 @@ from pillion.engine.worker.step_loop import StepLoop
 from pillion.engine.worker.step_meter import PREFILL, TAIL, StepMeter
 from pillion.engine.worker.step_spans import record, record_step
 from pillion.engine.worker.tickets import Tickets
-from pillion.errors import Cancelled, Conflict, DeadlineExceeded, NotFound, PillionError, Unavailable
+from pillion.errors import Cancelled, Conflict, DeadlineExceeded, Internal, NotFound, PillionError, Unavailable
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.observability import telemetry
 from pillion.v1.kvnode_pb2 import CommitRunResult
@@ -131,6 +131,7 @@ class WorkerEpoch:
         self._loop = asyncio.get_running_loop()
         # The tasks are kept in the order in which they began, in which they are cancelled too.
         self._tasks: dict[asyncio.Task[None], None] = {}
+        self._cancels_tasks = False
         term = EpochTerm(flags.heartbeat_timeout_ms / 1000, time.monotonic)
         self._steps = StepLoop(
             scheduler,
@@ -313,12 +314,15 @@ class WorkerEpoch:
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
-        error = None if task.cancelled() else task.exception()
+        # A task that only seems to be given up would be missed by nobody, and what waits for it would wait for ever.
+        lost = Internal("cancelled by nobody") if not self._cancels_tasks else None
+        error = lost if task.cancelled() else task.exception()
         if error is not None:
             log.error("a task of the worker died", exc_info=error)
             self._on_fail(f"a task died: {error!r}")
 
     def _cancel_tasks(self) -> tuple[asyncio.Task[None], ...]:
+        self._cancels_tasks = True
         current = asyncio.current_task()
         tasks = tuple(task for task in self._tasks if task is not current)
         for task in tasks:

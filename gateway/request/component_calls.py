@@ -650,6 +650,10 @@ class ComponentCalls:
 
     def _ended(self, task: asyncio.Task[None]) -> None:
         _background.discard(task)
-        error = None if task.cancelled() else task.exception()
+        if not task.cancelled():
+            error = task.exception()
+        else:
+            # Work that the request itself gives up is not its work any more.
+            error = Internal("what the request waited for was cancelled by nobody") if task is self._work else None
         if error is not None:
             self._broken(error)

@@ -36,6 +36,8 @@ log = logging.getLogger("pillion.gateway")
 
 # A worker is taken to hang when it brings an answer no chunk, no token and no sign that it waits in line for this long.
 MAX_SILENCE_S = 300.0
+# An answer that is silent for this long is named in the log: a worker gives a sign three times as often.
+LOGGED_SILENCE_S = 60.0
 # A client gets this message where the gateway itself fails.
 DEFECT = "internal error; the gateway's log says more"
 
@@ -337,12 +339,25 @@ class RequestRunner:
             if machine.state is RequestState.DONE:
                 continue
             quiet_s = time.monotonic() - self._last_event_s[index]
+            if quiet_s >= LOGGED_SILENCE_S and machine.state is not RequestState.FOLLOWING:
+                self._log_silence(index, machine, quiet_s)
             if quiet_s >= MAX_SILENCE_S:
                 self._post(index, ev.AttemptSilent(machine.attempt))
                 quiet_s = 0.0
             longest_s = max(longest_s, quiet_s)
         if not self.ended:
-            self._silence = asyncio.get_running_loop().call_later(MAX_SILENCE_S - longest_s, self._watch_silence)
+            wait_s = min(LOGGED_SILENCE_S, MAX_SILENCE_S - longest_s)
+            self._silence = asyncio.get_running_loop().call_later(wait_s, self._watch_silence)
+
+    def _log_silence(self, index: int, machine: RequestMachine, quiet_s: float) -> None:
+        """Writes into the log what a silent answer waits for."""
+        workers = (
+            "no plan"
+            if machine.plan is None
+            else ", ".join(one.component_id for one in (machine.plan.prefill, machine.plan.decode) if one is not None)
+        )
+        where = f"answer {index} of request {self.admitted.request_id} is {machine.state.value} ({workers})"
+        log.warning("%s in attempt %d, and has heard nothing for %.0f s", where, machine.attempt, quiet_s)
 
 
 def _machine(admitted: AdmittedRequest, index: int) -> RequestMachine:

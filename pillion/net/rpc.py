@@ -130,12 +130,21 @@ def _in_process(address: str) -> InProcessCalls:
 def closed_under(cancelled: asyncio.CancelledError) -> BaseException:
     """Returns the error to raise for a call that ended in ``cancelled``. Closing a channel cancels its calls, which
     grpc.aio reports as it reports a cancelled caller: without this the caller's task would end without an error."""
+    return cancelled if _given_up() else Unavailable("the connection was closed")
+
+
+def _given_up() -> bool:
+    """Returns whether somebody cancels the current task, rather than something that it waits for."""
     task = asyncio.current_task()
-    return cancelled if task is None or task.cancelling() else Unavailable("the connection was closed")
+    return task is None or task.cancelling() > 0
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns the exceptions of handlers into statuses, so that servicers only have to raise them."""
+    """Turns the exceptions of handlers into statuses, so that servicers only have to raise them.
+
+    A handler that ends by a cancel of something it waited for fails, too: gRPC takes each cancel for that of the call
+    and sends no status, so the caller would wait for ever.
+    """
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         method = details.method
@@ -180,7 +189,7 @@ def _unary_guard(inner: Callable[..., Any], method: str) -> Callable[..., Any]:
         try:
             result = inner(_readable(request), context)
             return await result if isinstance(result, Awaitable) else result
-        except Exception as error:  # noqa: BLE001
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             await _abort(context, error, method)
 
     return call
@@ -196,7 +205,7 @@ def _stream_guard(inner: Callable[..., Any], method: str) -> Callable[..., Async
                 return
             async for message in result:
                 yield message
-        except Exception as error:  # noqa: BLE001
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001
             await _abort(context, error, method)
 
     return call
@@ -209,8 +218,10 @@ def _refusal(error: PillionError, method: str) -> Callable[..., Any]:
     return call
 
 
-async def _abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str) -> None:
-    if isinstance(error, grpc.aio.AbortError):
+async def _abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception | asyncio.CancelledError, method: str
+) -> None:
+    if isinstance(error, grpc.aio.AbortError) or (isinstance(error, asyncio.CancelledError) and _given_up()):
         raise error
     status = to_status(as_pillion_error(error, method))
     # Trailers that the handler has set stay, beside the error's own.

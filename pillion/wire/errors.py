@@ -83,7 +83,7 @@ def from_rpc_error(error: grpc.RpcError) -> PillionError:
     return cls(message)
 
 
-def as_pillion_error(error: Exception, method: str) -> PillionError:
+def as_pillion_error(error: BaseException, method: str) -> PillionError:
     """Returns the error that the caller of ``method`` gets for an exception of its handler. A defect is logged, not
     shown."""
     if isinstance(error, PillionError):

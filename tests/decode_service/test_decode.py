@@ -70,11 +70,14 @@ async def test_the_worker_says_when_it_holds_the_ticket() -> None:
         await workers.quiet()
 
 
-async def test_a_defect_after_an_adopted_ticket_lets_go_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("defect", [RuntimeError("a defect"), asyncio.CancelledError()], ids=["error", "stray cancel"])
+async def test_a_defect_after_an_adopted_ticket_lets_go_of_it(
+    monkeypatch: pytest.MonkeyPatch, defect: BaseException
+) -> None:
     prompt = list(range(21))
 
     def fail(*args: object, **more: object) -> None:
-        raise RuntimeError("a defect")
+        raise defect
 
     async with running_workers() as workers, connected(workers) as connection:
         for role in ("decode", "prefill"):

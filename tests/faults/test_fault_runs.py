@@ -21,6 +21,8 @@ from tests.faults.fault_runs import (
 )
 from tests.faults.places import ROLES, WHOLE_WITHIN_S, fault_place
 
+# So much of the cluster's log is shown where a run is not right.
+LOG_CHARS = 60_000
 # Each fault comes at the first passing of a point that a new prompt is sure to come to, where every prompt goes to a
 # prefill worker first. Adoptions and acknowledgements come first, while the gateway is sure to know a prefill worker:
 # after a kill it may plan without one until the next has said that it lives.
@@ -43,7 +45,7 @@ def runner() -> Iterator[FaultRunner]:
 @pytest.mark.cluster
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.point.name)
 def test_a_fault_costs_a_pause(runner: FaultRunner, fault: DrawnFault) -> None:
-    assert runner.run(FaultPlan(0, (fault,), ASKED, (True,) * len(ASKED))).outcome == "right"
+    _right(runner, FaultPlan(0, (fault,), ASKED, (True,) * len(ASKED)))
 
 
 @pytest.mark.long
@@ -52,8 +54,15 @@ def test_requests_wait_for_the_workers_of_a_node_that_is_back(runner: FaultRunne
     """The node is killed again and again amid a step that takes long, and gives no ticket before that has ended."""
     step = DrawnFault(BY_NAME["decode, before a launch"], 20, None, "", 6.0)
     kills = tuple(ChainedKill("kvnode", after_s) for after_s in (0.3, 2.0))
-    plan = FaultPlan(0, (step,), ("greedy", "long prompt", "n", "logprobs", "chat"), (True,) * 5, kills)
-    assert runner.run(plan).outcome == "right"
+    _right(runner, FaultPlan(0, (step,), ("greedy", "long prompt", "n", "logprobs", "chat"), (True,) * 5, kills))
+
+
+def _right(runner: FaultRunner, plan: FaultPlan) -> None:
+    record = runner.run(plan)
+    if record.wrong:
+        # The cluster's log says what its components were doing, which no later run may show again.
+        print(runner.place.log()[-LOG_CHARS:])
+    assert record.outcome == "right"
 
 
 def test_seeds_draw_chains() -> None:

@@ -41,6 +41,14 @@ async def test_the_nodes_end_is_the_workers_end() -> None:
         backend.gate.set()
 
 
+async def test_a_task_that_is_cancelled_by_nobody_ends_the_worker() -> None:
+    """Without its orders to the node nothing would be committed any more, and every prompt would wait for ever."""
+    async with running_workers() as workers:
+        epoch = workers.decode.worker.epoch
+        next(iter(epoch._tasks)).cancel()
+        assert "cancelled by nobody" in await within("the worker to fail", workers.decode.wait_failed())
+
+
 async def test_stopping_lets_streams_finish_and_refuses_new_ones() -> None:
     async with running_workers() as workers, connected(workers) as connection:
         workers.decode_backend.gate.clear()

@@ -18,7 +18,7 @@ from pillion.gateway.request import request_machine, request_runner
 from pillion.gateway.request.events import StillQueued
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.kvstore.index.index import PrefixHit
-from testbed.conditions import until
+from testbed.conditions import until, within
 from tests.support.fake_components import (
     FakeCluster,
     FakeDecode,
@@ -409,7 +409,10 @@ async def test_service_goes_on_while_redis_is_away() -> None:
             await fakes.settled()
 
 
-async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_that_says_nothing_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(request_runner, "LOGGED_SILENCE_S", 0.1)
     monkeypatch.setattr(request_runner, "MAX_SILENCE_S", 0.3)
     async with running_fake_cluster(SCRIPT, max_attempts=2) as fakes:
         fakes.decode.gate.clear()
@@ -417,6 +420,9 @@ async def test_a_worker_that_says_nothing_is_given_up(monkeypatch: pytest.Monkey
             await read(fakes.client.generate(PROMPT))
         await fakes.settled()
         assert len(fakes.decode.cancelled) == 2
+    told = [record.getMessage() for record in caplog.records if "has heard nothing" in record.getMessage()]
+    for attempt in (1, 2):
+        assert any(f"is decoding (prefill-0, decode-0) in attempt {attempt}," in text for text in told), told
 
 
 @pytest.mark.parametrize("where", ["prefill", "decode"])
@@ -578,6 +584,22 @@ async def test_a_defect_ends_one_request_and_frees_it(monkeypatch: pytest.Monkey
         fakes.decode.gate.set()
         with pytest.raises(Internal, match="the gateway's log"):
             await reading
+        await fakes.settled()
+        monkeypatch.undo()
+        whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
+        await fakes.settled()
+
+
+async def test_work_that_is_cancelled_by_nobody_ends_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a cancel looks like the request's own, which nobody waits for; its reader would wait for ever."""
+    async with running_fake_cluster(SCRIPT) as fakes:
+
+        async def cancelled(*_: object) -> None:
+            raise asyncio.CancelledError
+
+        monkeypatch.setattr(fakes.gateway.cluster, "hits", cancelled)
+        with pytest.raises(Internal, match="the gateway's log"):
+            await within("the request to end", read(fakes.client.generate(PROMPT)))
         await fakes.settled()
         monkeypatch.undo()
         whole(fakes, await read(fakes.client.generate(PROMPT)), replays=0)
