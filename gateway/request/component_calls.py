@@ -566,8 +566,13 @@ class ComponentCalls:
 
     def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
         try:
+            # The worker merges what it has to say of a stream: any of these may come in one delta, even the beginning of
+            # a step, its token and an error. They are told in the order in which they can only have happened.
             if delta.pinned_blocks is not None:
                 self._post(ev.TicketAdopted(attempt, delta.pinned_blocks))
+            if delta.queued is not None:
+                self._in_step = self._in_step or not delta.queued
+                self._still_queued(attempt, delta.queued)
             if delta.prompt_logprobs:
                 self._post(ev.PromptScored(attempt, delta.prompt_logprobs))
             if delta.token_ids:
@@ -578,9 +583,6 @@ class ComponentCalls:
                 self._post(ev.TokensSampled(attempt, delta.token_ids, delta.timings, delta.logprobs))
             if delta.finish_reason is not None:
                 self._post(ev.DecodeFinished(attempt, delta.finish_reason, delta.timings, delta.vector))
-            elif delta.queued is not None:
-                self._in_step = self._in_step or not delta.queued
-                self._still_queued(attempt, delta.queued)
             elif delta.error is not None:
                 error = self._error_of(delta.error)
                 if self._stream is not None:

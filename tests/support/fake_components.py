@@ -212,7 +212,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
     until the connection breaks, once, or where it ``stays_broken`` before each token after them. ``refusals``: errors
-    for the next submits, whose message is ``refusal``. ``gate``: closed, no stream moves; a stream closes it that has
+    for the next submits, whose message is ``refusal``; with ``refuses_in_step`` they come in one delta with the beginning
+    of the prompt's step and the first token. ``gate``: closed, no stream moves; a stream closes it that has
     said ``hold_after`` tokens, so that nothing but the test ends it. ``silent``: keys of streams that say nothing any
     more. ``pace_s``: seconds that a step of a stream takes. ``is_killed_by``: whether the connection breaks in the
     first step of a submit.
@@ -240,7 +241,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         # Workers of older versions end such a stream without a vector.
         self.knows_vectors = True
         self.refusals: list[tuple[int, bool]] = []
-        self.refusal = "refused by the script"
+        self.refusal, self.refuses_in_step = "refused by the script", False
         self.silent: set[int] = set()
         self.hold_after: int | None = None
         self.gate = asyncio.Event()
@@ -302,9 +303,12 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     async def _lead(self, submit: Submit, computed: asyncio.Event, out: asyncio.Queue[Any]) -> None:
         if self.refusals:
             code, retryable = self.refusals.pop(0)
-            out.put_nowait(
-                DecodeDelta(key=submit.key, error=DecodeError(code=code, message=self.refusal, retryable=retryable))
-            )
+            delta = DecodeDelta(key=submit.key)
+            delta.error.CopyFrom(DecodeError(code=code, message=self.refusal, retryable=retryable))
+            if self.refuses_in_step:
+                delta.queued.CopyFrom(Queued())
+                delta.token_ids.append(self.script[0])
+            out.put_nowait(delta)
             return
         if submit.awaited_blocks:
             await self.prefill.through[submit.ticket_id].wait()

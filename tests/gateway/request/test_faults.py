@@ -81,6 +81,16 @@ async def test_a_stream_broken_mid_answer_goes_on_where_it_was(after: int) -> No
         await fakes.settled()
 
 
+async def test_a_stream_that_is_lost_in_its_first_step_goes_on() -> None:
+    """A slow worker tells the beginning of the step, its token and the loss in one delta."""
+    async with running_fake_cluster(SCRIPT) as fakes:
+        fakes.decode.refuses_in_step = True
+        fakes.decode.refusals = [(Unavailable.code, True)]
+        whole(fakes, await within("the answer", read(fakes.client.generate(PROMPT))), replays=1)
+        assert [tuple(submit.token_ids[30:]) for submit in fakes.decode.submits] == [(), fakes.decode.script[:1]]
+        await fakes.settled()
+
+
 async def test_many_streams_on_a_broken_connection_all_go_on() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         fakes.decode.break_after = 300
