@@ -566,8 +566,8 @@ class ComponentCalls:
 
     def _on_delta(self, attempt: int, delta: DecodeDelta) -> None:
         try:
-            # The worker merges what it has to say of a stream: any of these may come in one delta, even the beginning of
-            # a step, its token and an error. They are told in the order in which they can only have happened.
+            # The worker merges what it has to say of a stream: any of these may come in one delta, even the beginning
+            # of a step, its token and an error. They are told in the order in which they can only have happened.
             if delta.pinned_blocks is not None:
                 self._post(ev.TicketAdopted(attempt, delta.pinned_blocks))
             if delta.queued is not None:

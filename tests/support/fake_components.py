@@ -212,8 +212,8 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
 
     ``scripts``: another script by seed, for several answers. ``break_after``: how many tokens (all streams together)
     until the connection breaks, once, or where it ``stays_broken`` before each token after them. ``refusals``: errors
-    for the next submits, whose message is ``refusal``; with ``refuses_in_step`` they come in one delta with the beginning
-    of the prompt's step and the first token. ``gate``: closed, no stream moves; a stream closes it that has
+    for the next submits, whose message is ``refusal``; with ``refuses_in_step`` they come in one delta with the
+    beginning of the prompt's step and the first token. ``gate``: closed, no stream moves; a stream closes it that has
     said ``hold_after`` tokens, so that nothing but the test ends it. ``silent``: keys of streams that say nothing any
     more. ``pace_s``: seconds that a step of a stream takes. ``is_killed_by``: whether the connection breaks in the
     first step of a submit.
