@@ -13,32 +13,37 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 
 from testbed.faults.points import POINTS
 from tests.faults import ledger
-from tests.faults.fault_runs import FaultRecord, FaultRunner, draw
+from tests.faults.fault_runs import FaultPlan, FaultRecord, FaultRunner, draw
 from tests.faults.places import ROLES, FaultPlace, fault_place
 
 # A supervisor gives up where a component dies six times within a minute.
-MOST_DEATHS, DEATHS_WINDOW_S = 4, 60.0
+MOST_DEATHS, DEATHS_WINDOW_S = 5, 60.0
 
 
 class Deaths:
-    """Rests where faults ended so many components of a role that they would look like some that cannot live."""
+    """Rests before faults end so many components of a role that they would look like some that cannot live."""
 
     def __init__(self) -> None:
         self._at_s: dict[str, list[float]] = {}
 
-    def rest(self, record: FaultRecord) -> None:
+    def rest(self, plan: FaultPlan) -> None:
+        """Called before each run."""
+        for role, deaths in Counter(plan.struck).items():
+            at_s = self._at_s.get(role, [])
+            if deaths + len(at_s) > MOST_DEATHS:
+                time.sleep(max(0.0, at_s[deaths - MOST_DEATHS - 1] + DEATHS_WINDOW_S - time.monotonic()))
+
+    def note(self, record: FaultRecord) -> None:
         """Called after each run. A process that only slept may have been killed for that."""
         # A network's fault strikes no process.
         for role, fired in zip(record.plan.struck, record.fired, strict=False):
             if fired:
                 self._at_s.setdefault(role, []).append(time.monotonic())
-        for at_s in self._at_s.values():
-            if len(at_s) >= MOST_DEATHS:
-                time.sleep(max(0.0, at_s[-MOST_DEATHS] + DEATHS_WINDOW_S - time.monotonic()))
 
 
 def run(args: argparse.Namespace, commit: str) -> Iterator[FaultRecord]:
@@ -49,14 +54,16 @@ def run(args: argparse.Namespace, commit: str) -> Iterator[FaultRecord]:
         with fault_place(args.shape) as place:
             runner, deaths = FaultRunner(place), Deaths()
             for number in itertools.chain((seed,), seeds):
-                record = runner.run(draw(number, args.shape, one_fault=args.one_fault))
+                plan = draw(number, args.shape, one_fault=args.one_fault)
+                if place.restarts_counted:
+                    deaths.rest(plan)
+                record = runner.run(plan)
                 ledger.append(args.ledger, ledger.row(args.shape, record, commit))
                 yield record
                 if record.wrong:
                     _keep_log(args.logs, f"{args.shape}-{number}.log", place)
                     break
-                if place.restarts_counted:
-                    deaths.rest(record)
+                deaths.note(record)
 
 
 def _strikes(args: argparse.Namespace, seed: int) -> bool:

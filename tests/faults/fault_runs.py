@@ -1,6 +1,7 @@
 """One run: a seed draws faults and requests, the requests run while the faults happen, the checker looks at all of it.
 
-In the shape `hosts` a link between two hosts is cut besides, one way or both, and all links are long, narrow or lossy.
+In a part of the runs components are paused for moments at random meanwhile. In the shape `hosts` a link between two
+hosts is cut besides, one way or both, and all links are long, narrow or lossy.
 
 Of some runs the faults are a chain: a step takes long, or a worker or Redis stands still, and meanwhile a process, most
 often the KV node, is killed once or several times. What needs it notices late, or comes back late. The last request
@@ -30,6 +31,7 @@ from testbed.wire import PERFECT, LinkRule
 from tests.faults.histories import RequestHistory, complaints, read_history
 from tests.faults.places import LOOK_EVERY_S, NETWORK_HOSTS, FaultPlace, roles_in
 from tests.faults.questions import QUESTIONS
+from tests.faults.short_pauses import short_pauses
 
 STREAMS = 6
 # The salt of the undisturbed answers.
@@ -49,6 +51,8 @@ OTHER_VICTIM_SHARE = 0.25
 # a node waits for workers of its earlier life. The first kill comes a while after that, and the others follow apart.
 CHAIN_SHARE = 0.4
 CHAIN_LASTS_S, CHAIN_BEGINS_S, CHAIN_APART_S = (2.0, 4.0, 8.0), (0.05, 0.3), (0.3, 1.5, 4.0)
+# This share of the runs without a longer SIGSTOP has short pauses of components at random.
+PAUSES_SHARE = 0.5
 # How long the last request waits for the first kill of a chain.
 KILL_WITHIN_S = 15.0
 # What all links between hosts are like in a run of the shape `hosts`; when a pair of hosts is cut apart, and how long.
@@ -121,7 +125,8 @@ class LinkFault:
 @dataclass(frozen=True, slots=True)
 class FaultPlan:
     """What a seed draws: faults, questions by name, and for each whether its prompt is new to the cluster (a salt of
-    the run's own) or was computed before. ``chain`` follows the first fault, in time."""
+    the run's own) or was computed before. ``chain`` follows the first fault, in time. ``pauses``: whether components
+    are paused for moments at random meanwhile."""
 
     seed: int
     faults: tuple[DrawnFault, ...]
@@ -129,6 +134,7 @@ class FaultPlan:
     salted: tuple[bool, ...]
     chain: tuple[ChainedKill, ...] = ()
     network: LinkFault | None = None
+    pauses: bool = False
 
     @property
     def struck(self) -> tuple[str, ...]:
@@ -138,11 +144,12 @@ class FaultPlan:
     @property
     def words(self) -> list[str]:
         """All faults for ledgers and people, in the same order."""
-        return [fault.words for fault in (*self.faults, *self.chain, *filter(None, [self.network]))]
+        words = [fault.words for fault in (*self.faults, *self.chain, *filter(None, [self.network]))]
+        return [*words, "short pauses"] if self.pauses else words
 
     def undisturbed(self) -> FaultPlan:
         """The same without a fault."""
-        return replace(self, faults=(), chain=(), network=None)
+        return replace(self, faults=(), chain=(), network=None, pauses=False)
 
 
 @dataclass(slots=True)
@@ -182,9 +189,11 @@ def draw(seed: int, shape: str, *, one_fault: bool = False) -> FaultPlan:
     if any(fault.point.what == "a cancel" for fault in faults):
         asked[1] = "stop strings", True
     questions, salted = zip(*asked, strict=True)
-    # This is drawn last, so that the other shapes' seeds stand for what they stood for before there were networks.
+    # These are drawn last, so that seeds stand for what they stood for before there were networks and pauses.
     network = _link_fault(chance) if shape == "hosts" else None
-    return FaultPlan(seed, tuple(faults), questions, salted, chain, network)
+    # What wakes a process after a moment would wake one that is to sleep for longer, too.
+    pauses = chance.random() < PAUSES_SHARE and all(fault.number is not signal.SIGSTOP for fault in faults)
+    return FaultPlan(seed, tuple(faults), questions, salted, chain, network, pauses)
 
 
 def _link_fault(chance: random.Random) -> LinkFault:
@@ -270,7 +279,10 @@ class FaultRunner:
             thread.start()
         try:
             salts = [f"{plan.seed} {began_s}" if salted else UNDISTURBED for salted in plan.salted]
-            for question, history in zip(plan.questions, self._ask(plan.questions, salts, killed), strict=True):
+            pausing = short_pauses(place.pids, plan.seed) if plan.pauses else contextlib.nullcontext()
+            with pausing:
+                answers = self._ask(plan.questions, salts, killed)
+            for question, history in zip(plan.questions, answers, strict=True):
                 if KILLED_TWO not in history.error or self._killed_workers(plan, struck) < 2:
                     record.wrong += [f"{question}: {what}" for what in complaints(self.expected[question], history)]
                 record.pause_s = max(record.pause_s, history.pause_s)
@@ -282,8 +294,8 @@ class FaultRunner:
             stopped.set()
             for thread in waking:
                 thread.join()
-            # Whatever runs over a link meets it: heartbeats do so several times a second.
-            record.fired += struck + [True] * (plan.network is not None)
+            # Whatever runs over a link meets it: heartbeats do so several times a second. Somebody is always paused.
+            record.fired += struck + [True] * ((plan.network is not None) + plan.pauses)
         record.wrong += place.complaints()
         record.seconds = time.monotonic() - began_s
         return record
