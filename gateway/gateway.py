@@ -10,7 +10,7 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,9 @@ from pillion.types import ClusterStatus, GenerateRequest, ModelInfo, SamplingPar
 from pillion.wire.registry import DOWN, ComponentRecord
 
 T = TypeVar("T")
+# Such a function says after how many tokens of a prompt, which begins with so many virtual ones, others may part from
+# it.
+PlacesOf = Callable[[tuple[int, ...], int], Awaitable[tuple[int, ...]]]
 
 STOPPING = "this gateway is stopping"
 # Loading an adapter waits at most this long until all machines have its files.
@@ -218,6 +221,7 @@ class Gateway:
         parent: otel_context.Context | None = None,
         entry: ModelEntry | None = None,
         pooled: PooledRows | None = None,
+        places: PlacesOf | None = None,
     ) -> RequestRunner:
         """Starts a request, which the caller reads or cancels.
 
@@ -228,6 +232,8 @@ class Gateway:
             parent: the client's trace context.
             entry: the model that the request's name meant when its call came; by default what it means now.
             pooled: which rows the request, which generates nothing, ends with; None: it generates.
+            places: called with the prompt and the number of its virtual tokens where a model's layers carry states.
+                Returns after how many of its tokens other prompts are expected to part from it.
 
         Raises:
             NotFound: no such model. InvalidRequest: the error names every wrong field. Overloaded: a bound or a quota
@@ -261,10 +267,9 @@ class Gateway:
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
             admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline)
-            if pooled is not None:
-                admitted = replace(admitted, pooled=pooled)
-            if grammar is not None:
-                admitted = replace(admitted, grammar=grammar.text, grammar_fields=grammar.fields)
+            admitted = _with_grammar(replace(admitted, pooled=pooled), grammar)
+            if places is not None and self.cluster.keeps_states(model.limits.name):
+                admitted = replace(admitted, kept_tokens=await places(prompt, len(prompt) - len(own)))
             answers = await self._answers(request, model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, request.priority, admitted)
@@ -672,6 +677,10 @@ class Gateway:
         runner = RequestRunner(admitted, self.cluster, answers, span, meter, ended)
         runner.start()
         return runner
+
+
+def _with_grammar(admitted: AdmittedRequest, grammar: RequestGrammar | None) -> AdmittedRequest:
+    return admitted if grammar is None else replace(admitted, grammar=grammar.text, grammar_fields=grammar.fields)
 
 
 def _with_virtual_tokens(request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> tuple[int, ...]:

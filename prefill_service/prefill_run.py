@@ -17,6 +17,7 @@ from opentelemetry.context import Context
 from pillion.engine.scheduling.block_chain import ChunkDone
 from pillion.engine.scheduling.sequence import SequenceSpec
 from pillion.engine.scheduling.step_plan import Update
+from pillion.engine.streams.stream_session import MAX_KEPT_PLACES
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.step_spans import record
 from pillion.engine.worker.worker import Worker
@@ -108,6 +109,7 @@ class PrefillRun:
             priority=bounded(prefill_range.priority),
             rope_shift=self._worker.model.prepared.rope_shift(prefill_range.text_tokens),
             adapter=prefill_range.adapter,
+            kept_tokens=tuple(prefill_range.kept_tokens),
         )
 
     def on_begun(self) -> None:
@@ -162,5 +164,7 @@ def _violations(
         yield FieldViolation(
             "chunk_tokens", f"they add up to {sum(prefill_range.chunk_tokens)}, the prefill range has {total} tokens"
         )
+    if len(prefill_range.kept_tokens) > MAX_KEPT_PLACES:
+        yield FieldViolation("kept_tokens", f"{len(prefill_range.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
     if len(prefill_range.parent_hash) != PARENT_HASH_BYTES:
         yield FieldViolation("parent_hash", f"{len(prefill_range.parent_hash)} bytes; {PARENT_HASH_BYTES} are needed")

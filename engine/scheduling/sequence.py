@@ -93,6 +93,8 @@ class SequenceSpec:
         pooled_ids: the tokens whose logits that vector has, of one position; empty for the model's own rows.
         second_from: where the second text of a pair begins, for encoders; 0 for a single text.
         keeps_blocks: whether whole blocks are committed; False for a model without keys and values.
+        kept_tokens: after so many tokens of the prompt other texts are expected to part from it; a model whose layers
+            carry states keeps one before each of these places.
     """
 
     seq_id: int
@@ -114,6 +116,7 @@ class SequenceSpec:
     pooled_ids: tuple[int, ...] = ()
     second_from: int = 0
     keeps_blocks: bool = True
+    kept_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,6 +70,8 @@ ROOT_HASH_BYTES = 32
 MAX_STOP_TOKEN_IDS = 1024
 # A stream that ends with the logits of tokens names at most this many.
 MAX_POOLED_IDS = 16
+# A prompt has at most so many places at which its client wants states kept.
+MAX_KEPT_PLACES = 8
 _RETRYABLE = (NotFound, Conflict, Overloaded, Unavailable, Internal)
 
 
@@ -367,6 +369,7 @@ class DecodeSession:
             pooled_ids=tuple(submit.pooled_ids),
             second_from=submit.second_from,
             keeps_blocks=not self._worker.model.whole_texts,
+            kept_tokens=tuple(submit.kept_tokens),
         )
         return spec, {one.seq_id: one for one in (stream, *stream.siblings)}
 
@@ -503,6 +506,8 @@ def _shape(submit: Submit, block_size: int, vocab_size: int, max_model_len: int)
         yield FieldViolation("grammar", f"more than {MAX_GRAMMAR_BYTES} bytes")
     if len(submit.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         yield FieldViolation("stop_token_ids", f"more than {MAX_STOP_TOKEN_IDS}")
+    if len(submit.kept_tokens) > MAX_KEPT_PLACES:
+        yield FieldViolation("kept_tokens", f"{len(submit.kept_tokens)} places; at most {MAX_KEPT_PLACES}")
 
 
 def _sampling(submit: Submit, vocab_size: int) -> Iterator[FieldViolation]:

@@ -59,7 +59,7 @@ class AnthropicApi:
         marked = _MarkedCall(self._calls.gateway, self._pins)
         try:
             read = partial(messages_request, cut=self._cut)
-            await self._calls.answer(call, read, marked.new_writer, marked.begun)
+            await self._calls.answer(call, read, marked.new_writer, marked.begun, marked.places)
         finally:
             marked.close()
 
@@ -80,7 +80,8 @@ class AnthropicApi:
 
 class _MarkedCall:
     """Handles one call of /v1/messages with its breakpoints: their tokens are counted while the prompt is computed, and
-    pinned when its first delta is there."""
+    pinned when its first delta is there. Where a model's layers carry states they are counted before, because its
+    workers keep states at these places."""
 
     def __init__(self, gateway: Gateway, pins: PrefixPins) -> None:
         self._gateway = gateway
@@ -88,12 +89,24 @@ class _MarkedCall:
         self._counting: asyncio.Future[list[tuple[int, ...] | BaseException | None]] | None = None
 
     def begun(self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry) -> None:
-        """Begins to count the prompt's tokens up to each breakpoint."""
-        if not asked.breakpoints or not self._gateway.caches_prefixes:
+        """Begins to count the prompt's tokens up to each breakpoint, once."""
+        if not asked.breakpoints or not self._gateway.caches_prefixes or self._counting is not None:
             return
         (request,) = asked.requests
         counts = (ids_before(self._gateway, request, point, entry, call.tenant) for point in asked.breakpoints)
         self._counting = asyncio.gather(*counts, return_exceptions=True)
+
+    async def places(
+        self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, prompt: tuple[int, ...], virtual: int
+    ) -> tuple[int, ...]:
+        """Returns how many tokens of the prompt stand before each breakpoint, as far as they are counted in time."""
+        self.begun(call, asked, entry)
+        found: list[tuple[int, ...] | BaseException | None] = []
+        if self._counting is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(EPHEMERAL_WAIT_S):
+                    found = await asyncio.shield(self._counting)
+        return tuple(_tokens_before(ids, prompt, virtual) for ids in found if not isinstance(ids, BaseException))
 
     async def new_writer(
         self, call: HttpCall, asked: MessagesRequest, entry: ModelEntry, reader: DeltaReader
@@ -125,7 +138,12 @@ class _MarkedCall:
         if placed is None:
             return 0
         most = min(len(prompt), len(placed.hashes) // HASH_BYTES * placed.block_size)
-        tokens = min(most, len(prompt) if ids is None else shared_tokens(prompt[:virtual] + ids, prompt))
+        tokens = min(most, _tokens_before(ids, prompt, virtual))
         tokens -= tokens % placed.block_size
         done = await self._pins.pin_ephemeral(placed, call.tenant, tokens, point.ttl_s, entry.name)
         return max(0, tokens - virtual) if done else 0
+
+
+def _tokens_before(ids: tuple[int, ...] | None, prompt: tuple[int, ...], virtual: int) -> int:
+    """Returns how many tokens of a prompt, whose first ones are ``virtual``, stand before a breakpoint of these ids."""
+    return len(prompt) if ids is None else shared_tokens(prompt[:virtual] + ids, prompt)

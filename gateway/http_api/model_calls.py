@@ -19,6 +19,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from pillion.errors import Internal, NotFound, PillionError
@@ -209,6 +210,9 @@ class AnswerWriter:
 
 T = TypeVar("T")
 Asked = TypeVar("Asked", bound=AskedCall)
+# Such a function returns after how many tokens of a call's first prompt, whose virtual tokens are counted, others are
+# expected to part from it.
+Places = Callable[[HttpCall, Asked, ModelEntry, tuple[int, ...], int], Awaitable[tuple[int, ...]]]
 # Such a function makes the writer of a call once its first deltas are there.
 NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[AnswerWriter]]
 
@@ -229,10 +233,12 @@ class ModelCalls:
         read: Callable[[bytes, str], Asked],
         new_writer: NewWriter[Asked],
         begun: Callable[[HttpCall, Asked, ModelEntry], None] = lambda *_: None,
+        places: Places[Asked] | None = None,
     ) -> None:
         """Reads the body with ``read``, which gets the request's id too, and answers it as long as the client is there.
-        ``begun`` is called once the call's first prompt has been checked, counted and admitted. Raises ApiError."""
-        await call.while_connected(self._answer(call, read, new_writer, begun, await call.body()))
+        ``begun`` is called once the call's first prompt has been checked, counted and admitted; ``places`` before that,
+        where a model's layers carry states. Raises ApiError."""
+        await call.while_connected(self._answer(call, read, new_writer, begun, places, await call.body()))
 
     async def read(self, call: HttpCall, read: Callable[..., T], raw: bytes, *arguments: Any) -> T:
         """Returns ``read(raw, *arguments)``, which reads a call's body. The answer gets a header with the names of the
@@ -263,6 +269,7 @@ class ModelCalls:
         read: Callable[[bytes, str], Asked],
         new_writer: NewWriter[Asked],
         begun: Callable[[HttpCall, Asked, ModelEntry], None],
+        places: Places[Asked] | None,
         raw: bytes,
     ) -> None:
         asked = await self.read(call, read, raw, call.request_id)
@@ -272,8 +279,10 @@ class ModelCalls:
             await self._check_prompts(asked, call.tenant)
 
         async def start(request: GenerateRequest) -> RequestRunner:
-            runner = await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry)
-            if request is asked.requests[0]:
+            first = request is asked.requests[0]
+            found = partial(places, call, asked, entry) if first and places is not None else None
+            runner = await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry, places=found)
+            if first:
                 begun(call, asked, entry)
             return runner
 

@@ -212,6 +212,10 @@ class Cluster:
             for namespace, size, state, working in ranked
         ]
 
+    def keeps_states(self, model: str) -> bool:
+        """Returns whether layers of a model carry states, as far as its workers on record say."""
+        return any(worker.state_pages for worker in self.view.of("decode", model))
+
     def knows(self, role: str) -> bool:
         """Returns whether this gateway knows a component of a role that answers."""
         return any(one.role == role and self._usable(one) for one in self.view)

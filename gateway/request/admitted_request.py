@@ -85,7 +85,8 @@ class AdmittedRequest:
     request has its ``cache_salt``. ``resume`` says what another gateway has given already. Every answer follows
     ``grammar`` from its first token on: a text of llguidance's, or ""; ``grammar_fields`` are the client's fields of
     which it was made. ``adapter`` is the digest of the adapter that answers are computed with; "" for the model alone.
-    ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. Nobody waits for
+    ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. After
+    ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody waits for
     a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with a vector
     of its text.
     """
@@ -112,6 +113,7 @@ class AdmittedRequest:
     virtual_tokens: int = 0
     background: bool = False
     pooled: PooledRows | None = None
+    kept_tokens: tuple[int, ...] = ()
 
     @property
     def own_prompt(self) -> tuple[int, ...]:

@@ -77,6 +77,7 @@ def make_range(
         priority=admitted.priority,
         text_tokens=admitted.text_tokens,
         adapter=admitted.adapter,
+        kept_tokens=admitted.kept_tokens,
     )
 
 
@@ -363,6 +364,7 @@ class ComponentCalls:
             scored_tokens=action.scored_tokens,
             grammar=admitted.grammar,
             adapter=admitted.adapter,
+            kept_tokens=admitted.kept_tokens,
         )
         if admitted.pooled is not None:
             rows = admitted.pooled_rows

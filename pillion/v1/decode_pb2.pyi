@@ -83,6 +83,7 @@ class Submit(_message.Message):
     POOLED_ROWS_FIELD_NUMBER: _builtins.int
     SECOND_FROM_FIELD_NUMBER: _builtins.int
     KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     key: _builtins.int
     """Names this attempt on this connection. The gateway chooses keys and never reuses one on a connection."""
     request_id: _builtins.str
@@ -157,6 +158,12 @@ class Submit(_message.Message):
     def pooled_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """With pooled: the tokens whose logits after the last token are given in place of that row, in this order. At most 16."""
 
+    @_builtins.property
+    def kept_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For a model whose layers carry states: other prompts are expected to part from this one after so many of its tokens, so
+        the state after the last whole block before each of these places is kept. At most 8.
+        """
+
     def __init__(
         self,
         *,
@@ -186,10 +193,11 @@ class Submit(_message.Message):
         pooled_rows: _builtins.int = ...,
         second_from: _builtins.int = ...,
         known_blocks: _builtins.int = ...,
+        kept_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "key", b"key", "known_blocks", b"known_blocks", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_first", b"pooled_first", "pooled_ids", b"pooled_ids", "pooled_rows", b"pooled_rows", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "second_from", b"second_from", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "awaited_blocks", b"awaited_blocks", "block_hashes", b"block_hashes", "expected_blocks", b"expected_blocks", "grammar", b"grammar", "kept_tokens", b"kept_tokens", "key", b"key", "known_blocks", b"known_blocks", "max_tokens", b"max_tokens", "pooled", b"pooled", "pooled_first", b"pooled_first", "pooled_ids", b"pooled_ids", "pooled_rows", b"pooled_rows", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "root_hash", b"root_hash", "sampling", b"sampling", "scored_tokens", b"scored_tokens", "second_from", b"second_from", "siblings", b"siblings", "stop_token_ids", b"stop_token_ids", "ticket_id", b"ticket_id", "timeout_ms", b"timeout_ms", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

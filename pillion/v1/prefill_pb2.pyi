@@ -34,6 +34,7 @@ class RunPrefillRequest(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     TEXT_TOKENS_FIELD_NUMBER: _builtins.int
     ADAPTER_FIELD_NUMBER: _builtins.int
+    KEPT_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     attempt: _builtins.int
     """Attempt of the request, from 1; for logs and traces."""
@@ -61,6 +62,10 @@ class RunPrefillRequest(_message.Message):
     def chunk_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Length of each chunk: multiples of the block size that add up to the number of token_ids."""
 
+    @_builtins.property
+    def kept_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """See Submit.kept_tokens; those beyond the prefill range are ignored."""
+
     def __init__(
         self,
         *,
@@ -75,10 +80,11 @@ class RunPrefillRequest(_message.Message):
         priority: _builtins.int = ...,
         text_tokens: _builtins.int = ...,
         adapter: _builtins.str = ...,
+        kept_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hello", b"hello"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "chunk_tokens", b"chunk_tokens", "hello", b"hello", "parent_hash", b"parent_hash", "priority", b"priority", "request_id", b"request_id", "start_tokens", b"start_tokens", "text_tokens", b"text_tokens", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "attempt", b"attempt", "chunk_tokens", b"chunk_tokens", "hello", b"hello", "kept_tokens", b"kept_tokens", "parent_hash", b"parent_hash", "priority", b"priority", "request_id", b"request_id", "start_tokens", b"start_tokens", "text_tokens", b"text_tokens", "ticket_id", b"ticket_id", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -20,7 +20,10 @@ from pillion.gateway.admission.api_keys import hash_of
 from testbed.conditions import WITHIN_S, until
 from testbed.tiny_model import save_model
 from tests.support.components import Components, running_components
+from tests.support.cpu_model import needs_kernels
+from tests.support.families import make_model
 from tests.support.http import call
+from tests.support.hybrids import HYBRIDS
 
 BLOCK = 16
 KEYS = {name: f"plk-{name}-" + name[0] * 40 for name in ("red", "blue")}
@@ -247,6 +250,28 @@ async def test_cache_control_pins_what_stands_before_it(components: Components) 
     for one in await components.client.prefixes():
         await components.client.drop_prefix(one.name)
     await components.proven()
+
+
+@needs_kernels
+async def test_cache_control_leaves_a_state_at_the_first_request(tmp_path: pathlib.Path) -> None:
+    """A model whose layers carry states goes on only from one, and none stands where nobody has parted yet."""
+    folder, _ = make_model(tmp_path / "hybrid", HYBRIDS["qwen3-next"])
+    model = {"model": str(folder), "dtype": "float32", "max_model_len": 512, "block_size": BLOCK}
+    with tempfile.TemporaryDirectory(prefix="pil-") as name:
+        async with running_components(pathlib.Path(name), model=model, gateway={"chunk_size": 32}) as components:
+            await until("the gateway to know the worker's model", components.client.models)
+            url = f"http://{components.gateway.http_address}"
+            async with anthropic.AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=200) as client:
+                plain = {"model": "hybrid", "system": f"Plain: {SYSTEM}"}
+                await ask(client, **plain)
+                other = [{"role": "user", "content": "Something else."}]
+                assert (await ask(client, messages=other, **plain)).cache_read_input_tokens == 0
+                first = await ask(client, model="hybrid", system=[marked(SYSTEM)])
+                second = await ask(client, model="hybrid", system=[marked(SYSTEM)], messages=other)
+                assert second.cache_read_input_tokens == first.cache_creation_input_tokens > len(SYSTEM) - BLOCK
+            for one in await components.client.prefixes():
+                await components.client.drop_prefix(one.name)
+            await components.proven()
 
 
 async def test_a_cache_control_beyond_the_quota_is_no_error(components: Components) -> None:

@@ -230,6 +230,7 @@ BAD: dict[str, dict[str, Any]] = {
     "huge id": {"token_ids": (1, 2**32 - 1), "prompt_tokens": 2},
     "prompt_tokens": {"prompt_tokens": 50},
     "root_hash": {"root_hash": b"short"},
+    "too many places for states": {"kept_tokens": range(9)},
     "max_tokens": {"max_tokens": 1, "prompt_tokens": 8},
     "sampling": {"sampling": SamplingParams()},
     "temperature": {"sampling": SamplingParams(temperature=float("nan"), top_p=1.0, top_k=0, seed=0)},

@@ -188,6 +188,7 @@ BAD: dict[str, dict[str, Any]] = {
     "no tokens": {"token_ids": (), "chunk_tokens": ()},
     "partial block": {"token_ids": (1,) * 6, "chunk_tokens": (6,)},
     "sums": {"chunk_tokens": (8,)},
+    "too many places for states": {"kept_tokens": range(9)},
     "partial chunk": {"chunk_tokens": (6, 10)},
     "empty chunk": {"chunk_tokens": (16, 0)},
     "start": {"start_tokens": 3},

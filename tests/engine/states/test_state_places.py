@@ -15,7 +15,8 @@ BLOCK = 4
 
 def places(num_tokens: int, *, pages: int = 100, **fields: Any) -> StatePlaces:
     values = {"num_tokens": num_tokens, "block_size": BLOCK, "num_computed": 0, "known_blocks": 0, "is_prefill": False}
-    return StatePlaces(cast(Sequence, SimpleNamespace(**(values | fields))), pages)
+    spec = SimpleNamespace(kept_tokens=fields.pop("kept_tokens", ()))
+    return StatePlaces(cast(Sequence, SimpleNamespace(**(values | fields), spec=spec)), pages)
 
 
 def kept(of: StatePlaces, ends: range) -> list[int]:
@@ -31,6 +32,10 @@ def kept(of: StatePlaces, ends: range) -> list[int]:
         (28, {}, [24]),
         (30, {"known_blocks": 3}, [12, 28]),
         (30, {"known_blocks": 7}, [28]),
+        # Places of the client's are those of the last whole block before them.
+        (30, {"kept_tokens": (13, 3, 20, 30)}, [12, 20, 28]),
+        (30, {"kept_tokens": (13,), "num_computed": 12, "known_blocks": 5}, [20, 28]),
+        (28, {"is_prefill": True, "kept_tokens": (9, 29)}, [8]),
         # What is behind the last whole block, or was found, is no place.
         (30, {"known_blocks": 9}, [28]),
         (30, {"known_blocks": 3, "num_computed": 12}, [28]),
