@@ -118,7 +118,10 @@ class _DecodeStream:
         ending = update.ending
         if ending is not None and update.progress is not None:
             record_stream(self.trace, update.progress, self.generated)
-        self.session.add_update(self.key, update)
+        try:
+            self.session.add_update(self.key, update)
+        except Exception as error:  # noqa: BLE001  (a defect must end its stream, not those after it in the outcome)
+            self.session.fail(self.key, as_pillion_error(error, "Decode"))
 
     def on_chunk(self, chunk: ChunkDone) -> None:
         raise AssertionError("streams have no chunks")
@@ -268,6 +271,14 @@ class DecodeSession:
         if update.progress is not None:
             delta.timings.CopyFrom(_timings_of(update.progress))
 
+    def fail(self, key: int, error: PillionError) -> None:
+        """Ends a stream with an error as its only further delta. Unknown keys are ignored."""
+        stream = self._drop(key)
+        self._pending.pop(key, None)
+        if stream is not None:
+            self._worker.epoch.cancel(stream.seq_id)
+        self._fail(key, error)
+
     def tell_begun(self, key: int) -> None:
         """Says that the prompt of a stream is being computed: place 0 of the line."""
         self._pending_delta(key).queued.CopyFrom(Queued())
@@ -397,10 +408,8 @@ class DecodeSession:
         return stream
 
     def _time_out(self, key: int) -> None:
-        stream = self._drop(key)
-        if stream is not None:
-            self._worker.epoch.cancel(stream.seq_id)
-            self._fail(key, DeadlineExceeded("the request's time is over"))
+        if key in self._streams:
+            self.fail(key, DeadlineExceeded("the request's time is over"))
 
     def _fail(self, key: int, error: PillionError) -> None:
         self._pending_delta(key).error.CopyFrom(_error_of(error))

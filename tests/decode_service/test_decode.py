@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from pillion.engine.backends.backend import StepBatch
+from pillion.engine.streams import stream_session
 from pillion.engine.worker import worker_epoch
 from pillion.engine.worker.worker_epoch import WorkerEpoch
 from pillion.errors import Internal
@@ -95,6 +96,34 @@ async def test_a_defect_after_an_adopted_ticket_lets_go_of_it(
                             pass
             await workers.release(ticket)
             await workers.quiet()
+
+
+async def test_a_defect_amid_an_answer_ends_its_stream_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after it in the same outcome would wait for ever, and so would its own reader."""
+    write = stream_session.finish_to_pb
+
+    def fail_once(reason: FinishReason | None) -> Any:
+        monkeypatch.setattr(stream_session, "finish_to_pb", write)
+        raise RuntimeError("a defect")
+
+    async with running_workers() as workers, connected(workers) as connection:
+        workers.decode_backend.gate.clear()
+        tickets = [await workers.ticket(prompt(key, 9)) for key in (1, 2)]
+        answers = [
+            await connection.submit(submit_of(key, ticket, prompt(key, 9))) for key, ticket in enumerate(tickets, 1)
+        ]
+        await until("both streams", lambda: len(workers.decode.worker.epoch.listeners) == 2)
+        monkeypatch.setattr(stream_session, "finish_to_pb", fail_once)
+        workers.decode_backend.gate.set()
+        for answer in answers:
+            await over(answer)
+        await workers.release(*tickets)
+        ended = {
+            0 if answer.last.error is None else answer.last.error.code: answer for answer in answers if answer.last
+        }
+        assert set(ended) == {0, Internal.code}
+        assert ended[0].token_ids in [greedy(prompt(key, 9), 8) for key in (1, 2)]
+        await workers.quiet()
 
 
 async def test_many_streams_over_two_connections_share_steps() -> None:
