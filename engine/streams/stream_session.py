@@ -118,10 +118,7 @@ class _DecodeStream:
         ending = update.ending
         if ending is not None and update.progress is not None:
             record_stream(self.trace, update.progress, self.generated)
-        try:
-            self.session.add_update(self.key, update)
-        except Exception as error:  # noqa: BLE001  (a defect must end its stream, not those after it in the outcome)
-            self.session.fail(self.key, as_pillion_error(error, "Decode"))
+        self.session.add_update(self.key, update)
 
     def on_chunk(self, chunk: ChunkDone) -> None:
         raise AssertionError("streams have no chunks")
@@ -244,6 +241,14 @@ class DecodeSession:
                 return
 
     def add_update(self, key: int, update: Update) -> None:
+        try:
+            self._write_update(key, update)
+        except Exception as error:  # noqa: BLE001  (a defect must end its stream, not those after it in the outcome)
+            # What is written of this delta may not fit together.
+            self._pending.pop(key, None)
+            self._end(key, as_pillion_error(error, "Decode"))
+
+    def _write_update(self, key: int, update: Update) -> None:
         delta = self._pending_delta(key)
         delta.token_ids.extend(update.token_ids)
         if update.logprobs:
@@ -270,14 +275,6 @@ class DecodeSession:
                 log.error("a request failed: %s", ending.error)
         if update.progress is not None:
             delta.timings.CopyFrom(_timings_of(update.progress))
-
-    def fail(self, key: int, error: PillionError) -> None:
-        """Ends a stream with an error as its only further delta. Unknown keys are ignored."""
-        stream = self._drop(key)
-        self._pending.pop(key, None)
-        if stream is not None:
-            self._worker.epoch.cancel(stream.seq_id)
-        self._fail(key, error)
 
     def tell_begun(self, key: int) -> None:
         """Says that the prompt of a stream is being computed: place 0 of the line."""
@@ -409,7 +406,14 @@ class DecodeSession:
 
     def _time_out(self, key: int) -> None:
         if key in self._streams:
-            self.fail(key, DeadlineExceeded("the request's time is over"))
+            self._end(key, DeadlineExceeded("the request's time is over"))
+
+    def _end(self, key: int, error: PillionError) -> None:
+        """Ends a stream with an error, which comes with its next delta."""
+        stream = self._drop(key)
+        if stream is not None:
+            self._worker.epoch.cancel(stream.seq_id)
+        self._fail(key, error)
 
     def _fail(self, key: int, error: PillionError) -> None:
         self._pending_delta(key).error.CopyFrom(_error_of(error))

@@ -351,11 +351,8 @@ class RequestRunner:
 
     def _log_silence(self, index: int, machine: RequestMachine, quiet_s: float) -> None:
         """Writes into the log what a silent answer waits for."""
-        workers = (
-            "no plan"
-            if machine.plan is None
-            else ", ".join(one.component_id for one in (machine.plan.prefill, machine.plan.decode) if one is not None)
-        )
+        planned = () if machine.plan is None else (machine.plan.prefill, machine.plan.decode)
+        workers = ", ".join(one.component_id for one in planned if one is not None) or "no plan"
         where = f"answer {index} of request {self.admitted.request_id} is {machine.state.value} ({workers})"
         log.warning("%s in attempt %d, and has heard nothing for %.0f s", where, machine.attempt, quiet_s)
 
