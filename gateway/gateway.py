@@ -266,10 +266,10 @@ class Gateway:
             scores = check_scores(request.sampling, len(own))
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
-            admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline)
-            admitted = _with_grammar(replace(admitted, pooled=pooled), grammar)
-            if places is not None and self.cluster.keeps_states(model.limits.name):
-                admitted = replace(admitted, kept_tokens=await places(prompt, len(prompt) - len(own)))
+            admitted = replace(
+                self._admitted(request, model, prompt, longest, tenant, arrived, deadline), pooled=pooled
+            )
+            admitted = await self._with_places(_with_grammar(admitted, grammar), places, len(prompt) - len(own))
             answers = await self._answers(request, model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, request.priority, admitted)
@@ -283,6 +283,13 @@ class Gateway:
                 count_refused(self.meters, error)
             end_refused_span(span, error)
             raise
+
+    async def _with_places(
+        self, admitted: AdmittedRequest, places: PlacesOf | None, virtual_tokens: int
+    ) -> AdmittedRequest:
+        if places is None or not self.cluster.keeps_states(admitted.model):
+            return admitted
+        return replace(admitted, kept_tokens=await places(admitted.prompt, virtual_tokens))
 
     def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> AdmissionPermit:
         """Admits a request, and raises what Admission.enter raises. A request that the gateway's own bounds refuse
