@@ -266,10 +266,8 @@ class Gateway:
             scores = check_scores(request.sampling, len(own))
             grammar = await self._grammar(request, model, output_format, tenant)
             self.admission.weigh(permit, len(prompt), scores)
-            admitted = replace(
-                self._admitted(request, model, prompt, longest, tenant, arrived, deadline), pooled=pooled
-            )
-            admitted = await self._with_places(_with_grammar(admitted, grammar), places, len(prompt) - len(own))
+            admitted = self._admitted(request, model, prompt, longest, tenant, arrived, deadline, pooled)
+            admitted = await self._with_places(_with_grammar(admitted, grammar), places)
             answers = await self._answers(request, model, admitted, output_format, tenant)
             with telemetry.child("admission", span):
                 await self._turn(permit, request.priority, admitted)
@@ -284,12 +282,10 @@ class Gateway:
             end_refused_span(span, error)
             raise
 
-    async def _with_places(
-        self, admitted: AdmittedRequest, places: PlacesOf | None, virtual_tokens: int
-    ) -> AdmittedRequest:
+    async def _with_places(self, admitted: AdmittedRequest, places: PlacesOf | None) -> AdmittedRequest:
         if places is None or not self.cluster.keeps_states(admitted.model):
             return admitted
-        return replace(admitted, kept_tokens=await places(admitted.prompt, virtual_tokens))
+        return replace(admitted, kept_tokens=await places(admitted.prompt, admitted.virtual_tokens))
 
     def _enter(self, request: GenerateRequest, model: ModelEntry, tenant: Tenant) -> AdmissionPermit:
         """Admits a request, and raises what Admission.enter raises. A request that the gateway's own bounds refuse
@@ -591,6 +587,7 @@ class Gateway:
         tenant: Tenant,
         arrived: float,
         deadline: float | None,
+        pooled: PooledRows | None,
     ) -> AdmittedRequest:
         options, asked, resume = self._options, request.sampling, request.resume
         seed = secrets.randbits(63) if resume is None else resume.origin.seed
@@ -617,6 +614,7 @@ class Gateway:
             adapter="" if model.adapter is None else model.adapter.digest,
             adapter_rank=0 if model.adapter is None else model.adapter.rank,
             virtual_tokens=0 if model.adapter is None else model.adapter.virtual_tokens,
+            pooled=pooled,
         )
 
     async def _answers(
