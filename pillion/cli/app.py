@@ -140,11 +140,13 @@ def component_command(role: str, cls: Any, about: str, *, has_model: bool = True
     """Adds the command that runs one component."""
 
     def run(**values: Any) -> int:
-        from pillion.supervisor.component_process import run_component
+        from pillion.supervisor.component_process import end_process, run_component
         from pillion.supervisor.gateway_processes import run_gateways
 
         flags = with_model(cls, values) if has_model else cls(**values)
-        return run_gateways(flags) if getattr(flags, "gateway_workers", 1) > 1 else run_component(role, flags)
+        if getattr(flags, "gateway_workers", 1) > 1:
+            return run_gateways(flags)
+        end_process(run_component(role, flags))
 
     run.__doc__ = about
     function: Any = flag_options(cls)(run)

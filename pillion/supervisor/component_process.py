@@ -20,11 +20,12 @@ import os
 import resource
 import signal
 import socket
+import sys
 from collections.abc import Coroutine
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from pillion.errors import ConfigError
 from pillion.observability.log_format import set_up_logging
@@ -139,6 +140,21 @@ def run_component(role: str, flags: Any) -> int:
         return asyncio.run(_run(name, role, start, flags, standby))
     finally:
         telemetry.shutdown()
+
+
+def end_process(status: int) -> NoReturn:
+    """Ends this process, whose component has ended, with an exit status. What it has written is out; nothing else that
+    Python does at its end happens.
+
+    Python would free each object that it has. In a fork that writes to every page of memory which the fork server made,
+    so that 150 MB are copied: 0.35 s of a core per component, beside the streams of those that go on.
+    """
+    logging.shutdown()
+    for stream in (sys.stdout, sys.stderr):
+        # Who read it may be gone.
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 async def _run(name: str, role: str, start: Any, flags: Any, standby: StandbyTurn | None = None) -> int:

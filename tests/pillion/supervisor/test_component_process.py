@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import subprocess
 import sys
@@ -50,3 +51,14 @@ def test_no_collection_looks_through_what_a_component_has_loaded_and_it_may_open
     assert collects
     assert frozen > 10_000
     assert soft == (min(hard, MAX_OPEN_FILES) if hard > 0 else MAX_OPEN_FILES)
+
+
+def test_a_component_that_has_ended_leaves_its_memory_to_the_kernel() -> None:
+    program = (
+        "import atexit; from pillion.supervisor.component_process import end_process; "
+        "atexit.register(print, 'freed'); print('its last line'); end_process(3)"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, cwd=ROOT, env=environ, stdout=subprocess.PIPE, text=True, timeout=WITHIN_S)
+    assert (done.returncode, done.stdout) == (3, "its last line\n")
