@@ -14,6 +14,7 @@ import pytest
 from pillion import Delta
 from pillion.gateway.read_ahead import read_ahead
 from pillion.kvstore.transfer import fetch
+from pillion.v1.kvnode_pb2 import PrefetchReply
 from testbed.conditions import until
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.components import Components, running_components
@@ -112,7 +113,15 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
     async with line(tmp_path, max_read_ahead=1) as components:
         first, pool = await evicted(components), components.kvnode.pool
         ledger = pool.ledger
-        free, there = len(ledger.free), set(ledger.tree.by_hash)
+        there, free, bring = set(ledger.tree.by_hash), [], pool.fetcher.bring
+
+        async def counted(*args: Any, **options: Any) -> PrefetchReply:
+            # Blocks that are on the disk by now may have left the pool since.
+            free.append(len(ledger.free))
+            brought: PrefetchReply = await bring(*args, **options)
+            return brought
+
+        monkeypatch.setattr(pool.fetcher, "bring", counted)
         before = pool.fetcher.counts.restored_blocks
         monkeypatch.setattr(fetch, "MAX_AHEAD_PERCENT", 20)
         monkeypatch.setattr(read_ahead, "MAX_IN_LINE", 2)
@@ -121,7 +130,7 @@ async def test_reading_ahead_loses_nothing_and_is_bounded(
             waiting = [asyncio.create_task(ask(components, first))]
             await until("a block", lambda: pool.fetcher.counts.restored_blocks > before)
             await until("no pin", lambda: not ledger.tickets)
-            assert pool.fetcher.counts.restored_blocks - before <= free // 5
+            assert pool.fetcher.counts.restored_blocks - before <= free[0] // 5
             # Where free slots ran short, what had been used least recently went to the disk.
             assert there <= {*ledger.tree.by_hash, *(name for name, _ in components.kvnode._hashes())}
             # A line has a bound, and nobody stays in it who waits no more.
