@@ -146,7 +146,7 @@ def component_command(role: str, cls: Any, about: str, *, has_model: bool = True
         flags = with_model(cls, values) if has_model else cls(**values)
         if getattr(flags, "gateway_workers", 1) > 1:
             return run_gateways(flags)
-        end_process(run_component(role, flags))
+        return end_process(run_component(role, flags))
 
     run.__doc__ = about
     function: Any = flag_options(cls)(run)
