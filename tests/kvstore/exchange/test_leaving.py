@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import pathlib
 from typing import Any
 
+import pytest
+
+from pillion.kvstore.exchange import node_exchange
 from pillion.kvstore.hashing import HASH_BYTES, split_hashes
 from pillion.kvstore.node.kv_node import KVNode
 from pillion.v1.kvnode_pb2 import PinPrefixRequest, PrefetchReply
@@ -129,6 +133,30 @@ async def test_what_finds_no_other_node_is_on_the_disk(
         await a.until(lambda status: status.disk_blocks == 20)
         assert await a.serve(hashes) == PrefetchReply(blocks=20, restored_blocks=20)
         await a.check()
+
+
+async def test_a_reader_that_connects_finds_the_data_plane_open(
+    short_folder: str, redis: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("nixl")
+    monkeypatch.setattr(node_exchange, "FIRST_CONTACT_S", 0.4)
+    loop = asyncio.get_running_loop()
+    async with hosts(short_folder, redis, "a", "b", kv_transport="nixl") as (a, b):
+        exchange = node_of(a)._exchange
+        assert isinstance(exchange, node_exchange.NodeExchange)
+        plane = await exchange.shaped().plane()
+        began_s = loop.time()
+        await exchange.shaped().describe()
+        close, closed_s = plane.close, []
+
+        def closing() -> None:
+            closed_s.append(loop.time())
+            close()
+
+        monkeypatch.setattr(plane, "close", closing)
+        await node_of(a).stop(0.0)
+        assert closed_s[0] - began_s >= 0.4
+        await b.idle()
 
 
 async def test_a_hand_over_ends_in_its_time(short_folder: str, redis: RedisServer) -> None:
