@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 from pillion import Client
 from pillion.errors import PillionError
-from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.child_process import child_environ
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
+from testbed.forks import Forks, Process
 from testbed.networks import HostNetwork
 from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
@@ -52,13 +53,14 @@ class Hosts:
         self.network = network
         self.folder = folder
         self.redis = redis
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.processes: dict[str, Process] = {}
         self.caches: dict[str, pathlib.Path] = {}
         self.environ: dict[str, str] = {}
         self.packages: dict[str, pathlib.Path] = {}
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
         self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", str(PATIENT_MS))
         self._model = model
+        self._forks: Forks | None = None
 
     def keeper(self, name: str = "keeper") -> str:
         """Start a keeper of pools; it listens when this returns. Returns its socket, for a node's --keeper-socket."""
@@ -183,6 +185,8 @@ class Hosts:
         """Stops gateways and workers first, because these end when their node does."""
         for name in reversed(tuple(self.processes)):
             self.stop(name)
+        if self._forks is not None:
+            self._forks.stop()
 
     def logs(self, chars: int = MAX_LOG_CHARS) -> str:
         """Returns the last ``chars`` of each process's log."""
@@ -196,19 +200,23 @@ class Hosts:
         if self.network is not None and role in ("kvnode", *WORKER_PORTS):
             # Their ports are open to the other hosts.
             common = (*common, "--insecure-internal")
-        environment = {**os.environ, **self.environ}
-        environment |= {PARENT_PID_VARIABLE: str(os.getpid()), "TMPDIR": str(self.folder)}
+        common_environment = {**child_environ(os.environ, self.redis.url), **self.environ, "TMPDIR": str(self.folder)}
+        environment = dict(common_environment)
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
         if name in self.packages:
             # Without the second variable, packages in the working directory would go before those.
             environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
+        argv = (sys.executable, "-m", "pillion", role, *common, *own)
+        if name not in self.packages and self.network is None:
+            self._forks = self._forks or Forks(common_environment)
+            if self._forks.environ == common_environment:
+                self.processes[name] = self._forks.start(argv, environment, self._log(name))
+                return
         with self._log(name).open("ab") as out:
+            before = self._before(machine)
             self.processes[name] = subprocess.Popen(
-                [*self._before(machine), sys.executable, "-m", "pillion", role, *common, *own],
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                env=environment,
+                [*before, *argv], stdout=out, stderr=subprocess.STDOUT, env=environment
             )
 
     def _before(self, machine: str) -> tuple[str, ...]:

@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import pathlib
 import re
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import Future
 
 import pytest
 import torch
 
-from testbed.conditions import LINE_CHARACTERS, result_of, until, wait_for, within
+from pillion._version import VERSION
+from pillion.supervisor.child_process import child_environ
+from testbed.conditions import LINE_CHARACTERS, WITHIN_S, result_of, until, wait_for, within
+from testbed.forks import ForkedComponent, Forks
 from testbed.ports import FIRST, LAST, free_port, free_ports
 
 FOUND = [3]
@@ -100,3 +108,28 @@ def test_ports_in_a_row_are_all_held() -> None:
 
 def test_what_torch_draws_depends_on_no_test_before() -> None:
     assert torch.equal(torch.randn(3), torch.randn(3, generator=torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.long
+def test_a_forked_component_is_watched_as_a_program_is(tmp_path: pathlib.Path) -> None:
+    forks = Forks(child_environ(os.environ, ""))
+
+    def started(*words: str) -> ForkedComponent:
+        return forks.start((sys.executable, "-m", "pillion", *words), forks.environ, tmp_path / f"{words[0]}.log")
+
+    with tempfile.TemporaryDirectory(prefix="pil-") as short, contextlib.ExitStack() as stack:
+        stack.callback(forks.stop)
+        told, refused = started("--version"), started("decode", "--no-such-flag")
+        assert (told.wait(WITHIN_S), refused.wait(WITHIN_S)) == (0, 2)
+        assert VERSION in (tmp_path / "--version.log").read_text()
+        assert "--no-such-flag" in (tmp_path / "decode.log").read_text()
+        for end, number in ((ForkedComponent.terminate, signal.SIGTERM), (ForkedComponent.kill, signal.SIGKILL)):
+            path = pathlib.Path(short, str(number))
+            keeper = started("keeper", str(path))
+            wait_for("the keeper to listen", path.exists)
+            assert keeper.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                keeper.wait(0.01)
+            end(keeper)
+            assert keeper.wait(WITHIN_S) == keeper.poll() == -number
+            end(keeper)

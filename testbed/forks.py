@@ -1,0 +1,132 @@
+"""Starts components as a supervisor does: as forks of one process that has imported what all of them need.
+
+    Forks(environ) --first start()--> the fork server imports, once --start()--> a component, watched as a Popen is
+                                           '--stop()--> ends
+
+Ten components that each import torch take 20 s of a core before the first one does anything. The fork server is the
+product's own (:mod:`pillion.supervisor.standbys.fork_server`), on an event loop in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import pathlib
+import signal
+import subprocess
+import threading
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from pillion.supervisor.child_process import ChildProcess
+from pillion.supervisor.component_process import preloaded_modules
+from pillion.supervisor.lifeline import KERNEL_TIES, adopt_orphans
+from pillion.supervisor.standbys.fork_server import ForkServer
+from testbed.conditions import WITHIN_S
+
+T = TypeVar("T")
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process(Protocol):
+    """Describes what tests use of a process: a Popen's methods, or those of a :class:`ForkedComponent`."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+
+
+class ForkedComponent:
+    """Represents a component that a fork server has started."""
+
+    def __init__(self, child: ChildProcess, ended: Future[int]) -> None:
+        self._child, self._ended = child, ended
+
+    @property
+    def pid(self) -> int:
+        """Gives the process id."""
+        return self._child.pid
+
+    def poll(self) -> int | None:
+        """Returns the exit status, negative for a signal; None while the process runs or its log is still written."""
+        return self._ended.result() if self._ended.done() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Returns the exit status when the process has ended. Raises TimeoutExpired after ``timeout`` seconds."""
+        try:
+            return self._ended.result(timeout)
+        except TimeoutError:
+            raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0) from None
+
+    def terminate(self) -> None:
+        """Sends SIGTERM, where the process has not ended."""
+        self._send(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Sends SIGKILL, where the process has not ended."""
+        self._send(signal.SIGKILL)
+
+    def _send(self, number: signal.Signals) -> None:
+        if self._child.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+@contextlib.contextmanager
+def _adopting() -> Iterator[None]:
+    """Makes this process the parent of the orphans among its descendants, until the block ends."""
+    adopt_orphans()
+    try:
+        yield
+    finally:
+        if KERNEL_TIES:
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+class Forks:
+    """Starts components whose environment is ``environ``, but for what no import reads."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self.environ = dict(environ)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="forks", daemon=True)
+        self._thread.start()
+        # Its lines say why components are started without it, which their own logs show well enough.
+        self._server = ForkServer(preloaded_modules("cpu"), self.environ, lambda line: None)
+        self._starting = threading.Lock()
+        self._call(self._begin())
+
+    def start(self, argv: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> ForkedComponent:
+        """Starts ``python -m pillion ...``; its output is added to ``log``. Raises OSError where it does not start."""
+        with log.open("ab") as made:
+            made.flush()
+
+        def forward(line: str) -> None:
+            with log.open("a") as out:
+                out.write(f"{line}\n")
+
+        # A component's parent is a fork of the fork server that ends at once; then this process adopts it. At other
+        # times orphans belong to the process that waits for those, because a zombie is alive for many a look.
+        with self._starting, _adopting():
+            child = self._call(self._server.launch(argv, environ, forward))
+        return ForkedComponent(child, asyncio.run_coroutine_threadsafe(child.wait(), self._loop))
+
+    def stop(self) -> None:
+        """Ends the fork server; components that still run go on without an owner."""
+        self._call(self._server.stop())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(WITHIN_S)
+        self._loop.close()
+
+    async def _begin(self) -> None:
+        with _adopting():
+            self._server.start()
+
+    def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
