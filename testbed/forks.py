@@ -31,7 +31,7 @@ T = TypeVar("T")
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Process(Protocol):
+class HostProcess(Protocol):
     """Describes what tests use of a process: a Popen's methods, or those of a :class:`ForkedComponent`."""
 
     @property

@@ -20,7 +20,7 @@ from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
-from testbed.forks import Forks, Process
+from testbed.forks import Forks, HostProcess
 from testbed.networks import HostNetwork
 from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
@@ -53,7 +53,7 @@ class Hosts:
         self.network = network
         self.folder = folder
         self.redis = redis
-        self.processes: dict[str, Process] = {}
+        self.processes: dict[str, HostProcess] = {}
         self.caches: dict[str, pathlib.Path] = {}
         self.environ: dict[str, str] = {}
         self.packages: dict[str, pathlib.Path] = {}

@@ -53,7 +53,8 @@ def cluster(role: str, tmp_path: pathlib.Path) -> Iterator[ServedCluster]:
 
 
 @pytest.mark.parametrize(
-    ("role", "what", "passing"), [("prefill", "after a batch of deltas", 5), ("decode", "before a launch", 6)]
+    ("role", "what", "passing"),
+    [("prefill", "after a batch of deltas", 5), pytest.param("decode", "before a launch", 6, marks=pytest.mark.long)],
 )
 def test_every_text_is_answered_once_after_a_kill(cluster: ServedCluster, role: str, what: str, passing: int) -> None:
     point = f"{role}, {what}"

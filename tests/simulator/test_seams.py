@@ -49,17 +49,22 @@ def attributes() -> set[str]:
     return {node.attr for _, tree in product() for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
 
 
+@functools.cache
+def names_of(module: ModuleType) -> set[str]:
+    """The names that a module reads or defines."""
+    nodes = list(ast.walk(ast.parse(inspect.getsource(module))))
+    loaded = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    loaded |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return loaded | {node.name for node in nodes if isinstance(node, ast.ClassDef | ast.FunctionDef)}
+
+
 @pytest.mark.parametrize(("place", "name"), replaced(), ids=lambda part: part)
 def test_what_a_world_replaces_is_there_and_used(place: str, name: str) -> None:
     found = place_of(place)
     why = f"the simulation replaces {place}.{name}: see {PAGE}"
     assert hasattr(found, name), f"{why}. It is gone."
     if isinstance(found, ModuleType) and found.__name__.startswith("pillion."):
-        tree = ast.parse(inspect.getsource(found))
-        loaded = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
-        loaded |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-        made = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef)}
-        assert name in loaded or name in made, f"{why}. That module does not use it any more."
+        assert name in names_of(found), f"{why}. That module does not use it any more."
     else:
         assert name in attributes(), f"{why}. Nobody uses it any more."
 

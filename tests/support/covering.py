@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
-
-import pytest
+from typing import TypeVar
 
 Row = tuple[object, ...]
 Made = TypeVar("Made")
@@ -39,12 +37,3 @@ def each_value(cases: Sequence[Made], row_of: Callable[[Made], Row]) -> list[Mad
         missing.difference_update(enumerate(row_of(best)))
         chosen.append(best)
     return chosen
-
-
-def few_and_rest(few: Sequence[Made], cases: Sequence[Made], timeout_s: int) -> list[Any]:
-    """Parameters of a test that runs many cases at once: a few of them, and in a long test all others."""
-    rest = [case for case in cases if case not in few]
-    return [
-        pytest.param(few, id="a few"),
-        pytest.param(rest, id="the rest", marks=[pytest.mark.long, pytest.mark.timeout(timeout_s)]),
-    ]

@@ -41,13 +41,11 @@ MODELS_AND_KV = [*product(MODELS, DTYPES, ["auto"]), ("gemma2", "bfloat16", "fp8
 EACH_MODEL_AND_KV = pytest.mark.parametrize(
     ("folder", "prepared", "kv"), MODELS_AND_KV, indirect=["folder", "prepared"]
 )
-# Long texts in each of them take a while: these have both types, experts, KV in 8 bits, windows and soft caps.
+# Long texts in each of them take a while: this one has KV in 8 bits, windows and soft caps.
 LONG_TEXTS = pytest.mark.parametrize(
     ("folder", "prepared", "kv"),
     [
-        case
-        if case in (("qwen3_moe", "float32", "auto"), ("gemma2", "bfloat16", "fp8"))
-        else pytest.param(*case, marks=pytest.mark.long)
+        case if case == ("gemma2", "bfloat16", "fp8") else pytest.param(*case, marks=pytest.mark.long)
         for case in MODELS_AND_KV
     ],
     indirect=["folder", "prepared"],

@@ -34,8 +34,9 @@ def answers(folder: pathlib.Path, head: pathlib.Path | None, **options: Any) -> 
     return [answer.token_ids for output in outputs for answer in output.outputs], guessed
 
 
+@pytest.mark.long
 @needs_kernels
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_no_answer_changes(ranks: int, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # So that the machine's speed does not decide whether anything is guessed.
     monkeypatch.setattr(draft_control, "LEAST_SPEEDUP", 0.0)

@@ -92,7 +92,13 @@ def test_matrices_hold_the_values_of_their_format(family, plain_folder, tmp_path
 
 
 @needs_kernels
-@pytest.mark.parametrize("name", FULL_WORDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("gptq-2-bits", "auto-round-3-bits") else pytest.param(name, marks=pytest.mark.long)
+        for name in FULL_WORDS
+    ],
+)
 def test_codes_of_two_and_three_bits(name, plain_folder, tmp_path):
     """They may begin in one word and end in the next, and become codes of 4 bits."""
     few, wide = quantize_folder(plain_folder("llama-gqa-tied"), tmp_path, FULL_WORDS[name]())

@@ -94,6 +94,7 @@ def test_a_model_of_two_ranks_embeds_texts_and_answers(tmp_path: Any) -> None:
         assert len(llm.generate("The sea")[0].outputs[0].token_ids) > 0
 
 
+@pytest.mark.long
 def test_a_classifier_of_two_ranks_gives_its_labels(tmp_path: Any) -> None:
     folder = make_classifier(tmp_path / "labels", 3)
     with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as llm:

@@ -111,7 +111,12 @@ def assert_close(one: GemmCase, found: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("spec", PLAIN, ids=lambda spec: spec.name)
 @pytest.mark.parametrize(
-    ("rows", "columns", "inputs", "group"), [(1, 64, 160, 32), (5, 40, 20, 16), (37, 96, 256, 64), (2, 32, 700, 700)]
+    ("rows", "columns", "inputs", "group"),
+    [
+        (5, 40, 20, 16),
+        (37, 96, 256, 64),
+        *(pytest.param(*shape, marks=pytest.mark.long) for shape in ((1, 64, 160, 32), (2, 32, 700, 700))),
+    ],
 )
 def test_product(runner, spec, rows, columns, inputs, group):
     one = case(spec, rows, columns, inputs, group)
