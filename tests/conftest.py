@@ -5,7 +5,8 @@ transformers imports it: so where kernels run is decided before any test module 
 
 Files whose tests start whole clusters, compile or interpret take minutes. They go first, so that no process of several
 is left alone with one of them in the end. Clusters and computations take turns: two clusters at once wait a lot, for
-each other too, and so leave cores idle. The long suite has an order of its own for them.
+each other too, and so leave cores idle. Other files whose tests wait go with the clusters. The long suite has an order
+of its own for them.
 """
 
 from __future__ import annotations
@@ -54,6 +55,12 @@ CLUSTERS = (
     "tests/benchmarks/test_gpu.py",
     "tests/deploy/test_compose.py",
     "tests/deploy/test_rollout.py",
+    "tests/pillion/offline/",
+    "tests/pillion/loadgen/",
+    "tests/test_limits.py",
+    "tests/pillion/supervisor/",
+    "tests/kvstore/exchange/",
+    "tests/gateway/scaling/",
 )
 # The files of the long tests that take longest, the longest one first: all that comes after them is short.
 LONGEST = (
