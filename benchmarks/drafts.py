@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import os
+import pathlib
 import statistics
 import time
 from collections.abc import Sequence
@@ -144,7 +145,9 @@ def main() -> None:
         for llm in engines.values():
             llm.close()
     show(rows, f"guessed tokens: {args.model}, {args.threads} threads, answers of {args.tokens} tokens")
-    path = save("drafts", {"model": args.model, "threads": args.threads, "tokens": args.tokens, "rows": rows})
+    path = save(
+        "drafts", {"model": pathlib.Path(args.model).name, "threads": args.threads, "tokens": args.tokens, "rows": rows}
+    )
     print(f"written to {path}")
 
 
