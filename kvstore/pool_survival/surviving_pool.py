@@ -276,19 +276,28 @@ def _has_ended(pidfd: int) -> bool:
 async def keep_alive(keeper: PoolKeeper, name: str, pool: SurvivingPool, look_s: float) -> None:
     """Hands the pool to the keeper, and again whenever the keeper was lost or still holds descriptors of workers that
     no longer use the pool, until cancelled. Where no later life of the node may recover a pool on GPUs (``forsaken``),
-    the keeper drops it instead, because a GPU seldom has room for a second pool."""
+    the keeper drops it instead, because a GPU seldom has room for a second pool.
+
+    A cancel, by which a node stops, is followed by a last look: a keeper that was replaced since the one before has
+    no pool yet, and the node's next life asks it for one."""
     told = over = False
-    while not over:
-        if keeper.lost() or pool.stale or pool.forsaken:
-            try:
-                if pool.forsaken and pool.memory_fds:
-                    await pool.drop(keeper, name)
-                    over = True
-                elif keeper.lost() or pool.stale:
-                    await pool.give(keeper, name)
-                told = False
-            except Unavailable as error:
-                if not told:
-                    log.warning("nobody keeps this node's pool: %s", error.message)
-                told = True
-        await asyncio.sleep(look_s)
+    try:
+        while not over:
+            if keeper.lost() or pool.stale or pool.forsaken:
+                try:
+                    if pool.forsaken and pool.memory_fds:
+                        await pool.drop(keeper, name)
+                        over = True
+                    elif keeper.lost() or pool.stale:
+                        await pool.give(keeper, name)
+                    told = False
+                except Unavailable as error:
+                    if not told:
+                        log.warning("nobody keeps this node's pool: %s", error.message)
+                    told = True
+            await asyncio.sleep(look_s)
+    except asyncio.CancelledError:
+        if keeper.lost():
+            with contextlib.suppress(Unavailable):
+                await pool.give(keeper, name)
+        raise

@@ -21,7 +21,7 @@ from pillion.errors import ConfigError, Unavailable
 from pillion.kvstore.client.attachment import Attachment
 from pillion.kvstore.hashing import HASH_BYTES, chain_hashes
 from pillion.kvstore.memory.segment import lock_place, map_shared, reopened
-from pillion.kvstore.pool_survival import surviving_pool
+from pillion.kvstore.pool_survival import survival, surviving_pool
 from pillion.kvstore.pool_survival.keeper_client import PoolKeeper
 from pillion.kvstore.pool_survival.owned_segment import OWNER, OwnedSegment, locked_places
 from pillion.wire.attach import AttachHello, attach_reply_from_line
@@ -290,11 +290,30 @@ async def test_a_keeper_that_ended_is_given_the_pool_again(short_folder: str) ->
         with running_keeper(lives.flags.keeper_socket):
             await lives.commit(worker, CHAIN)
         assert lives.node is not None
-        survival = lives.node.pool.life
-        assert survival is not None
-        await until("the node to miss the keeper", survival._keeper.lost)
+        life = lives.node.pool.life
+        await until("the node to miss the keeper", life._keeper.lost)
         with running_keeper(lives.flags.keeper_socket):
-            await until("the new keeper to have the pool", lambda: not survival._keeper.lost())
+            await until("the new keeper to have the pool", lambda: not life._keeper.lost())
+            await lives.begin()
+            await lives.renew(worker)
+            assert await lives.hits(worker, CHAIN) == 6
+
+
+async def test_a_node_that_stops_gives_its_pool_to_a_keeper_that_has_just_begun(
+    short_folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade replaces the keeper and then the node, within one look of the node whether its keeper is there."""
+    async with ended(Lives(short_folder, f"{short_folder}/keeper.sock")) as lives:
+        with running_keeper(lives.flags.keeper_socket):
+            await lives.begin()
+            worker = await lives.worker()
+            await lives.commit(worker, CHAIN)
+            # The node looks no more.
+            monkeypatch.setattr(survival, "KEEPER_LOOK_S", 10 * WITHIN_S)
+            await lives.begin()
+            await lives.renew(worker)
+            await lives.safe()
+        with running_keeper(lives.flags.keeper_socket):
             await lives.begin()
             await lives.renew(worker)
             assert await lives.hits(worker, CHAIN) == 6
