@@ -70,13 +70,15 @@ def install(release: Release, folder: pathlib.Path) -> str:
 
 
 def descriptors(protos: pathlib.Path) -> bytes:
-    """Returns the serialized FileDescriptorSet of all ``.proto`` files under ``protos``, without their comments."""
-    from grpc_tools import protoc
+    """Returns the serialized FileDescriptorSet of all ``.proto`` files under ``protos``, without their comments.
 
+    protoc runs in a process of its own. It would abort this one where NIXL's libraries are loaded, because both bring
+    symbols of protobuf."""
     with tempfile.TemporaryDirectory() as folder:
         out = pathlib.Path(folder, "set.binpb")
         sources = sorted(str(path) for path in protos.rglob("*.proto"))
-        if protoc.main(["protoc", f"-I{protos}", f"--descriptor_set_out={out}", *sources]) != 0:
+        command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{protos}", f"--descriptor_set_out={out}", *sources]
+        if subprocess.run(command).returncode != 0:
             raise SystemExit("protoc failed")
         return out.read_bytes()
 
