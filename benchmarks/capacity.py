@@ -444,7 +444,7 @@ def main() -> None:
     print(f"{time.perf_counter() - begin:.0f} s in all; load average at the start {busy:.2f}")
     flags = {system.name: " ".join(system.flags) for system in systems}
     # Where the peer's program lies on this machine is nobody else's business.
-    asked = {**vars(args), "vllm": pathlib.Path(args.vllm).name if args.vllm else None}
+    asked = {name: value for name, value in vars(args).items() if name != "vllm"}
     result = {"plain_ms": bench.plain_ms, "bounds_ms": bench.bounds_ms(), "systems": flags, "found": bench.found}
     path = write(args.name, {**result, "flags": asked, "load_average_at_start": busy, "rows": rows}, args.loads)
     picture(path.with_suffix(".svg"), bench.found, bench.bounds_ms())

@@ -157,7 +157,7 @@ def run(args: argparse.Namespace, folder: pathlib.Path) -> tuple[Tiers, int]:
     model = long_model(folder / "model", most)
     with s3_service(folder / "s3") as service:
         common = ("--model", model, "--dtype", "bfloat16", "--max-model-len", str(most + 32))
-        with hosts(folder, *common) as cluster:
+        with hosts(folder, *common, forked=False) as cluster:
             pool: tuple[str, ...] = (
                 "--kv-transport",
                 "grpc",

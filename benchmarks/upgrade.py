@@ -108,7 +108,8 @@ def measure(args: argparse.Namespace, folder: pathlib.Path, released: pathlib.Pa
     model = str(save_model(folder / "tiny"))
     pauses: dict[str, list[float]] = {}
     replayed: dict[str, int] = {}
-    with hosts(folder, "--model", model, "--dtype", "float32", "--max-model-len", "2048") as running:
+    flags = ("--model", model, "--dtype", "float32", "--max-model-len", "2048")
+    with hosts(folder, *flags, forked=False) as running:
         targets, names = started(running, released)
         whole(running, targets)
         load = StreamLoad(targets, args.prompt_tokens, args.answer_tokens)

@@ -54,7 +54,8 @@ class ForkedComponent:
         return self._child.pid
 
     def poll(self) -> int | None:
-        """Returns the exit status, negative for a signal; None while the process runs or its log is still written."""
+        """Returns the exit status, negative for a signal, or None while the process runs or its log is being
+        written."""
         return self._ended.result() if self._ended.done() else None
 
     def wait(self, timeout: float | None = None) -> int:
@@ -90,29 +91,30 @@ def _adopting() -> Iterator[None]:
 
 
 class Forks:
-    """Starts components whose environment is ``environ``, but for what no import reads."""
+    """Starts components by one fork server, which imports in the environment ``environ``. A component's own environment
+    may differ from it in variables that no import reads."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.environ = dict(environ)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="forks", daemon=True)
         self._thread.start()
-        # Its lines say why components are started without it, which their own logs show well enough.
+        # The server would write here why a component was started without it; the component's own log shows that.
         self._server = ForkServer(preloaded_modules("cpu"), self.environ, lambda line: None)
         self._starting = threading.Lock()
         self._call(self._begin())
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> ForkedComponent:
         """Starts ``python -m pillion ...``; its output is added to ``log``. Raises OSError where it does not start."""
-        with log.open("ab") as made:
-            made.flush()
+        log.touch()
 
         def forward(line: str) -> None:
             with log.open("a") as out:
                 out.write(f"{line}\n")
 
-        # A component's parent is a fork of the fork server that ends at once; then this process adopts it. At other
-        # times orphans belong to the process that waits for those, because a zombie is alive for many a look.
+        # A component's parent is a fork of the fork server that ends at once, and then this process adopts the
+        # component. This process adopts no other orphans: nothing here would reap them, and a zombie looks alive to
+        # tests that wait for a process's end.
         with self._starting, _adopting():
             child = self._call(self._server.launch(argv, environ, forward))
         return ForkedComponent(child, asyncio.run_coroutine_threadsafe(child.wait(), self._loop))

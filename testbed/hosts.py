@@ -40,7 +40,8 @@ class Hosts:
 
     ``caches`` has the model cache of a node's machine, which its workers share, by the node's name, where it is not
     that of this process. ``environ`` is added to the environment of all processes. ``packages`` has a folder with the
-    ``pillion`` of another version by the process's name, from which that process runs; others run this tree.
+    ``pillion`` of another version by the process's name, from which that process runs; others run this tree. Processes
+    are forks (:mod:`testbed.forks`) where they run this tree on this host, unless ``forked`` is False.
 
     With a ``network`` a node and its workers run on the host that has the node's name, and Redis and gateways on EDGE;
     all of them meet by its addresses. Nodes and workers listen on all addresses of their hosts, so they go on where a
@@ -48,7 +49,12 @@ class Hosts:
     """
 
     def __init__(
-        self, folder: pathlib.Path, redis: RedisServer, model: tuple[str, ...], network: HostNetwork | None = None
+        self,
+        folder: pathlib.Path,
+        redis: RedisServer,
+        model: tuple[str, ...],
+        network: HostNetwork | None = None,
+        forked: bool = True,
     ) -> None:
         self.network = network
         self.folder = folder
@@ -60,6 +66,7 @@ class Hosts:
         self._commands: dict[str, tuple[tuple[str, ...], str]] = {}
         self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", str(PATIENT_MS))
         self._model = model
+        self._forked = forked
         self._forks: Forks | None = None
 
     def keeper(self, name: str = "keeper") -> str:
@@ -200,17 +207,17 @@ class Hosts:
         if self.network is not None and role in ("kvnode", *WORKER_PORTS):
             # Their ports are open to the other hosts.
             common = (*common, "--insecure-internal")
-        common_environment = {**child_environ(os.environ, self.redis.url), **self.environ, "TMPDIR": str(self.folder)}
-        environment = dict(common_environment)
+        shared = {**child_environ(os.environ, self.redis.url), **self.environ, "TMPDIR": str(self.folder)}
+        environment = dict(shared)
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
         if name in self.packages:
             # Without the second variable, packages in the working directory would go before those.
             environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
         argv = (sys.executable, "-m", "pillion", role, *common, *own)
-        if name not in self.packages and self.network is None:
-            self._forks = self._forks or Forks(common_environment)
-            if self._forks.environ == common_environment:
+        if self._forked and name not in self.packages and self.network is None:
+            self._forks = self._forks or Forks(shared)
+            if self._forks.environ == shared:
                 self.processes[name] = self._forks.start(argv, environment, self._log(name))
                 return
         with self._log(name).open("ab") as out:
@@ -250,11 +257,16 @@ def _listens(path: pathlib.Path) -> bool:
 
 
 @contextlib.contextmanager
-def hosts(folder: pathlib.Path, *model: str, network: HostNetwork | None = None) -> Iterator[Hosts]:
-    """Starts Redis, and no other process yet; ``model`` are the flags that all components share. Ends every process."""
+def hosts(
+    folder: pathlib.Path, *model: str, network: HostNetwork | None = None, forked: bool = True
+) -> Iterator[Hosts]:
+    """Starts Redis, and no other process yet; ``model`` are the flags that all components share. Ends every process.
+
+    With ``forked`` False each component is a program of its own that imports everything itself, for measurements of
+    how long a start takes."""
     edge = (network.enter(EDGE), network.address(EDGE)) if network is not None else ()
     with running_redis(*edge) as redis:
-        running = Hosts(folder, redis, model, network)
+        running = Hosts(folder, redis, model, network, forked)
         try:
             yield running
         except BaseException:

@@ -34,8 +34,8 @@ log = logging.getLogger("pillion.kvnode")
 
 # A node without a data plane looks this often whether another node lives.
 LOOK_AROUND_S = 1.0
-# A node that leaves keeps its data plane for this long after it has told a reader about it. The reader connects then,
-# and UCX ends the reader's process where the other side goes away meanwhile.
+# A node that leaves keeps its data plane for this long after it last described the plane to a reader. The reader
+# connects in that time, and UCX would abort the reader's process if the plane went away meanwhile.
 FIRST_CONTACT_S = 1.0
 
 
@@ -149,7 +149,8 @@ class ExchangedPool:
         self.memory, self._node, self._pool, self._num_slots = memory, node, pool, shape.num_slots
         self._block_shape = BlockShape(shape.block_bytes, bytes.fromhex(shape.namespace))
         self.making: asyncio.Task[DataPlane] | None = None
-        self._told_until_s = 0.0
+        # A reader that was given the plane's description may be connecting until then, on the loop's clock.
+        self._connecting_until_s = 0.0
         self.peers = Peers(node.node_id, self._block_shape, node.addresses, self.plane)
 
     async def plane(self) -> DataPlane:
@@ -160,18 +161,18 @@ class ExchangedPool:
         return await asyncio.shield(self.making)
 
     async def aclose(self) -> None:
-        """Closes the data plane, when readers that were told about it last have had time to connect."""
+        """Closes the data plane as soon as the last reader that it was described to has had time to connect."""
         if self.making is None:
             return
         with contextlib.suppress(Exception):
             plane = await self.making
-            await asyncio.sleep(self._told_until_s - asyncio.get_running_loop().time())
+            await asyncio.sleep(self._connecting_until_s - asyncio.get_running_loop().time())
             plane.close()
 
     async def describe(self) -> MeetReply:
         plane = await self.plane()
         if plane.nixl_metadata:
-            self._told_until_s = asyncio.get_running_loop().time() + FIRST_CONTACT_S
+            self._connecting_until_s = asyncio.get_running_loop().time() + FIRST_CONTACT_S
         return MeetReply(
             hello=hello_to_pb(self._node.node_id),
             boot_epoch=self._node.boot_epoch(),
