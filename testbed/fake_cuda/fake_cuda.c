@@ -19,6 +19,11 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+/* The driver exports the second one; headers before CUDA 13 give it no other name. */
+#ifndef cuDeviceGetUuid
+#define cuDeviceGetUuid cuDeviceGetUuid_v2
+#endif
+
 #define GRANULARITY (2UL << 20)
 #define MANY 512
 #define DEVICES 4
