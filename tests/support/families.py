@@ -538,6 +538,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "dim_model_base": 32,
     },
 }
+# A short text says nothing of the others: transformers takes their long factors from a text's length.
+SAME_AT_ANY_LENGTH = sorted(name for name, settings in FAMILIES.items() if "serve" not in settings)
 
 # These families differ from others by names and options that those others show, too. ``make test`` runs each of them
 # once, in chunks.
