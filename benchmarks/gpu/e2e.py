@@ -16,12 +16,16 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.gpu.bench import Bench, Row
 from benchmarks.gpu.line import rank
 from benchmarks.gpu.mps import CONTROL, daemon
 from benchmarks.gpu.needs import missing_packages
 from benchmarks.gpu.shapes import shape_of, write_model
+
+if TYPE_CHECKING:
+    from testbed.cluster import ServedCluster
 
 POLICIES = {
     "colocated": ("--split-policy=colocated", "--prefill-workers=0"),
@@ -97,9 +101,10 @@ def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str
         with _environment(environment), support.served(Path(folder), str(model), *flags) as served:
             if not bench.smoke:
                 asyncio.run(_ask_all(served.target, ClusterLoad(load.streams, 1, load.prompt_tokens, 8), 1))
-            began_s = time.perf_counter()
+            before, began_s = _cores(served), time.perf_counter()
             seen = asyncio.run(_ask_all(served.target, load, 2))
             took_s = time.perf_counter() - began_s
+            used = {name: (spent_s - before[name]) / took_s for name, spent_s in _cores(served).items()}
     tokens = sum(1 + len(gaps) for _, gaps in seen)
     first = sorted(first_s for first_s, _ in seen)
     gaps = sorted(gap for _, each in seen for gap in each)
@@ -109,9 +114,19 @@ def _measure(bench: Bench, name: str, policy: str, environment: Mapping[str, str
         "itl_p99_ms": 1e3 * rank(gaps, 99),
         "ttft_p50_ms": 1e3 * statistics.median(first),
         "ttft_p99_ms": 1e3 * rank(first, 99),
+        **{f"{name}_cores": cores for name, cores in used.items()},
     }
     note = "ITL p99 {itl_p99_ms:.1f} ms, TTFT p50 {ttft_p50_ms:.0f} ms".format(**more)
     bench.report(Row(name, tokens / took_s, "output tokens/s", note=note, more=more))
+
+
+def _cores(served: ServedCluster) -> dict[str, float]:
+    """Return the seconds of cores that each part of a cluster, and this process as its clients, have used."""
+    found = {"clients": time.process_time()}
+    for role in ("gateway", "decode", "prefill", "kvnode"):
+        times = [process.cpu_times() for process in served.components(role)]
+        found[role] = sum(each.user + each.system for each in times)
+    return found
 
 
 @contextlib.contextmanager

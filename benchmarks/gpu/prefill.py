@@ -17,8 +17,7 @@ def run(bench: Bench) -> None:
     chunk, chunks = (8, 2) if bench.smoke else (2048, 4)
     model = RandomModel(bench, max_tokens=chunk, max_seqs=4, max_model_len=chunk * chunks + 64)
     rate = _rate(bench, model, chunk)
-    # Chunks of this size run without a CUDA graph anyway.
-    running = model.backend(chunk * chunks + 64, eager=True)
+    running = model.backend(chunk * chunks + 64)
     for count in (1, chunks):
         name = f"prefill of {count * chunk} tokens in chunks of {chunk}"
 

@@ -311,7 +311,8 @@ def test_sizes_of_graphs():
     assert sizes_for(1) == (1,)
     assert sizes_for(6) == (1, 2, 4, 6)
     assert sizes_for(100) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 100)
-    assert sizes_for(8192)[-3:] == (384, 448, MAX_GRAPH_TOKENS)
+    assert sizes_for(700)[-3:] == (576, 640, 700)
+    assert sizes_for(8192)[-3:] == (1792, 1920, MAX_GRAPH_TOKENS)
 
 
 @pytest.mark.parametrize(

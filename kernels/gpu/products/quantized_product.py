@@ -42,26 +42,39 @@ _LEAST_UNITS, _MOST_SPLITS = 2, 16
 # For each coding, this is by how much the bits of a code, read as a number, exceed the number that the code stands for.
 _BIAS = {"uint4": 0.0, "int4": 8.0, "int8": 128.0}
 _COLUMNS, _LEAST_GROUP = tl.constexpr(COLUMNS), tl.constexpr(LEAST_GROUP)
-# These are the bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it.
+# _MAGIC is the bits of 2**23, whose last digit is 1: a number below 2**23 in its low bits is added to it. They are
+# among those of _ABOVE, which are above all codes of half a word.
+_ABOVE = tl.constexpr(0x7FFF0000)
 _MAGIC, _MAGIC_VALUE = tl.constexpr(0x4B000000), tl.constexpr(8388608.0)
 
 
 @triton.jit
-def _values(words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr, NATIVE_FP8: tl.constexpr):
+def _values(
+    words, table, PLACE: tl.constexpr, CODING: tl.constexpr, BIAS: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    FLOAT32: tl.constexpr,
+):  # fmt: skip
     """Returns the float32 values of the codes at one place of each word, as multiples of the result of
     :func:`_step`."""
     if CODING == "fp8_e4m3":
         return decode_e4m3(((words >> (8 * PLACE)) & 0xFF).to(tl.uint8), tl.float32, NATIVE_FP8)
-    if CODING == "nf4" or CODING == "fp4_e2m1":
+    if CODING == "nf4":
         return tl.load(table + ((words >> (4 * PLACE)) & 0xF))
+    if CODING == "fp4_e2m1":
+        # Exponent and mantissa become those of a float16, whose bias differs by 14, also for subnormals. This takes
+        # fewer instructions than to look a value up.
+        code = words >> (4 * PLACE)
+        bits = ((code & 0x8) << 12) | ((code & 0x7) << 9)
+        return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     # A code stays at its place in its half of the word, where it is a multiple of a power of 2: one instruction masks
-    # its neighbours and adds the bits of a float. A conversion of integers would take longer than that sum, which is
-    # exact.
+    # its neighbours and leaves the bits of a float, which all codes of the half get at once. A conversion of integers
+    # would take longer than that sum, which is exact.
     if CODING == "int8":
         half, shift, mask = words >> (16 * (PLACE // 2)), 8 * (PLACE % 2), 0xFF
     else:
         half, shift, mask = words >> (16 * (PLACE // 4)), 4 * (PLACE % 4), 0xF
-    return (half & (mask << shift) | _MAGIC).to(tl.float32, bitcast=True) - (_MAGIC_VALUE + BIAS * (1 << shift))
+    # The exact products of float32 leave no registers for the halves.
+    bits = half & (mask << shift) | _MAGIC if FLOAT32 else (half | _ABOVE) & (_MAGIC | (mask << shift))
+    return bits.to(tl.float32, bitcast=True) - (_MAGIC_VALUE + BIAS * (1 << shift))
 
 
 @triton.jit
@@ -70,8 +83,10 @@ def _step(PLACE: tl.constexpr, CODING: tl.constexpr, NATIVE_FP8: tl.constexpr):
     multiplied by it exactly."""
     if CODING == "fp8_e4m3":
         return 1.0 if NATIVE_FP8 else 256.0
-    if CODING == "nf4" or CODING == "fp4_e2m1":
+    if CODING == "nf4":
         return 1.0
+    if CODING == "fp4_e2m1":
+        return 16384.0
     return 1.0 / (1 << (8 * (PLACE % 2) if CODING == "int8" else 4 * (PLACE % 4)))
 
 
@@ -93,7 +108,8 @@ def _factors(values, first, output, padded, columns, GROUP: tl.constexpr):
 def _part(
     rows, words, scales, offsets, table, token, output, begin, end, inputs, padded,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SHIFTED: tl.constexpr, RAGGED: tl.constexpr,
-    ONCE: tl.constexpr, PER_WORD: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    PLACES: tl.constexpr, PER_WORD: tl.constexpr, NATIVE_FP8: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     # fmt: on
     """Sums units ``begin`` .. ``end`` - 1: float32 [outputs, tokens]."""
@@ -110,8 +126,8 @@ def _part(
                 right = tl.load(row + first, mask=(first + columns < inputs)[:, None], other=0.0)
             else:
                 right = tl.load(row + first)
-            values = _values(packed, table, place, CODING, BIAS, NATIVE_FP8)
-            if place == 0 or not ONCE:
+            values = _values(packed, table, place, CODING, BIAS, NATIVE_FP8, rows.dtype.element_ty == tl.float32)
+            if place % PLACES == 0:
                 scale = _factors(scales, first, output, padded, columns, GROUP)
                 if SHIFTED:
                     offset = _factors(offsets, first, output, padded, columns, GROUP)
@@ -129,7 +145,7 @@ def _part(
 def _product(
     rows, words, scales, offsets, table, bias, out, tokens, inputs, outputs, padded, units,
     CODING: tl.constexpr, BIAS: tl.constexpr, GROUP: tl.constexpr, SHIFTED: tl.constexpr, RAGGED: tl.constexpr,
-    ONCE: tl.constexpr, PER_WORD: tl.constexpr, NATIVE_FP8: tl.constexpr, ADDED: tl.constexpr, SPLITS: tl.constexpr,
+    PLACES: tl.constexpr, PER_WORD: tl.constexpr, NATIVE_FP8: tl.constexpr, ADDED: tl.constexpr, SPLITS: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, GROUP_N: tl.constexpr,
 ):
     # fmt: on
@@ -149,14 +165,14 @@ def _product(
         begin = part * depth
         total = _part(
             rows, words, scales, offsets, table, read, output, begin, tl.minimum(begin + depth, units), inputs, padded,
-            CODING, BIAS, GROUP, SHIFTED, RAGGED, ONCE, PER_WORD, NATIVE_FP8, BLOCK_N, BLOCK_T,
+            CODING, BIAS, GROUP, SHIFTED, RAGGED, PLACES, PER_WORD, NATIVE_FP8, BLOCK_N, BLOCK_T,
         )  # fmt: skip
     else:
         total = tl.zeros((BLOCK_N, BLOCK_T), tl.float32)
         for begin in range(0, units, depth):
             total += _part(
                 rows, words, scales, offsets, table, read, output, begin, tl.minimum(begin + depth, units), inputs,
-                padded, CODING, BIAS, GROUP, SHIFTED, RAGGED, ONCE, PER_WORD, NATIVE_FP8, BLOCK_N, BLOCK_T,
+                padded, CODING, BIAS, GROUP, SHIFTED, RAGGED, PLACES, PER_WORD, NATIVE_FP8, BLOCK_N, BLOCK_T,
             )  # fmt: skip
     kept = (output < outputs)[:, None] & (token < tokens)[None, :]
     place = (part * tokens + token).to(tl.int64) if SHARED else token.to(tl.int64)
@@ -204,7 +220,7 @@ class QuantizedProduct:
         parts = [splits_of(kind) * min(max_rows, SHARED_ROWS) * kind.outputs for kind in kinds]
         self._partials = torch.zeros(max(parts, default=0), dtype=torch.float32, device=device)
         self._gathered = torch.zeros(max_rows * max(ordered), dtype=dtype, device=device)
-        self._tables = {coding: CODINGS[coding].to(device) for coding in ("nf4", "fp4_e2m1")}
+        self._table = CODINGS["nf4"].to(device)
         self._max_rows, self._dtype, self._arch = max_rows, dtype, arch_of(device)
 
     def compile(self, matrix: PackedMatrix, bias: torch.Tensor | None, out_dtype: torch.dtype) -> None:
@@ -243,7 +259,7 @@ class QuantizedProduct:
             matrix.words,
             matrix.scales,
             matrix.scales if matrix.offsets is None else matrix.offsets,
-            self._tables.get(kind.coding, self._tables["nf4"]),
+            self._table,
             rows if bias is None else bias,
             self._partials if shared else out,
             count,
@@ -270,6 +286,15 @@ class QuantizedProduct:
         return out
 
 
+def _places_of(kind: PackedKind, item_bytes: int, arch: int) -> int:
+    """Returns for how many places of a word, one after the other, the kernel loads a scale of each output once."""
+    if kind.group % kind.unit == 0:
+        return kind.per_word
+    # The exact products of float32, and those of an sm_80, leave no registers for scales.
+    held = kind.unit % kind.group == 0 and item_bytes < 4 and arch >= 90
+    return max(1, kind.group // COLUMNS) if held else 1
+
+
 def _constants(kind: PackedKind, shifted: bool, rows: int, item_bytes: int, arch: int) -> dict[str, Any]:
     tile = next((tile for tile in ROW_TILES if rows <= tile), ROW_TILES[-1])
     use = tuned("quantized_product", arch, rows=tile, bits=BITS[kind.coding], coding=kind.coding, bytes=item_bytes)
@@ -281,8 +306,7 @@ def _constants(kind: PackedKind, shifted: bool, rows: int, item_bytes: int, arch
         "GROUP": kind.group,
         "SHIFTED": shifted,
         "RAGGED": kind.inputs % kind.unit != 0,
-        # The kernel may load one scale for each output and unit where no group ends within a unit.
-        "ONCE": kind.group % kind.unit == 0,
+        "PLACES": _places_of(kind, item_bytes, arch),
         "PER_WORD": kind.per_word,
         "NATIVE_FP8": kind.coding == "fp8_e4m3" and arch >= NATIVE_FP8_ARCH and not interpreting(),
         "SPLITS": splits,
