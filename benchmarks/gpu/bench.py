@@ -16,7 +16,7 @@ import torch
 # A measurement rotates through so many bytes, several times the L2 cache (60 MB on an H200), so that it never hits it.
 ROTATED_BYTES = 4 * 64 * 2**20
 MIN_REPEATS, MAX_REPEATS = 10, 200
-# The time of one measurement, beside its warm-up.
+# The time of one measurement of a section.
 MEASURE_S = 0.5
 
 Call = Callable[[], object]
@@ -75,12 +75,14 @@ class Bench:
     Args:
         smoke: run everything once with tiny shapes on the CPU, only to see that it runs.
         rows: the file that gets each row at once as a line of JSON, so that a section that fails later keeps them.
+        measure_s: the time of one measurement, beside its warm-up.
     """
 
-    def __init__(self, *, smoke: bool, rows: Path) -> None:
+    def __init__(self, *, smoke: bool, rows: Path, measure_s: float = MEASURE_S) -> None:
         self.smoke = smoke
         self.device = torch.device("cpu" if smoke else "cuda:0")
         self._rows = rows
+        self._measure_s = measure_s
         self._bandwidth: float | None = None
         torch.manual_seed(0)
 
@@ -122,7 +124,7 @@ class Bench:
         run()
         self.wait()
         once_s = time.perf_counter() - began_s
-        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(MEASURE_S / max(once_s, 1e-6))))
+        repeats = max(MIN_REPEATS, min(MAX_REPEATS, int(self._measure_s / max(once_s, 1e-6))))
         events = [_event() for _ in range(repeats + 1)]
         events[0].record()
         for event in events[1:]:

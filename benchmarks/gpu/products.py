@@ -8,6 +8,7 @@ they add to: ``of_plain`` is their time over its own.
 from __future__ import annotations
 
 import functools
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,6 +18,9 @@ from benchmarks.gpu.calls import ATOL, RTOL, KernelCase
 from benchmarks.gpu.shapes import shape_of
 from pillion.engine.adapters.adapter_rows import adapted_runs
 from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
+
+if TYPE_CHECKING:
+    from pillion.kernels.gpu.products.gpu_packing import PackedMatrix
 
 # Coding, group (0: one scale for each output), and whether there are offsets.
 KINDS: dict[str, tuple[str, int, bool]] = {
@@ -42,9 +46,8 @@ def run(bench: Bench) -> None:
         for product, (inputs, outputs) in shapes.items():
 
             def measure(kind: str = kind, product: str = product, inputs: int = inputs, outputs: int = outputs) -> None:
-                matrix = random_matrix(kind, inputs, outputs)
                 for rows in (*few, *many):
-                    case, name = product_case(bench, matrix, rows), f"{kind}, {product}, {rows} rows"
+                    case, name = product_case(bench, kind, inputs, outputs, rows), f"{kind}, {product}, {rows} rows"
                     case.verify()
                     times = bench.time(case.calls)
                     flops, rate = 2.0 * rows * inputs * outputs, rates[product, rows]
@@ -73,7 +76,6 @@ def run(bench: Bench) -> None:
         bench.attempt(f"adapters, {product}", measure_adapters)
 
 
-@functools.lru_cache(maxsize=4)
 def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
     """Make a matrix of random codes that are numbers."""
     coding, group, shifted = KINDS[kind]
@@ -84,17 +86,28 @@ def random_matrix(kind: str, inputs: int, outputs: int) -> QuantizedMatrix:
     return QuantizedMatrix(coding, codes, scales, group, -8 * scales if shifted else None)
 
 
-def product_case(bench: Bench, matrix: QuantizedMatrix, rows: int) -> KernelCase:
-    """Make a case of random rows by a matrix and by copies of it."""
+@functools.lru_cache(maxsize=2)
+def _packed(
+    kind: str, inputs: int, outputs: int, device: torch.device, smoke: bool
+) -> tuple[QuantizedMatrix, list[PackedMatrix]]:
+    """Make a matrix, and packed copies of it on the device to rotate through. To pack takes longer than to measure."""
     from pillion.kernels.gpu.products.gpu_packing import PackedMatrix, pack
+
+    matrix = random_matrix(kind, inputs, outputs)
+    packed = pack(matrix)
+    read = sum(part.numel() * part.element_size() for part in packed.parts.values())
+    return matrix, [
+        PackedMatrix(packed.kind, **{name: part.to(device, copy=True) for name, part in packed.parts.items()})
+        for _ in range(rotations(read, smoke))
+    ]
+
+
+def product_case(bench: Bench, kind: str, inputs: int, outputs: int, rows: int) -> KernelCase:
+    """Make a case of random rows by a matrix and by copies of it."""
     from pillion.kernels.gpu.products.quantized_product import QuantizedProduct
 
-    packed, (outputs, inputs) = pack(matrix), matrix.shape
-    read = sum(part.numel() * part.element_size() for part in packed.parts.values())
-    copies = [
-        PackedMatrix(packed.kind, **{name: part.to(bench.device, copy=True) for name, part in packed.parts.items()})
-        for _ in range(rotations(read, bench.smoke))
-    ]
+    matrix, copies = _packed(kind, inputs, outputs, bench.device, bench.smoke)
+    read = sum(part.numel() * part.element_size() for part in copies[0].parts.values())
     left = torch.randn(rows, inputs, device=bench.device).bfloat16()
     out = torch.empty(rows, outputs, dtype=torch.bfloat16, device=bench.device)
     product = QuantizedProduct(copies, rows, torch.bfloat16, bench.device)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from benchmarks.gpu.bench import Bench, rotations
 from benchmarks.gpu.calls import CASES, KernelCase
 from benchmarks.gpu.pools import AttentionPool, verify_rows
-from benchmarks.gpu.products import product_case, random_matrix
+from benchmarks.gpu.products import product_case
 from benchmarks.gpu.shapes import BatchEntry, decodes, shape_of
 from pillion.kernels.gpu.attention.paged_attention import PlainOrFloat8
 from pillion.kernels.gpu.products.quantized_product import ROW_TILES
@@ -91,7 +91,7 @@ def _products(*wanted: tuple[str, str, int]) -> Cases:
         shapes = shape_of(bench.smoke).products
 
         def build(kind: str, product: str, rows: int) -> Build:
-            return lambda: product_case(bench, random_matrix(kind, *shapes[product]), rows)
+            return lambda: product_case(bench, kind, *shapes[product], rows)
 
         return [build(*each) for each in wanted]
 
