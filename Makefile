@@ -35,7 +35,7 @@ IN_VENV := PATH="$(CURDIR)/$(BIN):$$PATH"
 PYTEST = $(IN_VENV) $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder \
   --max-worker-restart 0 -o run_limit_s=$(TEST_LIMIT_S)
 # What runs on a GPU runs with this Python as it is, and installs nothing: it needs torch, triton, numpy and, for the
-# tests, pytest and hypothesis. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
+# tests, pytest, pytest-asyncio, hypothesis and transformers. With the clone's own environment: GPU_PYTHON=.venv/bin/python.
 GPU_PYTHON ?= python3
 GPU_CHECK = import importlib.util as found, sys; \
   found.find_spec("torch") or sys.exit("make: $(GPU_PYTHON) has no torch; set GPU_PYTHON"); \
