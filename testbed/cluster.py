@@ -17,12 +17,15 @@ import psutil
 from pillion import Client
 from pillion.errors import Conflict, PillionError
 from pillion.kvstore.client.node_client import NodeClient
+from pillion.supervisor.child_process import child_environ
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.local_cluster import compute_environ
 from pillion.supervisor.ready_process import STANDBY_VARIABLE, WAITING_NAME, WAITING_TITLE
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
+from testbed.forks import HostProcess, shared_forks
 from testbed.ports import free_port
 
 READY_TIMEOUT_S = 200.0
@@ -45,7 +48,7 @@ class ServedCluster:
 
     def __init__(
         self,
-        process: subprocess.Popen[bytes],
+        process: HostProcess,
         folder: pathlib.Path,
         port: int,
         log: pathlib.Path,
@@ -261,7 +264,8 @@ def served(
     "" leaves it to the default of `pillion serve`. Without --standby no process stands by: starting those takes as long
     as starting the cluster, and without --partial-block-percent workers keep no partial blocks, so that leaked slots
     show. ``environ`` is added to the environment. With ``faults`` its processes have hooks at their
-    fault points, no component is taken for lost by silence alone, unless flags say when, and Redis is waited for.
+    fault points, no component is taken for lost by silence alone, unless flags say when, and Redis is waited for; all
+    of them are forks (:mod:`testbed.forks`), for tests start such clusters by the hundred.
     """
     port = free_port()
     temporary = folder / "t"
@@ -276,8 +280,14 @@ def served(
         environment |= {"PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS), **hook_environment(folder / "board")}
         board = FaultBoard(folder / "board")
     environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", PARENT_PID_VARIABLE: str(os.getpid())}
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+    process: HostProcess
+    if faults:
+        # Its fork server is a fork, too, where its workers have one thread each.
+        imported_in = child_environ(environment, "") | compute_environ(1)
+        process = shared_forks(imported_in).start(command, environment, log)
+    else:
+        with log.open("wb") as out:
+            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
     cluster = ServedCluster(process, temporary, port, log, board)
     try:
 

@@ -1,7 +1,8 @@
-"""Starts components as a supervisor does: as forks of one process that has imported what all of them need.
+"""Starts components and whole clusters as a supervisor starts components: as forks of one process that has imported
+what all of them need.
 
-    Forks(environ) --first start()--> the fork server imports, once --start()--> a component, watched as a Popen is
-                                           '--stop()--> ends
+    shared_forks(environ) --first start()--> the fork server imports, once --start()--> a process, watched as a Popen is
+                                                  '--this process ends, or stop()--> ends
 
 Ten components that each import torch take 20 s of a core before the first one does anything. The fork server is the
 product's own (:mod:`pillion.supervisor.standbys.fork_server`), on an event loop in a thread of its own.
@@ -26,6 +27,7 @@ from pillion.supervisor.component_process import preloaded_modules
 from pillion.supervisor.lifeline import KERNEL_TIES, adopt_orphans
 from pillion.supervisor.standbys.fork_server import ForkServer
 from testbed.conditions import WITHIN_S
+from testbed.nested_forks import read_by_imports
 
 T = TypeVar("T")
 _PR_SET_CHILD_SUBREAPER = 36
@@ -38,6 +40,7 @@ class HostProcess(Protocol):
     def pid(self) -> int: ...
     def poll(self) -> int | None: ...
     def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: signal.Signals) -> None: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
 
@@ -67,13 +70,14 @@ class ForkedComponent:
 
     def terminate(self) -> None:
         """Sends SIGTERM, where the process has not ended."""
-        self._send(signal.SIGTERM)
+        self.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Sends SIGKILL, where the process has not ended."""
-        self._send(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
 
-    def _send(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal, where the process has not ended."""
         if self._child.running:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, number)
@@ -90,6 +94,21 @@ def _adopting() -> Iterator[None]:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
 
 
+# This process's fork servers, by the folder and the environment in which they import.
+_shared: dict[tuple[object, ...], Forks] = {}
+_sharing = threading.Lock()
+
+
+def shared_forks(environ: Mapping[str, str]) -> Forks:
+    """Returns this process's fork server for processes whose environment imports read as this one; it lasts as long as
+    this process."""
+    key = (os.getcwd(), *sorted(read_by_imports(environ).items()))
+    with _sharing:
+        if key not in _shared:
+            _shared[key] = Forks(environ)
+        return _shared[key]
+
+
 class Forks:
     """Starts components by one fork server, which imports in the environment ``environ``. A component's own environment
     may differ from it in variables that no import reads."""
@@ -100,7 +119,8 @@ class Forks:
         self._thread = threading.Thread(target=self._loop.run_forever, name="forks", daemon=True)
         self._thread.start()
         # The server would write here why a component was started without it; the component's own log shows that.
-        self._server = ForkServer(preloaded_modules("cpu"), self.environ, lambda line: None)
+        modules = (*preloaded_modules("cpu"), "testbed.nested_forks:install=")
+        self._server = ForkServer(modules, self.environ, lambda line: None)
         self._starting = threading.Lock()
         self._call(self._begin())
 

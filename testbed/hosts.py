@@ -16,11 +16,12 @@ from collections.abc import Iterator
 from pillion import Client
 from pillion.errors import PillionError
 from pillion.supervisor.child_process import child_environ
+from pillion.supervisor.local_cluster import compute_environ
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
-from testbed.forks import Forks, HostProcess
+from testbed.forks import HostProcess, shared_forks
 from testbed.networks import HostNetwork
 from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
@@ -67,7 +68,6 @@ class Hosts:
         self._common = ("--redis-url", redis.url, "--heartbeat-ms", "200", "--heartbeat-timeout-ms", str(PATIENT_MS))
         self._model = model
         self._forked = forked
-        self._forks: Forks | None = None
 
     def keeper(self, name: str = "keeper") -> str:
         """Start a keeper of pools; it listens when this returns. Returns its socket, for a node's --keeper-socket."""
@@ -192,8 +192,6 @@ class Hosts:
         """Stops gateways and workers first, because these end when their node does."""
         for name in reversed(tuple(self.processes)):
             self.stop(name)
-        if self._forks is not None:
-            self._forks.stop()
 
     def logs(self, chars: int = MAX_LOG_CHARS) -> str:
         """Returns the last ``chars`` of each process's log."""
@@ -207,8 +205,8 @@ class Hosts:
         if self.network is not None and role in ("kvnode", *WORKER_PORTS):
             # Their ports are open to the other hosts.
             common = (*common, "--insecure-internal")
-        shared = {**child_environ(os.environ, self.redis.url), **self.environ, "TMPDIR": str(self.folder)}
-        environment = dict(shared)
+        environment = child_environ(os.environ, self.redis.url) | compute_environ(1) | self.environ
+        environment["TMPDIR"] = str(self.folder)
         if machine in self.caches:
             environment["PILLION_CACHE"] = str(self.caches[machine])
         if name in self.packages:
@@ -216,10 +214,8 @@ class Hosts:
             environment |= {"PYTHONPATH": str(self.packages[name]), "PYTHONSAFEPATH": "1"}
         argv = (sys.executable, "-m", "pillion", role, *common, *own)
         if self._forked and name not in self.packages and self.network is None:
-            self._forks = self._forks or Forks(shared)
-            if self._forks.environ == shared:
-                self.processes[name] = self._forks.start(argv, environment, self._log(name))
-                return
+            self.processes[name] = shared_forks(environment).start(argv, environment, self._log(name))
+            return
         with self._log(name).open("ab") as out:
             before = self._before(machine)
             self.processes[name] = subprocess.Popen(

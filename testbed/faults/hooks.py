@@ -22,7 +22,7 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
-from testbed.faults.board import FaultBoard
+from testbed.faults.board import BOARD_VARIABLE, FaultBoard
 from testbed.faults.points import POINTS
 
 Pass = Callable[[], None]
@@ -40,9 +40,10 @@ def role_of(words: Sequence[str]) -> str:
     return EVERY_ROLE if _FORK_SERVER in words else ""
 
 
-def install(board: FaultBoard, role: str) -> None:
-    """Makes this process pass the points of ``role`` from now on, as soon as their modules are imported; with
-    ``EVERY_ROLE`` its forks pass those of the roles that they get."""
+def install(role: str) -> None:
+    """Makes this process pass the points of ``role`` from now on, as soon as their modules are imported, on the board
+    that its environment names; with ``EVERY_ROLE`` its forks pass those of the roles that they get, each on the board
+    of its own environment."""
     numbers: dict[tuple[str, str, str], dict[str, int]] = defaultdict(dict)
     for point in POINTS:
         if role in (point.role, EVERY_ROLE):
@@ -50,7 +51,7 @@ def install(board: FaultBoard, role: str) -> None:
             numbers[module, name, point.moment][point.role] = point.number
     seams: dict[str, dict[str, dict[str, Pass]]] = defaultdict(lambda: defaultdict(dict))
     for (module, name, moment), by_role in numbers.items():
-        seams[module][name][moment] = functools.partial(_pass, board, by_role)
+        seams[module][name][moment] = functools.partial(_pass, by_role)
     if seams:
         sys.meta_path.insert(0, _ChangeFinder({name: functools.partial(_wrap, found) for name, found in seams.items()}))
 
@@ -71,16 +72,18 @@ def wait_for_redis(deadline_ms: float) -> None:
     sys.meta_path.insert(0, _ChangeFinder({_REDIS_LINK: lengthen}))
 
 
-def _pass(board: FaultBoard, by_role: dict[str, int]) -> None:
-    number = by_role.get(_role_now(os.getpid()))
-    if number is not None:
+def _pass(by_role: dict[str, int]) -> None:
+    role, board = _now(os.getpid())
+    number = by_role.get(role)
+    if number is not None and board is not None:
         board.passes(number)
 
 
 @functools.cache
-def _role_now(pid: int) -> str:
-    """Returns the role of this process, whose id is ``pid``."""
-    return role_of(sys.orig_argv)
+def _now(pid: int) -> tuple[str, FaultBoard | None]:
+    """Returns the role of this process, whose id is ``pid``, and its board."""
+    path = os.environ.get(BOARD_VARIABLE)
+    return role_of(sys.orig_argv), FaultBoard(pathlib.Path(path)) if path else None
 
 
 def _wrap(seams: Mapping[str, Mapping[str, Pass]], module: ModuleType) -> None:

@@ -18,7 +18,6 @@ import os
 import pathlib
 import re
 import signal
-import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,7 +36,8 @@ from pillion.gateway.grammars.answer_grammar import join
 from pillion.gateway.grammars.structured_outputs import structured_piece
 from pillion.gateway.grammars.tool_pieces import answer_pieces
 from pillion.gateway.http_api.custom_tools import ToolGrammar, custom_tool
-from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
+from pillion.supervisor.child_process import child_environ
+from pillion.supervisor.local_cluster import compute_environ
 from pillion.types import (
     ChatMessage,
     ChatOptions,
@@ -51,6 +51,8 @@ from pillion.types import (
 )
 from testbed.cluster import ServedCluster, served, words_of
 from testbed.conditions import WITHIN_S, result_of, wait_for
+from testbed.faults.board import hook_environment
+from testbed.forks import ForkedComponent, shared_forks
 from testbed.ports import free_port
 from testbed.tiny_model import BOS, EOS, save_model
 from tests.support.covering import covering_rows
@@ -488,14 +490,15 @@ class GatewayProcess:
         self._log = running.log
         # A forked component has its environment from its supervisor, and not from the system.
         redis_url = f"unix://{next(running.folder.rglob('redis.sock'))}"
-        self._environ = {**os.environ, "PILLION_REDIS_URL": redis_url, PARENT_PID_VARIABLE: str(os.getpid())}
-        self._process: subprocess.Popen[bytes] | None = None
+        # Its imports are those of the cluster, whose board it has.
+        hooks = hook_environment(running.folder.parent / "board")
+        self._environ = child_environ(os.environ, redis_url) | compute_environ(1) | hooks
+        self._process: ForkedComponent | None = None
         self.target = f"127.0.0.1:{port}"
 
     def start(self) -> None:
         """Starts the process."""
-        with self._log.open("ab") as log:
-            self._process = subprocess.Popen(self._words, env=self._environ, stdout=log, stderr=log)
+        self._process = shared_forks(self._environ).start(self._words, self._environ, self._log)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Sends a signal to the process, and waits for its end."""

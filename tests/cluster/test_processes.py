@@ -30,10 +30,12 @@ from pillion.cores import usable_cores
 from pillion.engine.checkpoints.prepare import prepare
 from pillion.errors import InvalidRequest, NotFound, PillionError
 from pillion.supervisor.component_process import STOP_GRACE_S
+from pillion.supervisor.standbys import fork_server
 from pillion.types import TokenLogprob
 from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.cluster import STOP_TIMEOUT_S, ServedCluster, alive, served, words_of
 from testbed.conditions import WITHIN_S, result_of, wait_for
+from testbed.nested_forks import FORKED
 from testbed.tiny_model import byte_prompt, save_model
 from tests.support.cpu_model import CpuDriver, cpu_backend, needs_kernels
 
@@ -78,7 +80,7 @@ def check_end(cluster: ServedCluster, number: signal.Signals) -> None:
     wait_for("all processes to end", lambda: not any(alive(p) for p in cluster.ever_seen.values()))
     if number != signal.SIGKILL:
         assert cluster.left_behind() == []
-        assert cluster.process.returncode in (0, 130, 143)
+        assert cluster.process.poll() in (0, 130, 143)
 
 
 def test_concurrent_streams_say_what_single_ones_say(cluster: ServedCluster) -> None:
@@ -89,6 +91,12 @@ def test_concurrent_streams_say_what_single_ones_say(cluster: ServedCluster) -> 
             together = list(pool.map(lambda ids: answer(client, ids, 20, "together"), prompts))
     assert together == alone
     wait_for("all slots back", cluster.idle)
+
+
+def test_the_fork_server_of_a_cluster_for_tests_is_a_fork_itself(cluster: ServedCluster) -> None:
+    [server] = [process for process in cluster.processes() if fork_server.PROGRAM in words_of(process)[:3]]
+    assert server.ppid() == cluster.process.pid
+    assert FORKED in cluster.log.read_text()
 
 
 def test_reflection_and_health_need_no_files(cluster: ServedCluster) -> None:
@@ -246,9 +254,9 @@ def check_no_time_to_drain(running: ServedCluster) -> None:
             for work in reading:
                 with pytest.raises(PillionError):
                     result_of("a stream of a cluster that ends", work)
-    running.process.wait(STOP_TIMEOUT_S)
+    status = running.process.wait(STOP_TIMEOUT_S)
     check_end(running, signal.SIGTERM)
-    assert running.process.returncode == 0
+    assert status == 0
 
 
 def test_a_killed_prefill_worker_costs_a_pause(cluster: ServedCluster) -> None:

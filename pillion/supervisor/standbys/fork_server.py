@@ -173,7 +173,7 @@ class ForkServer:
                 number = await _number_from(connection, server)
                 if not number:
                     return None
-                child = ChildProcess(ForkedProcess(number, await _reader(os.dup(output))), forward)
+                child = ChildProcess(ForkedProcess(number, await reader_of(os.dup(output))), forward)
             finally:
                 if child is None:
                     burial = _bury(socket.socket(fileno=connection.detach()), server, number)
@@ -214,7 +214,7 @@ async def _bury(connection: socket.socket, server: ChildProcess, number: int) ->
                 await ForkedProcess(number, None).wait()
 
 
-async def _reader(descriptor: int) -> asyncio.StreamReader:
+async def reader_of(descriptor: int) -> asyncio.StreamReader:
     """Reads a pipe until its end, and closes it then."""
     reader = asyncio.StreamReader()
     protocol = asyncio.StreamReaderProtocol(reader)

@@ -56,6 +56,18 @@ def order_of(argv: Sequence[str], environ: Mapping[str, str]) -> bytes:
     return len(data).to_bytes(LENGTH_BYTES, "big") + data
 
 
+def order_from(connection: socket.socket) -> tuple[list[str], dict[str, str]] | None:
+    """Reads the order that :func:`order_of` has encoded; returns None where the connection ends before its end. Raises
+    OSError where the connection breaks."""
+    with connection.makefile("rb") as stream:
+        size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
+        data = stream.read(size) if size <= MAX_ORDER_BYTES else b""
+    if not size or len(data) < size:
+        return None
+    argv, environ = json.loads(data)
+    return argv, environ
+
+
 def main() -> None:
     """Serves until the connection on standard input ends; in a fork, it runs the component."""
     tie_to_parent()
@@ -139,15 +151,12 @@ def _order(connection: socket.socket) -> tuple[list[str], dict[str, str]]:
     want it."""
     try:
         connection.sendall(b"%d\n" % os.getpid())
-        with connection.makefile("rb") as stream:
-            size = int.from_bytes(stream.read(LENGTH_BYTES), "big")
-            data = stream.read(size) if size <= MAX_ORDER_BYTES else b""
+        order = order_from(connection)
     except OSError:
         os._exit(0)
-    if not size or len(data) < size:
+    if order is None:
         os._exit(0)
-    argv, environ = json.loads(data)
-    return argv, environ
+    return order
 
 
 if __name__ == "__main__":
