@@ -18,7 +18,7 @@ import pathlib
 import signal
 import subprocess
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
@@ -83,6 +83,39 @@ class ForkedComponent:
                 os.kill(self.pid, number)
 
 
+class ForkedChild:
+    """Represents a process for coroutines, with the methods that they use of a :class:`ChildProcess`. That belongs to
+    another event loop."""
+
+    def __init__(self, child: ChildProcess, loop: asyncio.AbstractEventLoop) -> None:
+        self._child, self._loop = child, loop
+
+    @property
+    def pid(self) -> int:
+        """Gives the process id."""
+        return self._child.pid
+
+    @property
+    def running(self) -> bool:
+        """Says whether the process has not ended."""
+        return self._child.running
+
+    def kill(self) -> None:
+        """Sends SIGKILL to the process and what it has started."""
+        self._child.kill()
+
+    async def wait(self) -> int:
+        """Returns the exit status, negative for a signal, when the process has ended."""
+        return await self._there(self._child.wait())
+
+    async def stop(self, grace_s: float) -> None:
+        """Sends SIGTERM, and SIGKILL after ``grace_s``; returns when the process is gone."""
+        await self._there(self._child.stop(grace_s))
+
+    async def _there(self, work: Coroutine[Any, Any, T]) -> T:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+
+
 @contextlib.contextmanager
 def _adopting() -> Iterator[None]:
     """Makes this process the parent of the orphans among its descendants, until the block ends."""
@@ -97,6 +130,8 @@ def _adopting() -> Iterator[None]:
 # This process's fork servers, by the folder and the environment in which they import.
 _shared: dict[tuple[object, ...], Forks] = {}
 _sharing = threading.Lock()
+# Only one process starts at a time, for a process either adopts orphans or does not.
+_starting = threading.Lock()
 
 
 def shared_forks(environ: Mapping[str, str]) -> Forks:
@@ -121,7 +156,6 @@ class Forks:
         # The server would write here why a component was started without it; the component's own log shows that.
         modules = (*preloaded_modules("cpu"), "testbed.nested_forks:install=")
         self._server = ForkServer(modules, self.environ, lambda line: None)
-        self._starting = threading.Lock()
         self._call(self._begin())
 
     def start(self, argv: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> ForkedComponent:
@@ -132,12 +166,22 @@ class Forks:
             with log.open("a") as out:
                 out.write(f"{line}\n")
 
+        child = self._launch(argv, environ, forward)
+        return ForkedComponent(child, asyncio.run_coroutine_threadsafe(child.wait(), self._loop))
+
+    async def launch(
+        self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]
+    ) -> ForkedChild:
+        """Starts ``python -m pillion ...`` as a fork, or any other program; ``forward`` gets each line of its output,
+        on another thread. Raises OSError where it does not start."""
+        return ForkedChild(await asyncio.to_thread(self._launch, argv, environ, forward), self._loop)
+
+    def _launch(self, argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> ChildProcess:
         # A component's parent is a fork of the fork server that ends at once, and then this process adopts the
         # component. This process adopts no other orphans: nothing here would reap them, and a zombie looks alive to
         # tests that wait for a process's end.
-        with self._starting, _adopting():
-            child = self._call(self._server.launch(argv, environ, forward))
-        return ForkedComponent(child, asyncio.run_coroutine_threadsafe(child.wait(), self._loop))
+        with _starting, _adopting():
+            return self._call(self._server.launch(argv, environ, forward))
 
     def stop(self) -> None:
         """Ends the fork server; components that still run go on without an owner."""
@@ -147,7 +191,7 @@ class Forks:
         self._loop.close()
 
     async def _begin(self) -> None:
-        with _adopting():
+        with _starting, _adopting():
             self._server.start()
 
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:

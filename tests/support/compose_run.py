@@ -20,15 +20,21 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pillion.supervisor.child_process import ChildProcess
 from testbed.cluster import PATIENT_MS
 from testbed.conditions import WITHIN_S
+from testbed.forks import ForkedChild, shared_forks
 from testbed.redis import redis_executable
 from tests.support.compose import ROOT, ComposeService, Image
 
+# These variables are alike in all containers, and are what imports read of them but for caches, in which no model of
+# these tests is. All components are forks of one process that has them.
+IMPORTED_IN = (
+    *("PATH", "LANG", "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
+    *("TOKENIZERS_PARALLELISM", "GOMP_SPINCOUNT", "GRPC_ENABLE_FORK_SUPPORT", "HF_HUB_DISABLE_TELEMETRY"),
+)
 # Seconds between two health checks, where the file has longer ones: nothing else here learns who serves.
 ASK_EVERY_S = 1.0
 STARTED, HEALTHY, DONE = "service_started", "service_healthy", "service_completed_successfully"
@@ -40,12 +46,14 @@ class UnhealthyError(AssertionError):
 
 @dataclass
 class Container:
-    """One process that stands for a container. ``history``: its lines; ``exit_code``: None while it runs."""
+    """One process that stands for a container. ``environment`` is that of its last start; ``history`` has its lines;
+    ``exit_code`` is None while it runs."""
 
     name: str
     service: ComposeService
     address: str
-    child: ChildProcess | None = None
+    child: ForkedChild | None = None
+    environment: Mapping[str, str] = field(default_factory=dict)
     exit_code: int | None = None
     history: list[str] = field(default_factory=list)
 
@@ -144,7 +152,8 @@ class ComposeRun:
         environment |= {key: self._here(value, container) for key, value in own.items()}
         entrypoint = self._image.entrypoint if service.own else ()
         argv = self._command([*entrypoint, *service.command], container)
-        container.child = await ChildProcess.start(argv, environment, container.history.append)
+        container.environment = environment
+        container.child = await launch(argv, environment, container.history.append)
 
     async def _until_healthy(self, container: Container) -> None:
         health, began_s, failures = container.service.health, time.monotonic(), 0
@@ -169,9 +178,7 @@ class ComposeRun:
         assert container.service.health is not None
         argv = self._command(container.service.health.test, container)
         # As inside the container: with TLS between components, the check needs the component's certificates.
-        environment = {key: self._here(value, container) for key, value in container.service.environment.items()}
-        lines: list[str] = []
-        child = await ChildProcess.start(argv, {**os.environ, **environment, "PYTHONPATH": str(ROOT)}, lines.append)
+        child = await launch(argv, container.environment, lambda line: None)
         try:
             # The file's 5 s are for a machine that serves; one that runs tests may need that to start a program.
             longest_s = max(WITHIN_S, container.service.health.timeout_s)
@@ -217,6 +224,13 @@ class ComposeRun:
         folder = self._folder / (source or f"{container.name}{path.replace('/', '-')}")
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         return str(folder)
+
+
+async def launch(argv: Sequence[str], environ: Mapping[str, str], forward: Callable[[str], None]) -> ForkedChild:
+    """Starts what stands for a container's process. Raises OSError where it does not start."""
+    return await shared_forks({key: environ[key] for key in IMPORTED_IN if key in environ}).launch(
+        argv, environ, forward
+    )
 
 
 def local_command(words: Sequence[str], address: str, data: str) -> list[str]:

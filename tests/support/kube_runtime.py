@@ -14,13 +14,13 @@ import random
 import re
 import shutil
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pillion.supervisor.child_process import ChildProcess
+from testbed.forks import ForkedChild
 from tests.support.charts import Manifest
 from tests.support.compose import ROOT, read_image
-from tests.support.compose_run import local_command
+from tests.support.compose_run import launch, local_command
 from tests.support.docker_engine import DockerEngine
 
 
@@ -51,7 +51,7 @@ class PodRuntime(Protocol):
 
 
 class _LocalProcess:
-    def __init__(self, child: ChildProcess) -> None:
+    def __init__(self, child: ForkedChild) -> None:
         self._child = child
 
     async def wait(self) -> int:
@@ -76,6 +76,7 @@ class ProcessRuntime:
         self._image = read_image()
         self._network = f"127.{random.randint(1, 254)}.{random.randint(0, 254)}"
         self._pods: dict[str, tuple[str, Manifest]] = {}
+        self._environments: dict[tuple[str, str], dict[str, str]] = {}
         self._made = 0
 
     async def sandbox(self, pod: str, spec: Manifest) -> str:
@@ -89,18 +90,20 @@ class ProcessRuntime:
         told["PYTHONPATH"] = str(ROOT)
         own = {key: value for key, value in self._image.environment.items() if key != "PATH"}
         told |= {key: self._here(pod, container, value) for key, value in {**own, **environment}.items()}
+        self._environments[pod, container["name"]] = told
         said = self.lines.setdefault(f"{pod}/{container['name']}", [])
-        return _LocalProcess(
-            await ChildProcess.start(self._command(pod, container, container["args"]), told, said.append)
-        )
+        return _LocalProcess(await self._launch(pod, container, container["args"], said.append))
 
     async def inside(self, pod: str, container: Manifest, command: Sequence[str]) -> int:
-        words = self._command(pod, container, command)
-        child = await ChildProcess.start(words, os.environ, lambda line: None)
-        return await child.wait()
+        return await (await self._launch(pod, container, command, lambda line: None)).wait()
 
     async def remove(self, pod: str) -> None:
         shutil.rmtree(self._folder / pod, ignore_errors=True)
+
+    async def _launch(
+        self, pod: str, container: Manifest, words: Sequence[str], forward: Callable[[str], None]
+    ) -> ForkedChild:
+        return await launch(self._command(pod, container, words), self._environments[pod, container["name"]], forward)
 
     def _command(self, pod: str, container: Manifest, words: Sequence[str]) -> list[str]:
         program = words if words[0].startswith("redis") else [*self._image.entrypoint, *words]
