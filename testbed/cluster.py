@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import os
 import pathlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import psutil
 
@@ -25,7 +27,6 @@ from pillion.v1.kvnode_pb2 import NodeStatus
 from testbed.conditions import WITHIN_S, wait_for
 from testbed.faults.board import FaultBoard, hook_environment
 from testbed.faults.points import BY_NAME
-from testbed.forks import HostProcess, shared_forks
 from testbed.ports import free_port
 
 READY_TIMEOUT_S = 200.0
@@ -41,6 +42,18 @@ AMID_STEPS = "decode, before a launch"
 # briefly, because most begin only where it goes on, and after so many looks ever longer, because then it is another
 # process that lags, and the worker's streams are not to end before that one runs again.
 BEGUN_WITHIN_S, BEGUN_WITHIN_AT_MOST_S, BRIEF_LOOKS = 0.5, 16.0, 4
+
+
+class HostProcess(Protocol):
+    """Describes what tests use of a process: a Popen's methods."""
+
+    @property
+    def pid(self) -> int: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+    def send_signal(self, number: signal.Signals) -> None: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 class ServedCluster:
@@ -246,6 +259,24 @@ def alive(process: psutil.Process) -> bool:
         return False
 
 
+def _start(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> HostProcess:
+    with log.open("wb") as out:
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environ)
+
+
+def _fork(command: Sequence[str], environ: Mapping[str, str], log: pathlib.Path) -> HostProcess:
+    """Starts a cluster as a fork, and its fork server, too, where its workers have one thread each. In a tree without
+    fork servers it is started as a program."""
+    try:
+        # Nothing here needs that module, which goes with the room of fork servers.
+        forks = importlib.import_module("testbed.forks")
+    except ModuleNotFoundError:
+        return _start(command, environ, log)
+    imported_in = child_environ(environ, "") | compute_environ(1)
+    process: HostProcess = forks.shared_forks(imported_in).start(command, environ, log)
+    return process
+
+
 @contextlib.contextmanager
 def served(
     folder: pathlib.Path,
@@ -280,19 +311,11 @@ def served(
         environment |= {"PILLION_HEARTBEAT_TIMEOUT_MS": str(PATIENT_MS), **hook_environment(folder / "board")}
         board = FaultBoard(folder / "board")
     environment |= {"TMPDIR": str(temporary), "PYTHONUNBUFFERED": "1", PARENT_PID_VARIABLE: str(os.getpid())}
-    process: HostProcess
-    if faults:
-        # Its fork server is a fork, too, where its workers have one thread each.
-        imported_in = child_environ(environment, "") | compute_environ(1)
-        process = shared_forks(imported_in).start(command, environment, log)
-    else:
-        with log.open("wb") as out:
-            process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
-    cluster = ServedCluster(process, temporary, port, log, board)
+    cluster = ServedCluster((_fork if faults else _start)(command, environment, log), temporary, port, log, board)
     try:
 
         def ready() -> bool:
-            assert process.poll() is None, f"serve ended:\n{log.read_text()}"
+            assert cluster.process.poll() is None, f"serve ended:\n{log.read_text()}"
             return cluster.serving()
 
         wait_for("the cluster to serve", ready, READY_TIMEOUT_S)

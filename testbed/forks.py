@@ -20,7 +20,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from pillion.supervisor.child_process import ChildProcess
 from pillion.supervisor.component_process import preloaded_modules
@@ -31,18 +31,6 @@ from testbed.nested_forks import read_by_imports
 
 T = TypeVar("T")
 _PR_SET_CHILD_SUBREAPER = 36
-
-
-class HostProcess(Protocol):
-    """Describes what tests use of a process: a Popen's methods, or those of a :class:`ForkedComponent`."""
-
-    @property
-    def pid(self) -> int: ...
-    def poll(self) -> int | None: ...
-    def wait(self, timeout: float | None = None) -> int: ...
-    def send_signal(self, number: signal.Signals) -> None: ...
-    def terminate(self) -> None: ...
-    def kill(self) -> None: ...
 
 
 class ForkedComponent:

@@ -19,9 +19,9 @@ from pillion.supervisor.child_process import child_environ
 from pillion.supervisor.local_cluster import compute_environ
 from pillion.types import ClusterStatus
 from pillion.v1.kvnode_pb2 import NodeStatus
-from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, proven_status
+from testbed.cluster import PATIENT_MS, READY_TIMEOUT_S, HostProcess, proven_status
 from testbed.conditions import POLL_S, WITHIN_S, wait_for
-from testbed.forks import HostProcess, shared_forks
+from testbed.forks import shared_forks
 from testbed.networks import HostNetwork
 from testbed.ports import free_port
 from testbed.redis import RedisServer, running_redis
