@@ -46,6 +46,8 @@ STOP_GRACE_S = 1.0
 # this makes longer.
 TITLE_ROOM_BYTES = 16 * 1024
 MAX_NUMBER_BYTES = 16
+# A child for which something else has waited is taken to have ended with this status, as asyncio takes it.
+UNKNOWN_STATUS = 255
 
 
 class ForkServer:
@@ -248,10 +250,15 @@ class ForkedProcess:
         signal.pidfd_send_signal(self._watched, signal.SIGTERM)
 
     def _reap(self) -> None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        try:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            code = os.waitstatus_to_exitcode(status)
+        except ChildProcessError:
+            # This process was started with SIGCHLD ignored, say, and then the kernel waits for its children.
+            pid, code = self.pid, UNKNOWN_STATUS
         if not pid:
             return
         self._loop.remove_reader(self._watched)
         os.close(self._watched)
-        self.returncode = os.waitstatus_to_exitcode(status)
+        self.returncode = code
         self._ended.set_result(self.returncode)

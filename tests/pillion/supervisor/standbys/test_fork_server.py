@@ -265,3 +265,12 @@ async def test_who_adopts_orphans_buries_them() -> None:
 def _linux() -> None:
     if not sys.platform.startswith("linux"):
         pytest.skip("only Linux hands orphans over to a supervisor")
+
+
+async def test_a_child_for_which_something_else_has_waited_has_ended() -> None:
+    """Otherwise the event loop would ask for it for ever, and do little else."""
+    with started([sys.executable, "-S", "-c", ""]) as program:
+        child = fork_server.ForkedProcess(program.pid, None)
+        program.wait(WITHIN_S)
+    assert await within("the child's end", child.wait()) == fork_server.UNKNOWN_STATUS
+    assert child.returncode == fork_server.UNKNOWN_STATUS
