@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -38,6 +39,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line. Every error that is not a defect is one line on standard error."""
+    # Whoever starts this process may ignore the signal, and then the kernel would not tell how its children end.
+    if sys.platform != "win32":
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         code = cli.main(argv, prog_name="pillion", standalone_mode=False)
     except click.Abort:

@@ -371,7 +371,10 @@ async def prepare_in_child(flags: PrepareFlags, step: Callable[[str], None]) -> 
     finally:
         await child.stop(PREPARE_STOP_GRACE_S)
     if code:
-        raise ConfigError(last.removeprefix(FAILED) or f"preparing the model ended with {code}")
+        # A process that was killed says last what it was doing.
+        after = f", after {last!r}" if last else ""
+        message = f"preparing the model ended with status {code}{after}"
+        raise ConfigError(last.removeprefix(FAILED) if last.startswith(FAILED) else message)
 
 
 # For a fork server, each room's function makes a "MODULE:FUNCTION=TEXT" for a prepared model, from its folder, the size

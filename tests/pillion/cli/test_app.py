@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,7 +17,7 @@ import click
 import pytest
 
 from pillion._version import VERSION
-from pillion.cli.app import cli, component_command, with_model
+from pillion.cli.app import cli, component_command, main, with_model
 from pillion.cli.flags import FlagCommand
 from pillion.cli.talk import (
     component_lines,
@@ -221,6 +222,19 @@ main(["kvnode"])
         living.terminate()
         out, _ = living.communicate(timeout=WITHIN_S)
     assert (living.returncode, out) == (0, "stopped\n")
+
+
+def test_a_command_hears_of_its_children_although_its_parent_does_not(capsys: pytest.CaptureFixture[str]) -> None:
+    """A signal that a process ignores is ignored by what it starts, too: `pillion serve` knew no status of a child."""
+    known = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit):
+            main(["version"])
+        assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+        assert subprocess.run([sys.executable, "-S", "-c", "raise SystemExit(3)"], check=False).returncode == 3
+    finally:
+        signal.signal(signal.SIGCHLD, known)
+    assert VERSION in capsys.readouterr().out
 
 
 def test_sampling_options_are_the_fields_of_the_client() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -259,6 +260,29 @@ def test_the_environment_keeps_libraries_quiet() -> None:
     assert environ["TOKENIZERS_PARALLELISM"] == "false"
     assert environ["HF_HUB_DISABLE_TELEMETRY"] == "1"
     assert "PILLION_DTYPE" not in environ
+
+
+@pytest.mark.parametrize(
+    ("program", "told"),
+    [
+        ("print('reading'); os.kill(os.getpid(), 9)", "preparing the model ended with status -9, after 'reading'"),
+        ("os.kill(os.getpid(), 9)", "preparing the model ended with status -9"),
+        ("print('reading'); print('pillion: no such model'); sys.exit(2)", "no such model"),
+    ],
+)
+def test_a_preparation_that_fails_says_why(
+    program: str, told: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = ChildProcess.start
+
+    async def replaced(argv: Sequence[str], *options: Any) -> ChildProcess:
+        return await start([sys.executable, "-S", "-u", "-c", f"import os, sys; {program}"], *options)
+
+    monkeypatch.setenv("PILLION_CACHE", model_cache(tmp_path / "cache"))
+    monkeypatch.setattr(ChildProcess, "start", replaced)
+    flags = PrepareFlags(model=str(save_model(tmp_path / "tiny")), device="cpu", dtype="float32")
+    with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        asyncio.run(prepare_in_child(flags, lambda line: None))
 
 
 def test_a_model_that_is_ready_needs_no_process_and_no_torch(
