@@ -22,7 +22,6 @@ from pillion.cli import app
 from pillion.supervisor.child_process import ChildProcess
 from pillion.supervisor.lifeline import tie_to_parent
 from pillion.supervisor.standbys import fork_server, fork_server_main
-from pillion.supervisor.standbys.process_title import show_title
 from testbed.faults.board import BOARD_VARIABLE
 
 # A waiting fork gets two descriptors with this: its standard input, and its standard output and error.
@@ -117,7 +116,9 @@ def _serve(connection: socket.socket, supervisor: int) -> NoReturn:
             order = fork_server_main.order_from(connection)
         if order is not None:
             stdin, output = descriptors
-            _become(*order, stdin, output)
+            os.setsid()
+            fork_server_main.take_over(*order, stdin, output)
+            sys.argv = order[0][2:]
             fork_server_main.main()
         status = 0
     except SystemExit as ended:
@@ -128,15 +129,3 @@ def _serve(connection: socket.socket, supervisor: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status if isinstance(status, int) else 1)
-
-
-def _become(argv: Sequence[str], environ: Mapping[str, str], stdin: int, output: int) -> None:
-    os.setsid()
-    for source, target in ((stdin, 0), (output, 1), (output, 2)):
-        os.dup2(source, target)
-    os.close(stdin)
-    os.close(output)
-    os.environ.clear()
-    os.environ.update(environ)
-    sys.orig_argv, sys.argv = [*argv], [*argv[2:]]
-    show_title(waits=False)

@@ -135,15 +135,21 @@ def _become(descriptors: list[int], between: int, supervisor: int) -> list[str]:
     connection_fd, stdin, output = descriptors
     with socket.socket(fileno=connection_fd) as connection:
         argv, environ = _order(connection)
+    take_over(argv, environ, stdin, output)
+    return argv[3:]
+
+
+def take_over(argv: Sequence[str], environ: Mapping[str, str], stdin: int, output: int) -> None:
+    """Gives this fork its standard input, its output and error, its environment and its command line. Closes the two
+    descriptors."""
     for source, target in ((stdin, 0), (output, 1), (output, 2)):
         os.dup2(source, target)
     os.close(stdin)
     os.close(output)
     os.environ.clear()
     os.environ.update(environ)
-    sys.orig_argv = argv
+    sys.orig_argv = [*argv]
     show_title(waits=STANDBY_VARIABLE in environ)
-    return argv[3:]
 
 
 def _order(connection: socket.socket) -> tuple[list[str], dict[str, str]]:
