@@ -51,6 +51,7 @@ from benchmarks.peers import RunningSystem, System, pillion_system, vllm_system
 from benchmarks.plot import Chart, line_charts
 from benchmarks.report import RESULTS, machine, show_table, spread
 from pillion.loadgen.figures import Run, percentile
+from pillion.loadgen.goodput import good
 from pillion.loadgen.load import LoadConfig, LoadSession, Turn, arrival_times, make_sessions
 from pillion.loadgen.sweep import Tried, best_rate, next_rate
 from pillion.loadgen.traces import TRACE_BLOCK_TOKENS
@@ -70,6 +71,7 @@ SUMMARY_SHARE = 0.2
 # The load `turns` has these lengths of questions, answers and system prompts; they are from no data set.
 QUESTION_TOKENS, CHAT_ANSWER_TOKENS, CHAT_SYSTEM_TOKENS, CHAT_TURNS = 800, 415, 1600, "uniform:3,6"
 MAX_RUNS, TOLERANCE = 16, 0.1
+DOCS = RESULTS.parent.parent / "docs"
 # Below this rate, runs of a minute have too few requests to say anything, and a capacity counts as none.
 LEAST_RATE = 0.2
 
@@ -184,8 +186,10 @@ def loads(scale: float) -> dict[str, Callable[[int, int], list[LoadSession]]]:
     }
 
 
-def run_figures(run: Run, ttft: Objective) -> dict[str, float]:
-    """Return a run's figures; times in milliseconds. ``ttft_of_bound_p99`` is over each request's own bound."""
+def run_figures(run: Run, ttft: Objective, bounds_ms: dict[str, float]) -> dict[str, float]:
+    """Return a run's figures; times in milliseconds. ``ttft_of_bound_p99`` is over each request's own bound, and
+    ``good_strict_per_s`` counts the requests that met both bounds of the objective on their own."""
+    own = {name: (ttft, Objective("itl_p99", bound / 1000)) for name, bound in bounds_ms.items()}
     gaps = [gap * 1000 for record in run.records for gap in record.itl_s] or [0.0]
     waits = [record.ttft_s for record in run.records]
     shares = [record.ttft_s / ttft.bound_s(record.prompt_tokens, record.output_tokens) for record in run.records]
@@ -201,6 +205,7 @@ def run_figures(run: Run, ttft: Objective) -> dict[str, float]:
         "cached_share": sum(record.cached_tokens for record in run.records)
         / max(1, sum(record.prompt_tokens for record in run.records)),
         "lag_p99_ms": percentile([record.lag_s for record in run.records], 99) * 1000,
+        **{f"good_{name}_per_s": sum(good(each, run.records)) / run.duration_s for name, each in own.items()},
     }
 
 
@@ -282,7 +287,7 @@ class CapacityBench:
             while (rate := found.next()) is not None:
                 seed = random.Random(f"{load} {round_} {rate}").getrandbits(30)
                 run = running.measure(OpenLoad(load, rate, self.args.seconds, make), seed)
-                found.runs[rate] = row = run_figures(run, self.ttft)
+                found.runs[rate] = row = run_figures(run, self.ttft, self.bounds_ms())
                 passed = [one for one in bounds_ms if found.tried(one)[-1].passed]
                 print(
                     f"  {load}, {system.name}, {rate:.2f}/s: between tokens {row['itl_p99_ms']:.0f} ms, first "
@@ -308,18 +313,17 @@ class CapacityBench:
         first = [row for row in self.found if row["load"] == load and row["round"] == 1 and row["system"] in names]
         return str(max(first, key=lambda row: row["capacity"][objective])["system"])
 
-    def all_rounds(self, systems: Sequence[System]) -> None:
-        """Measure all loads in all rounds; the order of the systems changes from round to round."""
+    def all_rounds(self, systems: Sequence[System], load: str) -> None:
+        """Measure a load in all rounds; the order of the systems changes from round to round."""
         peers = [system.name for system in systems if system.name.startswith(PEER)]
-        for load in self.args.loads:
-            for round_ in range(1, self.args.rounds + 1):
-                turn = round_ % len(systems)
-                for system in (*systems[turn:], *systems[:turn]):
-                    wanted = list(OBJECTIVES)
-                    if round_ > 1 and system.name in peers:
-                        wanted = [one for one in wanted if self.best(load, one, peers) == system.name]
-                    if wanted:
-                        self.search(system, load, round_, wanted)
+        for round_ in range(1, self.args.rounds + 1):
+            turn = round_ % len(systems)
+            for system in (*systems[turn:], *systems[:turn]):
+                wanted = list(OBJECTIVES)
+                if round_ > 1 and system.name in peers:
+                    wanted = [one for one in wanted if self.best(load, one, peers) == system.name]
+                if wanted:
+                    self.search(system, load, round_, wanted)
 
 
 def systems_of(args: argparse.Namespace, folder: pathlib.Path, dtype: str) -> list[System]:
@@ -374,21 +378,39 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def picture(path: pathlib.Path, found: Sequence[dict[str, Any]], bounds_ms: dict[str, float]) -> None:
-    """Draw, for each load, p99 of the time between tokens and good requests a second against the rate of arrivals."""
+    """Draw three charts for each load into an SVG; lines are medians of the rounds."""
     charts = []
     for load in dict.fromkeys(row["load"] for row in found):
         runs: dict[str, list[dict[str, float]]] = {}
         for row in found:
             if row["load"] == load:
                 runs.setdefault(row["system"], []).extend(row["runs"])
-        ordered = {name: sorted(each, key=lambda run: run["rate"]) for name, each in runs.items()}
-        gaps = {name: [(run["rate"], run["itl_p99_ms"]) for run in each] for name, each in ordered.items()}
-        rates = [run["rate"] for each in ordered.values() for run in each]
-        limits = {one: [(min(rates), bound), (max(rates), bound)] for one, bound in bounds_ms.items()}
-        charts.append(Chart(f"{load}: p99 between tokens", "requests/s", "ms", {**gaps, **limits}))
-        served = {name: [(run["rate"], run["requests_per_s"]) for run in each] for name, each in ordered.items()}
-        charts.append(Chart(f"{load}: answered", "requests/s that arrive", "requests/s", served))
-    line_charts(path, charts)
+        charts += charts_of(load, runs, bounds_ms)
+    line_charts(path, charts, columns=3)
+
+
+def charts_of(load: str, runs: dict[str, list[dict[str, float]]], bounds_ms: dict[str, float]) -> list[Chart]:
+    """Return three charts against the rate of arrivals: p99 of the time between tokens, p99 of the time to the first
+    one over its bound, and requests a second that met the strict objective. ``runs`` has those of each system."""
+    rates = [run["rate"] for each in runs.values() for run in each]
+    arrive, strict = "requests/s that arrive", next(iter(OBJECTIVES))
+
+    def lines(figure: str, bounds: dict[str, float]) -> dict[str, Any]:
+        drawn = {name: by_rate(each, figure) for name, each in runs.items()}
+        return drawn | {one: [(min(rates), bound), (max(rates), bound)] for one, bound in bounds.items()}
+
+    gaps, waits = lines("itl_p99_ms", bounds_ms), lines("ttft_of_bound_p99", {"bound": 1.0})
+    return [
+        Chart(f"{load}: p99 between tokens", arrive, "ms", gaps),
+        Chart(f"{load}: p99 to the first token", arrive, "times its bound", waits),
+        Chart(f"{load}: answered within {strict} bounds", arrive, "requests/s", lines(f"good_{strict}_per_s", {})),
+    ]
+
+
+def by_rate(runs: Sequence[dict[str, float]], figure: str) -> list[tuple[float, float]]:
+    """Return the median of a figure at each rate that was run, in order of the rates."""
+    rates = sorted({run["rate"] for run in runs})
+    return [(rate, statistics.median(run[figure] for run in runs if run["rate"] == rate)) for rate in rates]
 
 
 def write(name: str, result: dict[str, Any], loads_: Sequence[str]) -> pathlib.Path:
@@ -422,7 +444,7 @@ def arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Measure, print, write results/capacity.json and a picture."""
+    """Measure; after each load, print, write results/capacity.json and draw docs/capacity.svg."""
     args = arguments()
     # Without this, paused processes would outlive a driver that gets SIGTERM.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -438,17 +460,18 @@ def main() -> None:
                 bench.running[system.name].pause()
         for system in systems:
             bench.measure_plain_step(system)
-        bench.all_rounds(systems)
-    rows = rows_of(bench.found)
-    show(rows)
-    print(f"{time.perf_counter() - begin:.0f} s in all; load average at the start {busy:.2f}")
-    flags = {system.name: " ".join(system.flags) for system in systems}
-    # Where the peer's program lies on this machine is nobody else's business.
-    asked = {name: value for name, value in vars(args).items() if name != "vllm"}
-    result = {"plain_ms": bench.plain_ms, "bounds_ms": bench.bounds_ms(), "systems": flags, "found": bench.found}
-    path = write(args.name, {**result, "flags": asked, "load_average_at_start": busy, "rows": rows}, args.loads)
-    picture(path.with_suffix(".svg"), bench.found, bench.bounds_ms())
-    print(f"written to {path}")
+        flags = {system.name: " ".join(system.flags) for system in systems}
+        # Where the peer's program lies on this machine is nobody else's business.
+        asked = {name: value for name, value in vars(args).items() if name != "vllm"}
+        about = {"systems": flags, "flags": asked, "load_average_at_start": busy, "bounds_ms": bench.bounds_ms()}
+        for number, load in enumerate(args.loads, start=1):
+            bench.all_rounds(systems, load)
+            rows = rows_of(bench.found)
+            show([row for row in rows if row["load"] == load])
+            result = {**about, "plain_ms": bench.plain_ms, "found": bench.found, "rows": rows}
+            path = write(args.name, result, args.loads[:number])
+            picture(DOCS / f"{args.name}.svg", bench.found, bench.bounds_ms())
+            print(f"{time.perf_counter() - begin:.0f} s until now; written to {path}", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Line charts side by side in one picture, by matplotlib; every figure under docs/ is drawn with these."""
+"""Line charts in the rows of one picture, by matplotlib; every figure under docs/ is drawn with these."""
 
 from __future__ import annotations
 
@@ -35,10 +35,16 @@ class Chart:
     log_x: bool = False
 
 
-def figure_of(charts: Sequence[Chart]) -> Figure:
-    """Return a figure of the charts side by side. Raises ValueError for a chart without a point."""
-    figure = Figure(figsize=(4.6 * len(charts), 4.2), layout="constrained")
-    for chart, axes in zip(charts, figure.subplots(1, len(charts), squeeze=False)[0], strict=True):
+def figure_of(charts: Sequence[Chart], columns: int = 0) -> Figure:
+    """Return a figure of the charts, ``columns`` of them side by side, or all (0). Raises ValueError for a chart
+    without a point."""
+    columns = columns or len(charts)
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(4.6 * columns, 4.2 * rows), layout="constrained")
+    cells = figure.subplots(rows, columns, squeeze=False).flatten()
+    for cell in cells[len(charts) :]:
+        cell.remove()
+    for chart, axes in zip(charts, cells, strict=False):
         xs = sorted({x for line in chart.series.values() for x, _ in line})
         if not xs:
             raise ValueError(f"chart {chart.title!r} has no point")
@@ -58,9 +64,10 @@ def figure_of(charts: Sequence[Chart]) -> Figure:
     return figure
 
 
-def line_charts(path: pathlib.Path, charts: Sequence[Chart]) -> None:
-    """Draws charts side by side into an SVG. Raises ValueError for a chart without a point."""
-    figure = figure_of(charts)
+def line_charts(path: pathlib.Path, charts: Sequence[Chart], columns: int = 0) -> None:
+    """Draws charts into an SVG, ``columns`` of them side by side, or all (0). Raises ValueError for a chart without a
+    point."""
+    figure = figure_of(charts, columns)
     path.parent.mkdir(parents=True, exist_ok=True)
     with rc_context(STYLE):
         figure.savefig(path, metadata={"Date": None})

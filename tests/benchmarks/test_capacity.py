@@ -91,9 +91,10 @@ def test_capacities_are_compared_with_the_peers_best_setting_and_the_better_poli
 
 
 def test_the_picture_has_a_line_for_each_system_and_objective(tmp_path: pathlib.Path) -> None:
-    runs = [{"rate": rate, "itl_p99_ms": 10 * rate, "requests_per_s": rate} for rate in (1.0, 2.0)]
+    figures = ("itl_p99_ms", "ttft_of_bound_p99", "good_strict_per_s")
+    runs = [{"rate": rate, **dict.fromkeys(figures, 10 * rate)} for rate in (1.0, 2.0, 2.0)]
     found = [{"load": "chat", "system": system, "runs": runs} for system in ("pillion auto", "vllm 512")]
     path = tmp_path / "capacity.svg"
     picture(path, found, {"strict": 55.0})
     drawn = path.read_text("utf-8")
-    assert all(name in drawn for name in ("pillion auto", "vllm 512", "strict", "chat: answered"))
+    assert all(name in drawn for name in ("pillion auto", "vllm 512", "strict", "bound", "chat: answered within"))
