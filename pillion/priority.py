@@ -1,10 +1,14 @@
-"""Defines the one order in which requests wait, wherever they wait: by priority, aged so that nobody starves."""
+"""Defines the one order in which requests wait, wherever they wait: by priority, aged so that nobody starves; and among
+the prompts that a worker computes, by length, bounded in the same way."""
 
 from __future__ import annotations
 
 # A wait of this length makes up for one level of priority. So every wait is bounded: a request that arrived
 # PRIORITY_AGING_S later for each level of difference is never served first.
 PRIORITY_AGING_S = 10.0
+# A prompt that would take one second by itself gives way to shorter ones that come up to LENGTH_PATIENCE seconds after
+# it. So a short prompt does not wait behind a long one, and a long one waits in proportion to its own length at most.
+LENGTH_PATIENCE = 3.0
 # The largest priority of a request, and with a minus the smallest; 0 is the default, smaller is more urgent.
 MAX_PRIORITY = 100
 
@@ -14,6 +18,12 @@ def queue_order(priority: int, arrived_s: float) -> float:
     waits, so a sorted queue stays sorted: for each level of less urgency, a request counts as having arrived
     PRIORITY_AGING_S later."""
     return arrived_s + priority * PRIORITY_AGING_S
+
+
+def prompt_order(order: float, work_s: float) -> float:
+    """Returns the place of a prompt among others that a worker computes, where ``order`` is its place in other queues:
+    for each second that its rest takes by itself it counts as having arrived LENGTH_PATIENCE seconds later."""
+    return order + work_s * LENGTH_PATIENCE
 
 
 def bounded(priority: int) -> int:

@@ -6,9 +6,10 @@
 
 Preempted and waiting sequences that a feature keeps waiting are passed over.
 
-Decodes come first, always. Prompt tails are served running before preempted before waiting, and a request's priority
-comes before that. Priority ages: a request that has waited PRIORITY_AGING_S longer counts one level more urgent, so
-every wait is bounded.
+Decodes come first, always. Prompt tails are served by their place in line, whether they have begun or not: by arrival,
+later for each level of less urgency and for each second of their own work (:func:`pillion.priority.prompt_order`). So a
+short prompt overtakes a long one between two steps, and nobody is overtaken for ever. Only streams that were preempted,
+whose readers wait in the middle of an answer, go before others that came within PRIORITY_AGING_S of them.
 
 The victim, when memory is out, is the newest of the least urgent sequences, whatever queue it is in. Only the head, the
 first in queue order, is spared while there is another: the order of a request never changes and later requests have
@@ -27,11 +28,11 @@ from pillion.engine.scheduling.sequence import Sequence, SequenceState
 from pillion.engine.scheduling.step_cost import TokenBudget
 from pillion.priority import PRIORITY_AGING_S
 
-_CLASS = {SequenceState.RUNNING: 0, SequenceState.PREEMPTED: 1, SequenceState.WAITING: 2}
+_QUEUED = (SequenceState.RUNNING, SequenceState.PREEMPTED, SequenceState.WAITING)
 
 
 def _place(sequence: Sequence) -> tuple[float, int]:
-    return sequence.queue_order, sequence.seq_id
+    return sequence.prompt_order, sequence.seq_id
 
 
 def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
@@ -39,7 +40,7 @@ def _able(queue: Iterable[Sequence]) -> Iterator[Sequence]:
 
 
 class SchedulerQueues:
-    """Holds the scheduler's three queues. Each is sorted by queue order; ``max_num_seqs`` bounds ``running``. A
+    """Holds the scheduler's three queues. Each is sorted by prompt order; ``max_num_seqs`` bounds ``running``. A
     sequence is in one queue or in none."""
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -47,7 +48,7 @@ class SchedulerQueues:
         self.running: list[Sequence] = []
         self.preempted: list[Sequence] = []
         self.waiting: list[Sequence] = []
-        self._queues = dict(zip(_CLASS, (self.running, self.preempted, self.waiting), strict=True))
+        self._queues = dict(zip(_QUEUED, (self.running, self.preempted, self.waiting), strict=True))
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain(self.running, self.preempted, self.waiting)
@@ -72,7 +73,7 @@ class SchedulerQueues:
         sequence.start_running()
         self.join(sequence)
 
-    def prompt_tails(self, now: float) -> list[Sequence]:
+    def prompt_tails(self) -> list[Sequence]:
         """Returns sequences with prompt left to launch, in the order of service; of those that are queued and not kept
         waiting, as many as may start."""
         begun = [s for s in self.running if not s.decoding and s.next_start < s.num_tokens]
@@ -81,9 +82,9 @@ class SchedulerQueues:
             return []
         tails = [*begun, *islice(_able(self.preempted), free), *islice(_able(self.waiting), free)]
 
-        def order(sequence: Sequence) -> tuple[int, int, float, int]:
-            aged = int((sequence.queue_order - now) // PRIORITY_AGING_S)
-            return aged, _CLASS[sequence.state], sequence.queue_order, sequence.seq_id
+        def order(sequence: Sequence) -> tuple[float, int]:
+            resumes = sequence.state is SequenceState.PREEMPTED
+            return sequence.prompt_order - PRIORITY_AGING_S * resumes, sequence.seq_id
 
         tails.sort(key=order)
         return tails
@@ -115,7 +116,7 @@ class SchedulerQueues:
         """Returns the sequence that gives up its memory. Raises ValueError when all queues are empty."""
         candidates = list(self)
         if len(candidates) > 1:
-            candidates.remove(min(candidates, key=_place))
+            candidates.remove(min(candidates, key=lambda s: (s.queue_order, s.seq_id)))
         return max(candidates, key=lambda s: (s.spec.priority, s.seq_id))
 
     def check_integrity(self, alive: Iterable[Sequence]) -> None:

@@ -164,9 +164,15 @@ class Scheduler:
         if sequence.left_to_compute == 0:
             self._close(sequence, now, commit_rest=True)
         else:
+            sequence.wait_for(self._work_s(sequence))
             self._join(sequence, now)
             for added in self._on_added if sequence.kept else ():
                 added(sequence, now)
+
+    def _work_s(self, sequence: Sequence) -> float:
+        """Returns the seconds that the rest of a prompt would take by itself; 0 before any step was measured."""
+        budget = self.budget
+        return budget.cost.model.range_s(sequence.num_computed, sequence.num_tokens, budget.max_tokens)
 
     def positions(self) -> dict[int, int]:
         """Returns the place in line, from 1, of each sequence that does not decode yet, by seq_id; 0 while its prompt
@@ -244,6 +250,7 @@ class Scheduler:
             return
         self.blocks.leased(len(holding.leased_slots))
         sequence.hold(holding, SequenceState.PREEMPTED)
+        sequence.wait_for(self._work_s(sequence))
         self._join(sequence, now)
 
     def let_go(self, holding: Holding, now: float) -> None:
@@ -269,10 +276,10 @@ class Scheduler:
         for begin in self._on_begin:
             begin(now)
         pieces = self._decodes(now)
-        sibling_pieces, copies = self._siblings.start_running(now, self.sequences)
+        sibling_pieces, copies = self._siblings.start_running(self.sequences)
         pieces += [piece for piece in sibling_pieces if not self._keeps_back(piece.sequence, now)]
         most = self.budget.max_tokens
-        prompt_tails = self.queues.prompt_tails(now)
+        prompt_tails = self.queues.prompt_tails()
         took_s = 0.0
         if self._proposers and any(piece.sequence.kept for piece in pieces):
             proposing = [one for one in self._proposers if one.proposes(pieces)]

@@ -32,7 +32,7 @@ from pillion.engine.backends.backend import Int32
 from pillion.engine.sampling.sampling_rows import Float32
 from pillion.engine.scheduling.block_chain import BlockChain, ChunkDone, Holding
 from pillion.errors import PillionError
-from pillion.priority import queue_order
+from pillion.priority import prompt_order, queue_order
 from pillion.types import FinishReason, SamplingParams
 
 
@@ -192,7 +192,7 @@ class Sequence(BlockChain):
             hashes=hashes,
         )
         self.spec = spec
-        self.queue_order = queue_order(spec.priority, now)
+        self.queue_order = self.prompt_order = queue_order(spec.priority, now)
         self.is_prefill = spec.sampling is None
         self.num_tokens = len(spec.token_ids)
         self._tokens[: self.num_tokens] = spec.token_ids
@@ -242,6 +242,14 @@ class Sequence(BlockChain):
         self.progress.tail_tokens = self.num_tokens - self.num_computed
         self.extend_hashes(self.num_tokens)
 
+    def wait_for(self, work_s: float) -> None:
+        """Takes the place in line of a prompt that would take ``work_s`` seconds by itself. A stream that had tokens
+        already, here or elsewhere, has a reader who waits for the next one: it keeps the place of its arrival.
+
+        It is called before the sequence joins a queue."""
+        streams = not self.is_prefill and (self.progress.token_steps or self.num_tokens > self.spec.prompt_tokens)
+        self.prompt_order = self.queue_order if streams else prompt_order(self.queue_order, work_s)
+
     def sibling(self, sibling: SiblingSpec, now: float) -> Sequence:
         """Makes a sequence of the same prompt without a ticket, which is RESUMING."""
         assert self.spec.sampling is not None
@@ -251,7 +259,7 @@ class Sequence(BlockChain):
         )
         hashes = self.block_hashes(0, spec.prompt_tokens // self.block_size)
         child = Sequence(spec, Holding(0, (), ()), self.block_size, now, hashes=hashes)
-        child.queue_order = self.queue_order
+        child.queue_order = child.prompt_order = self.queue_order
         child.parent = self
         child.state = SequenceState.RESUMING
         child.progress.first_step_s = now

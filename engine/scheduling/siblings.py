@@ -42,9 +42,7 @@ class Siblings:
             if alive.get(child.seq_id) is child:
                 self._block_manager.order_resume(child)
 
-    def start_running(
-        self, now: float, alive: Mapping[int, Sequence]
-    ) -> tuple[list[SequencePiece], list[tuple[int, int]]]:
+    def start_running(self, alive: Mapping[int, Sequence]) -> tuple[list[SequencePiece], list[tuple[int, int]]]:
         """Returns decodes of the siblings that may run and have all of their prompt, and the (source, target) slots to
         copy first.
 
@@ -55,7 +53,7 @@ class Siblings:
         copies: list[tuple[int, int]] = []
         if not any(s.parent is not None for s in self._queues.preempted):
             return pieces, copies
-        not_running = [s for s in self._queues.prompt_tails(now) if s.state is not SequenceState.RUNNING]
+        not_running = [s for s in self._queues.prompt_tails() if s.state is not SequenceState.RUNNING]
         for child in not_running[: self._queues.free_seqs]:
             parent = child.leave_parent()
             if parent is None:

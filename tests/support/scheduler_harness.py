@@ -99,9 +99,10 @@ class SchedulerHarness:
         max_loras: int = 0,
         draft: Callable[[npt.NDArray[np.int64]], tuple[DraftShape, DraftPasses]] | None = None,
         features: Seq[MakeStepFeature] = (),
+        token_s: float = 0.0,
     ) -> None:
         """``draft`` makes a draft model over the pool, int64 [slots, BLOCK], of blocks of the same size. ``features``
-        come before the others."""
+        come before the others. A step takes ``token_s`` seconds a token; 0 leaves the length of prompts unknown."""
         self.pool = np.zeros((slots, BLOCK), dtype=np.int64)
         draft_model = None if draft is None else draft(self.pool)
         self._keeps_states = draft_model is not None and draft_model[0].reads_states
@@ -130,6 +131,7 @@ class SchedulerHarness:
         self.worker = self.ledger.attach("worker", "decode")
         self.gateway = self.ledger.attach("edge", "gateway")
         self.now = 0.0
+        self._token_s = token_s
         self.masks = LateThreads(punctual, Random(slots + budget))
         self.grammars = NumberGrammars(self.masks)
         self.records: dict[int, SequenceRecord] = {}
@@ -251,7 +253,9 @@ class SchedulerHarness:
             assert not {source, target} & set(before_run.give_back), "a copy of a slot that was given back"
         if not before_run.empty:
             self.receive(before_run)
-        self.receive(self.scheduler.commit(plan, self.run_plan(plan), self.now))
+        sampled = self.run_plan(plan)
+        self.now += self._token_s * sum(piece.count for piece in plan.pieces)
+        self.receive(self.scheduler.commit(plan, sampled, self.now))
         self.scheduler.check_integrity()
         return plan
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -41,6 +43,62 @@ def test_a_begun_prompt_tail_is_not_left_for_one_as_urgent() -> None:
     assert served(harness) == [first]
     harness.submit(prompt(2, 3), 4)
     assert served(harness) == [first]
+
+
+def measured(**limits: int) -> SchedulerHarness:
+    """A scheduler that has measured its steps: only then does it know how long a prompt takes."""
+    harness = SchedulerHarness(**limits, token_s=0.005)
+    harness.submit(prompt(99, 30), 2)
+    harness.finish()
+    assert harness.scheduler.budget.cost.steps
+    return harness
+
+
+def test_a_short_prompt_overtakes_a_begun_long_one_between_two_steps() -> None:
+    harness = measured(slots=400, budget=8, max_num_seqs=4)
+    long = harness.submit(prompt(1, 300), 2)
+    assert served(harness) == [long]
+    short = harness.submit(prompt(2, 3), 2)
+    assert served(harness) == [short, long]
+    harness.finish()
+    harness.check_answers()
+
+
+def test_a_long_prompt_waits_in_proportion_to_its_own_length_at_most() -> None:
+    harness = measured(slots=2000, budget=8, max_num_seqs=4)
+    long = harness.submit(prompt(1, 120), 1)
+    assert long is not None
+    arrived_s = harness.now
+    patience_s = harness.scheduler.sequences[long].prompt_order - arrived_s
+    assert patience_s > 0
+    for number in range(400):
+        if harness.records[long].end is not None:
+            break
+        # More comes than can be served.
+        harness.submit(prompt(100 + number, 12), 1)
+        served(harness)
+    end = harness.records[long].end
+    assert end is not None
+    assert end.progress is not None
+    harness.finish()
+    harness.check_answers()
+    overtook = [
+        record.end.progress.arrived_s - arrived_s
+        for record in harness.records.values()
+        if record.end and record.end.progress and record.end.progress.first_token_s <= end.progress.first_token_s
+    ]
+    assert len([s for s in overtook if s > 0]) > 5, "few overtook it: the scene shows little"
+    assert max(overtook) <= patience_s
+
+
+def test_a_stream_that_moves_here_keeps_the_place_of_its_arrival() -> None:
+    harness = measured(slots=400, budget=8, max_num_seqs=4)
+    moved = harness.submit(prompt(1, 60), 8)
+    assert moved is not None
+    sequence = harness.scheduler.sequences[moved]
+    sequence.spec = replace(sequence.spec, prompt_tokens=50)
+    sequence.wait_for(5.0)
+    assert sequence.prompt_order == sequence.queue_order
 
 
 def test_who_has_waited_long_enough_goes_before_the_urgent() -> None:

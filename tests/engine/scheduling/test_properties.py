@@ -79,6 +79,7 @@ def play(harness: SchedulerHarness, events: list[tuple[object, ...]]) -> None:
     st.booleans(),
     PUNCTUAL,
     st.integers(0, 2),
+    st.sampled_from([0.0, 0.005, 0.5]),
 )
 def test_any_history(
     shape: tuple[int, int, int],
@@ -87,6 +88,7 @@ def test_any_history(
     whole_prompts: bool,
     punctual: float,
     max_loras: int,
+    token_s: float,
 ) -> None:
     slots, budget, max_num_seqs = shape
     # The longest sequence of ARRIVE has 64 tokens; with its own 17 blocks a pool can always serve one.
@@ -98,6 +100,7 @@ def test_any_history(
         max_whole_tokens=64 if whole_prompts else 0,
         punctual=punctual,
         max_loras=max_loras,
+        token_s=token_s,
     )
     harness.broken_adapters = {3}
     play(harness, events)
