@@ -29,7 +29,7 @@ def good_share(knowledge: str) -> float:
         4, 4, COST, COST, 100.0,
         gateways=known.gateways or 4, heartbeat_s=known.heartbeat_s, sharing=known.sharing,
     )  # fmt: skip
-    records, _ = simulate(fleet, arrivals(load, 4.0, 303), known.make)
+    records, _ = simulate(fleet, arrivals(load, 5.0, 303), known.make)
     share = figures(load, records)["good_share"]
     assert isinstance(share, float)
     return share

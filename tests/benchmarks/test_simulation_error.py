@@ -43,6 +43,7 @@ def test_a_simulated_cluster_is_found_again(name: str, tmp_path: pathlib.Path) -
         [{"configuration": name, "rate": 2.0, "metrics": compared(real, made), "again": compared(real, real)}]
     )
     assert real["hit_rate"] > 0
-    assert errors["hit_rate"]["max"] == 0
+    # A prompt's place in line follows from measured times, and whether it finds another one's blocks from its place.
+    assert errors["hit_rate"]["max"] < 0.05
     assert errors["itl_p50_ms"]["max"] < 0.1
     assert errors["ttft_p50_ms"]["max"] < 0.2
