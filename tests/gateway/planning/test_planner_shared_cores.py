@@ -129,11 +129,13 @@ def test_the_margin_between_two_kinds_of_a_way_does_not_depend_on_the_load() -> 
     assert [decision.margin_s(0) for decision in decisions] == [expected_s] * 3
 
 
-def test_a_long_prompt_leaves_the_decode_worker_to_short_ones() -> None:
-    """Short ones would wait behind it there; beside it they only take longer."""
+def test_a_long_prompt_keeps_all_cores_because_short_ones_overtake_it() -> None:
+    """Beside it they would only take longer. A short one behind a queue has the prefill worker."""
     short = {"demand_per_s": (2.0, 0.4), "demand_tokens": 100.0}
-    assert is_shared(make_plan(snapshot(2000, on_shared_cores(streams=2), **short)))
-    assert not is_shared(make_plan(snapshot(100, on_shared_cores(streams=2), **short)))
+    for tokens in (100, 2000):
+        assert not is_shared(make_plan(snapshot(tokens, on_shared_cores(streams=2), **short)))
+    assert is_shared(make_plan(snapshot(100, on_shared_cores(queued_tokens=2000), **short)))
+    assert not is_shared(make_plan(snapshot(2000, on_shared_cores(queued_tokens=2000), **short)))
 
 
 LOADS = st.fixed_dictionaries(
