@@ -446,7 +446,7 @@ def _route_on_shared_cores_s(
         # busy. Each term must grow with the load all the same. So the time of the fetch is compared with that of queue
         # and prompt together, and what later requests lose is priced as if no prefill worker computed.
         done_s = max(fetch_s + shared_cores.passed_s(seconds), shared_cores.passed_s(decode.wait_s + seconds))
-    # Later requests overtake a longer prompt (:func:`pillion.priority.prompt_order`), so that they lose as if it were one
+    # Later requests overtake a longer prompt (:func:`pillion.priority.prompt_order`): they lose as if it were one
     # of them.
     follower_s = decode.model.range_s(0, round(shared_cores.follower_tokens), decode.most)
     return done_s + others_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, min(seconds, follower_s))
