@@ -44,7 +44,7 @@ from pillion.engine.scheduling.in_flight import InFlightSteps
 from pillion.engine.scheduling.queues import SchedulerQueues
 from pillion.engine.scheduling.sequence import Ending, Sequence, SequenceState, SiblingSpec
 from pillion.engine.scheduling.siblings import Siblings
-from pillion.engine.scheduling.step_cost import TokenBudget
+from pillion.engine.scheduling.step_cost import TailRoom, TokenBudget
 from pillion.engine.scheduling.step_feature import MakeStepFeature, StepFeature, overrides
 from pillion.engine.scheduling.step_model import MIN_TAIL_TOKENS, StepModel
 from pillion.engine.scheduling.step_plan import Outcome, SequencePiece, StepPlan, Update
@@ -286,9 +286,10 @@ class Scheduler:
             pieces, took_s = self._with_proposals(proposing, pieces, prompt_tails, now)
         if prompt_tails:
             streams = sum(sequence.decoding for sequence in self.queues.running)
-            left = self.budget.left(pieces, prompt_tails[0].next_start, len(prompt_tails), streams=streams)
-            most = sum(piece.count for piece in pieces) + left
-            tails = list(self._tail_pieces(prompt_tails, left, now))
+            first = prompt_tails[0].next_start
+            room = self.budget.room(pieces, first, len(prompt_tails), streams=streams)
+            most = sum(piece.count for piece in pieces) + room.at(first)
+            tails = list(self._tail_pieces(prompt_tails, room, now))
             pieces += tails
             copies += [piece.sequence.take_copy() for piece in tails if piece.sequence.copy_first]
         # A step's cost is measured without what it took to find proposals.
@@ -420,7 +421,7 @@ class Scheduler:
         """Returns the decodes, lengthened by what features propose, and how many seconds these took."""
         if not features:
             return pieces, 0.0
-        left = self.budget.left(pieces, 0, 0, least_tokens=0)
+        left = self.budget.room(pieces, 0, 0, least_tokens=0).at(0)
         idle = left - sum(tail.left_to_compute for tail in prompt_tails)
         spare, seconds = left - self._owed(prompt_tails), 0.0
         for feature in features:
@@ -454,16 +455,17 @@ class Scheduler:
             if victim is sequence:
                 return False
 
-    def _tail_pieces(self, prompt_tails: Seq[Sequence], left: int, now: float) -> Iterator[SequencePiece]:
-        """Yields pieces of the prompt tails in this order, cut to ``left`` tokens together: short tails are packed, and
-        the last one is split."""
+    def _tail_pieces(self, prompt_tails: Seq[Sequence], room: TailRoom, now: float) -> Iterator[SequencePiece]:
+        """Yields pieces of the prompt tails in this order, cut to what there is ``room`` for: short tails are packed,
+        and the last one is split."""
         rows_left = self._max_scored_rows
         for sequence in prompt_tails:
-            if left == 0:
-                return
             if sequence.state is not SequenceState.RUNNING and not self.queues.free_seqs:
                 continue
             start = sequence.next_start
+            left = room.at(start)
+            if left == 0:
+                return
             wanted = sequence.num_tokens - start
             chooses = sequence.kept and not (sequence.is_prefill or sequence.is_prompt_only)
             if chooses and wanted <= left and self._keeps_back(sequence, now):
@@ -484,7 +486,7 @@ class Scheduler:
                 wanted = cut(sequence, start, wanted)
             piece = self._tail_piece(sequence, min(left, wanted), now)
             rows_left -= piece.scores or bool(piece.pools and sequence.spec.pooled_ids)
-            left -= piece.count
+            room.take(start, piece.count)
             yield piece
 
     def _tail_piece(self, sequence: Sequence, count: int, now: float) -> SequencePiece:

@@ -74,6 +74,33 @@ def features(pieces: Seq[SequencePiece]) -> Float64:
     return found
 
 
+class TailRoom:
+    """Says what is left for prompt tails in a step: at most ``tokens`` tokens together, and as many as take ``left_s``
+    by a cost ``model``, each tail priced where it begins; but ``least_tokens`` at least, however late the step is.
+    Without a model, tokens alone count."""
+
+    def __init__(self, tokens: int, least_tokens: int = 0, left_s: float = 0.0, model: StepModel | None = None) -> None:
+        self.tokens = tokens
+        self._least_tokens = least_tokens
+        self._left_s = left_s
+        self._model = model
+
+    def at(self, start: int) -> int:
+        """Returns how many tokens of a prompt tail that begins at ``start`` fit."""
+        if self._model is None:
+            return self.tokens
+        fitting = self._model.tail_tokens(self._left_s - self._model.piece_s(start), start, self.tokens)
+        return min(self.tokens, max(fitting, self._least_tokens))
+
+    def take(self, start: int, count: int) -> None:
+        """Notes that the step computes ``count`` tokens of a prompt tail that begins at ``start``."""
+        self.tokens -= count
+        self._least_tokens = max(0, self._least_tokens - count)
+        if self._model is not None:
+            middle = start + (count + 1) / 2
+            self._left_s -= self._model.piece_s(start) + count * self._model.tail_token_s(middle)
+
+
 class StepCost:
     """Predicts the seconds of a step. ``fading`` is the weight of a step when the next one of its kind is added.
     ``expected`` is what the device's speed lets expect before any step was measured, None where it is not known."""
@@ -145,11 +172,9 @@ class StepCost:
         fixed_s = model.step_s + piece_s
         return seconds_for_throughput(fixed_s, longest_s) if longest_s > fixed_s > 0 else 0.0
 
-    def tokens_within(self, seconds: float, decodes: Seq[SequencePiece], start: int, most: int) -> int:
-        """Returns the most tokens, 0 to ``most``, of a tail at ``start`` that fit beside ``decodes`` in a step of
-        ``seconds``."""
-        model = self.model
-        return model.tail_tokens(seconds - self.predict(features(decodes)) - model.piece_s(start), start, most)
+    def room(self, seconds: float, decodes: Seq[SequencePiece], tokens: int, least_tokens: int) -> TailRoom:
+        """Returns what is left for prompt tails beside ``decodes`` in a step of ``seconds``."""
+        return TailRoom(tokens, least_tokens, seconds - self.predict(features(decodes)), self.model)
 
 
 def _not_negative(squares: Float64, products: Float64) -> Float64:
@@ -182,9 +207,11 @@ class TokenBudget:
     beside the prompt tail; 0 means that there is no such target. A decode is never held back, and a prompt tail gets
     MIN_TAIL_TOKENS of each step at least, and all of ``max_tokens`` where no stream runs whose tokens it could delay.
     Steps are measured with and without a target, because the planner uses their ``cost`` and the largest size measured.
-    ``expected`` is what steps are expected to cost until then. Where steps shall be ``even``, because the stages of a
-    pipeline wait for the longest of those under way, a prompt's later tokens are fewer in a step than its first ones:
-    as many as take no longer, but at least LEAST_EVEN_SHARE of ``max_tokens``.
+    The target bounds all prompt tails of a step together, each priced where it begins: one that begins late in a long
+    prompt costs more for each token than a short prompt before it. ``expected`` is what steps are expected to cost
+    until then. Where steps shall be ``even``, because the stages of a pipeline wait for the longest of those under way,
+    a prompt's later tokens are fewer in a step than its first ones: as many as take no longer, but at least
+    LEAST_EVEN_SHARE of ``max_tokens``.
     """
 
     def __init__(
@@ -205,7 +232,7 @@ class TokenBudget:
         # For each running step this has its features, when it began, and whether it teaches the fit.
         self._running: deque[tuple[Float64, float, bool]] = deque()
 
-    def left(
+    def room(
         self,
         decodes: Seq[SequencePiece],
         start: int,
@@ -213,8 +240,8 @@ class TokenBudget:
         *,
         streams: int = 0,
         least_tokens: int = MIN_TAIL_TOKENS,
-    ) -> int:
-        """Returns the tokens for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at ``start``.
+    ) -> TailRoom:
+        """Returns what is left for prompt tails beside ``decodes``; the first of ``waiting`` tails begins at ``start``.
 
         Where the tokens are for a draft model, no tail waits. ``streams`` counts those that run, where some have no
         piece in this step, such as one whose mask is late. ``least_tokens`` are granted however late the decodes are.
@@ -225,23 +252,23 @@ class TokenBudget:
         # No target limits a prompt tail while no stream runs, and one in plain steps never limits a draft model, which
         # works for the streams.
         if (waiting and not streams) or not (self.target_s or (self.target_steps and waiting)):
-            return self._even_tokens(start, most) if self.even else most
+            return self._even_room(most) if self.even else TailRoom(most)
         first = max(FIRST_STEP_TOKENS, int(self.max_tokens * FIRST_STEP_SHARE) if self.cost.expects else 0)
-        fitting = max(first, MAX_GROWTH * self.largest_step_tokens) - used
-        if self.cost.steps or self.cost.expects:
-            crowded = waiting > WAITING_PER_DECODE * streams
-            seconds = self.target_s or self._seconds_beside(decodes, start, crowded, most)
-            fitting = min(fitting, self.cost.tokens_within(seconds, decodes, start, most))
-        return min(most, max(fitting, least_tokens))
+        tokens = min(most, max(max(first, MAX_GROWTH * self.largest_step_tokens) - used, least_tokens))
+        if not (self.cost.steps or self.cost.expects):
+            return TailRoom(tokens)
+        crowded = waiting > WAITING_PER_DECODE * streams
+        seconds = self.target_s or self._seconds_beside(decodes, start, crowded, most)
+        return self.cost.room(seconds, decodes, tokens, least_tokens)
 
-    def _even_tokens(self, start: int, most: int) -> int:
-        """Returns how many tokens of a prompt from ``start`` on take as long as ``max_tokens`` at its beginning."""
+    def _even_room(self, most: int) -> TailRoom:
+        """Returns the room of a step that takes as long as one with ``max_tokens`` at the beginning of a prompt."""
         cost = self.cost
         if not (cost.steps or cost.expects):
-            return most
-        seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens)
-        even = -(-cost.tokens_within(seconds, (), start, most) // MIN_TAIL_TOKENS) * MIN_TAIL_TOKENS
-        return min(most, max(even, int(self.max_tokens * LEAST_EVEN_SHARE)))
+            return TailRoom(most)
+        # A prompt's first tokens take just these seconds, whatever is lost by rounding.
+        seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens) * (1 + 1e-6)
+        return cost.room(seconds, (), most, int(self.max_tokens * LEAST_EVEN_SHARE))
 
     def _seconds_beside(self, decodes: Seq[SequencePiece], start: int, crowded: bool, most: int) -> float:
         seconds = self.target_steps * self.cost.predict(features(decodes))

@@ -56,7 +56,7 @@ def run(
     """Steps of these decodes beside an endless prompt tail at ``start``; gives their durations."""
     random, found = np.random.default_rng(7), []
     for now in itertools.islice(itertools.count(), steps):
-        plan = [*pieces, chunk(start, budget.left(pieces, start))]
+        plan = [*pieces, chunk(start, budget.room(pieces, start).at(start))]
         seconds = machine.seconds(plan) * float(1 + noise * random.standard_normal())
         budget.begin(plan, float(now))
         budget.end(now + seconds)
@@ -80,6 +80,32 @@ def test_the_budget_meets_the_target(noise: float) -> None:
     assert np.median(found[10:]) == pytest.approx(0.030, rel=0.1)
 
 
+@pytest.mark.parametrize(("tokens", "start"), [(10, 20_000), (40, 4000), (100, 0), (1, 60_000)])
+def test_the_seconds_of_a_step_hold_all_its_prompt_tails(tokens: int, start: int) -> None:
+    """A short prompt comes first, and the rest goes to one whose tokens cost more where it is."""
+    budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
+    for at in (0, 4000, 60_000):
+        run(budget, machine, decodes(16, 500), at, 40)
+    room = budget.room(decodes(16, 500), 0, 2)
+    assert room.at(0) > tokens
+    room.take(0, tokens)
+    count = room.at(start)
+    seconds = machine.seconds([*decodes(16, 500), chunk(0, tokens), chunk(start, count)])
+    assert 0.027 <= seconds <= 0.033 or count == MIN_TAIL_TOKENS - tokens
+    room.take(start, count)
+    assert room.at(start) == 0
+
+
+def test_late_steps_have_some_tokens_of_tails_in_all() -> None:
+    budget = TokenBudget(256, 0.001)
+    run(budget, SimulatedMachine(), decodes(16, 500), 0, 10)
+    room = budget.room(decodes(16, 500), 0, 3)
+    for count in (1, 5, MIN_TAIL_TOKENS - 6):
+        assert room.at(3000) >= count
+        room.take(3000, count)
+    assert room.at(0) == 0
+
+
 def test_it_reacts_within_a_few_steps() -> None:
     budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     run(budget, machine, decodes(16, 500), 4000, 30)
@@ -100,32 +126,32 @@ def test_it_reacts_within_a_few_steps() -> None:
 def test_a_hiccup_is_not_believed() -> None:
     budget, machine = TokenBudget(2048, 0.030), SimulatedMachine()
     run(budget, machine, decodes(16, 500), 4000, 30)
-    before = budget.left(decodes(16, 500), 4000)
+    before = budget.room(decodes(16, 500), 4000).at(4000)
     plan = [*decodes(16, 500), chunk(4000, before)]
     budget.begin(plan, 0.0)
     budget.end(3.0)
     run(budget, machine, decodes(16, 500), 4000, 8)
-    assert budget.left(decodes(16, 500), 4000) >= 0.7 * before
+    assert budget.room(decodes(16, 500), 4000).at(4000) >= 0.7 * before
 
 
 def test_a_target_that_cannot_be_met_still_serves_prompt_tails() -> None:
     budget = TokenBudget(256, 0.001)
     found = run(budget, SimulatedMachine(), decodes(16, 500), 0, 10)
-    assert budget.left(decodes(16, 500), 0) == MIN_TAIL_TOKENS
+    assert budget.room(decodes(16, 500), 0).at(0) == MIN_TAIL_TOKENS
     assert found[-1] > 0.001
     # The hard limit stands above all: the decodes leave nothing, the prompt tail gets nothing.
-    assert budget.left(decodes(250, 500), 0) == 6
+    assert budget.room(decodes(250, 500), 0).at(0) == 6
 
 
 def test_the_hard_limit_holds() -> None:
     assert run(TokenBudget(64, 10.0), SimulatedMachine(), decodes(16, 500), 0, 10)[-1] < 0.02
-    assert TokenBudget(64, 10.0).left(decodes(16, 500), 0) == 48
+    assert TokenBudget(64, 10.0).room(decodes(16, 500), 0).at(0) == 48
 
 
 def test_without_a_target_the_budget_follows_nothing() -> None:
     budget = TokenBudget(64)
     run(budget, SimulatedMachine(slow=100.0), decodes(16, 500), 0, 5)
-    assert budget.left(decodes(16, 500), 0) == 48
+    assert budget.room(decodes(16, 500), 0).at(0) == 48
 
 
 def test_what_the_planner_is_told_remembers_chunks() -> None:
@@ -158,19 +184,19 @@ def test_borrowed_cores_change_the_budget_and_not_what_the_planner_is_told() -> 
     assert lent.cost.weights_s() == pytest.approx(own.cost.weights_s())
     beside = decodes(4, 500)
     assert lent.cost.predict(features(beside)) == pytest.approx(own.cost.predict(features(beside)) / 2)
-    assert lent.left(beside, 500) > 1.5 * own.left(beside, 500)
+    assert lent.room(beside, 500).at(500) > 1.5 * own.room(beside, 500).at(500)
 
 
 def test_scored_rows_leave_the_fit_alone() -> None:
     """Each scored token has a row of logits, which costs far more than a token of a prompt that is only computed."""
     machine, budget = SimulatedMachine(), TokenBudget(256, 0.05)
     trained(machine, budget, (500,))
-    before = budget.cost.weights_s(), budget.left(decodes(4, 500), 500)
+    before = budget.cost.weights_s(), budget.room(decodes(4, 500), 500).at(500)
     for _ in range(20):
         pieces = [*decodes(4, 500), replace(chunk(0, 100), scores=100)]
         budget.begin(pieces, 0.0)
         budget.end(machine.seconds(pieces) + 100 * 2e-3)
-    assert (budget.cost.weights_s(), budget.left(decodes(4, 500), 500)) == before
+    assert (budget.cost.weights_s(), budget.room(decodes(4, 500), 500).at(500)) == before
 
 
 def test_no_budget_is_guessed() -> None:
@@ -194,7 +220,7 @@ def test_no_budget_is_guessed() -> None:
             step(decodes(int(random.choice([1, 2, 3, 4, 8])), 300))
         beside, start = decodes(int(random.choice([1, 4, 8, 16])), 400), 0
         while start < tokens:
-            count = min(budget.left(beside, start), tokens - start)
+            count = min(budget.room(beside, start).at(start), tokens - start)
             prompt_tails.append(step([*beside, chunk(start, count)]))
             start += count
     assert max(prompt_tails) < 0.120
@@ -250,7 +276,7 @@ def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], stre
     machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (context,))
     plain = decodes(streams, context)
-    count = budget.left(plain, context, streams // 2)
+    count = budget.room(plain, context, streams // 2).at(context)
     limit = AUTO_TARGET_STEPS * budget.cost.predict(features(plain))
     found = budget.cost.predict(features([*plain, chunk(context, count)]))
     assert found <= limit * 1.001 or count == min(MIN_TAIL_TOKENS, 256 - streams) or streams < 2
@@ -270,9 +296,9 @@ def test_auto_gives_up_a_tenth_of_the_throughput_at_most(cost: dict[str, float],
         step, _, sequences, reads, _ = budget.cost.weights_s()
         return 1 - (step + sequences + reads * start) / budget.cost.predict(features([*plain, chunk(start, count)]))
 
-    count = budget.left(plain, start, streams + 1)
+    count = budget.room(plain, start, streams + 1).at(start)
     assert share_of_work(count) >= 0.99 * LEAST_THROUGHPUT * share_of_work(256 - streams)
-    assert count >= budget.left(plain, start, 1)
+    assert count >= budget.room(plain, start, 1).at(start)
 
 
 def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
@@ -280,23 +306,23 @@ def test_no_target_holds_back_a_prompt_where_nobody_decodes() -> None:
     machine = SimulatedMachine()
     for target in ({"target_steps": AUTO_TARGET_STEPS}, {"target_s": 0.010}):
         budget = TokenBudget(256, **target)
-        assert budget.left([], 0, 1) == 256
+        assert budget.room([], 0, 1).at(0) == 256
         trained(machine, budget, (500,))
-        assert budget.left([], 0, 3) == 256
-        assert budget.left(decodes(1, 500), 0, 1) < 248
+        assert budget.room([], 0, 3).at(0) == 256
+        assert budget.room(decodes(1, 500), 0, 1).at(0) < 248
         # The only stream has no piece in this step, and waits for it all the same.
-        assert budget.left([], 0, 1, streams=1) < 248
+        assert budget.room([], 0, 1, streams=1).at(0) < 248
 
 
 @pytest.mark.parametrize("even", [False, True])
 def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) -> None:
     """Without a fit they have equal tokens. The prompt is computed twice: the fit of the first time cuts the second."""
     machine, budget = SimulatedMachine(per_pair=2e-8), TokenBudget(256, even=even)
-    assert budget.left([], 3000) == 256
+    assert budget.room([], 3000).at(3000) == 256
     for _ in range(2):
         start, seconds, counts = 0, [], []
         while start < 6000:
-            counts.append(budget.left([], start))
+            counts.append(budget.room([], start).at(start))
             pieces = [chunk(start, counts[-1])]
             seconds.append(machine.seconds(pieces))
             budget.begin(pieces, start)
@@ -305,7 +331,7 @@ def test_even_steps_take_equally_long_wherever_they_are_in_a_prompt(even: bool) 
     assert counts[0] == 256
     assert (max(seconds) / min(seconds) < 1.15) == even
     # A prompt that is too long for that has steps that are not too short.
-    assert budget.left([], 1_000_000) == (64 if even else 256)
+    assert budget.room([], 1_000_000).at(1_000_000) == (64 if even else 256)
 
 
 def test_whole_prompts_are_not_even() -> None:
@@ -317,8 +343,8 @@ def test_whole_prompts_are_not_even() -> None:
 def test_auto_holds_back_no_draft() -> None:
     machine, budget = SimulatedMachine(), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (500,))
-    assert budget.left(decodes(8, 500), 0, 0, least_tokens=0) == 248
-    assert budget.left(decodes(8, 500), 0, 1) < 248
+    assert budget.room(decodes(8, 500), 0, 0, least_tokens=0).at(0) == 248
+    assert budget.room(decodes(8, 500), 0, 1).at(0) < 248
 
 
 def test_auto_bounds_a_step_beside_a_stream_whose_mask_is_late() -> None:

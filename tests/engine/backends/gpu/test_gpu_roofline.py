@@ -193,9 +193,9 @@ def test_the_first_step_beside_streams_keeps_to_what_is_expected(tmp_path: pathl
     blind = TokenBudget(8192, target_steps=AUTO_TARGET_STEPS)
     knowing = TokenBudget(8192, target_steps=AUTO_TARGET_STEPS, expected=cost)
     beside = decodes(16, 1000)
-    assert blind.left(beside, 0) == 48
-    assert knowing.left(beside, 0) == pytest.approx(1.5 * cost.plain_s(16, 16_000) / cost.token_s, rel=0.1)
+    assert blind.room(beside, 0).at(0) == 48
+    assert knowing.room(beside, 0).at(0) == pytest.approx(1.5 * cost.plain_s(16, 16_000) / cost.token_s, rel=0.1)
     # Where the target allows it, an eighth of the budget.
     generous = TokenBudget(8192, target_s=10.0, expected=cost)
-    assert generous.left(beside, 0) == 1024 - 16
-    assert generous.left([], 0) == 8192
+    assert generous.room(beside, 0).at(0) == 1024 - 16
+    assert generous.room([], 0).at(0) == 8192
