@@ -63,7 +63,8 @@ class BoxedProcess:
     """Runs jobs in a process of its own.
 
     Args:
-    handler: a file with a function ``opened(setup)``, which returns a function that makes a job's answer of the job.
+        handler: a file with a function ``opened(setup)``, which returns a function that makes a job's answer of the
+            job.
         setup: the argument of that function.
     """
 

@@ -59,7 +59,7 @@ class CoreLendingTable:
         the system gives none.
 
         Args:
-        owners: for each core the first core of its owner. A core that nobody owns is its own first core.
+            owners: for each core the first core of its owner. A core that nobody owns is its own first core.
             processors: the processor's number of each core, or () where the system places the threads.
         """
         descriptor = os.memfd_create("pillion-cores")

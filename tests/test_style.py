@@ -122,6 +122,16 @@ def test_messages_stop_at_the_wire() -> None:
     assert wrong == [], "use pillion.wire"
 
 
+def test_what_a_docstring_lists_is_indented() -> None:
+    """What follows "Args:" and the like at the same depth is no part of the list."""
+    listed = re.compile(r"^( *)(?:Args|Attributes|Raises):\n(?:\1 +\S.*\n)*\1(?=[a-zA-Z])", re.MULTILINE)
+    found = []
+    for name, path in sources(*CHECKED).items():
+        text = path.read_text()
+        found += [f"{name}:{text.count(chr(10), 0, match.end()) + 1}" for match in listed.finditer(text)]
+    assert found == []
+
+
 def test_nothing_forbidden() -> None:
     texts = {name: path.read_text() for name, path in sources(*CHECKED).items() if name != "tests/test_style.py"}
     wrong = [

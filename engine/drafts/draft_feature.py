@@ -40,7 +40,7 @@ class Guesses(StepFeature):
 
     Args:
         control: decides how many tokens are guessed for each stream.
-    make_drafter: makes the drafter that guesses them, over the scheduler's blocks.
+        make_drafter: makes the drafter that guesses them, over the scheduler's blocks.
     """
 
     use = "speculative"

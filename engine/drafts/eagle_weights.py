@@ -39,8 +39,8 @@ class EagleWeights:
         embedding: [vocab, hidden], the head's own or the model's.
         fuse: the linear layer that makes one state of the states of all layers which the head reads.
         state_norm: the norm of a state before the head's layer.
-    target_ids: [draft vocab] int64, the model's id of each token that the head can guess; None where the two ids are
-    always the same.
+        target_ids: [draft vocab] int64, the model's id of each token that the head can guess; None where the two ids
+            are always the same.
     """
 
     embedding: torch.Tensor

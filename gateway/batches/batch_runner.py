@@ -94,7 +94,7 @@ class BatchRunner:
     """Runs batches until ``stop``.
 
     Args:
-    serve: serves a line of a batch.
+        serve: serves a line of a batch.
         tenant_named: returns the tenant of a name, None where the keys do not have it any more.
         max_lines: the most lines that run or wait in the gateway at once.
     """

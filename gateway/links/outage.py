@@ -27,8 +27,8 @@ class OutageWaiters(Generic[T]):
     """Holds the lines of all models. Admission bounds how many requests wait.
 
     Args:
-    refresh: asks the registry; it does not raise where the registry does not answer. look: returns how a model is
-    served now, and whether all components that it needs are there. Raises Unavailable.
+        refresh: asks the registry; it does not raise where the registry does not answer.
+        look: returns how a model is served now, and whether all components that it needs are there. Raises Unavailable.
         patience_s: returns how long a request waits for a model as of now.
     """
 

@@ -44,7 +44,7 @@ class TypicalWorker:
     """Describes what one more worker of a kind is taken to be.
 
     Attributes:
-    model: the median of the kind's fitted step models.
+        model: the median of the kind's fitted step models.
         step_tokens: tokens of a prompt that a step takes.
         slots: streams that run at once; 0: not known.
         pool_tokens: tokens of KV that each decode worker has room for; 0: not known.

@@ -47,7 +47,7 @@ class MappedDevice(Protocol):
     """Represents memory of a device that this process has mapped.
 
     Attributes:
-    divided: whether each block lies in several pieces.
+        divided: whether each block lies in several pieces.
     """
 
     divided: bool

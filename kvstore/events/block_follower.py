@@ -39,7 +39,7 @@ class BlockFollower:
         mirror: what is known of the pool; it may be read between two messages.
         current: whether the stream is open, and the mirror whole.
         resumed: number of streams that went on where the one before had ended.
-    snapshots: number of snapshots that were received whole.
+        snapshots: number of snapshots that were received whole.
         misfits: number of messages that did not fit the mirror, each of which is a defect.
     """
 

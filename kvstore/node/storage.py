@@ -39,7 +39,7 @@ class Storage:
         buffers: makes the tier of host memory for blocks of a size, where there is one. Raises ConfigError.
         announce: updates the index.
         exchange: what this node has to do with others.
-    near, far: the media of lower tiers, this machine's and a shared one, which the node opened when it started.
+        near, far: the media of lower tiers, this machine's and a shared one, which the node opened when it started.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class NodePrefixPins(PoolPins):
 
     Args:
         ledger: made with a :class:`PrefixPinTable`.
-    records: where the pins are written for the node's next life; None where they are not written.
+        records: where the pins are written for the node's next life; None where they are not written.
     """
 
     def __init__(self, ledger: Ledger, records: PrefixPinRecords | None = None) -> None:

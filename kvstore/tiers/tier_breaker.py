@@ -18,7 +18,7 @@ class TierBreaker:
     """Holds the state of one medium. Times are in seconds of one clock.
 
     Attributes:
-    paused: whether nothing except probes may be sent to the medium.
+        paused: whether nothing except probes may be sent to the medium.
         since_s: when the medium was paused.
         probe_at_s: when the next probe is due.
     """

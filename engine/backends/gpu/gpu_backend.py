@@ -71,7 +71,7 @@ class GpuLimits:
 
     Attributes:
         max_samples: most sampled rows of a step; 0 for a worker that never samples. Larger steps run without a graph.
-    max_scored: most further rows, whose logits score the tokens of prompts.
+        max_scored: most further rows, whose logits score the tokens of prompts.
         max_model_len: most tokens of one sequence.
         num_speculative_tokens: most draft tokens of a decode.
     """
