@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from pillion._version import PROTOCOL
 from pillion.config import parse_split_policy
-from pillion.gateway.planning.plan_cost import FetchCost, unmeasured
+from pillion.gateway.planning.plan_cost import UNKNOWN_LENGTHS, FetchCost, PromptLengths, unmeasured
 from pillion.types import WORKERS
 from pillion.wire.registry import FOREIGN, ComponentRecord
 
@@ -40,7 +40,7 @@ class ClusterView:
 
     Attributes:
         grace_s: how long a record that vanished stays.
-    fenced: workers that the registry names as fenced. A worker that has come back is still named for a moment.
+        fenced: workers that the registry names as fenced. A worker that has come back is still named for a moment.
         version: grows with every answer of the registry.
         places: grows when a component comes, goes or moves.
     """
@@ -273,8 +273,8 @@ def choose_by_hits(
     nothing where no decode worker can serve the request.
 
     Args:
-    choose: returns the workers of a role that can serve the request, those on the given nodes before others
-    (:func:`choose_workers`).
+        choose: returns the workers of a role that can serve the request, those on the given nodes before others
+        (:func:`choose_workers`).
         hits: blocks of the prompt on each node, by node id.
         spread: any number that differs from request to request.
     """
@@ -342,7 +342,7 @@ class ClusterSnapshot:
         bucket_block_s: seconds that a block takes to come from a bucket; 0.0 if that was never measured.
         demand_per_s: about how many requests a second come to all gateways, and how many of them use prefill workers
             (see Demand in plan_cost).
-        demand_tokens: prompt tokens of these requests on the average, without cached ones; 0.0: unknown.
+        decode_lengths, prefill_lengths: how many tokens of such requests' prompts each kind of worker computes.
         sticky_choice: what the last request of this size did (see StickyChoices in split_decision).
         index_available: whether the index could be asked for ``hits``.
         avoid: components that failed this request before; used only where there is no other.
@@ -375,7 +375,8 @@ class ClusterSnapshot:
     bucket_block_s: float = 0.0
     sticky_choice: str = ""
     demand_per_s: tuple[float, float] = (0.0, 0.0)
-    demand_tokens: float = 0.0
+    decode_lengths: PromptLengths = UNKNOWN_LENGTHS
+    prefill_lengths: PromptLengths = UNKNOWN_LENGTHS
     index_available: bool = True
     avoid: frozenset[str] = frozenset()
     spread: int = 0

@@ -7,6 +7,10 @@ A worker's model is linear in what a step does (:mod:`pillion.engine.scheduling.
 few formulas and without a search, because a gateway weighs dozens of routes for each request. Every price grows with a
 worker's load, so that a busier worker never looks cheaper.
 
+Workers compute short prompts before long ones (:func:`pillion.priority.prompt_order`), and prices follow it: a request
+waits for the part of a queue that goes first, and costs later requests what this order costs
+(:class:`PromptLengths`).
+
 Workers that share a core lending table (:mod:`pillion.core_lending_table`) have one budget of compute. A decode worker
 there has all cores that nobody else uses, and what a prefill worker computes takes cores from it
 (:class:`CoreBudget`).
@@ -16,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -62,12 +67,95 @@ ASSUMED_POSITION = 512
 # Until a worker reports how many tokens and streams its steps hold, they are assumed to hold at most this many.
 ASSUMED_STEP_TOKENS = 256
 ASSUMED_SLOTS = 64
+# Lengths that differ by less than a factor of 2 ** (1 / STEPS_PER_DOUBLING) may count as one.
+STEPS_PER_DOUBLING = 2
+# A length that was seen less than this often, after fading, is forgotten.
+LEAST_SEEN = 1e-3
 
 
 def queued_token_s(model: StepModel, step_tokens: float, step_s: float) -> float:
     """Returns the seconds that each queued token takes, where a step computes ``step_tokens`` queued tokens and would
     cost ``step_s`` without them."""
     return model.tail_token_s(ASSUMED_POSITION) + (step_s + model.piece_s(ASSUMED_POSITION)) / step_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLengths:
+    """Holds how long prompts are, counted in the tokens that have to be computed for them.
+
+    Attributes:
+        groups: pairs of the mean length of a group of like prompts and the share of all prompts that are in it, the
+            shortest first; empty where nothing is known.
+    """
+
+    groups: tuple[tuple[float, float], ...] = ()
+
+    @classmethod
+    def of(cls, *lengths: float) -> PromptLengths:
+        """Describes prompts of these lengths, each as frequent as the others."""
+        return cls(tuple((length, 1 / len(lengths)) for length in sorted(lengths)))
+
+    @property
+    def mean_tokens(self) -> float:
+        """Gives the mean length of a prompt; 0.0 where nothing is known."""
+        return sum(length * share for length, share in self.groups)
+
+    @property
+    def typical_tokens(self) -> float:
+        """Gives the length of the prompt that a worker is busy with, on the average: the mean, where each prompt
+        weighs as much as it is long. It is 0.0 where nothing is known."""
+        every = self.mean_tokens
+        return sum(length * length * share for length, share in self.groups) / every if every else 0.0
+
+    def follower_share(self, tokens: int) -> float:
+        """Returns the share of the seconds of a prompt of ``tokens`` tokens, 0 to 1, that it costs to have it served
+        beside a request that comes after it: one that is not shorter waits for it, and for one that is shorter it waits
+        itself. It is 1.0 where nothing is known."""
+        if not self.groups or tokens <= 0:
+            return 1.0
+        return sum(share * min(1.0, length / tokens) for length, share in self.groups)
+
+
+UNKNOWN_LENGTHS = PromptLengths()
+
+
+class Queue(NamedTuple):
+    """Describes what a request finds on a worker.
+
+    Attributes:
+        prompts_s: how many seconds pass until the prompts that came earlier are computed.
+        prompts: how many there are; 0 where that is not known.
+        token_s: how many seconds each queued token takes.
+        step_s: how many seconds pass at least before a prompt is begun, as long as there is another one.
+        typical_tokens: how many tokens of a prompt are typically computed there; 0.0 where that is not known.
+        held_s: how many seconds longer the request waits for something other than prompts.
+    """
+
+    prompts_s: float
+    prompts: float
+    token_s: float
+    step_s: float
+    typical_tokens: float
+    held_s: float = 0.0
+
+    @property
+    def wait_s(self) -> float:
+        """Gives the seconds until everything that came earlier is done."""
+        return self.held_s + self.prompts_s
+
+    def own_wait_s(self, tokens: int, whole: int) -> float:
+        """Returns how many seconds it costs to have ``tokens`` tokens of a prompt computed there, of which ``whole``
+        tokens have to be computed in all.
+
+        It waits for all prompts if they are not longer than it on the average. If they are, it overtakes them
+        (:func:`pillion.priority.prompt_order`), and each of them waits for it. What a longer prompt waits counts less,
+        in proportion to its length: so long waits are judged, and so workers bound them.
+        """
+        if self.prompts_s <= 0 or not self.prompts:
+            return self.wait_s
+        shorter = whole / self.typical_tokens if whole < self.typical_tokens else 1.0
+        passing_s = self.prompts * tokens * shorter * self.token_s
+        return self.held_s + min(self.prompts_s, max(self.step_s, passing_s))
 
 
 def _queue_wait_s(component: ComponentRecord, sent_tokens: int, token_s: float) -> float:
@@ -134,8 +222,8 @@ class PrefillSide(NamedTuple):
 
     Attributes:
         step_tokens: how many tokens each of its steps computes: a chunk, or a part of one.
-        wait_s: how many seconds pass until it has computed its present queue.
-        token_s: roughly how many seconds it takes for each further token.
+        queue: what the request finds there.
+        lengths: how long the prefill ranges of other requests are.
         extra_s: how many seconds longer a prefill range takes because the worker is on another node than the decode
             worker.
         followers_per_s: requests a second that come to it, and would wait until the present one is done.
@@ -144,22 +232,36 @@ class PrefillSide(NamedTuple):
     component: ComponentRecord
     model: StepModel
     step_tokens: int
-    wait_s: float
-    token_s: float
+    queue: Queue
+    lengths: PromptLengths
     extra_s: float = 0.0
     followers_per_s: float = 0.0
 
     @classmethod
     def of(
-        cls, component: ComponentRecord, model: StepModel, chunk_tokens: int, sent_tokens: int, followers_per_s: float
+        cls,
+        component: ComponentRecord,
+        model: StepModel,
+        chunk_tokens: int,
+        sent_tokens: int,
+        lengths: PromptLengths,
+        followers_per_s: float,
     ) -> PrefillSide:
         """Describes a prefill worker. ``sent_tokens`` counts the prompt tokens that gateways have sent there and that
         are not computed yet (ClusterSnapshot)."""
         most = component.max_step_tokens
         step_tokens = most if 0 < most < chunk_tokens else chunk_tokens
         token_s = queued_token_s(model, step_tokens, model.step_s)
-        wait_s = _queue_wait_s(component, sent_tokens, token_s)
-        return cls(component, model, step_tokens, wait_s, token_s, 0.0, followers_per_s)
+        queued_s = _queue_wait_s(component, sent_tokens, token_s)
+        prompts = component.running_requests + component.waiting_requests
+        unreported = max(0, sent_tokens - component.queued_tokens) / (lengths.mean_tokens or chunk_tokens)
+        # A short range waits for half of the step under way, and its own step has tokens of a longer one as well.
+        queue = Queue(queued_s, prompts + unreported, token_s, 1.5 * token_s * step_tokens, lengths.typical_tokens)
+        return cls(component, model, step_tokens, queue, lengths, followers_per_s=followers_per_s)
+
+    def held(self, seconds: float) -> PrefillSide:
+        """Returns this worker where the request has to wait some seconds for something other than prompts, too."""
+        return self._replace(queue=self.queue._replace(held_s=self.queue.held_s + seconds))
 
     def range_s(self, start: int, end: int) -> float:
         """Returns the seconds that a prefill range of the tokens start .. end takes, from the beginning of its first
@@ -182,8 +284,8 @@ class CoreBudget(NamedTuple):
         busy_s: how many seconds the prefill workers need for the prompts that they have now.
         beside: how many times as long the decode worker's work takes while one prefill worker computes.
         range_factor: how many times as long a prefill worker needs for a prefill range as the decode worker would
-            alone.
-        follower_tokens: how many prompt tokens a later request has on the average.
+            alone, as things are.
+        busy_factor: the same number while the decode worker has something to do, too.
     """
 
     speed: float
@@ -191,7 +293,7 @@ class CoreBudget(NamedTuple):
     busy_s: float
     beside: float
     range_factor: float
-    follower_tokens: float
+    busy_factor: float
 
     @classmethod
     def of(
@@ -199,7 +301,6 @@ class CoreBudget(NamedTuple):
         component: ComponentRecord,
         mates: Sequence[ComponentRecord],
         sent_tokens: Mapping[str, int],
-        follower_tokens: float,
     ) -> CoreBudget:
         """Describes the cores that a decode worker shares. ``mates`` are all workers of its core lending table;
         ``sent_tokens`` counts the prompt tokens that gateways have sent to each component and that are not computed
@@ -238,12 +339,28 @@ class CoreBudget(NamedTuple):
         # A prefill range is computed on the prefill worker's own cores and on its part of the cores of workers that
         # have nothing to do, this decode worker included unless it has streams or prompts. If the decode worker
         # computed the range, it would have speed * own_share of the host's cores.
-        lent_share = max(0.0, idle_share - prefill_share) + (0.0 if has_work else own_share)
-        range_share = prefill_share + lent_share / (decodes + prefills)
+        busy_share = prefill_share + max(0.0, idle_share - prefill_share) / (decodes + prefills)
+        range_share = busy_share + (0.0 if has_work else own_share) / (decodes + prefills)
         range_factor = speed * own_share / range_share if prefill_share else 1.0
+        busy_factor = speed * own_share / busy_share if prefill_share else 1.0
         # While a prefill worker computes, decode workers cannot borrow its cores, but they always keep their own.
         speed_beside = max(1.0, speed - prefill_share / (decodes * own_share))
-        return cls(speed, speed / speed_now, busy_s, speed / speed_beside, range_factor, follower_tokens)
+        return cls(speed, speed / speed_now, busy_s, speed / speed_beside, range_factor, busy_factor)
+
+    def range_s(self, seconds: float, per_s: float) -> float:
+        """Returns the seconds that a prefill worker needs for a range for which the decode worker would need
+        ``seconds``. As soon as another request comes, ``per_s`` a second, the decode worker needs its own cores."""
+        undisturbed_s = self.range_factor * seconds
+        disturbed = 1 - math.exp(-per_s * undisturbed_s)
+        return undisturbed_s + disturbed * (self.busy_factor - self.range_factor) * seconds
+
+    def late_s(self, range_s: float, decode: DecodeSide) -> float:
+        """Returns how many seconds late a stream's tokens are together because its worker's steps take longer for
+        ``range_s`` seconds. As long as prompts wait there, steps last as long as they may without that."""
+        queue_s = min(range_s, decode.queue.prompts_s * self.beside)
+        plain_s = decode.base_s * self.beside
+        late = 1 - decode.limit_s / plain_s if plain_s > decode.limit_s else 0.0
+        return queue_s * (1 - 1 / self.beside) + (range_s - queue_s) * late
 
     def passed_s(self, seconds: float) -> float:
         """Returns the seconds that the decode worker needs now for work that would take ``seconds`` if prefill workers
@@ -265,8 +382,8 @@ class DecodeSide(NamedTuple):
         base_s: how many seconds a step takes that only decodes the streams.
         room: how many tokens of a prompt tail a step computes beside the streams' decodes.
         most: how many tokens a step may compute in all.
-        wait_s: how many seconds pass until the prompt tails that came earlier are computed and the worker has room for
-            one more stream.
+        queue: what the request finds there, until the worker has room for one more stream.
+        lengths: how long the prompt tails of other requests are.
         limit_s: the inter-token latency that its streams should have.
         followers_per_s: requests a second that come to it, and would wait until the present one is done.
         shared_cores: how it shares cores with the prefill workers of its host; None where workers do not share cores.
@@ -280,8 +397,9 @@ class DecodeSide(NamedTuple):
     base_s: float
     room: float
     most: int
-    wait_s: float
+    queue: Queue
     limit_s: float
+    lengths: PromptLengths
     followers_per_s: float = 0.0
     shared_cores: CoreBudget | None = None
 
@@ -293,6 +411,7 @@ class DecodeSide(NamedTuple):
         end: int,
         sent_streams: int,
         sent_tokens: int,
+        lengths: PromptLengths,
         followers_per_s: float = 0.0,
         shared_cores: CoreBudget | None = None,
     ) -> DecodeSide:
@@ -301,7 +420,7 @@ class DecodeSide(NamedTuple):
         if shared_cores is not None:
             model = model.at_speed(shared_cores.speed)
         streams, context = component.decoding_requests, component.context_tokens
-        present = component.running_requests + component.waiting_requests
+        present = reported = component.running_requests + component.waiting_requests
         waiting = max(0, present - streams)
         if sent_streams > present:
             streams += sent_streams - present
@@ -334,14 +453,30 @@ class DecodeSide(NamedTuple):
         queued_s = queued_token_s(model, room, base_s)
         if crowd:
             queued_s += crowd * (queued_token_s(model, crowded_room, base_s) - queued_s)
-        wait_s = _queue_wait_s(component, sent_tokens, queued_s)
-        slots = component.running_requests + component.free_seqs or ASSUMED_SLOTS
+        slots, held_s = component.running_requests + component.free_seqs or ASSUMED_SLOTS, 0.0
         if present >= slots:
-            wait_s += (present + 1 - slots) * base_s * ASSUMED_ANSWER_TOKENS / slots
-        limit_s = target_s or DEFAULT_TARGET_S
+            held_s = (present + 1 - slots) * base_s * ASSUMED_ANSWER_TOKENS / slots
+        wait_s, unreported = _queue_wait_s(component, sent_tokens, queued_s), present - reported
+        queue = Queue(wait_s, waiting + unreported, queued_s, base_s / 2, lengths.typical_tokens, held_s)
         return cls(
-            component, model, end, streams, waiting, base_s, room, most, wait_s, limit_s, followers_per_s, shared_cores
+            component,
+            model,
+            end,
+            streams,
+            waiting,
+            base_s,
+            room,
+            most,
+            queue=queue,
+            limit_s=target_s or DEFAULT_TARGET_S,
+            lengths=lengths,
+            followers_per_s=followers_per_s,
+            shared_cores=shared_cores,
         )
+
+    def held(self, seconds: float) -> DecodeSide:
+        """Returns this worker where the request has to wait some seconds for something other than prompts, too."""
+        return self._replace(queue=self.queue._replace(held_s=self.queue.held_s + seconds))
 
     def tail_s(self, start: int) -> tuple[float, float]:
         """Returns two numbers of seconds: how long the prompt's tokens from ``start`` on take, once begun, until the
@@ -380,11 +515,13 @@ class DecodeSide(NamedTuple):
         return steps * (self.base_s + sequence_s) + tokens * (token_s + pair_s * middle) + reads * read_s
 
 
-def _followers_lose_s(per_s: float, wait_s: float, work_s: float) -> float:
-    """Returns how many seconds longer the requests that come to a worker have to wait, all together, because a request
-    with ``work_s`` seconds of work was queued before them: ``per_s`` come each second until the queue of ``wait_s``
-    seconds and this work are done."""
-    return per_s * work_s * (max(0.0, wait_s) + work_s / 2)
+def _followers_lose_s(per_s: float, wait_s: float, work_s: float, lengths: PromptLengths, tokens: int) -> float:
+    """Returns how many seconds longer all waits are together because a request with ``work_s`` seconds of work, of
+    ``tokens`` prompt tokens, is served beside those that come after it: ``per_s`` come each second until its wait of
+    ``wait_s`` seconds and its work are done. Where the order is that of arrival, each of them waits for what is left of
+    the work; but one with a shorter prompt overtakes it."""
+    lost_s = work_s * lengths.follower_share(tokens)
+    return per_s * lost_s * (max(0.0, wait_s) + work_s - lost_s / 2)
 
 
 def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split: int, fetch_s: float) -> float:
@@ -393,18 +530,20 @@ def route_s(prefill: PrefillSide | None, decode: DecodeSide, cached: int, split:
 
     Args:
         prefill: the worker that computes the prompt's tokens cached .. split; None where both are equal.
-    fetch_s: how long blocks are fetched before anything is computed.
+        fetch_s: how long blocks are fetched before anything is computed.
     """
     if decode.shared_cores is not None:
         return _route_on_shared_cores_s(decode.shared_cores, prefill, decode, cached, split, fetch_s)
     begun_s, others_s = fetch_s, 0.0
     if split > cached and prefill is not None:
         range_s = prefill.range_s(cached, split)
-        begun_s = max(fetch_s, prefill.wait_s) + range_s
-        others_s = _followers_lose_s(prefill.followers_per_s, prefill.wait_s, range_s)
+        prefill_wait_s = prefill.queue.own_wait_s(split - cached, decode.end - cached)
+        begun_s = max(fetch_s, prefill_wait_s) + range_s
+        others_s = _followers_lose_s(prefill.followers_per_s, prefill_wait_s, range_s, prefill.lengths, split - cached)
     seconds, lost_s = decode.tail_s(split)
-    others_s += lost_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, seconds)
-    return (begun_s if begun_s > decode.wait_s else decode.wait_s) + seconds + others_s
+    wait_s = decode.queue.own_wait_s(decode.end - split, decode.end - cached)
+    others_s += lost_s + _followers_lose_s(decode.followers_per_s, wait_s, seconds, decode.lengths, decode.end - split)
+    return (begun_s if begun_s > wait_s else wait_s) + seconds + others_s
 
 
 def _route_on_shared_cores_s(
@@ -416,45 +555,79 @@ def _route_on_shared_cores_s(
     ends later by at most the time that it would take to compute those tokens itself.
     """
     seconds, lost_s = decode.tail_s(split)
-    wait_s, begun_s, others_s = shared_cores.passed_s(decode.wait_s), fetch_s, lost_s
+    own_wait_s = decode.queue.own_wait_s(decode.end - split, decode.end - cached)
+    wait_s, begun_s, others_s, followed_from = shared_cores.passed_s(own_wait_s), fetch_s, lost_s, split
     if split > cached and prefill is not None:
         there = prefill.component
         range_s = prefill.range_s(cached, split)
+        prefill_wait_s = prefill.queue.own_wait_s(split - cached, decode.end - cached)
         if (there.node_id, there.core_lending_table) == (decode.component.node_id, decode.component.core_lending_table):
             # On the same cores, prefill and decode workers compute equally fast, and their fitted cost models differ
             # only by errors of measurement. So the decode worker's model is used for both.
-            same_s = shared_cores.range_factor * decode.model.range_s(cached, split, prefill.step_tokens)
+            undisturbed_s = decode.model.range_s(cached, split, prefill.step_tokens)
+            same_s = shared_cores.range_s(undisturbed_s, decode.followers_per_s)
             range_s += same_s - prefill.model.range_s(cached, split, prefill.step_tokens)
             alone_s, longer = decode.part_s(cached, split), shared_cores.beside - 1
-            queue_s = min(alone_s, decode.wait_s * longer)
             # The size of a prompt tail is chosen so that steps keep the streams' latency, but nothing bounds the steps
             # that a prefill worker slows down.
-            others_s += queue_s * (decode.streams + decode.waiting)
-            if decode.streams and decode.base_s:
-                others_s += (
-                    decode.streams * range_s * max(0.0, 1 - decode.limit_s / (decode.base_s * shared_cores.beside))
-                )
-            follower_s = min(1.0, longer * shared_cores.follower_tokens / (split - cached)) * alone_s
-            others_s += decode.followers_per_s * range_s * follower_s
-            wait_s += queue_s
+            others_s += min(alone_s, decode.queue.wait_s * longer) * (decode.streams + decode.waiting)
+            others_s += decode.streams * shared_cores.late_s(range_s, decode)
+            # What later requests lose is the same wherever these cores compute the prompt.
+            followed_from = cached
+            wait_s += min(alone_s, own_wait_s * longer)
         else:
-            others_s += _followers_lose_s(prefill.followers_per_s, prefill.wait_s, range_s)
-        begun_s = max(fetch_s, prefill.wait_s) + range_s
+            others_s += _followers_lose_s(
+                prefill.followers_per_s, prefill_wait_s, range_s, prefill.lengths, split - cached
+            )
+        begun_s = max(fetch_s, prefill_wait_s) + range_s
         done_s = max(begun_s, wait_s) + seconds
     else:
         # The longer the decode worker's queue, the less of this prompt is computed while prefill workers are still
         # busy. Each term must grow with the load all the same. So the time of the fetch is compared with that of queue
         # and prompt together, and what later requests lose is priced as if no prefill worker computed.
-        done_s = max(fetch_s + shared_cores.passed_s(seconds), shared_cores.passed_s(decode.wait_s + seconds))
-    # Later requests overtake a longer prompt (:func:`pillion.priority.prompt_order`): they lose as if it were one
-    # of them.
-    follower_s = decode.model.range_s(0, round(shared_cores.follower_tokens), decode.most)
-    return done_s + others_s + _followers_lose_s(decode.followers_per_s, decode.wait_s, min(seconds, follower_s))
+        done_s = max(fetch_s + shared_cores.passed_s(seconds), shared_cores.passed_s(own_wait_s + seconds))
+    followed_s, followed = decode.tail_s(followed_from)[0], decode.end - followed_from
+    followed_wait_s = decode.queue.own_wait_s(followed, decode.end - cached)
+    others_s += _followers_lose_s(decode.followers_per_s, followed_wait_s, followed_s, decode.lengths, followed)
+    return done_s + others_s
+
+
+class RecentLengths:
+    """Measures how long prompts are, each weighted by ``left`` to the power of how often it faded."""
+
+    def __init__(self) -> None:
+        # For each group of like lengths this has how many prompts were seen, and how many tokens they have.
+        self._groups: dict[int, tuple[float, float]] = {}
+
+    def note(self, tokens: int) -> None:
+        """Notes a prompt of which ``tokens`` tokens have to be computed; one without any is none."""
+        if tokens > 0:
+            group = int(STEPS_PER_DOUBLING * math.log2(tokens))
+            count, seen_tokens = self._groups.get(group, (0.0, 0.0))
+            self._groups[group] = count + 1.0, seen_tokens + tokens
+
+    def fade(self, left: float) -> None:
+        """Leaves each prompt that was seen the share ``left`` of its weight."""
+        self._groups = {
+            group: (count * left, tokens * left)
+            for group, (count, tokens) in self._groups.items()
+            if count * left >= LEAST_SEEN
+        }
+
+    def now(self) -> PromptLengths:
+        """Returns how long the prompts of late are."""
+        every = sum(count for count, _ in self._groups.values())
+        groups = sorted(self._groups.items())
+        return PromptLengths(tuple((tokens / count, count / every) for _, (count, tokens) in groups))
 
 
 class Demand:
     """Measures, as decaying means, how many requests a second a gateway plans, how many of them use prefill workers,
-    and how many prompt tokens they have to compute."""
+    and how many prompt tokens each kind of worker has to compute for them.
+
+    Attributes:
+        decode_lengths, prefill_lengths: tokens of a prompt that decode workers compute, and that prefill workers do.
+    """
 
     FADING_S = 20.0
 
@@ -462,21 +635,16 @@ class Demand:
         self._seen_s = 0.0
         self._all_per_s = 0.0
         self._shared_per_s = 0.0
-        self._tokens_per_s = 0.0
+        self.decode_lengths, self.prefill_lengths = RecentLengths(), RecentLengths()
 
-    def note(self, now: float, shared: bool, tokens: int) -> None:
-        """Notes one more request, of whose prompt ``tokens`` tokens have to be computed; ``shared`` says whether it
-        uses a prefill worker."""
+    def note(self, now: float, prefill_tokens: int, decode_tokens: int) -> None:
+        """Notes one more request, and of how many tokens of its prompt a prefill worker and a decode worker compute the
+        KV."""
         self._fade(now)
         self._all_per_s += 1 / self.FADING_S
-        self._shared_per_s += shared / self.FADING_S
-        self._tokens_per_s += tokens / self.FADING_S
-
-    @property
-    def mean_tokens(self) -> float:
-        """Gives the mean number of prompt tokens that have to be computed for a request; 0.0 before any request
-        came."""
-        return self._tokens_per_s / self._all_per_s if self._all_per_s else 0.0
+        self._shared_per_s += (prefill_tokens > 0) / self.FADING_S
+        self.prefill_lengths.note(prefill_tokens)
+        self.decode_lengths.note(decode_tokens)
 
     def per_s(self, now: float) -> tuple[float, float]:
         """Returns how many requests come a second, and how many a second use prefill workers."""
@@ -486,7 +654,8 @@ class Demand:
     def _fade(self, now: float) -> None:
         left = math.exp(min(0.0, self._seen_s - now) / self.FADING_S)
         self._all_per_s, self._shared_per_s, self._seen_s = self._all_per_s * left, self._shared_per_s * left, now
-        self._tokens_per_s *= left
+        self.decode_lengths.fade(left)
+        self.prefill_lengths.fade(left)
 
 
 class FetchCost(NamedTuple):

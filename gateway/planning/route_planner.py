@@ -75,20 +75,21 @@ class RoutePlanner:
         """Plans one attempt of a request.
 
         Args:
-        seen: the snapshot; the planner fills in what it remembers.
+            seen: the snapshot; the planner fills in what it remembers.
             now: the time in seconds, always of the same clock.
             gateways: number of gateways; each is assumed to get as many requests as this one.
             first: whether it is the request's first attempt; further ones are no new demand.
             background: whether no client waits for it.
 
         Raises:
-        Unavailable: there is nothing that could serve the request.
+            Unavailable: there is nothing that could serve the request.
         """
         unknown = seen.prompt_tokens - seen.block_size * max(seen.hits.values(), default=0)
         every, shared = self.demand.per_s(now)
         seen.fetch_costs = functools.partial(self.fetch_paces.cost, now=now)
         seen.fetch_block_s, seen.bucket_block_s = self.fetch_paces.anywhere.block_s(now), self.bucket_pace.block_s(now)
-        seen.demand_per_s, seen.demand_tokens = (gateways * every, gateways * shared), self.demand.mean_tokens
+        seen.demand_per_s = gateways * every, gateways * shared
+        seen.decode_lengths, seen.prefill_lengths = self.demand.decode_lengths.now(), self.demand.prefill_lengths.now()
         seen.sticky_choice = self._sticky_choices.of(seen.model, unknown)
         if seen.adapter:
             seen.own_adapters = self.sent_adapters.workers(seen.adapter, now)
@@ -100,9 +101,9 @@ class RoutePlanner:
             self.sent_adapters.note(seen.adapter, workers, now)
         if first:
             whole = decided.on_prefill_worker
-            self.demand.note(now, whole or bool(decided.chunks), decided.prompt_tokens - decided.cached_tokens)
+            split = decided.prompt_tokens if whole else decided.split_tokens
+            self.demand.note(now, split - decided.cached_tokens, decided.prompt_tokens - split)
             if not background:
-                split = decided.prompt_tokens if whole else decided.split_tokens
                 prompt = PlannedPrompt(decided.cached_tokens, split, decided.prompt_tokens)
                 self.forecaster.planned(seen.model, prompt)
         # A text that a prefill worker computes whole shows nothing of what a prompt's split is worth.

@@ -81,7 +81,7 @@ class SplitDecision:
     """Decides one request's split, with both workers as they were when it was planned.
 
     Attributes:
-    sticky_choice: ON_PREFILL or ON_DECODE, as the last request of its size was routed; "" where there was none.
+        sticky_choice: ON_PREFILL or ON_DECODE, as the last request of its size was routed; "" where there was none.
         words: why this decode worker was chosen, and what was known of the prefix.
         policy: says where the split falls, unless predictions decide.
     """
@@ -253,10 +253,13 @@ def _prefill_sides(
     for component in _least(snapshot, models, prefills):
         best.setdefault(component.node_id if component.node_id in near else "", component)
     behind = snapshot.demand_per_s[1] / max(1, len(prefills))
-    sides = [PrefillSide.of(p, models.of(p), chunk, sent.get(p.component_id, 0), behind) for p in best.values()]
+    lengths = snapshot.prefill_lengths
+    sides = [
+        PrefillSide.of(p, models.of(p), chunk, sent.get(p.component_id, 0), lengths, behind) for p in best.values()
+    ]
     if snapshot.adapter:
-        sides = [side._replace(wait_s=side.wait_s + snapshot.adapter_wait_s(side.component)) for side in sides]
-    return sorted(sides, key=lambda side: side.wait_s + tokens * side.token_s)
+        sides = [side.held(snapshot.adapter_wait_s(side.component)) for side in sides]
+    return sorted(sides, key=lambda side: side.queue.wait_s + tokens * side.queue.token_s)
 
 
 def _shared_cores(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> dict[str, CoreBudget]:
@@ -266,10 +269,9 @@ def _shared_cores(snapshot: ClusterSnapshot, decodes: list[ComponentRecord]) -> 
     for component in (*snapshot.components, *snapshot.lending_mates):
         if component.core_lending_table:
             mates.setdefault((component.node_id, component.core_lending_table), []).append(component)
-    follower_tokens = snapshot.demand_tokens or snapshot.prompt_tokens
     return {
         decode.component_id: CoreBudget.of(
-            decode, mates[decode.node_id, decode.core_lending_table], snapshot.sent_tokens, follower_tokens
+            decode, mates[decode.node_id, decode.core_lending_table], snapshot.sent_tokens
         )
         for decode in decodes
         if decode.role == "decode" and decode.core_lending_table and decode.core_share
@@ -291,14 +293,15 @@ def _route(
     # What gateways have given to a prefill worker is counted in tokens, and it runs no streams.
     streams = snapshot.sent_load.get(component_id, 0) if component.role == "decode" else 0
     tokens = snapshot.sent_tokens.get(component_id, 0)
-    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, behind, shared_cores)
+    lengths = snapshot.decode_lengths
+    decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, lengths, behind, shared_cores)
     if snapshot.adapter:
-        decode = decode._replace(wait_s=decode.wait_s + snapshot.adapter_wait_s(component))
+        decode = decode.held(snapshot.adapter_wait_s(component))
     cached, fetch_s, fetched, holder = _fetched(snapshot, decode, held)
     chosen: PrefillSide | None = None
     for side in best:
         if side.component.node_id == node_id:
-            if chosen is None or side.wait_s <= chosen.wait_s + chosen.extra_s:
+            if chosen is None or side.queue.wait_s <= chosen.queue.wait_s + chosen.extra_s:
                 chosen = side
             break
         if chosen is None:

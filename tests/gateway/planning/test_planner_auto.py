@@ -274,14 +274,14 @@ def test_a_long_prompt_leaves_the_decode_worker_to_those_who_come() -> None:
 def test_demand_is_a_mean_that_fades() -> None:
     demand = Demand()
     assert demand.per_s(5.0) == (0.0, 0.0)
-    assert demand.mean_tokens == 0.0
+    assert demand.decode_lengths.now().mean_tokens == 0.0
     for tick in range(2000):
-        demand.note(100 + tick / 10, shared=tick % 5 == 0, tokens=100 if tick % 2 else 300)
+        demand.note(100 + tick / 10, 0 if tick % 5 else 1000, 100 if tick % 2 else 300)
     every, shared = demand.per_s(300.0)
     assert (every, shared) == (pytest.approx(10, rel=0.05), pytest.approx(2, rel=0.05))
-    assert demand.mean_tokens == pytest.approx(200, rel=0.01)
+    assert demand.decode_lengths.now().mean_tokens == pytest.approx(200, rel=0.01)
     assert demand.per_s(400.0)[0] < 0.1
-    assert demand.mean_tokens == pytest.approx(200, rel=0.01)
+    assert demand.decode_lengths.now().mean_tokens == pytest.approx(200, rel=0.01)
     # A clock that stands still or goes back adds nothing.
     assert demand.per_s(399.0)[0] < 0.1
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from pillion.engine.scheduling.step_model import StepModel
-from pillion.gateway.planning.plan_cost import CoreBudget, DecodeSide, queued_token_s
+from pillion.gateway.planning.plan_cost import CoreBudget, DecodeSide, PromptLengths, queued_token_s
 from pillion.gateway.planning.planner import make_plan
 from pillion.gateway.planning.split_decision import HYSTERESIS, Fetched
 from pillion.wire.registry import ComponentRecord
@@ -27,7 +27,7 @@ def on_shared_cores(*, prefill_ranges: int = 0, streams: int = 0, **fields: floa
 
 def shared_cores_of(components: tuple[ComponentRecord, ...], **sent_tokens: int) -> CoreBudget:
     _, *workers = components
-    return CoreBudget.of(workers[-1], workers, {name.replace("_", "-"): n for name, n in sent_tokens.items()}, 100)
+    return CoreBudget.of(workers[-1], workers, {name.replace("_", "-"): n for name, n in sent_tokens.items()})
 
 
 def test_what_others_do_not_use_makes_a_decode_worker_faster() -> None:
@@ -60,7 +60,7 @@ def test_what_others_do_not_use_makes_a_decode_worker_faster() -> None:
 
 def test_prompts_wait_for_all_cores_rather_than_take_some_from_those_before_them() -> None:
     """With cores of its own an idle prefill worker helps a decode worker with a queue; on shared ones it does not."""
-    demand = {"demand_per_s": (1.0, 0.0), "demand_tokens": 1024.0}
+    demand = {"demand_per_s": (1.0, 0.0), "decode_lengths": PromptLengths.of(1024.0)}
     queue = {"queued_tokens": 6 * 1024, "running_requests": 8}
     crowd, apart = on_shared_cores(streams=2, **queue), (node(0), prefill(), decode(streams=2, **(AUTO | queue)))
     for prompt in (256, 1024, 2000):
@@ -76,7 +76,7 @@ def test_disturbed_fits_of_one_board_do_not_contradict_each_other() -> None:
     _, prefill_ranges, streams = on_shared_cores(streams=2, queued_tokens=3000, running_requests=5)
     for slow in (1.0, 3.0, 9.0):
         disturbed = replace(streams, step_cost_s=tuple(weight * slow for weight in COST))
-        demand = {"demand_per_s": (1.0 / slow, 0.0), "demand_tokens": 1024.0}
+        demand = {"demand_per_s": (1.0 / slow, 0.0), "decode_lengths": PromptLengths.of(1024.0)}
         assert not is_shared(make_plan(snapshot(1024, (node(0), prefill_ranges, disturbed), **demand)))
 
 
@@ -129,13 +129,13 @@ def test_the_margin_between_two_kinds_of_a_way_does_not_depend_on_the_load() -> 
     assert [decision.margin_s(0) for decision in decisions] == [expected_s] * 3
 
 
-def test_a_long_prompt_keeps_all_cores_because_short_ones_overtake_it() -> None:
-    """Beside it they would only take longer. A short one behind a queue has the prefill worker."""
-    short = {"demand_per_s": (2.0, 0.4), "demand_tokens": 100.0}
+def test_prompts_keep_all_cores_because_short_ones_overtake_long_ones() -> None:
+    """Beside a long one they would only take longer, and a short one does not wait for the queue."""
+    short = {"demand_per_s": (2.0, 0.4), "decode_lengths": PromptLengths.of(100.0)}
     for tokens in (100, 2000):
         assert not is_shared(make_plan(snapshot(tokens, on_shared_cores(streams=2), **short)))
-    assert is_shared(make_plan(snapshot(100, on_shared_cores(queued_tokens=2000), **short)))
-    assert not is_shared(make_plan(snapshot(2000, on_shared_cores(queued_tokens=2000), **short)))
+        queue = on_shared_cores(streams=2, running_requests=3, queued_tokens=2000)
+        assert not is_shared(make_plan(snapshot(tokens, queue, **short)))
 
 
 LOADS = st.fixed_dictionaries(
@@ -143,8 +143,10 @@ LOADS = st.fixed_dictionaries(
 )
 
 
-def price_s(prompt: int, demand: tuple[float, float], mean: float, load: dict[str, int]) -> float:
-    decided = make_plan(snapshot(prompt, on_shared_cores(**load), demand_per_s=demand, demand_tokens=mean))
+def price_s(prompt: int, demand: tuple[float, float], lengths: tuple[float, ...], load: dict[str, int]) -> float:
+    decided = make_plan(
+        snapshot(prompt, on_shared_cores(**load), demand_per_s=demand, decode_lengths=PromptLengths.of(*lengths))
+    )
     assert decided.split_decision is not None
     return decided.split_decision.route.price_s
 
@@ -155,28 +157,30 @@ def price_s(prompt: int, demand: tuple[float, float], mean: float, load: dict[st
     kind=st.sampled_from(["prefill_ranges", "streams", "queued_tokens"]),
     more=st.integers(0, 20_000),
     demand=st.sampled_from([(0.0, 0.0), (2.0, 1.0)]),
-    mean=st.sampled_from([0.0, 50.0, 3000.0]),
+    lengths=st.sampled_from([(), (50.0,), (3000.0,), (50.0, 3000.0)]),
 )
-@example(2835, {"prefill_ranges": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), 3000.0)
+@example(
+    2835, {"prefill_ranges": 3454, "streams": 0, "queued_tokens": 1575}, "queued_tokens", 1200, (2.0, 1.0), (3000.0,)
+)
 @settings(max_examples=examples(400))
 def test_more_load_of_any_kind_never_attracts(
-    prompt: int, load: dict[str, int], kind: str, more: int, demand: tuple[float, float], mean: float
+    prompt: int, load: dict[str, int], kind: str, more: int, demand: tuple[float, float], lengths: tuple[float, ...]
 ) -> None:
     loaded = load | {kind: load[kind] + (more % 60 if kind == "streams" else more)}
-    assert price_s(prompt, demand, mean, loaded) >= price_s(prompt, demand, mean, load) * (1 - 1e-9)
+    assert price_s(prompt, demand, lengths, loaded) >= price_s(prompt, demand, lengths, load) * (1 - 1e-9)
 
 
 def predicted(streams: int, waiting: int, queue: int = 0) -> DecodeSide:
     record = decode(streams=streams, queued_tokens=queue, **AUTO)
     crowded = replace(record, running_requests=streams + waiting)
-    return DecodeSide.of(crowded, StepModel._make(COST), 1000, streams + waiting, queue)
+    return DecodeSide.of(crowded, StepModel._make(COST), 1000, streams + waiting, queue, PromptLengths())
 
 
 def test_prompts_that_limit_the_throughput_are_computed_in_longer_steps() -> None:
     """Of six prompts beside two streams all but the last are computed in steps beyond the bound of the latency."""
-    token_s = [predicted(2, waiting, 4000).wait_s / 4000 for waiting in (0, 1, 2, 6, 30)]
+    token_s = [predicted(2, waiting, 4000).queue.wait_s / 4000 for waiting in (0, 1, 2, 6, 30)]
     assert token_s == sorted(token_s, reverse=True)
-    assert token_s[0] == pytest.approx(predicted(8, 2, 4000).wait_s / 4000, rel=0.3)
+    assert token_s[0] == pytest.approx(predicted(8, 2, 4000).queue.wait_s / 4000, rel=0.3)
     assert token_s[-1] < 0.9 * token_s[0]
     alone, bounded = predicted(1, 0), predicted(2, 0)
     assert alone.room > 1.5 * bounded.room, "one prompt is more than half a stream"
@@ -194,6 +198,6 @@ def test_prompts_that_limit_the_throughput_are_computed_in_longer_steps() -> Non
 def test_more_prompts_never_make_the_wait_shorter(streams: int, waiting: int, tokens: int, further: int) -> None:
     def until(prompts: int) -> float:
         side = predicted(streams, prompts, prompts * tokens)
-        return side.wait_s + side.tail_s(0)[0]
+        return side.queue.wait_s + side.tail_s(0)[0]
 
     assert until(waiting + further) >= until(waiting) * (1 - 1e-9)
