@@ -143,7 +143,7 @@ def main() -> None:
     """Simulate, print, write results/split_sim.json, or results/split_sim_shared.json."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8, 16])
-    parser.add_argument("--rates-per-worker", type=float, nargs="+", default=[0.35, 0.5, 0.7, 0.9])
+    parser.add_argument("--rates-per-worker", type=float, nargs="+", default=[0.7, 0.9, 1.0, 1.1])
     parser.add_argument("--seeds", type=int, default=5, help="number of seeds, from --seed on")
     parser.add_argument(
         "--prefill-share", type=float, default=0.5, help="share of the workers that prefill, except for co-located"
