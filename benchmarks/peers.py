@@ -35,6 +35,8 @@ from testbed.ports import free_port
 HOST = "127.0.0.1"
 VLLM_START_TIMEOUT_S = 300.0
 VLLM_STOP_TIMEOUT_S = 30.0
+# So long may a peer be stopped while others are measured.
+MAX_PAUSE_S = 86_400
 VLLM_MAX_MODEL_LEN_TOKENS = 4096
 # The pool's size: two pools are in memory at once, and the largest load needs a sixth of one.
 VLLM_KV_CACHE_GIB = 2
@@ -210,6 +212,8 @@ def vllm_environment(isa: str = "") -> dict[str, str]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
         "VLLM_NO_USAGE_STATS": "1",
+        # A peer that was stopped while others were measured would take the time for a step that hangs, and end.
+        "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(MAX_PAUSE_S),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
     }
