@@ -408,9 +408,12 @@ def charts_of(load: str, runs: dict[str, list[dict[str, float]]], bounds_ms: dic
 
 
 def by_rate(runs: Sequence[dict[str, float]], figure: str) -> list[tuple[float, float]]:
-    """Return the median of a figure at each rate that was run, in order of the rates."""
-    rates = sorted({run["rate"] for run in runs})
-    return [(rate, statistics.median(run[figure] for run in runs if run["rate"] == rate)) for rate in rates]
+    """Return the median of a figure at each rate that was run, in order of the rates. Rates that differ by what is lost
+    in arithmetic are one."""
+    found: dict[float, list[float]] = {}
+    for run in runs:
+        found.setdefault(round(run["rate"], 3), []).append(run[figure])
+    return [(rate, statistics.median(each)) for rate, each in sorted(found.items())]
 
 
 def write(name: str, result: dict[str, Any], loads_: Sequence[str]) -> pathlib.Path:
