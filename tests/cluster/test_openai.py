@@ -317,7 +317,10 @@ async def test_leaving_frees_everything(components: Components) -> None:
             break
         await stream.close()
         await components.proven()
-        waiting = asyncio.create_task(client.completions.create(model="tiny", prompt=PROMPT, max_tokens=400))
+        endless = client.completions.create(
+            model="tiny", prompt=PROMPT, max_tokens=400, extra_body={"ignore_eos": True}
+        )
+        waiting = asyncio.create_task(endless)
         await until("the request to begin", lambda: components.gateway.gateway.active_requests)
         waiting.cancel()
         await components.proven()

@@ -105,7 +105,12 @@ async def test_a_line_of_parts_that_prove_themselves(certs: pathlib.Path, identi
             assert await let_in(address, certs, "internal")
         target = f"grpcs://{gateway.grpc_address}"
         client = await stack.enter_async_context(AsyncClient(target, ca=certs / "ca.pem"))
-        await until("the gateway to know the model", client.models)
+
+        async def known() -> bool:
+            roles = {component.role for component in (await client.status()).components}
+            return bool(await client.models()) and roles >= {"prefill", "decode"}
+
+        await until("the gateway to know the model and both workers", known)
         first = [delta async for delta in client.generate(PROMPT, **asked)]
         assert sum(len(delta.token_ids) for delta in first) == 8
         assert first[-1].timings.prefill_chunks > 0
