@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import statistics
 
 from benchmarks.herding import makers
 from benchmarks.split_load import arrivals, figures
@@ -11,9 +12,12 @@ from pillion.simulator.fleet.world import lab_fleet, simulate
 # Seconds that the demo model takes on one core for a step, a token, a sequence, a KV token read, a query-key pair.
 COST = (9.4e-3, 1.06e-3, 4.1e-4, 7.5e-7, 2.9e-7)
 
+# A seed has some 80 requests, of which two make 0.025.
+SEEDS = range(301, 306)
+
 
 def good_share(knowledge: str) -> float:
-    """The share of good requests, with one gateway or with four, over 4 + 4 workers."""
+    """The mean share of good requests over the seeds, with one gateway or with four, over 4 + 4 workers."""
     load = argparse.Namespace(
         seconds=15.0,
         long_share=0.2,
@@ -22,21 +26,21 @@ def good_share(knowledge: str) -> float:
         answer_tokens=[32, 96],
         ttft_ms=1000.0,
         ttft_token_ms=2.0,
-        # Choices of workers count here: the first chunk late in a long prompt teaches a worker what it costs.
-        itl_ms=150.0,
+        itl_ms=120.0,
     )
     known = makers()[knowledge]
     fleet = lab_fleet(
         4, 4, COST, COST, 100.0,
         gateways=known.gateways or 4, heartbeat_s=known.heartbeat_s, sharing=known.sharing,
     )  # fmt: skip
-    records, _ = simulate(fleet, arrivals(load, 5.0, 303), known.make)
-    share = figures(load, records)["good_share"]
-    assert isinstance(share, float)
-    return share
+    shares = []
+    for seed in SEEDS:
+        records, _ = simulate(fleet, arrivals(load, 5.0, seed), known.make)
+        shares.append(figures(load, records)["good_share"])
+    return statistics.mean(shares)
 
 
 def test_four_gateways_that_know_of_each_other_choose_as_one_does() -> None:
     one = good_share("one")
     assert good_share("sketch") >= one - 0.02
-    assert good_share("heartbeats") < one - 0.03
+    assert good_share("heartbeats") < one - 0.05
