@@ -408,8 +408,8 @@ def charts_of(load: str, runs: dict[str, list[dict[str, float]]], bounds_ms: dic
 
 
 def by_rate(runs: Sequence[dict[str, float]], figure: str) -> list[tuple[float, float]]:
-    """Return the median of a figure at each rate that was run, in order of the rates. Rates that differ by what is lost
-    in arithmetic are one."""
+    """Return the median of a figure at each rate that was run, in order of the rates. Rates that differ by
+    rounding errors alone count as one."""
     found: dict[float, list[float]] = {}
     for run in runs:
         found.setdefault(round(run["rate"], 3), []).append(run[figure])

@@ -35,7 +35,7 @@ from testbed.ports import free_port
 HOST = "127.0.0.1"
 VLLM_START_TIMEOUT_S = 300.0
 VLLM_STOP_TIMEOUT_S = 30.0
-# So long may a peer be stopped while others are measured.
+# A peer may be stopped for this long while others are measured.
 MAX_PAUSE_S = 86_400
 VLLM_MAX_MODEL_LEN_TOKENS = 4096
 # The pool's size: two pools are in memory at once, and the largest load needs a sixth of one.

@@ -67,7 +67,7 @@ ASSUMED_POSITION = 512
 # Until a worker reports how many tokens and streams its steps hold, they are assumed to hold at most this many.
 ASSUMED_STEP_TOKENS = 256
 ASSUMED_SLOTS = 64
-# Lengths that differ by less than a factor of 2 ** (1 / STEPS_PER_DOUBLING) may count as one.
+# Prompts whose lengths differ by less than a factor of 2 ** (1 / STEPS_PER_DOUBLING) may be in one group.
 STEPS_PER_DOUBLING = 2
 # A length that was seen less than this often, after fading, is forgotten.
 LEAST_SEEN = 1e-3
@@ -142,6 +142,10 @@ class Queue(NamedTuple):
     def wait_s(self) -> float:
         """Gives the seconds until everything that came earlier is done."""
         return self.held_s + self.prompts_s
+
+    def held(self, seconds: float) -> Queue:
+        """Returns this queue where the request has to wait some seconds for something other than prompts, too."""
+        return self._replace(held_s=self.held_s + seconds)
 
     def own_wait_s(self, tokens: int, whole: int) -> float:
         """Returns how many seconds it costs to have ``tokens`` tokens of a prompt computed there, of which ``whole``
@@ -258,10 +262,6 @@ class PrefillSide(NamedTuple):
         # A short range waits for half of the step under way, and its own step has tokens of a longer one as well.
         queue = Queue(queued_s, prompts + unreported, token_s, 1.5 * token_s * step_tokens, lengths.typical_tokens)
         return cls(component, model, step_tokens, queue, lengths, followers_per_s=followers_per_s)
-
-    def held(self, seconds: float) -> PrefillSide:
-        """Returns this worker where the request has to wait some seconds for something other than prompts, too."""
-        return self._replace(queue=self.queue._replace(held_s=self.queue.held_s + seconds))
 
     def range_s(self, start: int, end: int) -> float:
         """Returns the seconds that a prefill range of the tokens start .. end takes, from the beginning of its first
@@ -474,10 +474,6 @@ class DecodeSide(NamedTuple):
             shared_cores=shared_cores,
         )
 
-    def held(self, seconds: float) -> DecodeSide:
-        """Returns this worker where the request has to wait some seconds for something other than prompts, too."""
-        return self._replace(queue=self.queue._replace(held_s=self.queue.held_s + seconds))
-
     def tail_s(self, start: int) -> tuple[float, float]:
         """Returns two numbers of seconds: how long the prompt's tokens from ``start`` on take, once begun, until the
         first new token; and how much time the worker's streams lose by them in all, because steps take longer than the
@@ -556,7 +552,8 @@ def _route_on_shared_cores_s(
     """
     seconds, lost_s = decode.tail_s(split)
     own_wait_s = decode.queue.own_wait_s(decode.end - split, decode.end - cached)
-    wait_s, begun_s, others_s, followed_from = shared_cores.passed_s(own_wait_s), fetch_s, lost_s, split
+    wait_s, begun_s, others_s = shared_cores.passed_s(own_wait_s), fetch_s, lost_s
+    followed, followed_s, followed_wait_s = decode.end - split, seconds, own_wait_s
     if split > cached and prefill is not None:
         there = prefill.component
         range_s = prefill.range_s(cached, split)
@@ -573,7 +570,8 @@ def _route_on_shared_cores_s(
             others_s += min(alone_s, decode.queue.wait_s * longer) * (decode.streams + decode.waiting)
             others_s += decode.streams * shared_cores.late_s(range_s, decode)
             # What later requests lose is the same wherever these cores compute the prompt.
-            followed_from = cached
+            followed, followed_s = decode.end - cached, decode.tail_s(cached)[0]
+            followed_wait_s = decode.queue.own_wait_s(followed, followed)
             wait_s += min(alone_s, own_wait_s * longer)
         else:
             others_s += _followers_lose_s(
@@ -586,14 +584,12 @@ def _route_on_shared_cores_s(
         # busy. Each term must grow with the load all the same. So the time of the fetch is compared with that of queue
         # and prompt together, and what later requests lose is priced as if no prefill worker computed.
         done_s = max(fetch_s + shared_cores.passed_s(seconds), shared_cores.passed_s(own_wait_s + seconds))
-    followed_s, followed = decode.tail_s(followed_from)[0], decode.end - followed_from
-    followed_wait_s = decode.queue.own_wait_s(followed, decode.end - cached)
     others_s += _followers_lose_s(decode.followers_per_s, followed_wait_s, followed_s, decode.lengths, followed)
     return done_s + others_s
 
 
 class RecentLengths:
-    """Measures how long prompts are, each weighted by ``left`` to the power of how often it faded."""
+    """Measures how long prompts are; the weight of each fades."""
 
     def __init__(self) -> None:
         # For each group of like lengths this has how many prompts were seen, and how many tokens they have.
@@ -607,7 +603,7 @@ class RecentLengths:
             self._groups[group] = count + 1.0, seen_tokens + tokens
 
     def fade(self, left: float) -> None:
-        """Leaves each prompt that was seen the share ``left`` of its weight."""
+        """Multiplies the weight of each prompt that was seen by ``left``."""
         self._groups = {
             group: (count * left, tokens * left)
             for group, (count, tokens) in self._groups.items()

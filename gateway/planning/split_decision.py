@@ -258,7 +258,7 @@ def _prefill_sides(
         PrefillSide.of(p, models.of(p), chunk, sent.get(p.component_id, 0), lengths, behind) for p in best.values()
     ]
     if snapshot.adapter:
-        sides = [side.held(snapshot.adapter_wait_s(side.component)) for side in sides]
+        sides = [side._replace(queue=side.queue.held(snapshot.adapter_wait_s(side.component))) for side in sides]
     return sorted(sides, key=lambda side: side.queue.wait_s + tokens * side.queue.token_s)
 
 
@@ -296,7 +296,7 @@ def _route(
     lengths = snapshot.decode_lengths
     decode = DecodeSide.of(component, model, snapshot.prompt_tokens, streams, tokens, lengths, behind, shared_cores)
     if snapshot.adapter:
-        decode = decode.held(snapshot.adapter_wait_s(component))
+        decode = decode._replace(queue=decode.queue.held(snapshot.adapter_wait_s(component)))
     cached, fetch_s, fetched, holder = _fetched(snapshot, decode, held)
     chosen: PrefillSide | None = None
     for side in best:
