@@ -27,6 +27,9 @@ from pillion.kernels.cpu.products.packing import PackedWeight
 from pillion.kernels.cpu.products.tiles import DEPTH_MULTIPLE, TOTALS_BYTES
 from pillion.kernels.torch.quantized_matrix import Matrix
 
+# Blocks of rows that meet widened weights have at least so many rows: each block widens the panel again.
+MIN_WIDENED_ROWS = 128
+
 
 class DotPanels(Panels):
     """Multiplies rows of int8 codes by panels of int8 codes, whose sums are integers."""
@@ -64,6 +67,8 @@ class CodedPanels(Panels):
         self.coded = CodedProduct(body.k, CODE_KINDS[spec.weights], spec.rows == "fp32", spec.offsets)
         self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
         self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
+        if self.coded.widens:
+            self.min_block_rows = MIN_WIDENED_ROWS
 
     def most_rows(self) -> int:
         return self.coded.most_rows(self.coded.widens)

@@ -16,6 +16,7 @@ processor's own prefetcher is quicker at one row of 8-bit codes.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Ve
 from pillion.kernels.cpu.language.isa import LANES, TileRows
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
 
-# A thread's scratch holds the totals of this many rows; after them is room for widened groups.
+# A thread's scratch holds the totals of this many rows that meet widened groups; after them is room for these groups.
 PASS_ROWS = 504
 # The scratch holds this many widened inputs at a time: enough to be worth calling a tile, few enough for the first
 # cache.
@@ -165,7 +166,7 @@ class CodedProduct:
         ``args`` are those of the first row; their weights, constants, totals and sizes of what is ahead are set here.
         Its ``ahead`` is another panel of the same size.
         """
-        k, few = self.k, self.most_rows(False)
+        k = self.k
         stride = args.group_units * self.kind.unit_bytes + self.constants_bytes
         fused = replace(
             args,
@@ -177,20 +178,31 @@ class CodedProduct:
             ahead_step=k.int(self.kind.unit_bytes),
             totals=scratch,
         )
+        if not self.widens:
+            # The totals of a tile are finished before the next tile, while they are in the first cache.
+            with self._cut(rows, fused, False) as (first, count, mine):
+                self._clear(count, scratch)
+                self._tiles(count, mine, False)
+                self._finish(first, count, scratch, finish)
+            return
+        few = self.most_rows(False)
         with k.range(rows, step=PASS_ROWS) as first:
             count = k.least(rows - first, PASS_ROWS)
             mine = _rows_from(fused, first)
-            with k.range(count * 2) as half:
-                k.store(scratch + half * VECTOR_BYTES, k.vector(0.0))
-            if not self.widens:
+            self._clear(count, scratch)
+            with k.when(count <= few):
                 self._multiply_tiles(count, mine, False)
-            else:
-                with k.when(count <= few):
-                    self._multiply_tiles(count, mine, False)
-                with k.when(count > few):
-                    self._multiply_widened(count, mine, scratch + PASS_ROWS * TOTALS_BYTES)
-            with k.range(count) as row:
-                finish(first + row, scratch + row * TOTALS_BYTES)
+            with k.when(count > few):
+                self._multiply_widened(count, mine, scratch + PASS_ROWS * TOTALS_BYTES)
+            self._finish(first, count, scratch, finish)
+
+    def _clear(self, rows: Int, totals: Ptr) -> None:
+        with self.k.range(rows * 2) as half:
+            self.k.store(totals + half * VECTOR_BYTES, self.k.vector(0.0))
+
+    def _finish(self, first: Int, rows: Int, totals: Ptr, finish: Callable[[Int, Ptr], None]) -> None:
+        with self.k.range(rows) as row:
+            finish(first + row, totals + row * TOTALS_BYTES)
 
     def _multiply_widened(self, rows: Int, args: CodedRows, wide: Ptr) -> None:
         k = self.k
@@ -214,15 +226,22 @@ class CodedProduct:
             self._multiply_tiles(rows, groups, True)
 
     def _multiply_tiles(self, rows: Int, args: CodedRows, widened: bool) -> None:
-        """Cuts rows into tiles of even height, each of which prefetches its share of the memory at ``ahead``."""
+        """Multiplies rows tile by tile, whose totals lie side by side."""
+        with self._cut(rows, args, widened) as (first, count, mine):
+            self._tiles(count, replace(mine, totals=args.totals + first * TOTALS_BYTES), widened)
+
+    @contextmanager
+    def _cut(self, rows: Int, args: CodedRows, widened: bool) -> Iterator[tuple[Int, Int, CodedRows]]:
+        """Appends a loop over tiles of even height; yields a tile's first row, its number of rows and its arguments.
+        Each tile prefetches its share of the memory at ``ahead``."""
         k, highest = self.k, self.most_rows(widened)
         tiles = (rows + (highest - 1)) // highest
         stride, step = args.ahead_stride // tiles, args.ahead_step // tiles
         with k.range(tiles) as tile:
-            begin = rows * tile // tiles
-            ahead, totals = args.ahead + tile * args.groups * stride, args.totals + begin * TOTALS_BYTES
-            mine = replace(_rows_from(args, begin), totals=totals, ahead=ahead, ahead_stride=stride, ahead_step=step)
-            self._tiles(rows * (tile + 1) // tiles - begin, mine, widened)
+            first = rows * tile // tiles
+            ahead = args.ahead + tile * args.groups * stride
+            mine = replace(_rows_from(args, first), ahead=ahead, ahead_stride=stride, ahead_step=step)
+            yield first, rows * (tile + 1) // tiles - first, mine
 
     def _widen(self, codes: Ptr, wide: Ptr, units: Int, args: CodedRows) -> None:
         """Widens the groups of codes at ``codes``, which have ``units`` units together."""
@@ -286,8 +305,9 @@ class _CodedTile:
     cannot know.
 
     A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
-    occupies the port that table look-ups need. Where each tile has its own pointer, the broadcast becomes part of both
-    products, for free: that makes tiles that unpack a quarter faster on Zen 4.
+    occupies the port that table look-ups need on Zen 4. Where each tile has its own pointer, the broadcast becomes part
+    of both products, for free: that makes tiles that unpack a quarter faster there. Zen 5 begins twice as many products
+    in a cycle, and no more loads, so the twin is left out where the isa says that products do not load.
     """
 
     product: CodedProduct
@@ -331,7 +351,7 @@ class _CodedTile:
         begins = [(first + side) * args.group_units for side in range(sides)]
         weights = [args.weights + (first + side) * args.weights_stride for side in range(sides)]
         pairs = in_pairs(k, self.product.wide_rows)
-        bases = (args.x, self.twin if pairs and not self.widened else args.x)
+        bases = (args.x, self.twin if pairs and not self.widened and k.isa.products_load else args.x)
         rows = [
             [[base + (args.x_stride * row + begin * self.product.unit_x_bytes) for base in bases]
              for row in range(self.rows)]

@@ -22,6 +22,9 @@ ATTENTION_PLANS = 2
 AUTO, TORCH = "auto", "torch"
 # Features of the matrix tiles, which a process has only if the system grants it their registers.
 _TILE_FEATURES = ("amx-tile", "amx-bf16", "amx-int8")
+# Among processors with products of bfloat16 pairs, those with this feature (Zen 5) begin two such products of 512 bits
+# in a cycle, as many as they load vectors.
+_TWO_PRODUCTS = "avx512vp2intersect"
 # The number of the system call arch_prctl, its request for more registers, and the number of the tiles' registers.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
 
@@ -62,6 +65,8 @@ class Isa:
         attention_rows: query rows that share a pass over a KV head's blocks.
         attention_sums: vectors of sums that stay in registers in such a pass, beside their operands.
         decode_blocks: blocks whose scores are computed side by side where there are few rows.
+        products_load: whether tiles that unpack codes load a row's value as a part of each product, and not once for
+            both halves of a panel. Results have the same bits either way, so it has no row of its own.
     """
 
     name: str
@@ -78,6 +83,7 @@ class Isa:
     attention_rows: int = 12
     attention_sums: int = 24
     decode_blocks: int = 4
+    products_load: bool = True
 
 
 _AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq")
@@ -197,11 +203,16 @@ def choose_isa(choice: str, features: Collection[str]) -> Isa | None:
     if choice == TORCH:
         return None
     if choice == AUTO:
-        return next((isa for isa in TABLE if not _lacking(isa, features)), None)
+        return next((_tuned(isa, features) for isa in TABLE if not _lacking(isa, features)), None)
     lacking = _lacking(BY_NAME[choice], features)
     if lacking:
         raise ConfigError(f"--cpu-kernels {choice}: this processor lacks {', '.join(lacking)}; use auto or torch")
-    return BY_NAME[choice]
+    return _tuned(BY_NAME[choice], features)
+
+
+def _tuned(isa: Isa, features: Collection[str]) -> Isa:
+    """Returns a row as it is quickest on a processor with these features."""
+    return replace(isa, products_load=False) if isa.bf16_dot and _TWO_PRODUCTS in features else isa
 
 
 def _lacking(isa: Isa, features: Collection[str]) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,16 @@ from pillion.kernels.torch.quantized_matrix import CODINGS, QuantizedMatrix
 from tests.kernels.cpu.test_gemm import SPILL, GemmCase
 from tests.kernels.cpu.test_gemm import assert_close as assert_plain_close
 from tests.support.examples import LONG, examples
-from tests.support.kernel_runner import isa_or_skip, normal, outer_tiles, padded, rows_step, runner_of, with_checks
+from tests.support.kernel_runner import (
+    Runner,
+    isa_or_skip,
+    normal,
+    outer_tiles,
+    padded,
+    rows_step,
+    runner_of,
+    with_checks,
+)
 
 # The kinds whose constants are float32, and that of codes that float32 constants do not have.
 CODES = [name for name, kind in CODE_KINDS.items() if kind.constant_bytes == 4 or kind.codes not in CODE_KINDS]
@@ -157,11 +167,29 @@ def test_groups_meet_their_own_matrix(runner, spec, groups):
     assert_close(one, one.run(runner))
 
 
-def test_more_rows_than_totals_have_room_for(runner):
-    one = case(PLAIN[0], 1100, 32, 48, 16)
+@pytest.mark.parametrize("columns", [32, 2048], ids=["in_blocks", "whole_panels"])
+@pytest.mark.parametrize(
+    "spec", [PLAIN[0], *(one for one in PLAIN if one.weights == "nf4")], ids=lambda spec: spec.name
+)
+def test_many_rows(runner, spec, columns):
+    """One panel is cut into blocks of rows. Where a thread has panels enough, each meets all rows, which are more than
+    totals have room for beside widened groups."""
+    one = case(spec, 1100, columns, 48, 16)
     found = one.run(runner, threads=1)
     assert_close(one, found)
+    assert torch.equal(one.run(runner), found)
     assert torch.equal(one.run(runner, one.x[1050:1051])[0], found[1050])
+
+
+@pytest.mark.parametrize("spec", [one for one in PLAIN if one.rows == "bf16" and one.epilogue == "store"], ids=str)
+def test_products_that_load_have_the_bits_of_those_that_do_not(spec):
+    one, isa = case(spec, 80, 40, 208, 32), isa_or_skip("avx512_bf16")
+    found = []
+    for loads in (False, True):
+        runner = Runner([spec], replace(isa, products_load=loads), checked=False)
+        found.append(one.run(runner))
+        runner.close()
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("rows", ["bf16", "fp32"])
