@@ -10,7 +10,8 @@ its scheduler would keep. Arrivals are a Poisson process, and latencies count fr
 
 Each search begins at a rate, doubles it until neither objective holds, and then bisects (``pillion bench sweep`` does
 the same). One run serves both objectives. In the first round every setting of a system searches; in further rounds,
-with other arrivals and prompts, each objective keeps vLLM's best setting, so that the peer is measured at its best.
+with other arrivals and prompts, each objective keeps vLLM's best setting, so that the peer is measured at its best; an
+objective that no setting kept at any rate is not searched again.
 
 Loads have lengths as Sarathi-Serve's two data sets, Mooncake's traces, and chats, all divided by ``--scale``, which is
 said with the figures: two cores compute in a second what an A100 does in some milliseconds.
@@ -308,10 +309,11 @@ class CapacityBench:
         ]
         return known[-1] if known else float(self.args.start)
 
-    def best(self, load: str, objective: str, names: Sequence[str]) -> str:
-        """Return the name of the setting that the first round found best for a load and an objective."""
+    def best(self, load: str, objective: str, names: Sequence[str]) -> tuple[str, bool]:
+        """Return the setting that the first round found best for a load and an objective, and whether it held."""
         first = [row for row in self.found if row["load"] == load and row["round"] == 1 and row["system"] in names]
-        return str(max(first, key=lambda row: row["capacity"][objective])["system"])
+        best = max(first, key=lambda row: row["capacity"][objective])
+        return str(best["system"]), best["capacity"][objective] > 0
 
     def all_rounds(self, systems: Sequence[System], load: str) -> None:
         """Measure a load in all rounds; the order of the systems changes from round to round."""
@@ -321,7 +323,7 @@ class CapacityBench:
             for system in (*systems[turn:], *systems[:turn]):
                 wanted = list(OBJECTIVES)
                 if round_ > 1 and system.name in peers:
-                    wanted = [one for one in wanted if self.best(load, one, peers) == system.name]
+                    wanted = [one for one in wanted if self.best(load, one, peers) == (system.name, True)]
                 if wanted:
                     self.search(system, load, round_, wanted)
 
