@@ -19,7 +19,7 @@ from pillion.kernels.cpu.few_bits.few_bit_packing import (
     unpack_few_bits,
 )
 from pillion.kernels.cpu.few_bits.input_rows import ROW_CONSTANTS
-from pillion.kernels.cpu.few_bits.quantized_tiles import PASS_ROWS, CodedProduct, CodedRows
+from pillion.kernels.cpu.few_bits.quantized_tiles import CodedProduct, CodedRows
 from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Ptr, Vec
 from pillion.kernels.cpu.products.gemm import GemmBody, Panels, RowCut, loaded
 from pillion.kernels.cpu.products.gemm_tiles import TileKind
@@ -64,9 +64,6 @@ class CodedPanels(Panels):
         self.coded = CodedProduct(body.k, CODE_KINDS[spec.weights], spec.rows == "fp32", spec.offsets)
         self.units, self.group_units = (args.number(name) // UNIT_INPUTS for name in ("depth", "inputs"))
         self.panel_bytes = self.coded.panel_bytes(self.units, self.group_units)
-        if self.coded.widens:
-            # Each block widens the panel again, as each pass does.
-            self.min_block_rows = PASS_ROWS
 
     def most_rows(self) -> int:
         return self.coded.most_rows(self.coded.widens)

@@ -61,13 +61,8 @@ ACTIVATED = ("act_none", "act_silu", "act_gelu", "act_erf_gelu", "act_relu", "ac
 # ranges end at about the same time.
 RANGES_PER_THREAD = 16
 GROUP_RANGES_PER_THREAD = 4
-# Each thread has at least this many work items, where there are rows enough to cut a panel's work into blocks of rows.
+# Each thread has this many work items, where there are rows enough to cut a panel's work into blocks of rows.
 ITEMS_PER_THREAD = 2
-# Where there are many rows, ranges are shorter: arithmetic limits such a product, so no thread should wait long for a
-# neighbour that works on its last ranges, or has lost its core. A block has at least so many rows that what is done for
-# each block once is little of its work.
-FINE_RANGES_PER_THREAD = 64
-MIN_BLOCK_ROWS = 42
 # gelu(x) by its tanh approximation is x * sigmoid(x * (a + b * x * x)).
 _GELU_A = 1.5957691216057308
 _GELU_B = 0.0713548162726009
@@ -161,13 +156,9 @@ class GemmBody:
         k, call, pairs = self.k, self.call, self.pairs
         rows = call.step.number(self.spec.rows_of)
         tiles = self._tiles(rows)
-        most_blocks = rows // self.panels.min_block_rows
-        many = most_blocks > 0
-        ranges = call.threads * k.select(many, k.int(FINE_RANGES_PER_THREAD), k.int(RANGES_PER_THREAD))
-        needed = k.least(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
-        blocks = k.most(needed, k.least(most_blocks, (ranges + (pairs - 1)) // pairs))
+        blocks = k.least(tiles, (call.threads * ITEMS_PER_THREAD + (pairs - 1)) // pairs)
         count = pairs * blocks
-        with call.items_ahead(count, count // ranges) as (item, after):
+        with call.items_ahead(count, count // (call.threads * RANGES_PER_THREAD)) as (item, after):
             panel = item // blocks
             block = item - panel * blocks
             cut = RowCut(k.int(0), rows, tiles, tiles * block // blocks, tiles * (block + 1) // blocks)
@@ -276,8 +267,6 @@ class Panels:
 
     # The weights of a panel begin this many bytes after the panel's own beginning.
     before_bytes = 0
-    # Blocks of rows that share a panel have at least so many rows, unless there would be too few work items.
-    min_block_rows = MIN_BLOCK_ROWS
 
     def __init__(self, body: GemmBody) -> None:
         self.body = body

@@ -172,8 +172,8 @@ def test_groups_meet_their_own_matrix(runner, spec, groups):
     "spec", [PLAIN[0], *(one for one in PLAIN if one.weights == "nf4")], ids=lambda spec: spec.name
 )
 def test_many_rows(runner, spec, columns):
-    """One panel is cut into blocks of rows. Where a thread has panels enough, each meets all rows, which are more than
-    totals have room for beside widened groups."""
+    """Few panels are cut into blocks of rows. Many meet all rows at once, which are more than there is room for beside
+    widened groups."""
     one = case(spec, 1100, columns, 48, 16)
     found = one.run(runner, threads=1)
     assert_close(one, found)
