@@ -20,6 +20,7 @@ from pillion.engine.models.config_json import read_json
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.engine.models.model_work import pair_tokens
 from pillion.engine.models.vector_head import Labeller, VectorHead
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.errors import ConfigError
@@ -67,7 +68,8 @@ class LoadedModel:
 
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its lending
     table's cores; 0: it has no lending table, or borrows none of its cores. ``ranks`` are the worker's other processes,
-    or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known. A model that
+    or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known;
+    ``pair_tokens`` is as how many tokens a query-key pair counts, 0 where kernels are not equally fast. A model that
     does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier. One of
     ``whole_texts`` computes each text in one step, and nothing of it is kept.
     """
@@ -78,6 +80,7 @@ class LoadedModel:
     core_share: float = 0.0
     ranks: OtherProcesses | None = None
     expected_cost: StepModel | None = None
+    pair_tokens: float = 0.0
     chooses_tokens: bool = True
     head: Labeller | None = None
     whole_texts: bool = False
@@ -237,7 +240,7 @@ def _load(
     tell_of_kernels(model, threads, share)
     backend = CpuBackend(model, threads, parse_cores(flags.cpu_affinity)[:threads], share)
     owned = threads / share.lending_table.cores if share is not None else 0.0
-    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned)
+    return LoadedModel(prepared, backend, f"cpu/{isa.name}", owned, pair_tokens=pair_tokens(config))
 
 
 def load_cpu_share(flags: WorkerFlags, prepared: PreparedModel, isa: Isa, shard: ModelShard | None = None) -> CpuModel:

@@ -9,6 +9,7 @@
     config_parser.py     ``config.json`` -> ModelConfig;  rope_config.py: its rotary embeddings
     layer_config.py      what a config says of single layers, in families whose layers differ
     linear_config.py     which layers have states, and their shapes
+    model_work.py        how much it computes for a token, and for a query-key pair
     model_shard.py       what one process computes of a model: all of it, unless it is a rank of several
     encoder_config.py    what a config says of an encoder (the room of that name)
     config_json.py       checked values of a ``config.json``;  config_keys.py: refuses keys that nobody here obeys

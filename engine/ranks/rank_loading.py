@@ -25,6 +25,7 @@ from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard
+from pillion.engine.models.model_work import pair_tokens
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.errors import ConfigError
 from pillion.kernels.cpu.language.isa import Isa
@@ -109,7 +110,8 @@ class Ranks:
             ranks.close()
             raise
         log.info("%d ranks share the model, processes %s beside this one", size, ranks.pids())
-        return LoadedModel(prepared, RankedBackend(own, ranks), f"cpu/{isa.name}", ranks=ranks)
+        backend = RankedBackend(own, ranks)
+        return LoadedModel(prepared, backend, f"cpu/{isa.name}", ranks=ranks, pair_tokens=pair_tokens(config))
 
 
 def loading_order(flags: WorkerFlags, threads: int, **more: int) -> dict[str, Any]:

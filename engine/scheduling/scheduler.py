@@ -77,6 +77,7 @@ class Scheduler:
             where prompts run whole.
         even_steps: whether steps of prompts that are cut shall take equally long, wherever in a prompt they are.
         expected_cost: what a step costs by the device's speed, until steps are measured; None where that is not known.
+        pair_tokens: as how many tokens a query-key pair counts by the model's shape; 0 where that is not known.
         features: the features that were made for this scheduler; they are asked in this order.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where
@@ -95,6 +96,7 @@ class Scheduler:
         max_scored_rows: int = MAX_SCORED_ROWS,
         even_steps: bool = False,
         expected_cost: StepModel | None = None,
+        pair_tokens: float = 0.0,
         features: Seq[MakeStepFeature] = (),
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
@@ -110,7 +112,9 @@ class Scheduler:
         self.block_size = block_size
         targets = (0.0, 0.0) if max_whole_tokens else (target_itl_s, target_itl_steps)
         even = even_steps and not max_whole_tokens
-        self.budget = TokenBudget(max_num_batched_tokens, *targets, expected=expected_cost, even=even)
+        self.budget = TokenBudget(
+            max_num_batched_tokens, *targets, expected=expected_cost, even=even, pair_tokens=pair_tokens
+        )
         self.queues = SchedulerQueues(max_num_seqs)
         self.sequences: dict[int, Sequence] = {}
         self.whole_prompts = max_whole_tokens > 0

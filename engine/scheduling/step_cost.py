@@ -40,9 +40,10 @@ RECENT_STEPS = 5
 # sequences, KV tokens read, query-key pairs.
 SCALES = np.array([1.0, 16.0, 16.0, 16_384.0, 65_536.0])
 # Each fit of the step's cost is pulled towards the weights of the fit before by this share of what its steps weigh.
-# Weights that these steps leave open stay as they were; at first they are shared out among features by their size.
+# Weights that these steps leave open stay as they were; at first they are shared out among features by their size, and
+# that of a pair follows from that of a token by the model's shape, where it is known.
 INERTIA = 0.1
-_IDENTITY = np.eye(len(SCALES))
+_TOKENS, _PAIRS = 1, 4
 # A step that took longer or shorter than expected by more than this factor teaches the fit no more than that.
 MAX_SURPRISE = 2.0
 # Beside streams, a step has at most MAX_GROWTH times the tokens of the largest one measured, and FIRST_STEP_TOKENS at
@@ -103,10 +104,17 @@ class TailRoom:
 
 class StepCost:
     """Predicts the seconds of a step. ``fading`` is the weight of a step when the next one of its kind is added.
-    ``expected`` is what the device's speed lets expect before any step was measured, None where it is not known."""
+    ``expected`` is what the device's speed lets expect before any step was measured, None where it is not known.
+    ``pair_tokens`` is as how many tokens a query-key pair counts by the model's shape
+    (:func:`pillion.engine.models.model_work.pair_tokens`); 0 where it is not known. Until a chunk late in a prompt was
+    measured, its pairs are priced by it."""
 
-    def __init__(self, fading: float = FADING, expected: StepModel | None = None) -> None:
+    def __init__(self, fading: float = FADING, expected: StepModel | None = None, pair_tokens: float = 0.0) -> None:
         self._fading = fading
+        # A fit is pulled by how far each weight has moved, for pairs by how far their ratio to tokens has.
+        moved: Float64 = np.eye(len(SCALES))
+        moved[_PAIRS, _TOKENS] = -pair_tokens * SCALES[_PAIRS] / SCALES[_TOKENS]
+        self._inertia: Float64 = moved.T @ moved
         self.expects = expected is not None
         self._weights: Float64 = np.zeros(len(SCALES)) if expected is None else np.array(expected) * SCALES
         # These are the fit's sums over steps without a chunk, and over those with one.
@@ -153,8 +161,8 @@ class StepCost:
         self._squares[kind] = self._squares[kind] * self._fading + row[:, None] * row
         self._products[kind] = self._products[kind] * self._fading + row
         squares, products = self._squares[0] + self._squares[1], self._products[0] + self._products[1]
-        pull = INERTIA * squares.trace()
-        self._weights = _not_negative(squares + pull * _IDENTITY, products + pull * self._weights)
+        pull = INERTIA * squares.trace() * self._inertia
+        self._weights = _not_negative(squares + pull, products + pull @ self._weights)
         self.steps += 1
         plain = float(self._weights @ found)
         if plain > 0:
@@ -208,9 +216,9 @@ class TokenBudget:
     MIN_TAIL_TOKENS of each step at least, and all of ``max_tokens`` where no stream runs whose tokens it could delay.
     Steps are measured with and without a target, because the planner uses their ``cost`` and the largest size measured.
     The target bounds all prompt tails of a step together, each priced where it begins: one that begins late in a long
-    prompt costs more for each token than a short prompt before it. ``expected`` is what steps are expected to cost
-    until then. Where steps shall be ``even``, because the stages of a pipeline wait for the longest of those under way,
-    a prompt's later tokens are fewer in a step than its first ones: as many as take no longer, but at least
+    prompt costs more for each token than a short prompt before it. ``expected`` and ``pair_tokens`` are those of
+    :class:`StepCost`. Where steps shall be ``even``, because the stages of a pipeline wait for the longest of those
+    under way, a prompt's later tokens are fewer in a step than its first ones: as many as take no longer, but at least
     LEAST_EVEN_SHARE of ``max_tokens``.
     """
 
@@ -222,12 +230,13 @@ class TokenBudget:
         expected: StepModel | None = None,
         *,
         even: bool = False,
+        pair_tokens: float = 0.0,
     ) -> None:
         self.max_tokens = max_tokens
         self.even = even
         self.target_s = target_s
         self.target_steps = target_steps
-        self.cost = StepCost(expected=expected)
+        self.cost = StepCost(expected=expected, pair_tokens=pair_tokens)
         self.largest_step_tokens = 0
         # For each running step this has its features, when it began, and whether it teaches the fit.
         self._running: deque[tuple[Float64, float, bool]] = deque()

@@ -22,6 +22,7 @@ from pillion.engine.backends.loading import (
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_work import pair_tokens
 from pillion.engine.ranks.rank_loading import load_shard, loading_order, whole_prompt_tokens, worker_label
 from pillion.engine.ranks.rank_shard import RankShard
 from pillion.engine.stages.stage_shares import StagePlace
@@ -140,7 +141,8 @@ class Stages:
             raise
         log.info("%d stages of %d ranks share the model, processes %s beside this", stages, ranks, processes.pids())
         operators = f"cpu/{own.model.isa.name}, {stages} stages"
-        return LoadedModel(prepared, StagedBackend(own, processes), operators, ranks=processes)
+        backend = StagedBackend(own, processes)
+        return LoadedModel(prepared, backend, operators, ranks=processes, pair_tokens=pair_tokens(config))
 
 
 class _StageMemory:

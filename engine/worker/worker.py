@@ -157,6 +157,7 @@ class Worker:
             max_scored_rows=scored_rows(model.backend.vocab_size),
             even_steps=flags.pipeline_parallel_size > 1,
             expected_cost=model.expected_cost,
+            pair_tokens=model.pair_tokens,
         )
         async with contextlib.AsyncExitStack() as undo:
             # Where the start fails, this ends the backend's threads and the processes of other ranks.

@@ -21,6 +21,7 @@ from pillion.engine.backends.step_memory import step_bytes
 from pillion.engine.checkpoints.prepare import PreparedModel, prepare
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
+from pillion.engine.models.model_work import model_weights, pair_operations
 from pillion.engine.scheduling.step_cost import LEAST_SUITABLE_TOKENS, suitable_tokens
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.kvstore.gpu.cuda_driver import CudaDriver
@@ -70,24 +71,6 @@ def device_rates(driver: CudaDriver, index: int = 0) -> DeviceRates:
     )
 
 
-def model_weights(config: ModelConfig) -> tuple[int, int]:
-    """Returns how many weights the layers of a model have, and how many of them a token meets."""
-    hidden, heads = config.hidden_size, config.num_heads * config.head_dim
-    attention = hidden * (2 * heads + 2 * config.num_kv_heads * config.head_dim)
-    moe, latents = config.moe, config.latents
-    if latents is not None:
-        inputs = latents.query_rank or hidden
-        attention = hidden * (latents.query_rank + config.head_dim) + config.num_heads * (
-            inputs * latents.head_dim + latents.rank * (latents.still + latents.values) + latents.values * hidden
-        )
-    mixed = 0 if moe is None else sum(moe.layers)
-    dense = (config.num_layers - mixed) * 3 * hidden * config.intermediate_size
-    expert = 0 if moe is None else 3 * hidden * moe.intermediate_size
-    experts, met = (0, 0) if moe is None else (mixed * moe.num_experts * expert, mixed * moe.experts_per_token * expert)
-    common = config.num_layers * attention + dense
-    return common + experts, common + met
-
-
 def weight_bytes(prepared: PreparedModel, config: ModelConfig) -> int:
     """Returns the bytes of a model's weights: of its files, where they hold matrices in few bits."""
     if config.quantization is not None:
@@ -110,7 +93,7 @@ def expected_cost(
         token_s=2 * model_weights(config)[1] * compute_s,
         sequence_s=2 * config.vocab_size * config.hidden_size * compute_s + 2 * state_bytes * read_s,
         read_s=kv_token_bytes * read_s,
-        pair_s=4 * config.num_heads * config.head_dim * len(config.kv_layers) * compute_s,
+        pair_s=pair_operations(config, len(config.kv_layers)) * compute_s,
     )
 
 

@@ -96,6 +96,27 @@ def test_the_seconds_of_a_step_hold_all_its_prompt_tails(tokens: int, start: int
     assert room.at(start) == 0
 
 
+def test_a_chunk_late_in_a_prompt_is_priced_by_the_shape_before_one_was_measured() -> None:
+    """Only short prompts came yet, and then the end of a long one."""
+    machine, target_s, late = SimulatedMachine(per_pair=2.6e-8), 0.050, {}
+    for pair_tokens in (0.0, 2.6e-4):
+        budget = TokenBudget(2048, target_s, pair_tokens=pair_tokens)
+        run(budget, machine, decodes(8, 200), 0, 30)
+        late[pair_tokens] = run(budget, machine, decodes(8, 200), 3000, 3)
+    assert max(late[0.0]) > 1.2 * target_s
+    assert max(late[2.6e-4]) <= 1.1 * target_s
+
+
+def test_a_shape_does_not_stand_against_what_was_measured() -> None:
+    """Attention is three times as slow as the shape says, or costs nothing."""
+    for per_pair in (7.8e-8, 0.0):
+        budget, machine = TokenBudget(2048, 0.050, pair_tokens=2.6e-4), SimulatedMachine(per_pair=per_pair)
+        for at in (0, 3000):
+            run(budget, machine, decodes(8, 200), at, 30)
+        pieces = [*decodes(8, 200), chunk(3000, 100)]
+        assert budget.cost.predict(features(pieces)) == pytest.approx(machine.seconds(pieces), rel=0.1)
+
+
 def test_late_steps_have_some_tokens_of_tails_in_all() -> None:
     budget = TokenBudget(256, 0.001)
     run(budget, SimulatedMachine(), decodes(16, 500), 0, 10)

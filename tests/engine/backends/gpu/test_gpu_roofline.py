@@ -17,11 +17,11 @@ from pillion.engine.backends.gpu.gpu_roofline import (
     DeviceRates,
     device_rates,
     expected_cost,
-    model_weights,
     suitable_budget,
 )
 from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
+from pillion.engine.models.model_work import model_weights
 from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS, TokenBudget, suitable_tokens
 from tests.engine.scheduling.test_step_cost import decodes
 
