@@ -186,6 +186,8 @@ class SimWorker:
             max_num_seqs=settings.max_num_seqs,
             target_itl_s=record.target_itl_ms / 1000,
             target_itl_steps=record.target_itl_steps,
+            # A worker knows this from its model's shape.
+            pair_tokens=settings.cost_s[4] / settings.cost_s[1] if settings.cost_s[1] else 0.0,
             features=[partial(settings.states.places, self._kept)] if settings.states is not None else [],
         )
         if settings.known_cost:

@@ -71,6 +71,17 @@ def test_one_search_finds_the_capacities_of_all_objectives(start: float) -> None
     assert 20 / 1.1 <= found["relaxed"] <= 20
 
 
+def test_a_run_for_a_stricter_objective_takes_no_capacity_of_another() -> None:
+    """The search within the strict bound goes on below the relaxed capacity, where a burst breaks the relaxed one."""
+    search = CapacitySearch({"strict": 50.0, "relaxed": 500.0}, 3.0)
+    gaps = {3.0: 900.0, 1.5: 400.0, 0.75: 510.0, 0.375: 45.0}
+    while (rate := search.next()) is not None:
+        search.runs[rate] = {"itl_p99_ms": gaps.get(rate, 499.0 if rate < 2.0 else 600.0), "ttft_of_bound_p99": 0.5}
+    found = search.capacities()
+    assert 2.0 / 1.1 <= found["relaxed"] <= 2.0
+    assert 0.375 <= found["strict"] < 0.375 * 1.1
+
+
 def test_capacities_are_compared_with_the_peers_best_setting_and_the_better_policy() -> None:
     def row(system: str, rates: Sequence[float], round_: int = 1) -> dict[str, object]:
         capacity = dict(zip(OBJECTIVES, rates, strict=True))
