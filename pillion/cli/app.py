@@ -37,11 +37,22 @@ ACCURACY = Seam[Callable[[PrepareFlags], None]]("cli.accuracy")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+def _open_standard_descriptors() -> None:
+    """Opens the null device in place of each standard descriptor that whoever started this process has closed. A socket
+    would get its number otherwise, and what a library writes to standard error would go out on that socket."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+
+
 def main(argv: list[str] | None = None) -> None:
     """Runs the command line. Every error that is not a defect is one line on standard error."""
     # Whoever starts this process may ignore the signal, and then the kernel would not tell how its children end.
     if sys.platform != "win32":
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    _open_standard_descriptors()
     try:
         code = cli.main(argv, prog_name="pillion", standalone_mode=False)
     except click.Abort:

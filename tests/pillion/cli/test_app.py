@@ -237,6 +237,26 @@ def test_a_command_hears_of_its_children_although_its_parent_does_not(capsys: py
     assert VERSION in capsys.readouterr().out
 
 
+WRITE_DESCRIPTORS = "open({path!r}, 'w').write(' '.join(os.readlink(f'/proc/self/fd/{{n}}') for n in range(3)))"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_no_socket_gets_the_number_of_a_descriptor_that_was_closed(tmp_path: pathlib.Path) -> None:
+    """Whoever starts the command may have closed its standard descriptors; what it starts has them, too."""
+    own, child = (str(tmp_path / name) for name in ("own", "child"))
+    code = f"""
+import contextlib, os, subprocess, sys
+from pillion.cli.app import main
+with contextlib.suppress(SystemExit):
+    main(["version"])
+{WRITE_DESCRIPTORS.format(path=own)}
+subprocess.run([sys.executable, "-S", "-c", {"import os; " + WRITE_DESCRIPTORS.format(path=child)!r}], check=True)
+"""
+    shell = 'exec "$0" -c "$1" <&- >&- 2>&-'
+    assert subprocess.run(["sh", "-c", shell, sys.executable, code], check=False, timeout=WITHIN_S).returncode == 0
+    assert pathlib.Path(own).read_text() == pathlib.Path(child).read_text() == " ".join([os.devnull] * 3)
+
+
 def test_sampling_options_are_the_fields_of_the_client() -> None:
     argv = [
         *("--max-tokens", "9", "--min-tokens", "2", "--temperature", "0", "--top-p", "0.5", "--top-k", "-1"),
