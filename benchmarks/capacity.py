@@ -444,7 +444,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pillion", action="append", metavar="NAME=FLAGS", help="repeatable; default: auto, colocated")
     parser.add_argument("--vllm", default=os.environ.get("PILLION_VLLM"), metavar="PATH", help="a `vllm` program")
-    parser.add_argument("--vllm-budgets", type=int, nargs="+", default=[128, 512, 2048], help="its chunk sizes")
+    parser.add_argument("--vllm-budgets", type=int, nargs="+", default=[128, 256, 512, 2048], help="its chunk sizes")
     parser.add_argument("--vllm-flags", default="", metavar="FLAGS", help="more flags of `vllm serve`")
     parser.add_argument("--dtype", default="bfloat16", help="the type that all systems serve")
     parser.add_argument("--name", default="capacity", help="name of the result's file")
