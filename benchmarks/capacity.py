@@ -312,11 +312,11 @@ class CapacityBench:
         ]
         return known[-1] if known else float(self.args.start)
 
-    def best(self, load: str, objective: str, names: Sequence[str]) -> tuple[str, bool]:
-        """Return the setting that the first round found best for a load and an objective, and whether it held."""
+    def best(self, load: str, objective: str, names: Sequence[str]) -> str | None:
+        """Return the name of the setting with the highest capacity in the first round; None where all have none."""
         first = [row for row in self.found if row["load"] == load and row["round"] == 1 and row["system"] in names]
         best = max(first, key=lambda row: row["capacity"][objective])
-        return str(best["system"]), best["capacity"][objective] > 0
+        return str(best["system"]) if best["capacity"][objective] else None
 
     def all_rounds(self, systems: Sequence[System], load: str) -> None:
         """Measure a load in all rounds; the order of the systems changes from round to round."""
@@ -326,7 +326,7 @@ class CapacityBench:
             for system in (*systems[turn:], *systems[:turn]):
                 wanted = list(OBJECTIVES)
                 if round_ > 1 and system.name in peers:
-                    wanted = [one for one in wanted if self.best(load, one, peers) == (system.name, True)]
+                    wanted = [one for one in wanted if self.best(load, one, peers) == system.name]
                 if wanted:
                     self.search(system, load, round_, wanted)
 

@@ -69,9 +69,9 @@ class LoadedModel:
     ``operators`` names the kernels in logs and metrics. ``core_share`` is the share that the worker owns of its lending
     table's cores; 0: it has no lending table, or borrows none of its cores. ``ranks`` are the worker's other processes,
     or None. ``expected_cost`` is what a step costs by the device's rates, None where they are not known;
-    ``pair_tokens`` is as how many tokens a query-key pair counts, 0 where kernels are not equally fast. A model that
-    does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier. One of
-    ``whole_texts`` computes each text in one step, and nothing of it is kept.
+    ``pair_tokens`` is the cost of a query-key pair in tokens by the model's shape, 0 where it is not known. A model
+    that does not ``choose_tokens`` gives vectors alone, of which ``head`` makes the logits of labels in a classifier.
+    One of ``whole_texts`` computes each text in one step, and nothing of it is kept.
     """
 
     prepared: PreparedModel

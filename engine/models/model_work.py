@@ -1,4 +1,4 @@
-"""Counts what a model computes for a token, by its shape. Imports no torch."""
+"""Counts a model's weights and operations by the shape that its config describes. Imports no torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pair_operations(config: ModelConfig, layers: int) -> int:
 
 
 def pair_tokens(config: ModelConfig) -> float:
-    """Returns as how many tokens a query-key pair counts: its operations over those of a token's products. A layer with
-    a window has few of the pairs that are late in a prompt, so it counts for none."""
+    """Returns the cost of a query-key pair in tokens: the operations of a pair, divided by those of a token's
+    products. Layers with a sliding window are left out, because late in a prompt they attend to few of the pairs."""
     layers = sum(not config.sliding_windows[layer] for layer in config.kv_layers)
     return pair_operations(config, layers) / (2 * model_weights(config)[1])

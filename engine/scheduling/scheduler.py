@@ -77,7 +77,7 @@ class Scheduler:
             where prompts run whole.
         even_steps: whether steps of prompts that are cut shall take equally long, wherever in a prompt they are.
         expected_cost: what a step costs by the device's speed, until steps are measured; None where that is not known.
-        pair_tokens: as how many tokens a query-key pair counts by the model's shape; 0 where that is not known.
+        pair_tokens: the cost of a query-key pair in tokens by the model's shape; 0 where that is not known.
         features: the features that were made for this scheduler; they are asked in this order.
 
     Raises ConfigError when a step cannot hold the decodes of all sequences, or the longest prompt beside them where

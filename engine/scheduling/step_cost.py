@@ -105,9 +105,9 @@ class TailRoom:
 class StepCost:
     """Predicts the seconds of a step. ``fading`` is the weight of a step when the next one of its kind is added.
     ``expected`` is what the device's speed lets expect before any step was measured, None where it is not known.
-    ``pair_tokens`` is as how many tokens a query-key pair counts by the model's shape
-    (:func:`pillion.engine.models.model_work.pair_tokens`); 0 where it is not known. Until a chunk late in a prompt was
-    measured, its pairs are priced by it."""
+    ``pair_tokens`` is the cost of a query-key pair in tokens by the model's shape
+    (:func:`pillion.engine.models.model_work.pair_tokens`), and 0 where it is not known. It sets the price of pairs
+    until a chunk late in a prompt was measured."""
 
     def __init__(self, fading: float = FADING, expected: StepModel | None = None, pair_tokens: float = 0.0) -> None:
         self._fading = fading

@@ -603,7 +603,7 @@ class RecentLengths:
             self._groups[group] = count + 1.0, seen_tokens + tokens
 
     def fade(self, left: float) -> None:
-        """Multiplies the weight of each prompt that was seen by ``left``."""
+        """Multiplies the weights of all earlier prompts by ``left``."""
         self._groups = {
             group: (count * left, tokens * left)
             for group, (count, tokens) in self._groups.items()

@@ -30,6 +30,7 @@ from pillion.engine.scheduling.sequence import Ending, SequenceSpec
 from pillion.engine.scheduling.sequence import Sequence as Stream
 from pillion.engine.scheduling.step_cost import SCALES, Float64, StepCost, features
 from pillion.engine.scheduling.step_feature import StepFeature
+from pillion.engine.scheduling.step_model import StepModel
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
 from pillion.kvstore.hashing import HASH_BYTES
 from pillion.simulator.fleet.clock import Clock
@@ -180,6 +181,7 @@ class SimWorker:
         self._draw = random.Random(number)
         # This noise was drawn for steps of a joined run that was cut short; the next steps use it.
         self._noises: deque[StepNoise] = deque()
+        cost = StepModel._make(settings.cost_s)
         self._scheduler = Scheduler(
             block_size=settings.block_size,
             max_num_batched_tokens=record.max_step_tokens,
@@ -187,7 +189,7 @@ class SimWorker:
             target_itl_s=record.target_itl_ms / 1000,
             target_itl_steps=record.target_itl_steps,
             # A worker knows this from its model's shape.
-            pair_tokens=settings.cost_s[4] / settings.cost_s[1] if settings.cost_s[1] else 0.0,
+            pair_tokens=cost.pair_s / cost.token_s if cost.token_s else 0.0,
             features=[partial(settings.states.places, self._kept)] if settings.states is not None else [],
         )
         if settings.known_cost:

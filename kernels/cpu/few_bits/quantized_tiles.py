@@ -38,7 +38,8 @@ from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Ve
 from pillion.kernels.cpu.language.isa import LANES, TileRows
 from pillion.kernels.cpu.products.tiles import PANEL_COLUMNS, TOTALS_BYTES
 
-# A thread's scratch holds the totals of this many rows that meet widened groups; after them is room for these groups.
+# In a product with widened weights, a thread's scratch holds the totals of at most this many rows, and behind them the
+# widened groups.
 PASS_ROWS = 504
 # The scratch holds this many widened inputs at a time: enough to be worth calling a tile, few enough for the first
 # cache.
@@ -307,7 +308,7 @@ class _CodedTile:
     A value of a row meets both tiles of a panel. LLVM would broadcast it once, by an instruction of its own, which
     occupies the port that table look-ups need on Zen 4. Where each tile has its own pointer, the broadcast becomes part
     of both products, for free: that makes tiles that unpack a quarter faster there. Zen 5 begins twice as many products
-    in a cycle, and no more loads, so the twin is left out where the isa says that products do not load.
+    in a cycle, and no more loads, so the twin is left out where ``Isa.products_load`` is false.
     """
 
     product: CodedProduct

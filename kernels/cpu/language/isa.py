@@ -22,8 +22,8 @@ ATTENTION_PLANS = 2
 AUTO, TORCH = "auto", "torch"
 # Features of the matrix tiles, which a process has only if the system grants it their registers.
 _TILE_FEATURES = ("amx-tile", "amx-bf16", "amx-int8")
-# Among processors with products of bfloat16 pairs, those with this feature (Zen 5) begin two such products of 512 bits
-# in a cycle, as many as they load vectors.
+# Among processors with products of bfloat16 pairs, those with this feature (Zen 5) start two such products of 512 bits
+# in each cycle, but load no more than two vectors in it.
 _TWO_PRODUCTS = "avx512vp2intersect"
 # The number of the system call arch_prctl, its request for more registers, and the number of the tiles' registers.
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18
