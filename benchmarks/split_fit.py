@@ -8,16 +8,16 @@ the machine. The fit minimizes the squares of relative errors with non-negative 
 from __future__ import annotations
 
 import argparse
+from operator import truediv
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 from benchmarks.cpu_steps import CpuStepBench, kernels_bench
 from benchmarks.report import save
 from pillion.config import ModelFlags
 from pillion.engine.checkpoints.prepare import prepare
-from pillion.engine.scheduling.step_cost import SCALES, StepCost
+from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost
 
 # Streams and their context; tokens of a chunk and the tokens before it.
 DECODES = ((1, 64), (1, 1024), (4, 256), (8, 1024), (16, 256), (16, 1024), (32, 512))
@@ -26,15 +26,15 @@ CHUNKS = ((16, 0), (64, 0), (64, 1024), (256, 0), (256, 768), (256, 1536), (512,
 FADING = 0.9999
 
 
-def shapes() -> list[tuple[str, tuple[int, int], np.ndarray[Any, np.dtype[np.float64]]]]:
+def shapes() -> list[tuple[str, tuple[int, int], Features]]:
     """Return each shape's kind, its two numbers, and the scaled features that its cost depends on."""
     found = []
     for batch, context in DECODES:
         raw = [1.0, batch, batch, batch * context, batch * context]
-        found.append(("decode", (batch, context), np.array(raw) / SCALES))
+        found.append(("decode", (batch, context), tuple(map(truediv, raw, SCALES))))
     for tokens, prefix in CHUNKS:
         raw = [1.0, tokens, 1.0, tokens + prefix, tokens * (prefix + (tokens + 1) / 2)]
-        found.append(("chunk", (tokens, prefix), np.array(raw) / SCALES))
+        found.append(("chunk", (tokens, prefix), tuple(map(truediv, raw, SCALES))))
     return found
 
 

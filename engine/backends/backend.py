@@ -177,7 +177,8 @@ class KVLayout:
     @property
     def state_pages(self) -> int:
         """Gives the number of slots that a sequence's state takes; 0 in a model without one."""
-        return -(-self.state_bytes // self.block_bytes)
+        # Each step asks for this number, and most models have no state.
+        return -(-self.state_bytes // self.block_bytes) if self.state_bytes else 0
 
     @property
     def working_pages(self) -> int:

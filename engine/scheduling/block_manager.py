@@ -182,8 +182,9 @@ class BlockManager:
             )
         )
 
-    def order_commit(self, chain: BlockChain, now: float) -> None:
-        """Orders the commit of the full blocks that are not at the node yet, one run at a time."""
+    def order_commit(self, chain: BlockChain, now: float, *, may_wait: bool = False) -> None:
+        """Orders the commit of the full blocks that are not at the node yet, one run at a time. ``may_wait`` is that of
+        the order."""
         start, end = chain.num_committed, chain.full_blocks
         if end <= start or chain.in_commit or not chain.may_commit:
             return
@@ -196,6 +197,7 @@ class BlockManager:
                 block_hashes=chain.block_hashes(start, end),
                 ordered_s=now,
                 chunks=chain.take_chunks(end),
+                may_wait=may_wait,
             )
         )
 

@@ -224,7 +224,7 @@ class Scheduler:
         elif sequence.end_reported:
             self._close(sequence, now)
         else:
-            self.blocks.order_commit(sequence, now)
+            self.blocks.order_commit(sequence, now, may_wait=sequence.commits_answer)
         self._siblings.parent_answered(seq_id, self.sequences)
 
     def granted(self, slots: Seq[int], now: float) -> None:
@@ -339,7 +339,7 @@ class Scheduler:
             if piece.samples:
                 self._accept_tokens(piece, tokens, logprobs, now)
             if sequence.state is SequenceState.RUNNING:
-                self.blocks.order_commit(sequence, now)
+                self.blocks.order_commit(sequence, now, may_wait=sequence.commits_answer)
         for landed in self._on_landed:
             landed(plan, sampled)
         return self.flush(now)
@@ -630,7 +630,9 @@ class Scheduler:
         self.stock.give(sequence.close(now, commit_rest=commit_rest, resume=resume))
         for left in self._on_left:
             left(sequence)
-        if not sequence.in_commit:
+        if sequence.in_commit:
+            self.blocks.out.hurry = True
+        else:
             self._settle(sequence, now)
 
     def _settle(self, sequence: Sequence, now: float) -> None:

@@ -16,10 +16,9 @@ told the cost on own cores, and who shares cores with whom.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-
-import numpy as np
-import numpy.typing as npt
+from operator import add, mul
 
 from pillion.config import AUTO
 from pillion.engine.scheduling.step_model import (
@@ -30,7 +29,9 @@ from pillion.engine.scheduling.step_model import (
 )
 from pillion.engine.scheduling.step_plan import SequencePiece
 
-Float64 = npt.NDArray[np.float64]
+# What the cost of a step depends on, in the order of SCALES and divided by them. A fit has so few numbers that plain
+# Python is several times as fast as calls of a library, and a fit comes between two steps, when all cores wait.
+Features = tuple[float, ...]
 
 # When a step is added to the fit, the weight of earlier steps of its kind is multiplied by this.
 FADING = 0.95
@@ -38,7 +39,7 @@ FADING = 0.95
 RECENT_STEPS = 5
 # The features of a step's cost are divided by these numbers, so that their weights are of similar size: 1, tokens,
 # sequences, KV tokens read, query-key pairs.
-SCALES = np.array([1.0, 16.0, 16.0, 16_384.0, 65_536.0])
+SCALES = (1.0, 16.0, 16.0, 16_384.0, 65_536.0)
 # Each fit of the step's cost is pulled towards the weights of the fit before by this share of what its steps weigh.
 # Weights that these steps leave open stay as they were; at first they are shared out among features by their size, and
 # that of a pair follows from that of a token by the model's shape, where it is known.
@@ -64,15 +65,18 @@ LONGEST_STEP_S = 0.3
 LEAST_SUITABLE_TOKENS, MOST_SUITABLE_TOKENS = 512, 8192
 
 
-def features(pieces: Seq[SequencePiece]) -> Float64:
-    """Returns what the cost of a step depends on, float64 [5], in the order of SCALES and scaled. Each row whose logits
-    are needed counts like a sequence, because the rows of guesses come in addition to those of their sequences."""
-    ends = [piece.start + piece.count for piece in pieces]
-    pairs = sum(piece.count * (piece.start + (piece.count + 1) / 2) for piece in pieces)
-    tokens = sum(piece.count for piece in pieces)
-    rows = sum(piece.samples or 1 for piece in pieces)
-    found: Float64 = np.array([1.0, tokens, rows, sum(ends), pairs]) / SCALES
-    return found
+def features(pieces: Seq[SequencePiece]) -> Features:
+    """Returns what the cost of a step depends on, in the order of SCALES and scaled. Each row whose logits are needed
+    counts like a sequence, because the rows of guesses come in addition to those of their sequences."""
+    tokens = rows = reads = 0
+    pairs = 0.0
+    for piece in pieces:
+        start, count = piece.start, piece.count
+        tokens += count
+        rows += piece.samples or 1
+        reads += start + count
+        pairs += count * (start + (count + 1) / 2)
+    return 1.0, tokens / SCALES[1], rows / SCALES[2], reads / SCALES[3], pairs / SCALES[4]
 
 
 class TailRoom:
@@ -112,28 +116,28 @@ class StepCost:
     def __init__(self, fading: float = FADING, expected: StepModel | None = None, pair_tokens: float = 0.0) -> None:
         self._fading = fading
         # A fit is pulled by how far each weight has moved, for pairs by how far their ratio to tokens has.
-        moved: Float64 = np.eye(len(SCALES))
-        moved[_PAIRS, _TOKENS] = -pair_tokens * SCALES[_PAIRS] / SCALES[_TOKENS]
-        self._inertia: Float64 = moved.T @ moved
+        ratio = pair_tokens * SCALES[_PAIRS] / SCALES[_TOKENS]
+        self._inertia = [[float(row == column) for column in range(len(SCALES))] for row in range(len(SCALES))]
+        self._inertia[_TOKENS][_TOKENS] += ratio * ratio
+        self._inertia[_TOKENS][_PAIRS] = self._inertia[_PAIRS][_TOKENS] = -ratio
         self.expects = expected is not None
-        self._weights: Float64 = np.zeros(len(SCALES)) if expected is None else np.array(expected) * SCALES
+        self._weights: list[float] = [0.0] * len(SCALES) if expected is None else list(map(mul, expected, SCALES))
         # These are the fit's sums over steps without a chunk, and over those with one.
-        self._squares: Float64 = np.zeros((2, len(SCALES), len(SCALES)))
-        self._products: Float64 = np.zeros((2, len(SCALES)))
+        self._sums = _FitSums(), _FitSums()
         # Each of the last steps has two ratios to the fitted time: that of its measured time, and that of the time it
         # would have taken on the worker's own cores. The factors are the ratios' medians.
         self._recent: deque[tuple[float, float]] = deque(maxlen=RECENT_STEPS)
         self._factor = self._own_factor = 1.0
         self.steps = 0
 
-    def predict(self, found: Float64) -> float:
+    def predict(self, found: Features) -> float:
         """Returns the seconds of a step with these features; 0.0 before any was seen, where nothing is expected."""
-        return self._factor * float(self._weights @ found)
+        return self._factor * _dot(self._weights, found)
 
     @property
     def model(self) -> StepModel:
         """Gives the cost of a step on the cores that the worker has now."""
-        return StepModel._make((self._factor * self._weights / SCALES).tolist())
+        return StepModel._make(self._unscaled(self._factor))
 
     def row_seconds(self, context: float) -> float:
         """Returns the seconds of one more row with logits, a guess, after ``context`` tokens of a sequence that is in
@@ -144,31 +148,42 @@ class StepCost:
     def weights_s(self) -> tuple[float, ...]:
         """Returns the seconds of a step, and of each token, sequence, KV token read and query-key pair, on the worker's
         own cores; empty before any step."""
-        return tuple((self._own_factor * self._weights / SCALES).tolist()) if self.steps else ()
+        if not self.steps:
+            return ()
+        return tuple(self._unscaled(self._own_factor))
 
-    def observe(self, found: Float64, seconds: float, borrowed_s: float = 0.0) -> None:
+    def _unscaled(self, factor: float) -> Iterator[float]:
+        return (factor * weight / scale for weight, scale in zip(self._weights, SCALES, strict=True))
+
+    def observe(self, found: Features, seconds: float, borrowed_s: float = 0.0) -> None:
         """Notes the seconds of a step with these features, which would have taken ``borrowed_s`` more on own cores."""
         if seconds <= 0:
             return
-        expected = self._own_factor * float(self._weights @ found)
+        expected = self._own_factor * _dot(self._weights, found)
         learnt = own_s = seconds + borrowed_s
         if self.steps >= RECENT_STEPS and expected > 0:
             learnt = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
-        # The step's features are divided by the time that it took, so that short steps count as much as long ones.
-        row = found / learnt
-        # A step with more tokens than sequences and guesses has a chunk.
-        kind = int(found[1] > found[2])
-        self._squares[kind] = self._squares[kind] * self._fading + row[:, None] * row
-        self._products[kind] = self._products[kind] * self._fading + row
-        squares, products = self._squares[0] + self._squares[1], self._products[0] + self._products[1]
-        pull = INERTIA * squares.trace() * self._inertia
-        self._weights = _not_negative(squares + pull, products + pull @ self._weights)
+        # A step with more tokens than sequences and guesses has a chunk. The features are divided by the time that the
+        # step took, so that short steps count as much as long ones.
+        self._sums[found[1] > found[2]].add([one / learnt for one in found], self._fading)
+        self._fit()
         self.steps += 1
-        plain = float(self._weights @ found)
+        plain = _dot(self._weights, found)
         if plain > 0:
             self._recent.append((seconds / plain, own_s / plain))
             middle = len(self._recent) // 2
             self._factor, self._own_factor = (sorted(kind)[middle] for kind in zip(*self._recent, strict=True))
+
+    def _fit(self) -> None:
+        """Fits the weights to the sums of both kinds, pulled towards what they were."""
+        one, other = self._sums
+        squares = [list(map(add, *rows)) for rows in zip(one.squares, other.squares, strict=True)]
+        products = list(map(add, one.products, other.products))
+        pull = INERTIA * sum(row[place] for place, row in enumerate(squares))
+        for place, inertia in enumerate(self._inertia):
+            products[place] += pull * _dot(inertia, self._weights)
+            squares[place] = [square + pull * own for square, own in zip(squares[place], inertia, strict=True)]
+        self._weights = _not_negative(squares, products)
 
     def seconds_for_throughput(self, decodes: Seq[SequencePiece], start: int, most: int) -> float:
         """Returns the seconds of the shortest step that gets enough of the work done that one with ``most`` tokens of a
@@ -185,15 +200,58 @@ class StepCost:
         return TailRoom(tokens, least_tokens, seconds - self.predict(features(decodes)), self.model)
 
 
-def _not_negative(squares: Float64, products: Float64) -> Float64:
+def _dot(one: Iterable[float], other: Iterable[float]) -> float:
+    total: float = sum(map(mul, one, other))
+    return total
+
+
+class _FitSums:
+    """Holds the sums of a fit by least squares over steps of one kind: of the products of any two features, and of each
+    feature."""
+
+    __slots__ = ("products", "squares")
+
+    def __init__(self) -> None:
+        self.squares = [[0.0] * len(SCALES) for _ in SCALES]
+        self.products = [0.0] * len(SCALES)
+
+    def add(self, row: list[float], fading: float) -> None:
+        """Adds a step's features, over the time that it took; what was added before counts ``fading`` times as much."""
+        self.products = [old * fading + new for old, new in zip(self.products, row, strict=True)]
+        self.squares = [
+            [old * fading + one * new for old, new in zip(olds, row, strict=True)]
+            for one, olds in zip(row, self.squares, strict=True)
+        ]
+
+
+def _not_negative(squares: list[list[float]], products: list[float]) -> list[float]:
     """Solves squares @ weights = products with weights >= 0: negative ones are dropped, and the rest solved again."""
-    weights: Float64 = np.asarray(np.linalg.solve(squares, products), np.float64)
-    while weights.min() < 0:
-        kept = np.flatnonzero(weights > 0)
-        weights = np.zeros(len(products))
-        if len(kept):
-            weights[kept] = np.linalg.solve(squares[kept[:, None], kept], products[kept])
-    return weights
+    kept = list(range(len(products)))
+    while True:
+        found = _solved([[squares[row][column] for column in kept] for row in kept], [products[row] for row in kept])
+        weights = [0.0] * len(products)
+        for place, weight in zip(kept, found, strict=True):
+            weights[place] = weight
+        if min(found, default=0.0) >= 0:
+            return weights
+        kept = [place for place in kept if weights[place] > 0]
+
+
+def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solves matrix @ x = right for a symmetric positive definite matrix, by Gaussian elimination, which needs no
+    pivots there. Both arguments are used up."""
+    size = len(right)
+    for place in range(size):
+        own, value = matrix[place], right[place]
+        for below in range(place + 1, size):
+            factor = matrix[below][place] / own[place]
+            if factor:
+                matrix[below] = [one - factor * other for one, other in zip(matrix[below], own, strict=True)]
+                right[below] -= factor * value
+    for place in reversed(range(size)):
+        known = _dot(matrix[place][place + 1 :], right[place + 1 :])
+        right[place] = (right[place] - known) / matrix[place][place]
+    return right
 
 
 def suitable_tokens(cost: StepModel, target_itl_ms: float | str = AUTO) -> int:
@@ -239,7 +297,7 @@ class TokenBudget:
         self.cost = StepCost(expected=expected, pair_tokens=pair_tokens)
         self.largest_step_tokens = 0
         # For each running step this has its features, when it began, and whether it teaches the fit.
-        self._running: deque[tuple[Float64, float, bool]] = deque()
+        self._running: deque[tuple[Features, float, bool]] = deque()
 
     def room(
         self,

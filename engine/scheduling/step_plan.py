@@ -107,7 +107,7 @@ class CommitOrder:
     ``seq_id`` names a sequence, or, below 0, a chain of a feature's. ``chunks`` are those that are committed when the
     node takes the run. They are reported with the node's answer, on asyncio's thread: the scheduler itself gets that
     answer only between two steps, and a step may be long. With ``after`` the run is the state after the block of
-    that hash.
+    that hash. Nobody waits for a run that ``may_wait``, so it may go to the node together with later ones.
     """
 
     seq_id: int
@@ -117,6 +117,7 @@ class CommitOrder:
     ordered_s: float
     chunks: tuple[ChunkDone, ...] = ()
     after: bytes = b""
+    may_wait: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,6 +161,7 @@ class Outcome:
         give_back: slots that leave the stock.
         lease_blocks: number of slots to lease, 0 for none; :meth:`Scheduler.granted` takes the answer.
         feature_orders: orders of features to the worker.
+        hurry: whether a chain that closes waits for the node's answer to an earlier run.
         judged_guesses: for each stream whose proposed tokens were judged, how many there were, and how many were right.
         preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
         load: the scheduler's figures of load, by their names in :class:`pillion.wire.registry.WorkerLoad`. They are a
@@ -175,6 +177,7 @@ class Outcome:
     resumes: list[ResumeOrder] = field(default_factory=list)
     chain_orders: list[ChainOrder] = field(default_factory=list)
     feature_orders: list[FeatureOrder] = field(default_factory=list)
+    hurry: bool = False
     judged_guesses: list[tuple[int, int]] = field(default_factory=list)
     preemptions: int = 0
     forced_tokens: int = 0
@@ -185,7 +188,13 @@ class Outcome:
     @property
     def empty(self) -> bool:
         told = self.updates or self.chunks or self.preemptions or self.late_masks or self.feature_orders
-        return not (told or self.has_orders)
+        return not (told or self.hurry or self.has_orders)
+
+    @property
+    def urgent(self) -> bool:
+        """Says whether somebody waits for what is ordered, or for what was ordered before."""
+        memory = self.releases or self.give_back or self.lease_blocks or self.resumes or self.chain_orders
+        return bool(self.hurry or memory or not all(order.may_wait for order in self.commits))
 
     @property
     def has_orders(self) -> bool:

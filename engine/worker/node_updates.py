@@ -2,6 +2,9 @@
 
     commit -> release -> give back -> lease        then the batch's resumes and chain orders begin, each on its own
 
+Where nobody waits for the orders, which are commits of answers' blocks then, they gather for GATHER_MS: a call costs
+the worker, the node and the index more than the blocks in it.
+
 Resumes wait in the node's queue for memory, so they cannot wait here, where the memory comes from. A call whose outcome
 is unknown (no answer in time) may have moved slots that nobody can name, so it ends the updates, and with them the
 worker's epoch: the node then frees everything when the worker reports that it has drained, or when the attach socket
@@ -11,6 +14,7 @@ ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from pillion.engine.scheduling.scheduler import Scheduler
@@ -19,6 +23,10 @@ from pillion.engine.worker.tickets import Tickets
 from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
+
+# Blocks of answers may come to the node so much later. A worker that dies in this time leaves them to be computed
+# again.
+GATHER_MS = 100
 
 
 class NodeUpdates:
@@ -54,6 +62,7 @@ class NodeUpdates:
         # lease call, existing slots.
         self._next = Outcome()
         self._pending = asyncio.Event()
+        self._urgent = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -63,12 +72,18 @@ class NodeUpdates:
             self._next.add_orders(outcome)
             self._idle.clear()
             self._pending.set()
+        if outcome.urgent:
+            self._urgent.set()
 
     async def run(self) -> None:
         """Sends orders until cancelled. Raises PillionError when a call fails: the epoch cannot go on."""
         while True:
             await self._pending.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GATHER_MS / 1000):
+                    await self._urgent.wait()
             self._pending.clear()
+            self._urgent.clear()
             batch, self._next = self._next, Outcome()
             await self._send(batch)
             if not self._next.has_orders:
@@ -76,6 +91,7 @@ class NodeUpdates:
 
     async def drained(self) -> None:
         """Returns when the node has answered everything put so far."""
+        self._urgent.set()
         await self._idle.wait()
 
     async def _send(self, batch: Outcome) -> None:

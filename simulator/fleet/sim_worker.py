@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import mul
 from typing import NamedTuple
 
 import msgspec
@@ -28,7 +29,7 @@ from pillion.engine.scheduling.block_chain import ChunkDone, Holding
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import Ending, SequenceSpec
 from pillion.engine.scheduling.sequence import Sequence as Stream
-from pillion.engine.scheduling.step_cost import SCALES, Float64, StepCost, features
+from pillion.engine.scheduling.step_cost import SCALES, Features, StepCost, features
 from pillion.engine.scheduling.step_feature import StepFeature
 from pillion.engine.scheduling.step_model import StepModel
 from pillion.engine.scheduling.step_plan import CommitOrder, Outcome, SequencePiece, StepPlan, Update
@@ -65,10 +66,10 @@ class KnownCost(StepCost):
 
     def __init__(self, cost_s: Sequence[float]) -> None:
         super().__init__()
-        self._weights = np.array(cost_s) * SCALES
+        self._weights = list(map(mul, cost_s, SCALES))
         self.steps = 1
 
-    def observe(self, found: Float64, seconds: float, borrowed_s: float = 0.0) -> None:
+    def observe(self, found: Features, seconds: float, borrowed_s: float = 0.0) -> None:
         """Ignores a step, because its cost is known."""
 
 
@@ -177,7 +178,7 @@ class SimWorker:
         self._number = number
         self._settings = settings
         self._phase_s = phase_s
-        self._weights: list[float] = (np.array(settings.cost_s) * SCALES).tolist()
+        self._weights: list[float] = list(map(mul, settings.cost_s, SCALES))
         self._draw = random.Random(number)
         # This noise was drawn for steps of a joined run that was cut short; the next steps use it.
         self._noises: deque[StepNoise] = deque()
@@ -320,7 +321,7 @@ class SimWorker:
             self._begin(plan)
 
     def _begin(self, plan: StepPlan) -> None:
-        count, found = self._plain_steps(plan), features(plan.pieces).tolist()
+        count, found = self._plain_steps(plan), list(features(plan.pieces))
         if count < 2:
             seconds, after_s = self._noise().seconds(self._cost_s(found))
             self._cores.run(self._number, seconds, lambda borrowed: self._landed(plan, borrowed, after_s))
@@ -329,7 +330,7 @@ class SimWorker:
         run = StepRun(plan, [], [])
         # Each step reads one token more for each stream, and pairs it with one more: SCALES are powers of two, so the
         # result equals that of features().
-        more_reads, more_pairs = streams / SCALES[3].item(), streams / SCALES[4].item()
+        more_reads, more_pairs = streams / SCALES[3], streams / SCALES[4]
         for _ in range(count):
             noise = self._noise()
             for part_s in noise.seconds(self._cost_s(found)):

@@ -6,6 +6,7 @@ import pytest
 
 from pillion.engine.scheduling.scheduler import Scheduler
 from pillion.engine.scheduling.sequence import SequenceState
+from pillion.engine.scheduling.step_plan import Outcome
 from pillion.errors import ConfigError, Internal
 from pillion.types import FinishReason
 from tests.support.fake_backend import greedy
@@ -102,6 +103,47 @@ def test_the_newest_gives_way_and_says_the_same() -> None:
     assert oldest is not None
     assert oldest.progress is not None
     assert oldest.progress.preemptions == 0
+    harness.check_answers()
+
+
+def test_blocks_of_an_answer_may_wait_and_all_others_may_not() -> None:
+    harness = SchedulerHarness(budget=64)
+    stream = harness.submit(prompt(1, 10), 9)
+    prefill_range = harness.submit(prompt(2, 16), 0, chunks=(8, 16))
+    assert stream is not None
+    orders, hurried = [], []
+    while harness.scheduler.sequences:
+        harness.step()
+        while harness.unsent:
+            orders += harness.unsent[0].commits
+            hurried.append(harness.unsent[0].hurry)
+            harness.answer()
+    # The prompt's two whole blocks, the block in which it ends and one of the answer; of 18 tokens with KV no more.
+    assert [(len(one.slots), one.may_wait) for one in orders if one.seq_id == stream] == [
+        (2, False),
+        (1, True),
+        (1, True),
+    ]
+    assert not any(one.may_wait for one in orders if one.seq_id == prefill_range)
+    assert not any(hurried)
+
+
+def test_a_stream_that_ends_hurries_the_run_that_waits() -> None:
+    harness = SchedulerHarness(budget=64)
+    assert harness.submit(prompt(1, 8), 7) is not None
+    for _ in range(3):
+        harness.step()
+        while harness.answer():
+            pass
+    outcomes: list[Outcome] = []
+    for _ in range(4):
+        # Nothing is answered: the first block of the answer is on its way when the stream ends.
+        seen = len(harness.unsent)
+        harness.step()
+        outcomes += harness.unsent[seen:]
+    assert [one.may_wait for outcome in outcomes for one in outcome.commits] == [True]
+    assert sum(outcome.hurry for outcome in outcomes) == 1
+    harness.finish()
     harness.check_answers()
 
 

@@ -12,7 +12,18 @@ from hypothesis import strategies as st
 
 from pillion.engine.sampling.sampling_rows import Sampled
 from pillion.engine.scheduling.scheduler import Scheduler
-from pillion.engine.scheduling.step_cost import AUTO_TARGET_STEPS, FIRST_STEP_TOKENS, StepCost, TokenBudget, features
+from pillion.engine.scheduling.step_cost import (
+    AUTO_TARGET_STEPS,
+    FADING,
+    FIRST_STEP_TOKENS,
+    INERTIA,
+    MAX_SURPRISE,
+    RECENT_STEPS,
+    SCALES,
+    StepCost,
+    TokenBudget,
+    features,
+)
 from pillion.engine.scheduling.step_model import LEAST_THROUGHPUT, MIN_TAIL_TOKENS
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from tests.support.examples import examples
@@ -390,3 +401,30 @@ def test_auto_needs_no_number_on_a_slow_and_on_a_fast_machine() -> None:
         trained(machine, budget, (500,))
         found = run(budget, machine, decodes(16, 500), 500, 40)
         assert np.median(found[10:]) == pytest.approx(2.5 * machine.seconds(decodes(16, 500)), rel=0.1)
+
+
+@given(st.integers(0, 2**32 - 1))
+@settings(max_examples=examples(60))
+def test_a_fit_is_that_of_numpy(seed: int) -> None:
+    random, cost = np.random.default_rng(seed), StepCost(pair_tokens=1e-4 * (seed % 2))
+    scales = np.array(SCALES)
+    moved = np.eye(5)
+    moved[4, 1] = -1e-4 * (seed % 2) * scales[4] / scales[1]
+    sums, products, weights = np.zeros((2, 5, 5)), np.zeros((2, 5)), np.zeros(5)
+    for _ in range(30):
+        found, seconds = random.exponential(size=5), float(random.exponential())
+        expected, learnt = float(np.array(cost._weights) @ found) * cost._own_factor, seconds
+        if cost.steps >= RECENT_STEPS and expected > 0:
+            learnt = min(max(seconds, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
+        row, kind = found / learnt, int(found[1] > found[2])
+        sums[kind] = sums[kind] * FADING + row[:, None] * row
+        products[kind] = products[kind] * FADING + row
+        pull = INERTIA * sums.sum(0).trace() * (moved.T @ moved)
+        squares, right = sums.sum(0) + pull, products.sum(0) + pull @ weights
+        weights = np.linalg.solve(squares, right)
+        while weights.min() < 0:
+            kept = np.flatnonzero(weights > 0)
+            weights = np.zeros(5)
+            weights[kept] = np.linalg.solve(squares[kept[:, None], kept], right[kept])
+        cost.observe(tuple(found.tolist()), seconds)
+        np.testing.assert_allclose(cost._weights, weights, rtol=1e-7, atol=1e-12 * max(1.0, weights.max()))
