@@ -19,6 +19,7 @@ from pillion.engine.backends.backend import (
     checked_memory,
     warm_up_batches,
 )
+from pillion.engine.sampling.sampler import LargestLogits
 from pillion.engine.sampling.sampling_rows import Float32, Sampled, SamplingRows, States
 from pillion.engine.sampling.scores import sample_and_score
 from pillion.errors import Internal
@@ -55,6 +56,8 @@ class HostBackend(AdaptedBackend, ABC):
         self.vocab_size = vocab_size
         # This is how much longer the last forward pass would have taken without cores of other workers.
         self.borrowed_s = 0.0
+        # These are the largest logits of the last forward pass's rows, where a backend finds them while it computes.
+        self.largest: LargestLogits | None = None
         self._pool: torch.Tensor | None = None
         # A step keeps the inputs of these layers, in the order of the columns of ``Sampled.states``.
         self.state_layers: tuple[int, ...] = ()
@@ -115,8 +118,8 @@ class HostBackend(AdaptedBackend, ABC):
         if copies:
             self.copy_blocks(*zip(*copies, strict=True))
         logits = self.forward(batch)
-        chosen = len(logits) - sum(map(bool, batch.pooled_ids))
-        sampled = sample_and_score(logits[:chosen], rows)
+        chosen = logits.shape[0] - sum(map(bool, batch.pooled_ids))
+        sampled = sample_and_score(logits[:chosen], rows, self.largest)
         if batch.pooled_ids:
             sampled = replace(sampled, pooled=self._pooled(batch, logits[chosen:]))
         if self.state_layers:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pillion.core_lending_table import CoreShare
-from pillion.engine.backends.backend import BackendLost, Int32, StepBatch
+from pillion.engine.backends.backend import BackendLost, StepBatch
 from pillion.engine.backends.cpu.cpu_backend import CpuBackend, CpuModel
 from pillion.engine.backends.cpu.cpu_operations import OperationBuilder
 from pillion.engine.models.model_config import ModelConfig
@@ -139,7 +139,7 @@ class CpuRankBackend(CpuBackend):
         if memory.aborted:
             raise BackendLost(f"rank {shard.rank} of {shard.size}: a rank was lost, or hangs")
 
-    def _read_logits(self, rows: Int32, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
+    def _read_logits(self, count: int, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
         if not self._member.shard.leads:
             return torch.empty(0, self.vocab_size)
-        return super()._read_logits(rows, places)
+        return super()._read_logits(count, places)

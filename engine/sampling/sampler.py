@@ -19,6 +19,7 @@ rows of the step do not. Nothing raises.
 from __future__ import annotations
 
 from math import isfinite
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -34,6 +35,7 @@ from pillion.engine.sampling.sampling_rows import (
     NO_IDS,
     NO_TOKEN,
     Float32,
+    Ids,
     Int64,
     Sampled,
     SamplingRows,
@@ -43,8 +45,22 @@ from pillion.engine.sampling.sampling_rows import (
 _SLACK = np.float32(1e-3)
 
 
-def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+class LargestLogits(NamedTuple):
+    """Holds the largest logits of rows, which a backend has found while it computed.
+
+    Attributes:
+        maxima: float32 [R, V / GROUP_TOKENS], the group maxima (:func:`pillion.engine.sampling.cuts.group_maxima`).
+        tokens: int32 [R], the token with each row's largest logit, of equal ones the lowest id; -1 where some logit of
+            the row is not finite.
+    """
+
+    maxima: Float32
+    tokens: Ids
+
+
+def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | None = None) -> Sampled:
     """Chooses a token for each row of logits [R, V] float32, and computes log probabilities for rows that report them.
+    ``largest`` are those of these rows, and maybe of more, where they are known.
 
     Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. Masked logits stay minus infinity.
     """
@@ -53,16 +69,18 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
     late, edits = NO_IDS, rows.edits
     if rows.masks is not None:
         late, edits = apply_masks(logits.numpy(), rows.masks, edits)
+    if rows.masks is not None or edits:
+        largest = None
     if rows.plain and not len(late):
-        found = _largest(logits)
-        if found is not None:
+        found = largest.tokens[: len(rows)].tolist() if largest is not None else _largest(logits)
+        if found is not None and min(found) >= 0:
             return Sampled(tuple(found))
     table = whole_groups(logits)
     # Infinite logits and NaN are allowed here, so numpy must not warn about them.
     with np.errstate(all="ignore"):
         report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
         with edited(table, edits):
-            tokens = _choose(table, rows)
+            tokens = _choose(table, rows, largest)
         tokens[late] = MASK_LATE
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())
 
@@ -86,14 +104,17 @@ def whole_groups(logits: torch.Tensor) -> Float32:
     return table
 
 
-def _choose(table: Float32, rows: SamplingRows) -> Int64:
+def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None) -> Int64:
     each = np.arange(len(table))
     drawn = rows.temperature >= MIN_TEMPERATURE
     if not drawn.any():
         tokens: Int64 = table.argmax(axis=1)
         broken = ~np.isfinite(table[each, tokens])
     else:
-        maxima = group_maxima(table)
+        if largest is not None and largest.tokens[: len(rows)].min() >= 0:
+            maxima = largest.maxima[: len(rows)]
+        else:
+            maxima = group_maxima(table)
         group = maxima.argmax(axis=1)
         # The largest logit of each row is needed: it is the token of a greedy row, and bounds the totals of a drawn
         # one.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from pillion.engine.sampling.logprobs import MIN_LOGPROB, LogprobReport
-from pillion.engine.sampling.sampler import sample, whole_groups
+from pillion.engine.sampling.sampler import LargestLogits, sample, whole_groups
 from pillion.engine.sampling.sampling_rows import Sampled, SamplingRows, ScoredRows
 from pillion.types import TokenLogprob
 
@@ -21,13 +21,13 @@ from pillion.types import TokenLogprob
 ROUND_ROWS = 32
 
 
-def sample_and_score(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
+def sample_and_score(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | None = None) -> Sampled:
     """Chooses a token for the first rows of logits [R + Q, V] on the host, as :func:`sample` does, and scores the
     others."""
     if rows.scored is None:
-        return sample(logits, rows)
+        return sample(logits, rows, largest)
     count = len(rows)
-    return replace(sample(logits[:count], rows), scored=score_on_host(logits[count:], rows.scored))
+    return replace(sample(logits[:count], rows, largest), scored=score_on_host(logits[count:], rows.scored))
 
 
 def score_on_host(logits: torch.Tensor, rows: ScoredRows) -> tuple[TokenLogprob, ...]:

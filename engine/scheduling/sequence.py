@@ -401,7 +401,7 @@ class Sequence(BlockChain):
         Returns how many tokens count, and why the stream ends with the last one; None when it goes on. No token counts
         where none could be chosen, or its mask was late; a later step meets that place again.
         """
-        proposed = self.proposed().tolist()
+        proposed: list[int] = self.proposed().tolist() if self.num_proposed else []
         self.num_proposed = 0
         self.decoding = True
         accepted, reason = 0, None

@@ -45,6 +45,9 @@ SCALES = (1.0, 16.0, 16.0, 16_384.0, 65_536.0)
 # that of a pair follows from that of a token by the model's shape, where it is known.
 INERTIA = 0.1
 _TOKENS, _PAIRS = 1, 4
+# After FIRST_FITS steps, of those without a chunk only each PLAIN_FIT_STEPS-th is followed by a fit: they are alike,
+# and the factor follows each of them.
+FIRST_FITS, PLAIN_FIT_STEPS = 40, 4
 # A step that took longer or shorter than expected by more than this factor teaches the fit no more than that.
 MAX_SURPRISE = 2.0
 # Beside streams, a step has at most MAX_GROWTH times the tokens of the largest one measured, and FIRST_STEP_TOKENS at
@@ -165,8 +168,10 @@ class StepCost:
             learnt = min(max(own_s, expected / MAX_SURPRISE), expected * MAX_SURPRISE)
         # A step with more tokens than sequences and guesses has a chunk. The features are divided by the time that the
         # step took, so that short steps count as much as long ones.
-        self._sums[found[1] > found[2]].add([one / learnt for one in found], self._fading)
-        self._fit()
+        has_chunk = found[1] > found[2]
+        self._sums[has_chunk].add([one / learnt for one in found], self._fading)
+        if has_chunk or self.steps < FIRST_FITS or self.steps % PLAIN_FIT_STEPS == 0:
+            self._fit()
         self.steps += 1
         plain = _dot(self._weights, found)
         if plain > 0:

@@ -69,7 +69,7 @@ class StageShare(_Backend):
         self.worked = Worked(began_s, time.monotonic())
         self.link.give(self._hidden)
 
-    def _read_logits(self, rows: Int32, places: npt.NDArray[Any] | None) -> torch.Tensor:
+    def _read_logits(self, count: int, places: npt.NDArray[Any] | None) -> torch.Tensor:
         return torch.empty(0, self.vocab_size)
 
     def close(self) -> None:

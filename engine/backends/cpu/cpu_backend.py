@@ -40,6 +40,8 @@ from pillion.engine.checkpoints.prepare import PreparedModel
 from pillion.engine.models.config_parser import load_config
 from pillion.engine.models.model_config import ModelConfig
 from pillion.engine.models.model_shard import ModelShard, whole_model
+from pillion.engine.sampling.gumbel import GROUP_TOKENS
+from pillion.engine.sampling.sampler import LargestLogits
 from pillion.engine.sampling.sampling_rows import Float32, States
 from pillion.errors import Internal
 from pillion.kernels.cpu.attention.cpu_attention import step_field
@@ -178,8 +180,8 @@ class CpuBackend(HostBackend):
         layout = model.layout
         sizes = layout.block_size, angles, layout.state_pages
         self._bounds = Bounds(model.config.vocab_size, 0, model.max_model_len, *sizes)
-        # These are views of the logits' buffer without its padding, by number of rows.
-        self._logits: dict[int, torch.Tensor] = {}
+        # These are views of the buffers of logits and of the largest ones, without their padding, by number of rows.
+        self._found: dict[int, tuple[torch.Tensor, LargestLogits | None]] = {}
         # This is how long the kernels of the last step ran; the rest of the step's time is the host's.
         self.kernel_seconds = 0.0
 
@@ -282,16 +284,29 @@ class CpuBackend(HostBackend):
         self.borrowed_s = self._thread_pool.borrowed_s
         if self.model.checked:
             self.check_integrity()
-        return self._read_logits(rows[: len(rows) - batch.pooled], places)
+        return self._read_logits(len(rows) - batch.pooled, places)
 
-    def _read_logits(self, rows: Int32, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
-        """Returns the logits of ``rows``, which the kernels have written, at ``places``."""
-        logits = self._logits.get(len(rows))
-        if logits is None:
-            buffer = self.model.plan.logits
-            table = self.workspace.array(buffer).view(np.float32).reshape(-1, buffer.stride // 4)
-            logits = self._logits[len(rows)] = torch.from_numpy(table[: len(rows), : self.vocab_size])
-        return logits if places is None else logits[torch.from_numpy(places)]
+    def _read_logits(self, count: int, places: npt.NDArray[np.intp] | None) -> torch.Tensor:
+        """Returns ``count`` rows of logits, which the kernels have written, at ``places``, and sets ``largest``."""
+        found = self._found.get(count)
+        if found is None:
+            found = self._found[count] = self._logits_of(count), self._largest_of(count)
+        logits, largest = found
+        if places is not None:
+            logits = logits[torch.from_numpy(places)]
+            largest = largest and LargestLogits(largest.maxima[places], largest.tokens[places])
+        self.largest = largest
+        return logits
+
+    def _logits_of(self, count: int) -> torch.Tensor:
+        return torch.from_numpy(self._rows(self.model.plan.logits, count, self.vocab_size))
+
+    def _largest_of(self, count: int) -> LargestLogits | None:
+        if self.model.plan.largest is None:
+            return None
+        maxima, tokens = self.model.plan.largest
+        groups = self.vocab_size // GROUP_TOKENS
+        return LargestLogits(self._rows(maxima, count, groups), self._rows(tokens, count, 1)[:, 0])
 
     def _run_kernels(self, program: Program) -> None:
         self._thread_pool.run(program.entries, self._step.words)
@@ -302,7 +317,7 @@ class CpuBackend(HostBackend):
         for unit, count in (("tokens", batch.num_tokens), ("samples", len(rows)), ("logits", num_logits)):
             self._unbound |= self.workspace.reserve(unit, count)
         if self._unbound:
-            self._logits.clear()
+            self._found.clear()
             # Where bind fails for lack of memory, no kernel may run until it has succeeded.
             for program in self._programs():
                 program.bind()

@@ -32,10 +32,11 @@ from pillion.engine.models.families import layers_of
 from pillion.engine.models.model_config import ModelConfig, TokenInputs
 from pillion.engine.models.model_shard import ModelShard
 from pillion.engine.models.rope import CosSin, growth_table, rope_tables
+from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.kernels.cpu.attention.cpu_attention import row_counts
 from pillion.kernels.cpu.attention.cpu_attention_plan import CpuAttentionPlanner
 from pillion.kernels.cpu.language.isa import Isa
-from pillion.kernels.cpu.rows.rows import AddPositions, Embed, SoftCapScale
+from pillion.kernels.cpu.rows.rows import AddPositions, Embed, GroupMaxima, LargestTokens, SoftCapScale
 from pillion.kernels.cpu.rows.token_inputs import MixTokenInputs
 from pillion.kernels.cpu.runtime.program import Buffer, Operation
 from pillion.rooms import require
@@ -44,8 +45,9 @@ from pillion.rooms import require
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
     """Holds the operations of a step, the buffers for the residual stream and for the sampled rows' logits, the tables
-    of the rotary embeddings, the layers whose inputs a step keeps, with the buffer of each, and the buffer of the
-    sampled rows after the last norm."""
+    of the rotary embeddings, the layers whose inputs a step keeps, with the buffer of each, the buffer of the
+    sampled rows after the last norm, and those of the largest logits by groups and of the tokens with each row's
+    largest one, where the program finds them."""
 
     operations: tuple[Operation, ...]
     hidden: Buffer
@@ -53,6 +55,7 @@ class ModelPlan:
     ropes: tuple[CosSin, ...]
     states: Mapping[int, Buffer] = field(default_factory=dict)
     normed: Buffer | None = None
+    largest: tuple[Buffer, Buffer] | None = None
 
 
 def plan_model(
@@ -94,12 +97,17 @@ def _plan(builder: OperationBuilder, state_layers: Sequence[int]) -> ModelPlan:
     logits = replace(chosen.buffer("logits", width, "float32"), dense=True)
     if meeting is not None:
         logits = meeting.logits(config, logits)
+    largest = None
     if mine.stop == config.num_layers:
         operations += _head(sampled, chosen, logits)
+        if meeting is None and weights.has("lm_head") and config.vocab_size % GROUP_TOKENS == 0:
+            maxima = chosen.buffer("maxima", config.vocab_size // GROUP_TOKENS, "float32")
+            largest = maxima, replace(chosen.buffer("largest", 1, "int32"), dense=True)
+            operations += _largest(config.vocab_size, logits, *largest)
     if meeting is not None:
         operations.append(meeting.end())
     states = {index: builder.state(index) for index in state_layers}
-    return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states, sampled.normed)
+    return ModelPlan(tuple(operations), builder.hidden, logits, builder.ropes, states, sampled.normed, largest)
 
 
 def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -> Iterator[Operation]:
@@ -118,6 +126,14 @@ def _head(sampled: OperationBuilder, chosen: OperationBuilder, logits: Buffer) -
             "cap": config.logit_softcap,
         }
         yield Operation(SoftCapScale(config.logit_softcap > 0), values, "num_logits")
+
+
+def _largest(width: int, logits: Buffer, maxima: Buffer, tokens: Buffer) -> Iterator[Operation]:
+    strides = {"stride": logits.stride, "maxima_stride": maxima.stride}
+    values = {"logits": logits, "maxima": maxima, "width": width, **strides}
+    yield Operation(GroupMaxima(GROUP_TOKENS), values, "num_logits")
+    own = {"tokens": tokens, "tokens_stride": tokens.stride}
+    yield Operation(LargestTokens(GROUP_TOKENS), {**values, **own}, "num_logits")
 
 
 def _embed(builder: OperationBuilder) -> Iterator[Operation]:

@@ -11,14 +11,18 @@ and written up to the next multiple of 16, where buffers hold zeros.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
-from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Int, Kernel, Ptr, Vec
+from pillion.kernels.cpu.language.emit import VECTOR_BYTES, Bool, Int, Kernel, Ptr, Vec
 from pillion.kernels.cpu.language.isa import LANES
 from pillion.kernels.cpu.language.module import KernelCall, KernelSpec
 from pillion.kernels.cpu.language.records import RecordLayout
 
-# A work item has this many vectors of logits: a step often samples fewer rows than there are threads, so rows are cut.
+# A work item has this many vectors, or groups, of logits: a step often samples fewer rows than there are threads, so
+# rows are cut.
 _CHUNK_VECTORS = 64
+# No place in a row is this number, up to which float32 holds all whole numbers.
+_NO_PLACE = 2.0**24
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +204,86 @@ class SoftCapScale(KernelSpec):
                 at = row + i * VECTOR_BYTES
                 value = k.load(at) / divisor
                 k.store(at, k.tanh(value / cap) * cap if self.capped else value)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMaxima(KernelSpec):
+    """Finds the largest of each group of logits: maxima [R, width / group] float32 of logits [R, width] float32.
+
+    ``width`` is a multiple of ``group``, and that one of 16. The largest logit of a group in which one is no number, or
+    infinite, is NaN.
+    """
+
+    layout = RecordLayout("group_maxima", pointers=("logits", "maxima"), numbers=("width", "stride", "maxima_stride"))
+
+    group: int
+
+    def emit(self, call: KernelCall) -> None:
+        k, args, vectors = call.k, call.args, self.group // LANES
+        logits, stride = args.pointer("logits"), args.number("stride")
+        maxima, maxima_stride = args.pointer("maxima"), args.number("maxima_stride")
+        groups = args.number("width") // self.group
+        chunks = (groups + (_CHUNK_VECTORS - 1)) // _CHUNK_VECTORS
+        with call.even_share(call.step.number("num_logits") * chunks) as item:
+            row, first = item // chunks, item % chunks * _CHUNK_VECTORS
+            with k.range(k.least(first + _CHUNK_VECTORS, groups), first) as group:
+                values = [
+                    k.load(logits + row * stride + group * (vectors * VECTOR_BYTES) + place * VECTOR_BYTES)
+                    for place in range(vectors)
+                ]
+                largest, broken = values[0], values[0] - values[0]
+                for value in values[1:]:
+                    largest, broken = k.larger(largest, value), broken + (value - value)
+                k.store_first(maxima + row * maxima_stride + group * 4, k.maximum(largest) + k.sum(broken))
+
+
+@dataclass(frozen=True, slots=True)
+class LargestTokens(KernelSpec):
+    """Finds the largest logit of each row [R] by its group's maxima: ``tokens``, int32 in rows of ``tokens_stride``
+    bytes, of equal logits the first one; -1 where a maximum is NaN. The other fields are those of
+    :class:`GroupMaxima`."""
+
+    layout = RecordLayout(
+        "largest_tokens",
+        pointers=("logits", "maxima", "tokens"),
+        numbers=("width", "stride", "maxima_stride", "tokens_stride"),
+    )
+
+    group: int
+
+    def emit(self, call: KernelCall) -> None:
+        k, args = call.k, call.args
+        groups = args.number("width") // self.group
+        with call.even_share(call.step.number("num_logits")) as row:
+            maxima = args.pointer("maxima") + row * args.number("maxima_stride")
+            group, finite = self._first_largest(k, maxima, groups)
+            token = args.pointer("tokens") + row * args.number("tokens_stride")
+            with k.builder.if_else(finite.ir) as (known, broken):
+                with known:
+                    logits = args.pointer("logits") + row * args.number("stride") + group * (self.group * 4)
+                    within, _ = self._first_largest(k, logits, k.int(self.group))
+                    k.store_int(token, group * self.group + within, 32)
+                with broken:
+                    k.store_int(token, -1, 32)
+
+    def _first_largest(self, k: Kernel, values: Ptr, count: Int) -> tuple[Int, Bool]:
+        """Returns the place of the first of the largest ones of ``count`` float32, up to 2**24, and whether all are
+        numbers."""
+        least, none = k.vector(-inf), k.vector(_NO_PLACE)
+        lanes = k.constant([float(lane) for lane in range(LANES)])
+        largest, broken, place = k.variable(least), k.variable(k.vector(0.0)), k.variable(none)
+        with k.range(vectors_of(count)) as i:
+            value = k.select(k.below(i * LANES, count), k.load(values + i * VECTOR_BYTES), k.vector(0.0))
+            broken.value = broken.value + (value - value)
+            value = k.select(k.below(i * LANES, count), value, least)
+            place.value = k.select(value > largest.value, lanes + k.real(i * LANES), place.value)
+            largest.value = k.larger(value, largest.value)
+        most = k.maximum(largest.value)
+        # Each lane has the first place of its own largest value.
+        first = k.select(largest.value < most, none, place.value)
+        numbers = k.select(k.sum(broken.value) < 1.0, k.vector(1.0), k.vector(0.0))
+        place_of_most = k.vector(0.0) - k.maximum(k.vector(0.0) - first)
+        return k.first_as_int(place_of_most), k.first_as_int(numbers) > 0
 
 
 def vectors_of(width: Int) -> Int:

@@ -12,7 +12,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from pillion.engine.sampling.cuts import cuts, group_maxima
-from pillion.engine.sampling.sampler import sample
+from pillion.engine.sampling.gumbel import GROUP_TOKENS
+from pillion.engine.sampling.sampler import LargestLogits, sample
 from pillion.engine.sampling.sampling_rows import NO_TOKEN
 from tests.support.examples import examples
 from tests.support.sampling import RowParameters, chi_square_fits, draws_of, padded, rows_of, unpruned, warp
@@ -214,6 +215,31 @@ def test_sampling_changes_nothing() -> None:
         )
         sample(logits, rows_of([params] * 3))
         assert torch.equal(logits, before)
+
+
+@settings(max_examples=examples(100))
+@given(
+    several=st.lists(all_params, min_size=1, max_size=4),
+    greedy=st.booleans(),
+    biased=st.booleans(),
+    odd=st.sampled_from([None, torch.inf, -torch.inf, torch.nan]),
+    seed=st.integers(0, 1000),
+)
+def test_largest_logits_that_are_known_change_nothing(
+    several: list[RowParameters], greedy: bool, biased: bool, odd: float | None, seed: int
+) -> None:
+    """As the CPU kernels find them; rows of a grammar or with edits have other ones by now."""
+    logits = random_logits(len(several) + 1, 5 * GROUP_TOKENS, seed=seed)
+    if odd is not None:
+        logits[0, seed % logits.shape[1]] = odd
+    finite = logits.isfinite()
+    maxima = torch.where(finite, logits, torch.nan).view(len(logits), -1, GROUP_TOKENS).amax(-1).numpy()
+    tokens = torch.where(finite.all(1), logits.argmax(1), -1).to(torch.int32).numpy()
+    several = [replace(one, temperature=0.0) if greedy else one for one in several]
+    several[0] = replace(several[0], bias={seed % 64: 9.0} if biased else {})
+    rows = rows_of(several)
+    known = sample(logits[: len(several)].clone(), rows, LargestLogits(maxima, tokens))
+    assert known == sample(logits[: len(several)].clone(), rows)
 
 
 def test_no_rows() -> None:

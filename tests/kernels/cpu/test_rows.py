@@ -38,6 +38,7 @@ SPECS = [
     *(rows.NormAdd(rows_of) for rows_of in ("tokens", "samples")),
     rows.GatherRows(),
     *(rows.SoftCapScale(capped) for capped in (False, True)),
+    *(kernel(group) for kernel in (rows.GroupMaxima, rows.LargestTokens) for group in (32, 128)),
 ]
 # Large enough to be seen.
 EPS = 0.1
@@ -190,6 +191,46 @@ def test_soft_cap_scale(runner, count, width, divisor, cap):
     assert (found[:count, width:] == 0).all()
     if cap and divisor == 1.0:
         torch.testing.assert_close(expected, layers.soft_cap(logits.clone(), cap))
+
+
+def largest(runner, logits, group):
+    """The maxima of groups and the largest token of each row, by the kernels; nothing else may be written."""
+    count, width = logits.shape
+    room, groups = padded(logits, 1, 7.0), width // group
+    maxima = torch.full((count + 1, -(-groups // 16) * 16), 7.0)
+    tokens = torch.full((count + 1, 16), 7, dtype=torch.int32)
+    values = {"logits": room, "maxima": maxima, "width": width, "stride": stride(room), "maxima_stride": stride(maxima)}
+    runner.run(rows.GroupMaxima(group), values, rows_step(0, count))
+    runner.run(
+        rows.LargestTokens(group), {**values, "tokens": tokens, "tokens_stride": stride(tokens)}, rows_step(0, count)
+    )
+    assert (maxima[count:] == 7).all()
+    assert (maxima[:, groups:] == 7).all()
+    assert (tokens[count:] == 7).all()
+    assert (tokens[:, 1:] == 7).all()
+    return maxima[:count, :groups], tokens[:count, 0]
+
+
+@pytest.mark.parametrize(("count", "width", "group"), [(1, 128, 128), (3, 32 * 70, 32), (5, 128 * 17, 128)])
+def test_largest_logits(runner, count, width, group):
+    logits = normal(count, width) * 40
+    # Equal largest ones, in one group and in several, a negative zero among them; and a row of the lowest numbers.
+    logits[0] = torch.where(torch.arange(width) % 7 == 3, 0.0, -1.0)
+    logits[0, 3] = -0.0
+    logits[-1] = torch.finfo(torch.float32).min
+    maxima, tokens = largest(runner, logits, group)
+    assert torch.equal(maxima, logits.view(count, -1, group).amax(-1))
+    assert tokens.tolist() == logits.numpy().argmax(axis=1).tolist()
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_not_finite_has_no_largest_logit(runner, value):
+    logits = normal(3, 32 * 40)
+    logits[1, 1111] = value
+    maxima, tokens = largest(runner, logits, 32)
+    assert torch.isnan(maxima).nonzero().tolist() == [[1, 1111 // 32]]
+    argmax = logits.numpy().argmax(axis=1).tolist()
+    assert tokens.tolist() == [argmax[0], -1, argmax[2]]
 
 
 def test_no_rows_are_no_work(runner):
