@@ -40,23 +40,33 @@ _TOKEN_STREAM = np.array(0, np.uint64)
 _GROUP_STREAM = np.array(1, np.uint64)
 
 
-def group_waits(seeds: UInt64, positions: Int64, num_groups: int) -> tuple[Float32, Int64]:
-    """Returns, for rows with seeds and positions [R], each group's least wait and the token (0 .. 127) that has it.
+def group_waits(seeds: UInt64, positions: Int64, num_groups: int, tokens: Int64) -> tuple[Float32, Int64, Float32]:
+    """Returns, for rows with seeds and positions [R], each group's least wait and the token (0 .. 127) that has it,
+    both [R, num_groups], and the wait of one of each row's ``tokens`` [R], which costs little beside the groups.
 
-    Both are [R, num_groups]. The upper 25 bits of a group's word are the wait, the lower 7 the token.
+    The upper 25 bits of a group's word are the wait, the lower 7 the token.
     """
-    counters = np.arange(-(-num_groups // WORDS_PER_COUNTER), dtype=np.uint64)
-    words = random_words(seeds[:, None], positions[:, None], counters, _GROUP_STREAM)
-    words = words.reshape(len(seeds), -1)[:, :num_groups]
+    count = -(-num_groups // WORDS_PER_COUNTER)
+    counters, streams = np.empty((len(seeds), count + 1), np.uint64), np.full(count + 1, _GROUP_STREAM)
+    counters[:, :count], counters[:, count] = np.arange(count), tokens // WORDS_PER_COUNTER
+    streams[count] = _TOKEN_STREAM
+    drawn = random_words(seeds[:, None], positions[:, None], counters, streams)
+    words = drawn[:, :count].reshape(len(seeds), -1)[:, :num_groups]
     waits = _exponential(words >> np.uint64(_GROUP_BITS), 32 - _GROUP_BITS) / np.float32(GROUP_TOKENS)
-    return waits, (words & np.uint64(GROUP_TOKENS - 1)).astype(np.int64)
+    firsts = (words & np.uint64(GROUP_TOKENS - 1)).astype(np.int64)
+    each, group = np.arange(len(tokens)), tokens // GROUP_TOKENS
+    return waits, firsts, _token_waits(drawn[:, count], tokens, waits[each, group], firsts[each, group])
 
 
 def token_waits(seeds: UInt64, positions: Int64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
     """Returns waits of tokens; all arrays are [N]. ``first_waits`` and ``firsts`` belong to the tokens' groups."""
-    index, which = np.divmod(tokens, WORDS_PER_COUNTER)
-    words = random_words(seeds, positions, index.astype(np.uint64), _TOKEN_STREAM)
-    own = _exponential(words[np.arange(len(tokens)), which], 32)
+    index = (tokens // WORDS_PER_COUNTER).astype(np.uint64)
+    return _token_waits(random_words(seeds, positions, index, _TOKEN_STREAM), tokens, first_waits, firsts)
+
+
+def _token_waits(words: UInt64, tokens: Int64, first_waits: Float32, firsts: Int64) -> Float32:
+    """Returns waits of tokens by the words [N, 4] of their counters."""
+    own = _exponential(words[np.arange(len(tokens)), tokens % WORDS_PER_COUNTER], 32)
     own[tokens % GROUP_TOKENS == firsts] = 0.0
     waits: Float32 = first_waits + own
     return waits

@@ -24,7 +24,15 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from pillion.engine.sampling.cuts import cuts, gather_groups, group_maxima, in_nucleus, lone_nuclei, row_cut
+from pillion.engine.sampling.cuts import (
+    cuts,
+    gather_groups,
+    group_maxima,
+    in_nucleus,
+    lone_nuclei,
+    row_cut,
+    surely_in_nucleus,
+)
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
 from pillion.engine.sampling.logprobs import LogprobReport
 from pillion.engine.sampling.masks import apply_masks
@@ -111,15 +119,16 @@ def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None) -
         tokens: Int64 = table.argmax(axis=1)
         broken = ~np.isfinite(table[each, tokens])
     else:
-        if largest is not None and largest.tokens[: len(rows)].min() >= 0:
-            maxima = largest.maxima[: len(rows)]
-        else:
-            maxima = group_maxima(table)
-        group = maxima.argmax(axis=1)
         # The largest logit of each row is needed: it is the token of a greedy row, and bounds the totals of a drawn
         # one.
-        tokens = group * GROUP_TOKENS + gather_groups(table, each, group).argmax(axis=1)
-        broken = ~np.isfinite(table[each, tokens])
+        if largest is not None and largest.tokens[: len(rows)].min() >= 0:
+            maxima, tokens = largest.maxima[: len(rows)], largest.tokens[: len(rows)].astype(np.int64)
+            broken = np.zeros(len(rows), dtype=bool)
+        else:
+            maxima = group_maxima(table)
+            group = maxima.argmax(axis=1)
+            tokens = group * GROUP_TOKENS + gather_groups(table, each, group).argmax(axis=1)
+            broken = ~np.isfinite(table[each, tokens])
         racing = np.flatnonzero(drawn & ~broken)
         if len(racing):
             tokens[racing] = _race_in_nuclei(table, maxima[racing], rows, racing, tokens[racing])
@@ -136,7 +145,10 @@ def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing:
     cut = cuts(table, maxima, rows, racing, lone=False)
     winners = _race(table, maxima, rows, racing, likeliest, cut)
     outside = []
-    for at in lone_nuclei(rows, racing, table.shape[1]).tolist():
+    lone = lone_nuclei(rows, racing, table.shape[1])
+    if len(lone):
+        lone = lone[~surely_in_nucleus(table, maxima[lone], rows, racing[lone], winners[lone])]
+    for at in lone.tolist():
         row, top = table[racing[at]], maxima[at].max()
         temperature, top_p = rows.temperature[racing[at]], float(rows.top_p[racing[at]])
         if not in_nucleus(row, top, temperature, top_p, int(winners[at])):
@@ -149,17 +161,15 @@ def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing:
 
 def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64, cut: Float32) -> Int64:
     """Draws tokens [S] among those whose logits reach ``cut`` [S]."""
-    each, num_groups = np.arange(len(racing)), maxima.shape[1]
+    num_groups = maxima.shape[1]
     top, temperature = maxima.max(axis=1)[:, None], rows.temperature[racing][:, None]
     cut = cut[:, None]
     seeds, positions = rows.seeds[racing], rows.positions[racing]
-    waits, firsts = group_waits(seeds, positions, num_groups)
+    waits, firsts, own = group_waits(seeds, positions, num_groups, likeliest)
     most_noise = -np.log(waits)
 
     # This is a lower bound of the winning total: of the most likely token, and of each group's token with the largest
     # noise.
-    group = likeliest // GROUP_TOKENS
-    own = token_waits(seeds, positions, likeliest, waits[each, group], firsts[each, group])
     places = (racing * table.shape[1])[:, None] + np.arange(num_groups) * GROUP_TOKENS + firsts
     values = table.reshape(-1).take(places)
     totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))

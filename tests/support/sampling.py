@@ -107,8 +107,8 @@ def padded(logits: torch.Tensor) -> np.ndarray:
 def all_noise(seed: int, position: int, vocab_size: int) -> np.ndarray:
     """Computes the noise of every token [vocab_size], without any pruning."""
     seeds, positions = np.array([seed & (2**64 - 1)], np.uint64), np.array([position], np.int64)
-    waits, firsts = group_waits(seeds, positions, -(-vocab_size // GROUP_TOKENS))
     tokens = np.arange(vocab_size)
+    waits, firsts, _ = group_waits(seeds, positions, -(-vocab_size // GROUP_TOKENS), tokens[:1])
     group = tokens // GROUP_TOKENS
     many = np.ones(vocab_size, np.int64)
     return -np.log(

@@ -11,7 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.sampling.cuts import cuts, group_maxima
+from pillion.engine.sampling.cuts import cuts, group_maxima, in_nucleus, surely_in_nucleus
 from pillion.engine.sampling.gumbel import GROUP_TOKENS
 from pillion.engine.sampling.sampler import LargestLogits, sample
 from pillion.engine.sampling.sampling_rows import NO_TOKEN
@@ -274,3 +274,28 @@ def test_logits_that_are_not_numbers_neither_raise_nor_win(
         assert np.isfinite([entry.logprob, *entry.top_logprobs]).all()
     # The other row is not affected.
     assert sampled.token_ids[1] == sample(logits[1:], rows_of([params])).token_ids[0]
+
+
+@settings(max_examples=examples(100))
+@given(
+    spread=st.sampled_from([0.5, 2.0, 6.0]),
+    temperature=st.sampled_from([0.3, 1.0, 2.0]),
+    top_p=st.floats(0.01, 0.999),
+    groups=st.integers(1, 40),
+    seed=st.integers(0, 1000),
+)
+def test_what_is_surely_in_the_nucleus_is_in_it(
+    spread: float, temperature: float, top_p: float, groups: int, seed: int
+) -> None:
+    logits = random_logits(2, groups * GROUP_TOKENS, seed=seed, spread=spread)
+    table, rows = logits.numpy(), rows_of([RowParameters(temperature=temperature, top_p=top_p)] * 2)
+    order = np.argsort(-table, axis=1)
+    for place in (0, 1, 5, 20, 100):
+        tokens = order[:, place]
+        sure = surely_in_nucleus(table, group_maxima(table), rows, np.arange(2), tokens)
+        for row in np.flatnonzero(sure):
+            assert in_nucleus(
+                table[row], table[row].max(), np.float32(temperature), float(rows.top_p[row]), int(tokens[row])
+            )
+        if place == 0:
+            assert sure.all(), "the likeliest token is in each nucleus"
