@@ -224,7 +224,7 @@ class Scheduler:
         elif sequence.end_reported:
             self._close(sequence, now)
         else:
-            self.blocks.order_commit(sequence, now, may_wait=sequence.commits_answer)
+            self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
         self._siblings.parent_answered(seq_id, self.sequences)
 
     def granted(self, slots: Seq[int], now: float) -> None:
@@ -339,7 +339,7 @@ class Scheduler:
             if piece.samples:
                 self._accept_tokens(piece, tokens, logprobs, now)
             if sequence.state is SequenceState.RUNNING:
-                self.blocks.order_commit(sequence, now, may_wait=sequence.commits_answer)
+                self.blocks.order_commit(sequence, now, may_wait=not sequence.is_prefill)
         for landed in self._on_landed:
             landed(plan, sampled)
         return self.flush(now)

@@ -487,11 +487,6 @@ class Sequence(BlockChain):
         return self.num_tokens - self.num_computed
 
     @property
-    def commits_answer(self) -> bool:
-        """Says whether the next run of blocks to commit is after the prompt's whole blocks, which others may want."""
-        return self.num_committed >= self.spec.prompt_tokens // self.block_size
-
-    @property
     def next_start(self) -> int:
         """Gives the position where the sequence's next piece starts: after everything that is computed or in a launched
         step."""

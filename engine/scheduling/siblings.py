@@ -33,6 +33,7 @@ class Siblings:
         the prompt's last blocks are sent would not pin them."""
         if parent.in_commit and parent.num_sent < parent.spec.prompt_tokens // parent.block_size:
             self._late.setdefault(parent.seq_id, []).append(child)
+            self._block_manager.out.hurry = True
         else:
             self._block_manager.order_resume(child)
 

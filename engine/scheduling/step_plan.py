@@ -161,7 +161,7 @@ class Outcome:
         give_back: slots that leave the stock.
         lease_blocks: number of slots to lease, 0 for none; :meth:`Scheduler.granted` takes the answer.
         feature_orders: orders of features to the worker.
-        hurry: whether a chain that closes waits for the node's answer to an earlier run.
+        hurry: whether somebody waits for the node's answer to an earlier run: its chain, which closes, or a sibling.
         judged_guesses: for each stream whose proposed tokens were judged, how many there were, and how many were right.
         preemptions, forced_tokens, late_masks, evicted_adapters: how many there were since the last outcome.
         load: the scheduler's figures of load, by their names in :class:`pillion.wire.registry.WorkerLoad`. They are a

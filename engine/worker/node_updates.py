@@ -2,7 +2,7 @@
 
     commit -> release -> give back -> lease        then the batch's resumes and chain orders begin, each on its own
 
-Where nobody waits for the orders, which are commits of answers' blocks then, they gather for GATHER_MS: a call costs
+Where nobody waits for the orders, which are commits of streams' blocks then, they gather for GATHER_MS: a call costs
 the worker, the node and the index more than the blocks in it.
 
 Resumes wait in the node's queue for memory, so they cannot wait here, where the memory comes from. A call whose outcome
@@ -24,8 +24,8 @@ from pillion.errors import PillionError
 from pillion.kvstore.client.node_client import NodeClient
 from pillion.v1.kvnode_pb2 import CommitRun, CommitRunResult
 
-# Blocks of answers may come to the node so much later. A worker that dies in this time leaves them to be computed
-# again.
+# Blocks of streams come to the node so much later, where other prompts find them. Those of a worker that dies in this
+# time are computed again.
 GATHER_MS = 100
 
 

@@ -100,6 +100,8 @@ def settled(cluster: ServedCluster) -> None:
 
 
 def test_more_adapters_than_places_beside_the_model_alone(cluster: ServedCluster, expected: Tokens) -> None:
+    # A cluster serves as soon as one of its decode workers does.
+    settled(cluster)
     tasks = [(model, byte_prompt(seed, 5 + 23 * seed)) for seed in range(6) for model in ("", *NAMES)]
     with Client(cluster.target) as client, concurrent.futures.ThreadPoolExecutor(len(tasks)) as pool:
         found = list(pool.map(lambda task: answer(client, *task, 16), tasks))
