@@ -1,8 +1,11 @@
 """Learns how long after an answer the next turn of its conversation comes, by tenant and tool, and decides what the
 conversation's KV is worth meanwhile. Sans-IO (I9).
 
-    ended --the next turn begins--> its gap is learned          by the hash of the prompt's last whole block, which
-      '-----nobody comes---------> it counts as one that left   the next turn repeats
+    ended --the next turn begins--> its gap is learned          by the hash of the prompt's last whole block, or of the
+      '-----nobody comes---------> it counts as one that left   one before it, which the next turn repeats
+
+Templates write the end of a prompt anew in the next turn, and who rewrites more of it hides that a conversation goes
+on. So nothing is let go of a tenant of whom hardly any conversation was seen to go on.
 
 An answer that calls tools is followed by their results as soon as they are there; one that calls none ends most agents'
 work. What was learned of a key, a tool's name or "" for an answer without calls, is a histogram of gaps in which an
@@ -47,8 +50,9 @@ MIN_ANSWERS = 8.0
 # What is expected of the tools of a tenant of whom little is known, as if so many had come back after a gap between
 # these, and so many had not.
 PRIOR_GAPS_S, PRIOR_RETURNS, PRIOR_LEFT = (1.0, 25.0), 1.8, 0.2
-# Where fewer than this share of the conversations go on, they are let go.
-LEAVE_SHARE = 0.1
+# Where fewer than this share of the conversations go on, they are let go, if so many of the tenant's conversations were
+# seen to go on that their next turns can be recognized.
+LEAVE_SHARE, LEAVE_SEEN = 0.1, 8.0
 # A conversation has left when it has not come back for PATIENCE times the time within which a share QUANTILE does, and
 # for FIRST_PATIENCE_S where that is not known. Nobody is waited for longer than MAX_GAP_S.
 QUANTILE, PATIENCE, FIRST_PATIENCE_S, MAX_GAP_S = 0.97, 2.0, 120.0, 3600.0
@@ -137,22 +141,25 @@ class GapTable:
 
 @dataclass(frozen=True, slots=True)
 class OpenTurn:
-    """Represents an answer whose conversation may go on: when it ended, with what key, and how many of its first blocks
-    others had computed before it began."""
+    """Represents an answer whose conversation may go on: when it ended, with what key, how many of its first blocks
+    others had computed before it began, and the hash of the block before its last one, b"" where that is shared."""
 
     ended_s: float
     key: str
     shared_blocks: int
+    before: bytes = b""
 
 
 @dataclass(slots=True)
 class TenantGaps:
     """Holds what is known of one tenant: its tables by key and those of all its tools, its open turns by the hash of
-    their last block, and for each key the hashes of those that have not left yet, the oldest first."""
+    their last block, that hash by the one of the block before it, and for each key the hashes of those that have not
+    left yet, the oldest first."""
 
     tables: OrderedDict[str, GapTable] = field(default_factory=OrderedDict)
     tools: GapTable = field(default_factory=GapTable)
     turns: OrderedDict[bytes, OpenTurn] = field(default_factory=OrderedDict)
+    last_hashes: dict[bytes, bytes] = field(default_factory=dict)
     waiting: defaultdict[str, OrderedDict[bytes, None]] = field(default_factory=lambda: defaultdict(OrderedDict))
 
 
@@ -174,7 +181,8 @@ class TurnGaps:
         if known is None:
             return found_blocks
         self._leave(known, began_s, sees_all)
-        for block_hash in reversed(chain):
+        for found in reversed(chain):
+            block_hash = found if found in known.turns else known.last_hashes.get(found, b"")
             open_turn = known.turns.get(block_hash)
             if open_turn is None or open_turn.ended_s > began_s:
                 continue
@@ -200,7 +208,8 @@ class TurnGaps:
             _, forgotten = self._tenants.popitem(last=False)
             self._turns -= len(forgotten.turns)
         key = self._slowest(known, tools)
-        self._open(known, chain[-1], OpenTurn(ended_s, key, shared_blocks))
+        before = chain[-2] if len(chain) - 1 > shared_blocks else b""
+        self._open(known, chain[-1], OpenTurn(ended_s, key, shared_blocks, before))
         return self._decided(known, key, shared_blocks)
 
     @property
@@ -225,7 +234,8 @@ class TurnGaps:
                 return None
             table = known.tools
         if table.answers >= MIN_ANSWERS and table.total < LEAVE_SHARE * table.answers:
-            return LetGo(shared_blocks)
+            seen = sum(one.total for one in known.tables.values())
+            return LetGo(shared_blocks) if seen >= LEAVE_SEEN else None
         return table.wish()
 
     def _slowest(self, known: TenantGaps, tools: Sequence[str]) -> str:
@@ -254,6 +264,8 @@ class TurnGaps:
         if last_hash in known.turns:
             self._close(known, last_hash)
         known.turns[last_hash] = turn
+        if turn.before:
+            known.last_hashes[turn.before] = last_hash
         known.waiting[turn.key][last_hash] = None
         self._turns += 1
         if len(known.turns) > MAX_TENANT_CONVERSATIONS:
@@ -265,6 +277,8 @@ class TurnGaps:
 
     def _close(self, known: TenantGaps, last_hash: bytes) -> None:
         turn = known.turns.pop(last_hash)
+        if known.last_hashes.get(turn.before) == last_hash:
+            del known.last_hashes[turn.before]
         waiting = known.waiting[turn.key]
         waiting.pop(last_hash, None)
         if not waiting:

@@ -113,12 +113,46 @@ def test_a_call_is_kept_until_its_tools_turns_have_come_and_an_end_is_let_go() -
 
 def test_a_tool_whose_results_never_come_is_not_waited_for() -> None:
     traffic = Traffic()
+    for _ in range(20):
+        traffic.conversation("a", "read", 1.0)
     for _ in range(100):
         traffic.answer("a", "hang")
         traffic.now += 10
     traffic.now += 1000
     traffic.answer("a", "hang")
     assert traffic.answer("a", "hang")[1] == LetGo(1)
+
+
+def test_nothing_is_let_go_of_a_tenant_whose_turns_nobody_recognizes() -> None:
+    """As where a client or a template writes a conversation anew: its KV was let go, and its hits were lost."""
+    traffic = Traffic()
+    for tool in ("", "hang"):
+        for _ in range(100):
+            traffic.answer("a", *filter(None, [tool]))
+            traffic.now += 10
+        traffic.now += 1000
+        traffic.answer("a")
+        assert traffic.answer("a", *filter(None, [tool]))[1] is None
+
+
+def test_a_turn_whose_last_block_was_written_anew_is_recognized() -> None:
+    """As by templates that end a prompt with the beginning of reasoning, which no later prompt repeats."""
+    gaps = TurnGaps()
+    for number in range(40):
+        system, own, end = b"system", b"own %d" % number, b"end %d" % number
+        shared = gaps.turn("a", [system, own, end], number * 100.0, 1)
+        gaps.ended("a", [system, own, end], ("read",), number * 100.0, shared)
+        later = [system, own, b"answer %d" % number]
+        assert gaps.turn("a", later, number * 100.0 + 2, 2) == 1
+        gaps.ended("a", later, (), number * 100.0 + 2, 1)
+    wish = gaps.ended("a", [b"system", b"x", b"y"], ("read",), 4000.0, 1)
+    assert isinstance(wish, KeepUntil)
+    assert 2.0 < wish.until_s < 6
+    # A block that others have, too, tells no conversation from another one.
+    gaps.turn("a", [b"another"], 4000.0, 0)
+    open_turns = gaps.conversations
+    assert gaps.turn("a", [b"system", b"z"], 4000.0, 1) == 1
+    assert gaps.conversations == open_turns
 
 
 def test_where_turns_may_come_to_another_gateway_nobody_counts_as_gone() -> None:
