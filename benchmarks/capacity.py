@@ -45,7 +45,7 @@ from typing import Any
 
 from rich.table import Table
 
-from benchmarks.closed_loop import TOKEN_RANGE, ClosedLoad
+from benchmarks.closed_loop import TOKEN_RANGE, ClosedLoad, plain_step_s
 from benchmarks.cpu_service import cell
 from benchmarks.mooncake import WORKLOADS, generate_like
 from benchmarks.peers import RunningSystem, System, pillion_system, vllm_system
@@ -273,9 +273,7 @@ class CapacityBench:
         """Measure the median time between tokens of streams whose prompts are all done."""
         with self.turn_of(system) as running:
             run = running.measure(PLAIN, 1)
-        # The first tokens of a stream come while other prompts are computed.
-        gaps = [gap for record in run.records for gap in record.itl_s[PLAIN.output_tokens // 3 :]]
-        self.plain_ms[system.name] = statistics.median(gaps) * 1000
+        self.plain_ms[system.name] = plain_step_s(PLAIN, run) * 1000
         print(f"{system.name}: a plain step takes {self.plain_ms[system.name]:.1f} ms", flush=True)
 
     def bounds_ms(self) -> dict[str, float]:

@@ -84,6 +84,12 @@ async def measure(target: LoadTarget, sessions: Sequence[LoadSession], concurren
     return run
 
 
+def plain_step_s(load: ClosedLoad, run: Run) -> float:
+    """Return the median seconds between tokens of streams whose prompts are all done."""
+    # The first tokens of a stream come while other prompts are computed.
+    return statistics.median(gap for record in run.records for gap in record.itl_s[load.output_tokens // 3 :])
+
+
 def figures(load: ClosedLoad, run: Run) -> dict[str, float]:
     """Return a run's figures: rates in tokens per second, latencies in milliseconds."""
     summary = summarize(run.records, run.duration_s)

@@ -70,7 +70,7 @@ class DecodeLoop:
         times.append(time.perf_counter())
         logits = self.backend.forward(batch)
         times.append(time.perf_counter())
-        sampled = sample(logits, rows, getattr(self.backend, "largest", None))
+        sampled = sample(logits, rows, self.backend.largest)
         times.append(time.perf_counter())
         outcome = self.scheduler.commit(plan, sampled, times[-1])
         times.append(time.perf_counter())

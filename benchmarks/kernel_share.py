@@ -21,7 +21,7 @@ from typing import Any
 import psutil
 from rich.table import Table
 
-from benchmarks.closed_loop import ClosedLoad, figures
+from benchmarks.closed_loop import ClosedLoad, figures, plain_step_s
 from benchmarks.cpu_service import cell
 from benchmarks.cpu_steps import CpuStepBench, kernels_bench
 from benchmarks.peers import RunningSystem, pillion_system
@@ -48,12 +48,12 @@ OTHER, DRIVER, IDLE = "other", "driver", "idle"
 
 @dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """Seconds of a chunk of so many tokens, and of a step of so many streams at a context, on all cores."""
+    """Measures the kernels alone, on all cores of this process: chunks of prompts, and steps of streams."""
 
     bench: CpuStepBench
 
     def limit(self, load: ClosedLoad) -> float:
-        """Return the tokens a second that the kernels alone would make of a load."""
+        """Return the output tokens a second of a load on a service that did nothing but run its kernels."""
         chunk_s = statistics.median(self.bench.seconds(self.bench.chunk(load.input_tokens, 0), CHUNK_REPEATS))
         return load.output_tokens / (chunk_s + load.output_tokens * self.step_s(load) / load.concurrency)
 
@@ -88,14 +88,6 @@ def measure_load(running: RunningSystem, load: ClosedLoad, seed: int) -> dict[st
     return {"tokens_per_s": figures(load, run)["output_tokens_per_s"], **cores}
 
 
-def plain_step_ms(running: RunningSystem, seed: int) -> float:
-    """Return the median time between the later tokens of 8 streams."""
-    run = running.measure(PLAIN, seed)
-    # The first tokens of a stream come while other prompts are computed.
-    gaps = [gap for record in run.records for gap in record.itl_s[PLAIN.output_tokens // 3 :]]
-    return statistics.median(gaps) * 1000
-
-
 def one_round(args: argparse.Namespace, kernels: KernelTimes, round_: int) -> dict[str, Any]:
     """Measure the kernels, then a fresh service, then the kernels again."""
     folder = str(plain_folder(MODEL))
@@ -105,7 +97,7 @@ def one_round(args: argparse.Namespace, kernels: KernelTimes, round_: int) -> di
         for number, load in enumerate(WARM_UP):
             running.measure(load, 1000 + number)
         found = {load.name: measure_load(running, load, round_) for load in LOADS}
-        plain_ms = plain_step_ms(running, round_)
+        plain_ms = plain_step_s(PLAIN, running.measure(PLAIN, round_)) * 1000
     for load in LOADS:
         limits[load.name].append(kernels.limit(load))
     alone.append(kernels.step_s(PLAIN))
@@ -127,7 +119,7 @@ def show(rows: dict[str, dict[str, dict[str, float]]], plain: dict[str, dict[str
 
 
 def main() -> None:
-    """Measure, print, write results/kernel_share.json."""
+    """Measure all rounds, print a table, and write results/kernel_share.json."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--dtype", default="bfloat16")

@@ -228,7 +228,7 @@ def test_sampling_changes_nothing() -> None:
 def test_largest_logits_that_are_known_change_nothing(
     several: list[RowParameters], greedy: bool, biased: bool, odd: float | None, seed: int
 ) -> None:
-    """As the CPU kernels find them; rows of a grammar or with edits have other ones by now."""
+    """The CPU kernels find the largest logits before the sampler edits a row, after which other ones may be largest."""
     logits = random_logits(len(several) + 1, 5 * GROUP_TOKENS, seed=seed)
     if odd is not None:
         logits[0, seed % logits.shape[1]] = odd

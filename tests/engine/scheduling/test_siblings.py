@@ -146,17 +146,19 @@ def test_nothing_is_copied_from_a_parent_that_let_go() -> None:
 def test_siblings_of_a_prompt_of_two_steps_compute_nothing_again() -> None:
     harness = SchedulerHarness(slots=100, budget=16, max_num_seqs=4)
     harness.submit(prompt(1, 30), 9, sibling_seeds=(5, 6, 7))
-    ran = 0
+    ran, hurried = 0, False
     while harness.scheduler.sequences:
         # The node's answer comes while the next step runs, so the siblings begin while a run is under way.
         late = len(harness.unsent)
         ran += harness.step().num_tokens
+        hurried = hurried or any(outcome.hurry for outcome in harness.unsent[late:])
         for _ in range(late):
             harness.answer()
         harness.receive_flush()
     harness.settle()
     harness.check_answers()
     assert ran == 30 + 4 * 8
+    assert hurried, "the siblings waited until other orders went to the node"
 
 
 def test_a_sibling_is_not_more_urgent_than_its_request() -> None:
