@@ -206,7 +206,9 @@ class GrammarState:
         return job
 
     def _no_bits(self, places: int) -> UInt32:
-        return np.zeros((places, self._grammar.vocab_words), np.uint32)
+        # NumPy lets go of the interpreter's lock to make zeros, and the mask thread of the row before would take it.
+        words = self._grammar.vocab_words
+        return np.frombuffer(bytearray(4 * places * words), np.uint32).reshape(places, words)
 
     def _job_is_over(self) -> bool:
         """Returns whether no mask job has to be waited for. The last job's error, or its delay, becomes the failure."""

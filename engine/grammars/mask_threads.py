@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from threading import Event, Lock, Thread, Timer
+from threading import Lock, Thread, Timer
 
 import numpy as np
 
@@ -56,7 +56,10 @@ class MaskJob:
         self._guesses = guesses
         self._passing_ends = passing_ends
         self._began_s = 0.0
-        self._over = Event()
+        # The gate is held until the masks are there. A lock is made much quicker than an Event, and a step of many
+        # streams makes as many of them.
+        self._gate = Lock()
+        self._gate.acquire()
         self._lock = Lock()
         # A step that needed the masks and did not find them sets this function, which is called when they are there.
         self._wake: Callable[[], None] | None = None
@@ -79,7 +82,7 @@ class MaskJob:
     def finish(self) -> None:
         """Notes that all masks of this job are computed."""
         with self._lock:
-            self._over.set()
+            self._gate.release()
             wake = self._wake
         if wake is not None:
             wake()
@@ -87,17 +90,19 @@ class MaskJob:
     def wait(self, seconds: float) -> bool:
         # A matcher that has met an error allows only the answer's end, whatever its grammar is, so its masks are not
         # used.
-        return self._over.wait(seconds) and not self.error
+        if not self._gate.acquire(timeout=seconds):
+            return False
+        self._gate.release()
+        return not self.error
 
     def is_over(self, threads: MaskThreads) -> bool:
         """Says whether the masks are there; if not, the step loop is woken when they are, and when they are overdue."""
-        if self._over.is_set():
+        if not self._gate.locked():
             return True
         with self._lock:
             self._wake = threads.wake
-            over = self._over.is_set()
-        if over:
-            return True
+            if not self._gate.locked():
+                return True
         threads.relieve()
         now = time.monotonic()
         if now >= self._wake_s:
@@ -137,6 +142,8 @@ class MaskThreads:
         self.wake = wake
         self._queue: SimpleQueue[MaskJob | None] = SimpleQueue()
         self._lock = Lock()
+        # The number of cores is read once, because that is a system call.
+        self._cores = os.cpu_count() or 1
         self._threads = 0
         # These are the jobs that threads work at, at most one for each grammar, and those that wait for the job of
         # their grammar.
@@ -152,7 +159,7 @@ class MaskThreads:
         """Starts one more thread where all of them have been at their jobs for long, or where many jobs wait."""
         with self._lock:
             busy = len(self._running) >= self._threads and all(job.is_slow() for job in self._running.values())
-            crowded = self._threads < (os.cpu_count() or 1) and self._queue.qsize() > MAX_QUEUED_MASKS * self._threads
+            crowded = self._threads < self._cores and self._queue.qsize() > MAX_QUEUED_MASKS * self._threads
             grow = (busy or crowded) and self._threads < MAX_MASK_THREADS
             self._threads += grow
         if grow:

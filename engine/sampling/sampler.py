@@ -2,7 +2,7 @@
 
 A row of logits passes these stages, in the order of Hugging Face's processors:
 
-    the grammar's mask                                                                            masks.py
+    the grammar's mask, here or while its tokens race                                             masks.py
     bias, repetition penalty, presence and frequency penalty, stop ids banned before min_tokens   penalties.py
     temperature, top_k, top_p, min_p: scores, and the cut below which no token is drawn           cuts.py
     the token with the largest score + noise                                                      gumbel.py
@@ -35,7 +35,7 @@ from pillion.engine.sampling.cuts import (
 )
 from pillion.engine.sampling.gumbel import GROUP_TOKENS, group_waits, token_waits
 from pillion.engine.sampling.logprobs import LogprobReport
-from pillion.engine.sampling.masks import apply_masks
+from pillion.engine.sampling.masks import AllowedTokens, mask_rows
 from pillion.engine.sampling.penalties import edited
 from pillion.engine.sampling.sampling_rows import (
     MASK_LATE,
@@ -70,16 +70,21 @@ def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | No
     """Chooses a token for each row of logits [R, V] float32, and computes log probabilities for rows that report them.
     ``largest`` are those of these rows, and maybe of more, where they are known.
 
-    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. Masked logits stay minus infinity.
+    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. Some logits that a mask bans may be
+    minus infinity afterwards, and so may their maxima in ``largest``.
     """
     if not len(rows):
         return Sampled()
-    late, edits = NO_IDS, rows.edits
+    late, edits, allowed = NO_IDS, rows.edits, None
     if rows.masks is not None:
-        late, edits = apply_masks(logits.numpy(), rows.masks, edits)
-    if rows.masks is not None or edits:
+        bits, there = rows.masks.take()
+        late, masked, bits = rows.masks.rows[~there], rows.masks.rows[there], bits[there]
+        allowed = AllowedTokens.of(masked, bits, rows)
+        if allowed is None:
+            edits, largest = mask_rows(logits.numpy(), masked, bits, edits), None
+    if edits:
         largest = None
-    if rows.plain and not len(late):
+    if rows.plain and rows.masks is None:
         found = largest.tokens[: len(rows)].tolist() if largest is not None else _largest(logits)
         if found is not None and min(found) >= 0:
             return Sampled(tuple(found))
@@ -88,7 +93,7 @@ def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | No
     with np.errstate(all="ignore"):
         report = LogprobReport(table, logits.shape[1], rows.logprobs) if (rows.logprobs >= 0).any() else None
         with edited(table, edits):
-            tokens = _choose(table, rows, largest)
+            tokens = _choose(table, rows, largest, allowed)
         tokens[late] = MASK_LATE
         return Sampled(tuple(tokens.tolist()), report.of(tokens) if report is not None else ())
 
@@ -112,10 +117,10 @@ def whole_groups(logits: torch.Tensor) -> Float32:
     return table
 
 
-def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None) -> Int64:
+def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None, allowed: AllowedTokens | None) -> Int64:
     each = np.arange(len(table))
     drawn = rows.temperature >= MIN_TEMPERATURE
-    if not drawn.any():
+    if allowed is None and not drawn.any():
         tokens: Int64 = table.argmax(axis=1)
         broken = ~np.isfinite(table[each, tokens])
     else:
@@ -129,21 +134,30 @@ def _choose(table: Float32, rows: SamplingRows, largest: LargestLogits | None) -
             group = maxima.argmax(axis=1)
             tokens = group * GROUP_TOKENS + gather_groups(table, each, group).argmax(axis=1)
             broken = ~np.isfinite(table[each, tokens])
+        if allowed is not None:
+            allowed.settle(table, maxima, tokens, broken)
         racing = np.flatnonzero(drawn & ~broken)
         if len(racing):
-            tokens[racing] = _race_in_nuclei(table, maxima[racing], rows, racing, tokens[racing])
+            tokens[racing] = _race_in_nuclei(table, maxima[racing], rows, racing, tokens[racing], allowed)
     tokens[broken] = NO_TOKEN
     return tokens
 
 
-def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64) -> Int64:
+def _race_in_nuclei(
+    table: Float32,
+    maxima: Float32,
+    rows: SamplingRows,
+    racing: Int64,
+    likeliest: Int64,
+    allowed: AllowedTokens | None,
+) -> Int64:
     """Draws from rows ``racing`` [S] with group maxima [S, G] and most likely tokens [S].
 
     A nucleus of all tokens is expensive to find, so rows whose only such cut is a nucleus are drawn without it first.
     Mostly the drawn token is inside the nucleus and so is the winner among its tokens; other rows are drawn again.
     """
     cut = cuts(table, maxima, rows, racing, lone=False)
-    winners = _race(table, maxima, rows, racing, likeliest, cut)
+    winners = _race(table, maxima, rows, racing, likeliest, cut, allowed)
     outside = []
     lone = lone_nuclei(rows, racing, table.shape[1])
     if len(lone):
@@ -159,10 +173,18 @@ def _race_in_nuclei(table: Float32, maxima: Float32, rows: SamplingRows, racing:
     return winners
 
 
-def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, likeliest: Int64, cut: Float32) -> Int64:
-    """Draws tokens [S] among those whose logits reach ``cut`` [S]."""
+def _race(
+    table: Float32,
+    maxima: Float32,
+    rows: SamplingRows,
+    racing: Int64,
+    likeliest: Int64,
+    cut: Float32,
+    allowed: AllowedTokens | None = None,
+) -> Int64:
+    """Draws tokens [S] among those whose logits reach ``cut`` [S], and that their rows may choose."""
     num_groups = maxima.shape[1]
-    top, temperature = maxima.max(axis=1)[:, None], rows.temperature[racing][:, None]
+    top, temperature = table[racing, likeliest][:, None], rows.temperature[racing][:, None]
     cut = cut[:, None]
     seeds, positions = rows.seeds[racing], rows.positions[racing]
     waits, firsts, own = group_waits(seeds, positions, num_groups, likeliest)
@@ -173,18 +195,25 @@ def _race(table: Float32, maxima: Float32, rows: SamplingRows, racing: Int64, li
     places = (racing * table.shape[1])[:, None] + np.arange(num_groups) * GROUP_TOKENS + firsts
     values = table.reshape(-1).take(places)
     totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))
+    if allowed is not None:
+        allowed.pass_over(totals, racing, np.arange(num_groups) * GROUP_TOKENS + firsts)
     least = np.maximum(totals.max(axis=1), -np.log(own))[:, None]
 
     # These are the smallest logits of each group with which a token could still win, rounded down to lose none.
     floor = top + temperature * (least - most_noise - _SLACK).astype(np.float64)
     floor = np.maximum(np.nextafter(floor.astype(np.float32), np.float32(-np.inf)), cut)
+    if allowed is not None:
+        floor[allowed.is_few(racing)] = np.inf
     able = np.flatnonzero(maxima >= floor)
     place, groups = np.divmod(able, num_groups)
     values = gather_groups(table, racing[place], groups)
     found, within = np.divmod(np.flatnonzero(values >= floor.reshape(-1)[able, None]), GROUP_TOKENS)
-    row, group = place[found], groups[found]
-    tokens = group * GROUP_TOKENS + within
-    scores = (values[found, within] - top[row, 0]) / temperature[row, 0]
+    row, tokens, values = place[found], groups[found] * GROUP_TOKENS + within, values[found, within]
+    if allowed is not None:
+        row, tokens = allowed.candidates(racing, row, tokens)
+        values = table[racing[row], tokens]
+    group = tokens // GROUP_TOKENS
+    scores = (values - top[row, 0]) / temperature[row, 0]
     own = token_waits(seeds[row], positions[row], tokens, waits[row, group], firsts[row, group])
     return _winners(row, tokens, scores - np.log(own), len(racing))
 

@@ -151,6 +151,12 @@ class SamplingRows:
     def __len__(self) -> int:
         return len(self.positions)
 
+    @property
+    def cut(self) -> Bool:
+        """Says which rows draw from a part of their tokens, [R]."""
+        found: Bool = (self.top_k > 0) | (self.top_p < 1.0) | (self.min_p > 0.0)
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Sampled:

@@ -199,10 +199,9 @@ def test_masks_that_nobody_has_begun_with_are_not_waited_for(threads: MaskThread
         assert result_of("the wait's end", waiting.submit(masks.wait, 2 * WITHIN_S)) is False
 
 
-def test_a_long_queue_has_more_threads(
-    threads: MaskThreads, gate: threading.Event, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_queue_has_more_threads(gate: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mask_threads.os, "cpu_count", lambda: 3)
+    threads = MaskThreads()
     # No job counts as slow.
     monkeypatch.setattr(mask_threads.MaskJob, "is_slow", lambda self, limit_ms=0: False)
     states = [state_of(held(gate), threads) for _ in range(4 * MAX_QUEUED_MASKS)]
@@ -211,3 +210,4 @@ def test_a_long_queue_has_more_threads(
     assert threads._threads == 3
     gate.set()
     check_that_all_come(masks)
+    threads.close()

@@ -10,8 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pillion.engine.sampling.sampler import sample
-from pillion.engine.sampling.sampling_rows import MASK_LATE, Bool, Int64, SamplingRows, UInt32
+from pillion.engine.sampling.cuts import group_maxima
+from pillion.engine.sampling.masks import FEW_TOKENS, AllowedTokens
+from pillion.engine.sampling.sampler import LargestLogits, sample
+from pillion.engine.sampling.sampling_rows import MASK_LATE, NO_TOKEN, Bool, Int64, SamplingRows, UInt32
 from tests.support.examples import examples
 from tests.support.sampling import RowParameters, rows_of, unpruned
 
@@ -78,6 +80,78 @@ def test_masked_rows_race_among_what_is_allowed(
     ]
     rows = with_masks(rows_of(params), [0, 1, 2], allowed[:3])
     assert list(sample(logits.clone(), rows).token_ids) == wanted
+
+
+def likeliest(logits: torch.Tensor) -> LargestLogits:
+    """What a backend's kernels find while they compute."""
+    table = logits.numpy()
+    tokens = np.where(np.isfinite(table).all(axis=1), table.argmax(axis=1), -1)
+    return LargestLogits(group_maxima(table), tokens.astype(np.int32))
+
+
+@settings(max_examples=examples(150))
+@given(
+    st.integers(0, 10_000),
+    st.lists(st.sampled_from([0.0, 0.003, 0.05, 0.4, 0.97]), min_size=4, max_size=4),
+    st.lists(st.sampled_from([0.0, 0.5, 1.0, 4.0]), min_size=5, max_size=5),
+    st.lists(st.tuples(st.integers(0, 4), st.sampled_from([np.nan, np.inf])), max_size=2),
+    st.booleans(),
+)
+def test_whole_and_masked_logits_give_the_same_tokens(
+    seed: int,
+    densities: list[float],
+    temperatures: list[float],
+    broken: list[tuple[int, float]],
+    known: bool,
+) -> None:
+    """An edit of a row without a mask makes the sampler mask all rows; it changes nothing there."""
+    vocab_size = 16 * 128
+    cases = [a_case(seed + row, vocab_size, 1, density) for row, density in enumerate([*densities, 1.0])]
+    logits, allowed = torch.cat([case[0] for case in cases]), np.concatenate([case[1] for case in cases])
+    for row, value in broken:
+        logits[row, seed % vocab_size] = value
+    params = [RowParameters(temperature=one, seed=seed, position=row) for row, one in enumerate(temperatures)]
+    whole = with_masks(rows_of(params), [0, 1, 2, 3], allowed[:4])
+    edited = with_masks(rows_of([*params[:4], replace(params[4], bias={7: 0.0})]), [0, 1, 2, 3], allowed[:4])
+    found = sample(logits.clone(), whole, likeliest(logits) if known else None).token_ids
+    assert found == sample(logits.clone(), edited).token_ids
+    for row, token in enumerate(found):
+        spoilt = allowed[row] & ~np.isfinite(logits[row].numpy())
+        assert token == NO_TOKEN if spoilt.any() else allowed[row, token]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_is_masked_only_where_it_has_to_be(temperature: float) -> None:
+    """The likeliest token is allowed, is banned with few others allowed, and is banned with many allowed."""
+    vocab_size = 2 * FEW_TOKENS + 128
+    logits = torch.zeros(3, vocab_size)
+    logits[:, 9] = 20.0
+    allowed = np.zeros((3, vocab_size), bool)
+    allowed[0, [9, 10]] = allowed[1, [11, 12]] = allowed[2, 128:] = True
+    rows = with_masks(rows_of([RowParameters(temperature=temperature)] * 3), [0, 1, 2], allowed)
+    tokens = sample(logits, rows).token_ids
+    assert tokens[0] == 9
+    assert tokens[1] in (11, 12)
+    assert tokens[2] >= 128
+    assert torch.isinf(logits).any(1).tolist() == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "parameters",
+    [
+        RowParameters(top_k=3),
+        RowParameters(top_p=0.5),
+        RowParameters(min_p=0.1),
+        RowParameters(logprobs=0),
+        RowParameters(bias={3: 1.0}),
+    ],
+)
+def test_cuts_edits_and_reports_need_masked_logits(parameters: RowParameters) -> None:
+    allowed = np.ones((1, 97), bool)
+    plain = rows_of([RowParameters(), parameters])
+    found = AllowedTokens.of(np.array([0]), packed(allowed), plain)
+    assert (found is None) == bool(parameters.bias)
+    assert AllowedTokens.of(np.array([1]), packed(allowed), plain) is None
 
 
 def test_logprobs_are_those_of_the_masked_distribution() -> None:
