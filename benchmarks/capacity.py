@@ -11,7 +11,9 @@ its scheduler would keep. Arrivals are a Poisson process, and latencies count fr
 Each search begins at a rate, doubles it until neither objective holds, and then bisects (``pillion bench sweep`` does
 the same). One run serves both objectives. In the first round every setting of a system searches; in further rounds,
 with other arrivals and prompts, each objective keeps vLLM's best setting, so that the peer is measured at its best; an
-objective that no setting kept at any rate is not searched again.
+objective that no setting kept at any rate is not searched again. All rates of a round have the same lengths in the
+same order, so that a higher rate is the same load in less time: with lengths of its own a rate may be harder than the
+next one, and systems whose searches took different ways would not be comparable.
 
 Loads have lengths as Sarathi-Serve's two data sets, Mooncake's traces, and chats, all divided by ``--scale``, which is
 said with the figures: two cores compute in a second what an A100 does in some milliseconds.
@@ -40,7 +42,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.table import Table
@@ -108,13 +110,22 @@ class OpenLoad:
     concurrency: None = None
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Return the sessions, each with its time. Load, rate and seed determine all of them."""
+        """Return the sessions, each with its time. Load, rate and seed determine all of them; with one seed, rates
+        differ in how many there are, and in their tokens, so that no run finds the KV of another one."""
         count = max(8, round(self.rate * self.seconds))
-        made = self.sessions_of(count, seed)
+        made = [unlike(session, self.rate) for session in self.sessions_of(count, seed)]
         # A session of several turns brings several requests, so fewer sessions begin a second.
         rate = self.rate * len(made) / sum(len(session.turns) for session in made)
         times = arrival_times(rate, 1.0, seed, len(made))
         return [LoadSession(at_s, one.turns, one.system) for at_s, one in zip(times, made, strict=True)]
+
+
+def unlike(session: LoadSession, rate: float) -> LoadSession:
+    """Return a session with other tokens at each rate. Those that are alike in two sessions stay so."""
+    low, width = TOKEN_RANGE[0], TOKEN_RANGE[1] - TOKEN_RANGE[0]
+    shift = random.Random(f"tokens {rate}").randrange(width) - low
+    turns = tuple(replace(turn, ids=[low + (token + shift) % width for token in turn.ids]) for turn in session.turns)
+    return replace(session, turns=turns, system=f"{rate} {session.system}" if session.system else "")
 
 
 def drawn(scale: float, summary_share: float) -> Callable[[int, int], list[LoadSession]]:
@@ -278,16 +289,17 @@ class CapacityBench:
 
     def bounds_ms(self) -> dict[str, float]:
         """Return the bound of the time between tokens of each objective."""
-        return {name: steps * max(self.plain_ms.values()) for name, steps in OBJECTIVES.items()}
+        plain_ms = self.args.plain_step_ms or max(self.plain_ms.values())
+        return {name: steps * plain_ms for name, steps in OBJECTIVES.items()}
 
     def search(self, system: System, load: str, round_: int, wanted: Sequence[str]) -> None:
         """Search a system's capacities under a load in one round, for the objectives ``wanted``."""
         make = loads(self.args.scale)[load]
         bounds_ms = {name: bound for name, bound in self.bounds_ms().items() if name in wanted}
         found = CapacitySearch(bounds_ms, self.start(system.name, load, wanted))
+        seed = random.Random(f"{load} {round_}").getrandbits(30)
         with self.turn_of(system) as running:
             while (rate := found.next()) is not None:
-                seed = random.Random(f"{load} {round_} {rate}").getrandbits(30)
                 run = running.measure(OpenLoad(load, rate, self.args.seconds, make), seed)
                 found.runs[rate] = row = run_figures(run, self.ttft, self.bounds_ms())
                 passed = [one for one in bounds_ms if Tried(rate, True) in found.tried(one)]
@@ -439,6 +451,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=30.0, help="length of the arrivals of each run")
     parser.add_argument("--start", type=float, default=1.0, help="the first rate of the first round")
     parser.add_argument("--ttft", default="2.0+0.004*n", help="bound of the time to the first token, in seconds")
+    parser.add_argument(
+        "--plain-step-ms", type=float, default=0.0, help="the plain step of the bounds; default: the slowest system's"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pillion", action="append", metavar="NAME=FLAGS", help="repeatable; default: auto, colocated")
     parser.add_argument("--vllm", default=os.environ.get("PILLION_VLLM"), metavar="PATH", help="a `vllm` program")

@@ -60,6 +60,16 @@ def test_requests_arrive_at_the_rate(load: str) -> None:
     assert requests / made[-1].at_s == pytest.approx(5.0, rel=0.01)
 
 
+@pytest.mark.parametrize("load", ["chat", "toolagent", "turns"])
+def test_rates_have_the_same_lengths_in_the_same_order_and_share_no_prompt(load: str) -> None:
+    slow, fast = (OpenLoad(load, rate, 20.0, loads(SCALE)[load]).sessions(3) for rate in (2.0, 3.0))
+    lengths = [[[len(turn.ids or turn.text.split()) for turn in each.turns] for each in made] for made in (slow, fast)]
+    # A chat may be cut where the number of requests ends.
+    assert lengths[0][:-1] == lengths[1][: len(slow) - 1]
+    begins = [{(tuple(each.turns[0].ids[:16]), each.system[:16]) for each in made} for made in (slow, fast)]
+    assert not begins[0] & begins[1]
+
+
 @pytest.mark.parametrize("start", [0.25, 1.0, 40.0])
 def test_one_search_finds_the_capacities_of_all_objectives(start: float) -> None:
     """The system of this test has gaps of 10 ms for each request a second, and first tokens in time up to 20/s."""
