@@ -56,6 +56,8 @@ async def evicted(components: Components) -> list[int]:
     """Computes a prompt and others after it until it has left the pool for the disk; returns it."""
     pool, first = components.kvnode.pool, byte_prompt(1, TOKENS)
     await ask(components, first)
+    # A worker commits what nobody waits for together, so some blocks may come after the answer's end.
+    await until("the prompt's blocks", lambda: len(pool.ledger.tree.by_hash) >= BLOCKS)
     hashes = list(pool.ledger.tree.by_hash)
     for number in range(2, 12):
         await ask(components, byte_prompt(number, TOKENS))
