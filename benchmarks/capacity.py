@@ -110,8 +110,9 @@ class OpenLoad:
     concurrency: None = None
 
     def sessions(self, seed: int) -> list[LoadSession]:
-        """Return the sessions, each with its time. Load, rate and seed determine all of them; with one seed, rates
-        differ in how many there are, and in their tokens, so that no run finds the KV of another one."""
+        """Return the sessions, each with its time. Load, rate and seed determine all of them. With the same seed, two
+        rates have sessions of the same lengths in the same order. The higher rate has more sessions, and its tokens
+        are others, so that no run finds the KV of another run."""
         count = max(8, round(self.rate * self.seconds))
         made = [unlike(session, self.rate) for session in self.sessions_of(count, seed)]
         # A session of several turns brings several requests, so fewer sessions begin a second.

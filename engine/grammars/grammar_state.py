@@ -206,7 +206,8 @@ class GrammarState:
         return job
 
     def _no_bits(self, places: int) -> UInt32:
-        # NumPy lets go of the interpreter's lock to make zeros, and the mask thread of the row before would take it.
+        # np.zeros releases the interpreter's lock, and a mask thread that takes it then delays the step. A bytearray
+        # holds zeros, too, and its making keeps the lock.
         words = self._grammar.vocab_words
         return np.frombuffer(bytearray(4 * places * words), np.uint32).reshape(places, words)
 

@@ -47,7 +47,7 @@ class StepMasks:
         bits: list[UInt32] = []
         there: list[bool] = []
         for masks, count in self.asked:
-            there += [masks.wait(0.0) or masks.wait(max(0.0, until_s - time.monotonic()))] * count
+            there += [masks.wait(max(0.0, until_s - time.monotonic()))] * count
             bits.append(
                 masks.bits if len(masks.bits) == count else np.broadcast_to(masks.bits, (count, masks.bits.shape[1]))
             )

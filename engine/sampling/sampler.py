@@ -70,8 +70,8 @@ def sample(logits: torch.Tensor, rows: SamplingRows, largest: LargestLogits | No
     """Chooses a token for each row of logits [R, V] float32, and computes log probabilities for rows that report them.
     ``largest`` are those of these rows, and maybe of more, where they are known.
 
-    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. Some logits that a mask bans may be
-    minus infinity afterwards, and so may their maxima in ``largest``.
+    Edits are made in ``logits`` and undone, so nobody else may use them meanwhile. In rows with a mask, logits and the
+    maxima in ``largest`` may be minus infinity afterwards.
     """
     if not len(rows):
         return Sampled()
@@ -192,18 +192,16 @@ def _race(
 
     # This is a lower bound of the winning total: of the most likely token, and of each group's token with the largest
     # noise.
-    places = (racing * table.shape[1])[:, None] + np.arange(num_groups) * GROUP_TOKENS + firsts
-    values = table.reshape(-1).take(places)
+    tokens = np.arange(num_groups) * GROUP_TOKENS + firsts
+    values = table.reshape(-1).take((racing * table.shape[1])[:, None] + tokens)
     totals = np.where(values >= cut, (values - top) / temperature + most_noise, np.float32(-np.inf))
     if allowed is not None:
-        allowed.pass_over(totals, racing, np.arange(num_groups) * GROUP_TOKENS + firsts)
+        allowed.pass_over(totals, racing, tokens)
     least = np.maximum(totals.max(axis=1), -np.log(own))[:, None]
 
     # These are the smallest logits of each group with which a token could still win, rounded down to lose none.
     floor = top + temperature * (least - most_noise - _SLACK).astype(np.float64)
     floor = np.maximum(np.nextafter(floor.astype(np.float32), np.float32(-np.inf)), cut)
-    if allowed is not None:
-        floor[allowed.is_few(racing)] = np.inf
     able = np.flatnonzero(maxima >= floor)
     place, groups = np.divmod(able, num_groups)
     values = gather_groups(table, racing[place], groups)

@@ -4,8 +4,8 @@ conversation's KV is worth meanwhile. Sans-IO (I9).
     ended --the next turn begins--> its gap is learned          by the hash of the prompt's last whole block, or of the
       '-----nobody comes---------> it counts as one that left   one before it, which the next turn repeats
 
-Templates write the end of a prompt anew in the next turn, and who rewrites more of it hides that a conversation goes
-on. So nothing is let go of a tenant of whom hardly any conversation was seen to go on.
+A template may write the end of a prompt anew in the next turn. A client that rewrites more of the prompt hides that its
+conversation goes on. So a tenant's KV is never let go while hardly any of the tenant's next turns were recognized.
 
 An answer that calls tools is followed by their results as soon as they are there; one that calls none ends most agents'
 work. What was learned of a key, a tool's name or "" for an answer without calls, is a histogram of gaps in which an
@@ -50,8 +50,8 @@ MIN_ANSWERS = 8.0
 # What is expected of the tools of a tenant of whom little is known, as if so many had come back after a gap between
 # these, and so many had not.
 PRIOR_GAPS_S, PRIOR_RETURNS, PRIOR_LEFT = (1.0, 25.0), 1.8, 0.2
-# Where fewer than this share of the conversations go on, they are let go, if so many of the tenant's conversations were
-# seen to go on that their next turns can be recognized.
+# The KV of conversations is let go if a smaller share of them than LEAVE_SHARE go on. This needs LEAVE_SEEN recognized
+# next turns of the tenant, which prove that its next turns can be recognized at all.
 LEAVE_SHARE, LEAVE_SEEN = 0.1, 8.0
 # A conversation has left when it has not come back for PATIENCE times the time within which a share QUANTILE does, and
 # for FIRST_PATIENCE_S where that is not known. Nobody is waited for longer than MAX_GAP_S.
@@ -141,8 +141,14 @@ class GapTable:
 
 @dataclass(frozen=True, slots=True)
 class OpenTurn:
-    """Represents an answer whose conversation may go on: when it ended, with what key, how many of its first blocks
-    others had computed before it began, and the hash of the block before its last one, b"" where that is shared."""
+    """Represents an answer whose conversation may go on.
+
+    Attributes:
+        ended_s: when the answer ended.
+        key: the key under which the gap until the next turn is learned.
+        shared_blocks: how many of the prompt's first blocks other conversations had computed before.
+        before: the hash of the prompt's last whole block but one; b"" where other conversations have that block, too.
+    """
 
     ended_s: float
     key: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,35 +13,16 @@ from hypothesis import strategies as st
 from pillion.engine.sampling.cuts import group_maxima
 from pillion.engine.sampling.masks import FEW_TOKENS, AllowedTokens
 from pillion.engine.sampling.sampler import LargestLogits, sample
-from pillion.engine.sampling.sampling_rows import MASK_LATE, NO_TOKEN, Bool, Int64, SamplingRows, UInt32
+from pillion.engine.sampling.sampling_rows import MASK_LATE, NO_TOKEN, SamplingRows
 from tests.support.examples import examples
-from tests.support.sampling import RowParameters, rows_of, unpruned
+from tests.support.sampling import GivenMasks, RowParameters, packed_bits, rows_of, unpruned
 
 DENSITIES = st.sampled_from([0.0, 0.003, 0.1, 0.5, 0.97, 1.0])
 
 
-@dataclass
-class KnownMasks:
-    """Masks that were made before; some may be late. Implements RowMasks."""
-
-    rows: Int64
-    bits: UInt32
-    there: Bool
-
-    def take(self) -> tuple[UInt32, Bool]:
-        return self.bits, self.there
-
-
-def packed(allowed: np.ndarray) -> UInt32:
-    """Pack bool [M, V] as masks are."""
-    whole = np.zeros((len(allowed), -(-allowed.shape[1] // 32) * 32), np.uint8)
-    whole[:, : allowed.shape[1]] = allowed
-    return np.packbits(whole, axis=1, bitorder="little").view(np.uint32)
-
-
 def with_masks(rows: SamplingRows, numbers: list[int], allowed: np.ndarray, late: tuple[int, ...] = ()) -> SamplingRows:
-    there = np.array([number not in late for number in numbers])
-    return replace(rows, masks=KnownMasks(np.array(numbers), packed(allowed), there))
+    places = [numbers.index(number) for number in late]
+    return replace(rows, masks=GivenMasks(np.array(numbers), allowed, places))
 
 
 def a_case(seed: int, vocab_size: int, count: int, density: float) -> tuple[torch.Tensor, np.ndarray]:
@@ -149,9 +130,9 @@ def test_a_row_is_masked_only_where_it_has_to_be(temperature: float) -> None:
 def test_cuts_edits_and_reports_need_masked_logits(parameters: RowParameters) -> None:
     allowed = np.ones((1, 97), bool)
     plain = rows_of([RowParameters(), parameters])
-    found = AllowedTokens.of(np.array([0]), packed(allowed), plain)
+    found = AllowedTokens.of(np.array([0]), packed_bits(allowed), plain)
     assert (found is None) == bool(parameters.bias)
-    assert AllowedTokens.of(np.array([1]), packed(allowed), plain) is None
+    assert AllowedTokens.of(np.array([1]), packed_bits(allowed), plain) is None
 
 
 def test_logprobs_are_those_of_the_masked_distribution() -> None:
