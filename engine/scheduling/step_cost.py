@@ -23,9 +23,8 @@ from operator import add, mul
 from pillion.config import AUTO
 from pillion.engine.scheduling.step_model import (
     MIN_TAIL_TOKENS,
-    WAITING_PER_DECODE,
     StepModel,
-    seconds_for_throughput,
+    seconds_beside,
 )
 from pillion.engine.scheduling.step_plan import SequencePiece
 
@@ -59,7 +58,8 @@ FIRST_STEP_SHARE = 1 / 8
 # A step that is to take no longer than others has at least this share of the most tokens, because each step reads all
 # weights.
 LEAST_EVEN_SHARE = 0.25
-# With the target "auto", a step with a prompt tail may take as long as this many steps that only run its decodes.
+# With the target "auto", a step with a prompt tail may take as long as this many steps that only run its decodes, while
+# few prompts wait.
 AUTO_TARGET_STEPS = 2.5
 # Where a budget is chosen by what steps cost, a step that delays no stream takes at most LONGEST_STEP_S: so long a
 # prompt waits that comes just after another one's step has begun. The budget is a power of 2 within these bounds
@@ -190,15 +190,15 @@ class StepCost:
             squares[place] = [square + pull * own for square, own in zip(squares[place], inertia, strict=True)]
         self._weights = _not_negative(squares, products)
 
-    def seconds_for_throughput(self, decodes: Seq[SequencePiece], start: int, most: int) -> float:
-        """Returns the seconds of the shortest step that gets enough of the work done that one with ``most`` tokens of a
-        tail at ``start`` gets done in the same time
-        (:func:`pillion.engine.scheduling.step_model.seconds_for_throughput`)."""
-        model = self.model
+    def seconds_beside(
+        self, decodes: Seq[SequencePiece], target_steps: float, waiting: int, streams: int, start: int, most: int
+    ) -> float:
+        """Returns the seconds that a step may take which has tokens of a prompt tail at ``start``, at most ``most``,
+        beside ``decodes`` (:func:`pillion.engine.scheduling.step_model.seconds_beside`)."""
+        model, plain_s = self.model, self.predict(features(decodes))
         piece_s = model.piece_s(start)
-        longest_s = self.predict(features(decodes)) + piece_s + most * model.tail_token_s(start + most / 2)
-        fixed_s = model.step_s + piece_s
-        return seconds_for_throughput(fixed_s, longest_s) if longest_s > fixed_s > 0 else 0.0
+        longest_s = plain_s + piece_s + most * model.tail_token_s(start + most / 2)
+        return seconds_beside(plain_s, target_steps, waiting, streams, model.step_s + piece_s, longest_s)
 
     def room(self, seconds: float, decodes: Seq[SequencePiece], tokens: int, least_tokens: int) -> TailRoom:
         """Returns what is left for prompt tails beside ``decodes`` in a step of ``seconds``."""
@@ -329,8 +329,7 @@ class TokenBudget:
         tokens = min(most, max(max(first, MAX_GROWTH * self.largest_step_tokens) - used, least_tokens))
         if not (self.cost.steps or self.cost.expects):
             return TailRoom(tokens)
-        crowded = waiting > WAITING_PER_DECODE * streams
-        seconds = self.target_s or self._seconds_beside(decodes, start, crowded, most)
+        seconds = self.target_s or self.cost.seconds_beside(decodes, self.target_steps, waiting, streams, start, most)
         return self.cost.room(seconds, decodes, tokens, least_tokens)
 
     def _even_room(self, most: int) -> TailRoom:
@@ -341,12 +340,6 @@ class TokenBudget:
         # A prompt's first tokens take just these seconds, whatever is lost by rounding.
         seconds = cost.model.range_s(0, self.max_tokens, self.max_tokens) * (1 + 1e-6)
         return cost.room(seconds, (), most, int(self.max_tokens * LEAST_EVEN_SHARE))
-
-    def _seconds_beside(self, decodes: Seq[SequencePiece], start: int, crowded: bool, most: int) -> float:
-        seconds = self.target_steps * self.cost.predict(features(decodes))
-        if not crowded:
-            return seconds
-        return max(seconds, self.cost.seconds_for_throughput(decodes, start, most))
 
     def begin(self, pieces: Seq[SequencePiece], now: float, in_flight: int = 0) -> None:
         """Notes that a step of these pieces starts after ``in_flight`` others; younger steps than those never began. A

@@ -14,11 +14,12 @@ from typing import NamedTuple
 
 # However late the decodes are, a prompt tail gets this many tokens of each step, so that it is never starved.
 MIN_TAIL_TOKENS = 16
-# With a target in plain steps, prompts that wait limit the throughput where they are more than this for each decode.
-# Then a step may be longer, until it does at least this share of the work that the largest step would do in the same
-# time.
-WAITING_PER_DECODE = 0.5
-LEAST_THROUGHPUT = 0.9
+# With a target in plain steps, a step may be longer where prompts wait. Then the prompts' time in a step is to that of
+# the decodes as BACKLOG_WEIGHT times the prompts that wait is to the streams; the first prompt counts as half, because
+# on the average half of it is left. But no step is longer than it must be to do LEAST_THROUGHPUT of the work that the
+# largest step would do in the same time.
+BACKLOG_WEIGHT = 16.0
+LEAST_THROUGHPUT = 0.94
 
 
 class StepModel(NamedTuple):
@@ -73,7 +74,18 @@ class StepModel(NamedTuple):
         return fixed + tokens * self.token_s + reads * self.read_s + pairs * self.pair_s
 
 
-def seconds_for_throughput(fixed_s: float, longest_s: float) -> float:
-    """Returns the seconds of the shortest step that gets LEAST_THROUGHPUT of the work done which one of ``longest_s``
-    gets done in the same time. ``fixed_s``, what a step costs by itself and each piece of a tail, is no work."""
-    return fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s))
+def seconds_beside(
+    plain_s: float, target_steps: float, waiting: float, streams: int, fixed_s: float, longest_s: float
+) -> float:
+    """Returns the seconds that a step with a prompt tail may take beside ``streams``, while ``waiting`` prompts wait,
+    this one included: ``target_steps`` times ``plain_s``, or longer, as BACKLOG_WEIGHT and LEAST_THROUGHPUT say.
+
+    ``plain_s`` is what a step takes that only decodes the streams, and ``longest_s`` what the largest step would take.
+    ``fixed_s``, what a step costs by itself and each piece of a tail, is no work. To share time by the number of those
+    who want it maximizes the sum of the logarithms of what all get (Kelly's proportional fairness, 1997)."""
+    target_s = target_steps * plain_s
+    fair_s = plain_s * (1 + BACKLOG_WEIGHT * (waiting - 0.5) / streams)
+    if fair_s <= target_s or not longest_s > fixed_s > 0:
+        return target_s
+    enough_s = fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s))
+    return max(target_s, min(fair_s, enough_s))

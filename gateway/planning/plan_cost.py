@@ -26,9 +26,8 @@ from typing import NamedTuple
 
 from pillion.engine.scheduling.step_model import (
     MIN_TAIL_TOKENS,
-    WAITING_PER_DECODE,
     StepModel,
-    seconds_for_throughput,
+    seconds_beside,
 )
 from pillion.wire.registry import ComponentRecord
 
@@ -428,31 +427,28 @@ class DecodeSide(NamedTuple):
             present = sent_streams
         base_s = model.plain_s(streams, context)
         most = component.max_step_tokens or ASSUMED_STEP_TOKENS
-        room = float(most - streams) if most > streams else 1.0
+        room = queue_room = free = float(most - streams) if most > streams else 1.0
         target_s, target_steps = component.target_itl_ms / 1000, component.target_itl_steps
         each_s = model.tail_token_s(end)
-        crowd, crowded_room = 0.0, room
         if target_s and streams and each_s:
             fitting = (target_s - base_s - model.piece_s(end)) / each_s
-            room = min(room, max(fitting, MIN_TAIL_TOKENS))
+            room = queue_room = min(free, max(fitting, MIN_TAIL_TOKENS))
         elif target_steps and streams and each_s:
             # Each step is priced as if it computed nothing but the streams' decodes and one prompt tail, so that a
             # busier worker never looks cheaper.
             tail_s = model.piece_s(max(end, ASSUMED_POSITION))
             plain_s = base_s + tail_s
-            bounded_room = min(room, max((target_steps - 1) * plain_s / each_s, MIN_TAIL_TOKENS))
-            # Where more prompts than ``patient`` wait, the worker computes the others in longer steps, before decodes.
-            patient = int(WAITING_PER_DECODE * streams)
-            crowd = min(1.0, max(0, waiting + 1 - patient) / max(1, waiting))
-            if crowd:
-                fast_s = seconds_for_throughput(model.step_s + tail_s, plain_s + most * each_s)
-                crowded_room = min(room, max((fast_s - plain_s) / each_s, bounded_room))
-            room = bounded_room if patient else crowded_room
+            fixed_s, longest_s = model.step_s + tail_s, plain_s + most * each_s
+
+            def room_of(prompts: float) -> float:
+                step_s = seconds_beside(plain_s, target_steps, prompts, streams, fixed_s, longest_s)
+                return min(free, max((step_s - plain_s) / each_s, MIN_TAIL_TOKENS))
+
+            # Of the prompts before this one, the first is computed while all wait, the last while two do.
+            room, queue_room = room_of(1), room_of((waiting + 3) / 2)
             # A step on this worker takes at most target_s, so its streams wait no longer for a token.
             target_s = plain_s + room * each_s
-        queued_s = queued_token_s(model, room, base_s)
-        if crowd:
-            queued_s += crowd * (queued_token_s(model, crowded_room, base_s) - queued_s)
+        queued_s = queued_token_s(model, queue_room, base_s)
         slots, held_s = component.running_requests + component.free_seqs or ASSUMED_SLOTS, 0.0
         if present >= slots:
             held_s = (present + 1 - slots) * base_s * ASSUMED_ANSWER_TOKENS / slots

@@ -24,7 +24,12 @@ from pillion.engine.scheduling.step_cost import (
     TokenBudget,
     features,
 )
-from pillion.engine.scheduling.step_model import LEAST_THROUGHPUT, MIN_TAIL_TOKENS
+from pillion.engine.scheduling.step_model import (
+    BACKLOG_WEIGHT,
+    LEAST_THROUGHPUT,
+    MIN_TAIL_TOKENS,
+    seconds_beside,
+)
 from pillion.engine.scheduling.step_plan import SequencePiece, StepPlan
 from tests.support.examples import examples
 from tests.support.scheduler_harness import SchedulerHarness, prompt
@@ -301,23 +306,65 @@ def trained(machine: SimulatedMachine, budget: TokenBudget, contexts: tuple[int,
             budget.end(machine.seconds(pieces))
 
 
-@given(cost=COSTS, streams=st.integers(1, 32), context=st.sampled_from([100, 500, 2000]))
+@given(cost=COSTS, streams=st.integers(6, 32), context=st.sampled_from([100, 500, 2000]))
 @settings(max_examples=examples(60))
 def test_auto_keeps_gaps_to_a_number_of_plain_steps(cost: dict[str, float], streams: int, context: int) -> None:
-    """On fast and slow machines, where fewer prompts wait than streams run."""
+    """On fast and slow machines, where no prompt waits for the one that is computed."""
     machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (context,))
     plain = decodes(streams, context)
-    count = budget.room(plain, context, streams // 2).at(context)
+    count = budget.room(plain, context, 1).at(context)
     limit = AUTO_TARGET_STEPS * budget.cost.predict(features(plain))
     found = budget.cost.predict(features([*plain, chunk(context, count)]))
-    assert found <= limit * 1.001 or count == min(MIN_TAIL_TOKENS, 256 - streams) or streams < 2
+    assert found <= limit * 1.001 or count == min(MIN_TAIL_TOKENS, 256 - streams)
     assert count == 256 - streams or budget.cost.predict(features([*plain, chunk(context, count + 1)])) > limit * 0.999
+
+
+@given(
+    plain_s=st.floats(1e-3, 0.1),
+    fixed_share=st.floats(0.01, 1.0),
+    streams=st.integers(1, 64),
+    waiting=st.floats(1, 100),
+    more=st.floats(0, 10),
+)
+@settings(max_examples=examples(300))
+def test_prompts_share_the_time_with_streams(
+    plain_s: float, fixed_share: float, streams: int, waiting: float, more: float
+) -> None:
+    """A step is as long as the shares of those who wait make it, but at least the target, and at most what gets enough
+    done; it grows with what waits, and never jumps."""
+
+    def step_s(prompts: float) -> float:
+        return seconds_beside(plain_s, AUTO_TARGET_STEPS, prompts, streams, fixed_s, longest_s)
+
+    fixed_s, longest_s = fixed_share * plain_s, 100 * plain_s
+    target_s, found = AUTO_TARGET_STEPS * plain_s, step_s(waiting)
+    most_s = max(target_s, fixed_s / (1 - LEAST_THROUGHPUT * (1 - fixed_s / longest_s)))
+    assert target_s <= found <= most_s
+    if target_s < found < most_s:
+        assert (found - plain_s) / plain_s == pytest.approx(BACKLOG_WEIGHT * (waiting - 0.5) / streams)
+    assert 0 <= step_s(waiting + more) - found <= BACKLOG_WEIGHT * more / streams * plain_s * (1 + 1e-9) + 1e-12
+    # Nothing is to be gained where a step has no fixed cost.
+    assert seconds_beside(plain_s, AUTO_TARGET_STEPS, waiting, streams, 0.0, longest_s) == target_s
+
+
+def test_a_queue_lengthens_steps_before_it_is_as_long_as_the_streams() -> None:
+    """With sixteen streams of a machine whose step is half fixed cost."""
+    machine, budget = SimulatedMachine(constant=9e-3, per_token=5e-4), TokenBudget(2048, target_steps=AUTO_TARGET_STEPS)
+    trained(machine, budget, (500,))
+    plain = decodes(16, 500)
+    run(budget, machine, plain, 500, 20)
+    plain_s = budget.cost.predict(features(plain))
+    steps = [
+        budget.cost.predict(features([*plain, chunk(500, budget.room(plain, 500, waiting).at(500))])) / plain_s
+        for waiting in (1, 2, 3, 4)
+    ]
+    assert steps == pytest.approx([2.5, 2.5, 3.5, 4.5], rel=0.05)
 
 
 @given(cost=COSTS, streams=st.integers(1, 8), start=st.sampled_from([0, 1000, 4000]))
 @settings(max_examples=examples(60))
-def test_auto_gives_up_a_tenth_of_the_throughput_at_most(cost: dict[str, float], streams: int, start: int) -> None:
+def test_auto_gives_up_little_of_the_throughput(cost: dict[str, float], streams: int, start: int) -> None:
     """Where prompts limit the throughput: prompt tokens for each second of what is not spent on the decodes' tokens."""
     machine, budget = SimulatedMachine(**cost), TokenBudget(256, target_steps=AUTO_TARGET_STEPS)
     trained(machine, budget, (500, start))
@@ -328,7 +375,7 @@ def test_auto_gives_up_a_tenth_of_the_throughput_at_most(cost: dict[str, float],
         step, _, sequences, reads, _ = budget.cost.weights_s()
         return 1 - (step + sequences + reads * start) / budget.cost.predict(features([*plain, chunk(start, count)]))
 
-    count = budget.room(plain, start, streams + 1).at(start)
+    count = budget.room(plain, start, 3 * streams).at(start)
     assert share_of_work(count) >= 0.99 * LEAST_THROUGHPUT * share_of_work(256 - streams)
     assert count >= budget.room(plain, start, 1).at(start)
 
