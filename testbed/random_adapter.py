@@ -53,7 +53,9 @@ def random_adapter_folder(config: ModelConfig, into: pathlib.Path, seed: int, ra
     output of a projection by about 0.5 for inputs of unit variance."""
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, projection in modules(config).items():
+    # Where checkpoints have several names for a projection, an adapter has tensors under one of them.
+    named = {projection: name for name, projection in reversed(modules(config).items())}
+    for projection, name in named.items():
         a = torch.randn(rank, projection.inputs, generator=generator) / projection.inputs**0.5
         b = torch.randn(projection.outputs, rank, generator=generator) / (2 * rank**0.5)
         for half, matrix in (("A", a), ("B", b)):

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from pillion.adapter_folders import MAX_HEADER_BYTES
-from pillion.engine.adapters.adapter_files import AdapterFiles
+from pillion.engine.adapters.adapter_files import AdapterFiles, modules
 from pillion.engine.models.config_parser import load_config
 from pillion.errors import ConfigError
+from testbed.random_adapter import random_adapter_folder
 from tests.support.adapters import edit_config, edit_tensors, make_adapter
 from tests.support.families import FAMILIES, make_model
 
@@ -253,6 +254,14 @@ def test_images_have_another_prefix(adapter, model_folder):
     edit_tensors(adapter, lambda t: {n.replace("model.layers", "model.language_model.layers"): x for n, x in t.items()})
     edit_config(adapter, target_modules=r"model\.language_model\.layers\.\d+\.self_attn\.(q|o)_proj")
     assert len(check(adapter, model_folder)) == 4
+
+
+@pytest.mark.parametrize("family", ["llama-gqa-tied", "qwen3-moe-some-dense"])
+def test_random_adapters_of_every_projection_are_good(family, tmp_path):
+    """The benchmarks' adapters have one name for each projection, though checkpoints have several for some."""
+    folder = make_model(tmp_path / "model", FAMILIES[family])[0]
+    adapter = random_adapter_folder(load_config(folder), tmp_path / "adapter", 1, 4)
+    assert {pair.projection for pair in check(adapter, folder)} == set(modules(load_config(folder)).values())
 
 
 def test_dense_layers_among_experts(tmp_path):
