@@ -561,7 +561,7 @@ class ComponentCalls:
             if broke and in_step:
                 await asyncio.sleep(VERDICT_MS / 1000)
                 killed = worker.component_id if self._cluster.node_lives(worker.node_id) else ""
-            patience_s = self._patience_s(error, action.hold, broke)
+            patience_s = self._patience_s(error, action.hold, broke and in_step)
             self._post(ev.PrefillLost(action.attempt, error, retryable, patience_s, killed))
         else:
             self._post(ev.PrefillEnded(action.attempt, end_tokens))
@@ -611,7 +611,9 @@ class ComponentCalls:
         if self._suspected(delta) and self._stream is not None and self._hold is not None:
             # Where the node is lost, its workers end too, so the request is not to blame for the worker's end.
             killed = self._stream[0] if self._cluster.holds(self._hold) else ""
-        patience_s = self._patience_s(error, self._hold, bool(delta.broken))
+        # A stream that only waited in the worker's line was not broken in the middle.
+        broke = bool(delta.broken) and (self._begun or self._in_step)
+        patience_s = self._patience_s(error, self._hold, broke)
         self._post(ev.DecodeLost(attempt, error, delta.error.retryable, patience_s, killed))
 
     def _patience_s(self, error: PillionError, hold: TicketHold | None, broke: bool = False) -> float:
