@@ -58,8 +58,8 @@ FIRST_STEP_SHARE = 1 / 8
 # A step that is to take no longer than others has at least this share of the most tokens, because each step reads all
 # weights.
 LEAST_EVEN_SHARE = 0.25
-# With the target "auto", a step with a prompt tail may take as long as this many steps that only run its decodes, while
-# few prompts wait.
+# With the target "auto", and while few prompts wait, a step with a prompt tail may take AUTO_TARGET_STEPS times as long
+# as a step that only runs the same decodes.
 AUTO_TARGET_STEPS = 2.5
 # Where a budget is chosen by what steps cost, a step that delays no stream takes at most LONGEST_STEP_S: so long a
 # prompt waits that comes just after another one's step has begun. The budget is a power of 2 within these bounds

@@ -15,9 +15,9 @@ from typing import NamedTuple
 # However late the decodes are, a prompt tail gets this many tokens of each step, so that it is never starved.
 MIN_TAIL_TOKENS = 16
 # With a target in plain steps, a step may be longer where prompts wait. Then the prompts' time in a step is to that of
-# the decodes as BACKLOG_WEIGHT times the prompts that wait is to the streams; the first prompt counts as half, because
-# on the average half of it is left. But no step is longer than it must be to do LEAST_THROUGHPUT of the work that the
-# largest step would do in the same time.
+# the decodes as BACKLOG_WEIGHT times the number of waiting prompts is to the number of streams. The first prompt counts
+# as half a prompt, because half of it is left on the average. A step is never longer than is needed to do the share
+# LEAST_THROUGHPUT of the work that the largest step would do in the same time.
 BACKLOG_WEIGHT = 16.0
 LEAST_THROUGHPUT = 0.94
 

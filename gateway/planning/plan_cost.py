@@ -444,7 +444,8 @@ class DecodeSide(NamedTuple):
                 step_s = seconds_beside(plain_s, target_steps, prompts, streams, fixed_s, longest_s)
                 return min(free, max((step_s - plain_s) / each_s, MIN_TAIL_TOKENS))
 
-            # Of the prompts before this one, the first is computed while all wait, the last while two do.
+            # The worker computes the prompts that came before this one in longer steps: the first of them while all
+            # prompts wait, the last of them while two prompts wait. The mean of both numbers stands for all.
             room, queue_room = room_of(1), room_of((waiting + 3) / 2)
             # A step on this worker takes at most target_s, so its streams wait no longer for a token.
             target_s = plain_s + room * each_s
