@@ -164,11 +164,11 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per prefill range.
 
     ``hang_at``: the chunk that is never computed. ``kills``: at so many more prefill ranges the connection breaks in
-    the first step.
+    the first step; ``breaks_in_line``: before it.
     """
 
     def __init__(self) -> None:
-        self.kills = 0
+        self.kills = self.breaks_in_line = 0
         self.hang_at: int | None = None
         self.prefill_ranges: list[RunPrefillRequest] = []
         self.failures: list[tuple[int, PillionError]] = []
@@ -185,9 +185,10 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.prefill_ranges.append(request)
         self.metadata.append(context.invocation_metadata())
         fail_at, error = self.failures.pop(0) if self.failures else (-1, Conflict(""))
-        if self.kills:
-            self.kills -= 1
-            yield ChunkAck(end_tokens=request.start_tokens, queued=Queued())
+        if self.kills or self.breaks_in_line:
+            place = 0 if self.kills else 2
+            self.kills, self.breaks_in_line = max(0, self.kills - 1), max(0, self.breaks_in_line - bool(place))
+            yield ChunkAck(end_tokens=request.start_tokens, queued=Queued(position=place))
             await context.abort(grpc.StatusCode.UNAVAILABLE, "pulled the plug")
         end = request.start_tokens
         self.running += 1
@@ -216,7 +217,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
     beginning of the prompt's step and the first token. ``gate``: closed, no stream moves; a stream closes it that has
     said ``hold_after`` tokens, so that nothing but the test ends it. ``silent``: keys of streams that say nothing any
     more. ``pace_s``: seconds that a step of a stream takes. ``is_killed_by``: whether the connection breaks in the
-    first step of a submit.
+    first step of a submit. ``breaks_in_line``: at so many more submits it breaks while they wait in line.
     """
 
     def __init__(self, script: str) -> None:
@@ -228,6 +229,7 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
         self.timings = DecodeTimings(tail_tokens=1, tail_steps=1, queue_ms=0.25)
         self.pace_s = 0.001
         self.is_killed_by: Callable[[Submit], bool] = lambda submit: False
+        self.breaks_in_line = 0
         # Whether a stream that the gate holds says every 50 ms that it waits; prefill ranges likewise.
         self.tells_queued = False
         self.submits: list[Submit] = []
@@ -330,6 +332,11 @@ class FakeDecode(decode_pb2_grpc.DecodeServicer):
             return
         # The worker holds the ticket.
         out.put_nowait(DecodeDelta(key=submit.key, pinned_blocks=pinned))
+        if self.breaks_in_line:
+            self.breaks_in_line -= 1
+            out.put_nowait(DecodeDelta(key=submit.key, queued=Queued(position=3)))
+            out.put_nowait(None)
+            return
         while self.tells_queued and not self.gate.is_set():
             out.put_nowait(DecodeDelta(key=submit.key, queued=Queued(position=3)))
             await asyncio.sleep(0.05)

@@ -357,6 +357,15 @@ async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -
         await fakes.settled()
 
 
+@pytest.mark.parametrize(("in_prefill", "in_decode"), [(1, 0), (0, 5), (1, 5)])
+async def test_a_request_that_only_waited_in_line_has_used_up_no_attempt(in_prefill: int, in_decode: int) -> None:
+    async with running_fake_cluster(SCRIPT, max_attempts=1) as fakes:
+        fakes.prefill.breaks_in_line, fakes.decode.breaks_in_line = in_prefill, in_decode
+        answer = await within("the answer", read(fakes.client.generate(PROMPT)))
+        whole(fakes, answer, replays=in_prefill + in_decode)
+        await fakes.settled()
+
+
 async def test_workers_that_go_with_their_node_did_not_die_of_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
         monkeypatch.setattr(fakes.gateway.cluster, "holds", lambda hold: False)
