@@ -316,7 +316,7 @@ def host_times(engine: Engine, rounds: int) -> list[tuple[float, float, float]]:
         loop.scheduler.flush(began_s)
         batch = build_step_batch(plan, engine.block_size)
         built_s = time.perf_counter()
-        rows = build_sampling(plan)
+        rows = build_sampling(plan, loop.scheduler.masks(plan))
         assert rows.masks is not None
         rows.masks.take()
         masked_s = time.perf_counter()

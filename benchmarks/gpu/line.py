@@ -108,9 +108,8 @@ class EngineLoop:
             plan = self.scheduler.schedule(now_s)
             self._take(self.scheduler.flush(now_s))
             if plan.pieces:
-                out.append(
-                    (plan, self._backend.launch(build_step_batch(plan, BLOCK_SIZE), plan.copies, build_sampling(plan)))
-                )
+                rows = build_sampling(plan, self.scheduler.masks(plan))
+                out.append((plan, self._backend.launch(build_step_batch(plan, BLOCK_SIZE), plan.copies, rows)))
                 self.scheduler.launched(plan)
             idle = 0 if plan.pieces or out else idle + 1
             assert idle < MAX_IDLE_ROUNDS, "the line stands still"

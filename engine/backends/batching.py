@@ -120,7 +120,7 @@ def _pooled_rows(pieces: tuple[SequencePiece, ...], ends: list[int]) -> Iterator
                 yield row, piece.sequence.spec.pooled_ids
 
 
-def build_sampling(plan: StepPlan, masks: RowMasks | None = None) -> SamplingRows:
+def build_sampling(plan: StepPlan, masks: RowMasks | None) -> SamplingRows:
     """Builds the parameters of each row of the batch's ``sample_rows``, in that order; ``masks`` say which tokens some
     of them may choose (:meth:`Scheduler.masks`).
 

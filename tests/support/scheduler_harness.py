@@ -589,7 +589,9 @@ def choices_of(plan: StepPlan, placed: Mapping[int, int]) -> list[RowChoice]:
 
 def scored(plan: StepPlan) -> list[int]:
     """Return the tokens that the last rows of the plan's batch score."""
-    rows = build_sampling(replace(plan, unknown=())).scored if any(piece.scores for piece in plan.pieces) else None
+    rows = (
+        build_sampling(replace(plan, unknown=()), None).scored if any(piece.scores for piece in plan.pieces) else None
+    )
     return [] if rows is None else rows.token_ids.tolist()
 
 

@@ -53,7 +53,7 @@ def run_scored(backend: Any, texts: Seq[Seq[int]], chunks: Seq[int], rope_shift:
                 seeds = (4, 5) if last else ()
                 pieces.append(SequencePiece(sequence, start, end - start, int(last), seeds, scores))
         plan = StepPlan(tuple(pieces))
-        sampled = backend.launch(build_step_batch(plan, block_size), (), build_sampling(plan)).wait()
+        sampled = backend.launch(build_step_batch(plan, block_size), (), build_sampling(plan, None)).wait()
         assert len(sampled.token_ids) == len(sampled.logprobs) == 3 * sum(piece.samples for piece in pieces)
         scores_left = iter(sampled.scored)
         for piece in pieces:

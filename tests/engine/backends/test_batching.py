@@ -59,7 +59,7 @@ def test_a_mixed_step() -> None:
             SequencePiece(prefill_range, 0, 8, 0),
         )
     )
-    batch, rows = build_step_batch(plan, BLOCK), build_sampling(plan)
+    batch, rows = build_step_batch(plan, BLOCK), build_sampling(plan, None)
     assert batch.token_ids.tolist() == [9, 35, 90, 91, 54, 55, 56, *range(8, 12), *range(8)]
     assert batch.positions.tolist() == [9, 5, 6, 7, 4, 5, 6, *range(8, 12), *range(8)]
     assert batch.query_starts.tolist() == [0, 1, 4, 7, 11, 19]
@@ -84,13 +84,13 @@ def test_rows_of_a_plain_step() -> None:
     assert build_step_batch(plan, BLOCK).sample_rows.tolist() == [0]
     nothing = StepPlan(plan.pieces[1:])
     assert build_step_batch(nothing, BLOCK).sample_rows.tolist() == []
-    assert len(build_sampling(nothing)) == 0
+    assert len(build_sampling(nothing, None)) == 0
 
 
 def test_parameters_and_their_defaults() -> None:
     tuned = sequence(1, [3], temperature=0.5, top_p=0.25, top_k=-1, min_p=0.125, logprobs=4, seed=-1)
     bare = sequence(2, [3], temperature=None, top_p=None, top_k=None, seed=None)
-    rows = build_sampling(StepPlan((SequencePiece(tuned, 0, 1, 1), SequencePiece(bare, 0, 1, 1))))
+    rows = build_sampling(StepPlan((SequencePiece(tuned, 0, 1, 1), SequencePiece(bare, 0, 1, 1))), None)
     assert rows.temperature.tolist() == [0.5, 1.0]
     assert rows.top_p.tolist() == [0.25, 1.0]
     assert rows.top_k.tolist() == [0, 0]
@@ -104,7 +104,7 @@ def test_edits_know_their_history() -> None:
     params = {"repetition_penalty": 2.0, "frequency_penalty": 0.5, "logit_bias": {8: 1.0, 1: -2.0}, "min_tokens": 4}
     stream = with_drafts(sequence(1, [1, 2, 3, 4, 5], prompt=3, **params), [6, 7])
     plain = sequence(2, [1, 2], repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0, min_tokens=0)
-    rows = build_sampling(StepPlan((SequencePiece(plain, 1, 1, 1), SequencePiece(stream, 4, 3, 3))))
+    rows = build_sampling(StepPlan((SequencePiece(plain, 1, 1, 1), SequencePiece(stream, 4, 3, 3))), None)
     assert [edit.row for edit in rows.edits] == [1, 2, 3]
     assert [edit.seen.tolist() for edit in rows.edits] == [[1, 2, 3, 4, 5], [1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6, 7]]
     assert [edit.answered.tolist() for edit in rows.edits] == [[4, 5], [4, 5, 6], [4, 5, 6, 7]]
@@ -123,7 +123,7 @@ def test_only_histories_that_a_row_needs_are_gathered() -> None:
     }
     for name, (array, wanted) in only.items():
         stream = sequence(1, [1, 2, 3], prompt=2, **{name: 2})
-        (edit,) = build_sampling(StepPlan((SequencePiece(stream, 2, 1, 1),))).edits
+        (edit,) = build_sampling(StepPlan((SequencePiece(stream, 2, 1, 1),)), None).edits
         for each in ("biased", "seen", "answered", "banned"):
             assert sorted(getattr(edit, each).tolist()) == (wanted if each == array else [])
 
@@ -133,11 +133,11 @@ def test_drafts_are_judged_as_single_steps_would_choose() -> None:
     params = {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 0.5, "min_tokens": 2}
     history, logits = [1, 2, 3, 4], torch.randn(3, 64, generator=torch.Generator().manual_seed(1))
     drafted = with_drafts(sequence(1, history, prompt=3, **params), [5, 6])
-    together = sample(logits, build_sampling(StepPlan((SequencePiece(drafted, 3, 3, 3),)))).token_ids
+    together = sample(logits, build_sampling(StepPlan((SequencePiece(drafted, 3, 3, 3),)), None)).token_ids
     for row in range(3):
         alone = sequence(1, [*history, 5, 6][: 4 + row], prompt=3, **params)
         plan = StepPlan((SequencePiece(alone, 3 + row, 1, 1),))
-        assert sample(logits[row : row + 1], build_sampling(plan)).token_ids == together[row : row + 1]
+        assert sample(logits[row : row + 1], build_sampling(plan, None)).token_ids == together[row : row + 1]
 
 
 def test_guesses_are_drawn_as_the_rows_that_judge_them() -> None:
@@ -145,7 +145,7 @@ def test_guesses_are_drawn_as_the_rows_that_judge_them() -> None:
     stream, other = sequence(1, [1, 2, 3, 4], prompt=3, **params), sequence(2, [5, 6])
     guessing = build_guess_sampling([(stream, 0), (stream, 1), (other, 0)], 64)
     judging = build_sampling(
-        StepPlan((SequencePiece(with_drafts(stream, [5]), 3, 2, 2), SequencePiece(other, 1, 1, 1)))
+        StepPlan((SequencePiece(with_drafts(stream, [5]), 3, 2, 2), SequencePiece(other, 1, 1, 1))), None
     )
     for field in ("temperature", "top_k", "top_p", "min_p", "seeds", "positions"):
         assert getattr(guessing, field).tolist() == getattr(judging, field).tolist()
