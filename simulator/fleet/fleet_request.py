@@ -211,8 +211,10 @@ class FleetRequest:
         seconds = took_s + moved * self._site.block_s
 
         def brought() -> None:
-            source, target = action.wanted.source_node_ids[0], action.plan.node_id
-            self._host.routes.fetch_paces.observe(source, target, moved, seconds, self._site.clock.now)
+            # Nobody else is asked where only this node had the blocks, and has evicted them since the plan was made.
+            if sources := action.wanted.source_node_ids:
+                now = self._site.clock.now
+                self._host.routes.fetch_paces.observe(sources[0], action.plan.node_id, moved, seconds, now)
             self._commit((here + count) * self._site.block_size)
             tokens = (here + count) * self._site.block_size
             kept = not count or _keep(self._store, self._ticket, tokens, SlotsOfState.FETCHED)

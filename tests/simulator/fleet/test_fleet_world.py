@@ -92,6 +92,21 @@ def test_requests_wait_for_memory_and_blocks_are_evicted() -> None:
     assert next(iter(world.site.stores.values())).evicted > 0
 
 
+def test_blocks_that_leave_while_a_request_waits_for_memory_are_computed_again() -> None:
+    """When the last request is planned, the only node has its blocks; the one before it in line takes their memory."""
+    blocks = tuple(range(8))
+    requests = [
+        Request(0, 0.0, 4100, 4, blocks),
+        Request(1, 60.0, 10_000, 200),
+        Request(2, 60.2, 15_000, 4),
+        Request(3, 60.3, 4100, 4, blocks),
+    ]
+    records, world = simulate(fleet(0, 1, node_blocks=1000), requests)
+    world.check_integrity()
+    assert whole(records)
+    assert records[3].cached_tokens < 4096 - 512
+
+
 def test_a_prefill_workers_node_without_memory_is_waited_for_two_seconds() -> None:
     config = fleet(1, 2, node_blocks=600)
     flags = dataclasses.replace(config.flags, split_policy="disaggregated")
