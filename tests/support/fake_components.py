@@ -163,12 +163,12 @@ class FakeKVNode(kvnode_pb2_grpc.KVNodeServicer):
 class FakePrefill(prefill_pb2_grpc.PrefillServicer):
     """Acknowledges chunk by chunk. ``failures`` are (chunks before it, error), one per prefill range.
 
-    ``hang_at``: the chunk that is never computed. ``kills``: at so many more prefill ranges the connection breaks in
-    the first step; ``breaks_in_line``: before it.
+    ``hang_at``: the chunk that is never computed. ``breaks_at``: places in line at which the connection breaks, one
+    per prefill range; at 0 its first step has begun.
     """
 
     def __init__(self) -> None:
-        self.kills = self.breaks_in_line = 0
+        self.breaks_at: list[int] = []
         self.hang_at: int | None = None
         self.prefill_ranges: list[RunPrefillRequest] = []
         self.failures: list[tuple[int, PillionError]] = []
@@ -185,10 +185,8 @@ class FakePrefill(prefill_pb2_grpc.PrefillServicer):
         self.prefill_ranges.append(request)
         self.metadata.append(context.invocation_metadata())
         fail_at, error = self.failures.pop(0) if self.failures else (-1, Conflict(""))
-        if self.kills or self.breaks_in_line:
-            place = 0 if self.kills else 2
-            self.kills, self.breaks_in_line = max(0, self.kills - 1), max(0, self.breaks_in_line - bool(place))
-            yield ChunkAck(end_tokens=request.start_tokens, queued=Queued(position=place))
+        if self.breaks_at:
+            yield ChunkAck(end_tokens=request.start_tokens, queued=Queued(position=self.breaks_at.pop(0)))
             await context.abort(grpc.StatusCode.UNAVAILABLE, "pulled the plug")
         end = request.start_tokens
         self.running += 1

@@ -346,7 +346,7 @@ async def test_waiting_for_a_part_that_refuses_is_bounded(monkeypatch: pytest.Mo
 
 async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -> None:
     async with running_fake_cluster(SCRIPT) as fakes:
-        fakes.prefill.kills = 1
+        fakes.prefill.breaks_at = [0]
         fakes.decode.is_killed_by = lambda submit: len(fakes.decode.submits) in (2, 3)
         lost = r"two workers were lost in a step with this request \(prefill-0, decode-0\)"
         with pytest.raises(Internal, match=lost):
@@ -360,7 +360,7 @@ async def test_a_request_that_has_killed_two_workers_is_not_given_to_a_third() -
 @pytest.mark.parametrize(("in_prefill", "in_decode"), [(1, 0), (0, 5), (1, 5)])
 async def test_a_request_that_only_waited_in_line_has_used_up_no_attempt(in_prefill: int, in_decode: int) -> None:
     async with running_fake_cluster(SCRIPT, max_attempts=1) as fakes:
-        fakes.prefill.breaks_in_line, fakes.decode.breaks_in_line = in_prefill, in_decode
+        fakes.prefill.breaks_at, fakes.decode.breaks_in_line = [2] * in_prefill, in_decode
         answer = await within("the answer", read(fakes.client.generate(PROMPT)))
         whole(fakes, answer, replays=in_prefill + in_decode)
         await fakes.settled()
