@@ -28,12 +28,15 @@ def random_adapter(
     The projections of a fused layer have the ``ranks`` in turn. With ``affine`` the first one has biases and scales.
     """
     generator = torch.Generator().manual_seed(seed)
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     layers = {}
     for name, (outputs, inputs) in adapter_shapes(config).items():
-        sizes = {"qkv": (queries, keys, keys), "gate_up": (outputs // 2, outputs // 2)}.get(
-            name.rpartition(".")[2], (outputs,)
-        )
+        # The width of heads may differ between layers, and a layer that reads another one's keys has queries alone.
+        queries = config.num_heads * config.heads_of(int(name.split(".")[1])).head_dim
+        keys = (outputs - queries) // 2
+        sizes = {
+            "qkv": (queries, keys, keys) if keys else (outputs,),
+            "gate_up": (outputs // 2, outputs // 2),
+        }.get(name.rpartition(".")[2], (outputs,))
         pairs, first = [], 0
         for number, size in enumerate(sizes):
             rank = ranks[number % len(ranks)]

@@ -375,16 +375,15 @@ class LayerRun:
             turned = rotate(turned, *self.tables[operation.rope])
         keys = torch.cat((self.weights.norm(operation.norm)(down)[:, None], turned[:, -1:]), -1)
         self.attention.write(self.index, keys)
-        if wanted is not None and not len(wanted):
+        if self.mixers == 1 and wanted is not None and not len(wanted):
             self.ended = True
             return
         # Each head's part of a key is taken over to its queries.
         absorbed = torch.bmm(still.transpose(0, 1), key_up).transpose(0, 1)
         found = self.attention.attend(self.index, torch.cat((absorbed, turned[:, :-1]), -1))
-        found = found.view(count, -1, self.config.head_dim)[..., : latents.rank]
-        if wanted is not None:
-            found, self.hidden = found[wanted], self.hidden[wanted]
-        self.rows = torch.bmm(found.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
+        self.rows = found.view(count, -1, self.config.head_dim)[..., : latents.rank]
+        self._go_on_with_sampled()
+        self.rows = torch.bmm(self.rows.transpose(0, 1), value_up.mT).transpose(0, 1).flatten(1)
 
     def mlp(self, operation: Mlp) -> None:
         up = self.linear(operation.gate_up, self.rows)
