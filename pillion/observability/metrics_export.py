@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
 from prometheus_client.core import Metric
@@ -64,6 +64,17 @@ class MetricsPage(Collector):
         return registry
 
 
+class _OneSegment(WSGIRequestHandler):
+    """Answers a call of the metrics page: head and body are written together, and do not wait for acknowledgements."""
+
+    disable_nagle_algorithm = True
+    # A negative number means a buffer of the usual size, where the class above has none.
+    wbufsize = -1
+
+    def log_message(self, *_: Any) -> None:
+        """Logs no calls."""
+
+
 class Exports:
     """Publishes one component's metrics, from its start to its end. It is made on the component's event loop.
 
@@ -101,6 +112,7 @@ class Exports:
                 self._server = prometheus_client.start_http_server(port, host, registry)
             except OSError as error:
                 raise ConfigError(f"the metrics page cannot listen on {host}:{port}: {error}") from None
+            self._server[0].RequestHandlerClass = _OneSegment
             self._server[0].set_app(self._pages(prometheus_client.make_wsgi_app(registry)))
             log.info("metrics at http://%s:%d/metrics", host, port)
 

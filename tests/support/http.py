@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
+import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
@@ -89,3 +91,8 @@ def parse_reply(raw: bytes) -> Reply:
             body, rest = body + rest[: int(size, 16)], rest[int(size, 16) + 2 :]
         rest = body
     return Reply(int(first.split()[1]), headers, rest)
+
+
+def data_segments(connection: socket.socket) -> int:
+    """Returns how many segments with data a TCP connection has received: Linux's ``tcpi_data_segs_in``."""
+    return int(struct.unpack_from("I", connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256), 152)[0])

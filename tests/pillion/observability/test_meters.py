@@ -28,6 +28,7 @@ from pillion.observability.metrics_prometheus import prometheus_name, sample_nam
 from testbed.conditions import WITHIN_S
 from testbed.otlp import collecting
 from testbed.ports import free_port
+from tests.support.http import data_segments
 
 QUIET = Metric("pillion.quiet", "gauge", "", "Nobody says anything.")
 
@@ -144,6 +145,20 @@ async def test_a_part_has_a_page_and_its_port_is_its_own() -> None:
         assert "process_resident_memory_bytes" in text
     finally:
         await asyncio.to_thread(exports.close)
+        await asyncio.to_thread(exports.close)
+
+
+async def test_an_answer_of_a_parts_page_is_one_segment() -> None:
+    port = free_port()
+    page = {"host": "127.0.0.1", "port": port, "vllm_names": False, "not_ready": str}
+    exports = Exports(Meters(), "decode-7", "decode", **page)  # type: ignore[arg-type]
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /alive HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert (await asyncio.wait_for(reader.read(), WITHIN_S)).endswith(b"\r\n\r\nok\n")
+        assert data_segments(writer.get_extra_info("socket")) == 1
+        writer.close()
+    finally:
         await asyncio.to_thread(exports.close)
 
 
