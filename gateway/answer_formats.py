@@ -95,7 +95,7 @@ class AnswerFormats:
         return None
 
     def new_text(
-        self, output: AskedOutput | None, detokenizer: Detokenizer, stops: StopRules, request_id: str, index: int
+        self, output: AskedOutput | None, detokenizer: Detokenizer, stops: StopRules, answer_id: str, index: int
     ) -> AnswerText:
         """Makes the text of answer number ``index`` of a request, before its first token."""
         return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens)

@@ -45,6 +45,7 @@ from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.named_adapters import Adapters, NamedAdapter
 from pillion.gateway.planning.forecast import GivenAnswer
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
+from pillion.gateway.request.request_ids import new_answer_id, request_label
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
     CHAT,
@@ -594,7 +595,9 @@ class Gateway:
         bounds = replace(model.limits, max_model_len_tokens=longest)
         self._arrivals += 1
         return AdmittedRequest(
-            request_id=request.request_id or f"req-{secrets.token_hex(12)}",
+            request_id=request_label(request.request_id),
+            # An older gateway, whose stream is resumed, made the ids of calls of the request's id.
+            answer_id=new_answer_id() if resume is None else resume.origin.answer_id or request.request_id,
             model=model.limits.name,
             fingerprint=model.fingerprint,
             prompt=prompt,
@@ -633,7 +636,7 @@ class Gateway:
 
         def new_answer(index: int) -> AnswerText:
             detokenizer = model.tokenizer.detokenizer()
-            return model.formats.new_text(output_format, detokenizer, stops, admitted.request_id, index)
+            return model.formats.new_text(output_format, detokenizer, stops, admitted.answer_id, index)
 
         answers = [new_answer(index) for index in range(_generated(request.sampling))]
         if admitted.resume is not None:

@@ -328,6 +328,7 @@ class StreamOrigin:
     seed: int
     digest: bytes
     cached_tokens: int
+    answer_id: str = ""
 
 
 @dataclass(frozen=True, slots=True)

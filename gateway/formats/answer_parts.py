@@ -19,12 +19,12 @@ _SPACE = " \t\r\n"
 _NO_SPACE = re.compile(r"[^ \t\r\n]")
 
 
-def call_id(request_id: str, answer: int, number: int, short: bool = False) -> str:
+def call_id(answer_id: str, answer: int, number: int, short: bool = False) -> str:
     """Returns the id of call ``number`` of an answer: it is always the same, so that a resumed stream repeats it.
 
     ``short`` ids have nine letters and digits, which is all that Mistral's templates take.
     """
-    digest = hashlib.sha256(f"{request_id}/{answer}/{number}".encode()).hexdigest()
+    digest = hashlib.sha256(f"{answer_id}/{answer}/{number}".encode()).hexdigest()
     return digest[:9] if short else f"call_{digest[:24]}"
 
 
@@ -62,14 +62,14 @@ class AnswerParts:
     marks is no content.
 
     Attributes:
-        request_id, answer: the ids of calls are made of these.
+        answer_id, answer: the ids of calls are made of these.
         short_ids: whether these ids have nine characters.
         calls: number of calls that have begun.
         thought: whether there was reasoning, or a mark of it.
         thinking: whether the answer is within its reasoning, or may still begin with it.
     """
 
-    request_id: str = ""
+    answer_id: str = ""
     answer: int = 0
     short_ids: bool = False
     calls: int = 0
@@ -143,7 +143,7 @@ class AnswerParts:
         """Begins the next call of a tool, whose id may be one that the model has written."""
         self._whole()
         self.mark()
-        made = written_id or call_id(self.request_id, self.answer, self.calls, self.short_ids)
+        made = written_id or call_id(self.answer_id, self.answer, self.calls, self.short_ids)
         self._deltas.append(ToolCallDelta(self.calls, made, name))
         self.calls += 1
 

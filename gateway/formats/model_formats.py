@@ -118,12 +118,12 @@ class ModelFormats(AnswerFormats):
         return {self.mark_ids[mark]: mark for mark in found if mark in self.mark_ids}
 
     def new_text(
-        self, output: AskedOutput | None, detokenizer: Detokenizer, stops: StopRules, request_id: str, index: int
+        self, output: AskedOutput | None, detokenizer: Detokenizer, stops: StopRules, answer_id: str, index: int
     ) -> AnswerText:
         """Makes the text of answer number ``index`` of a request, before its first token."""
         if not isinstance(output, OutputFormat):
             return AnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens)
-        parts = AnswerParts(request_id, index, output.tools is not None and output.tools.short_ids)
+        parts = AnswerParts(answer_id, index, output.tools is not None and output.tools.short_ids)
         return ReadAnswerText(detokenizer, stops.strings, stops.ids, stops.min_tokens, output, parts)
 
 

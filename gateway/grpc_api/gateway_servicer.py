@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -15,8 +14,9 @@ from google.protobuf.message import DecodeError, Message
 from pillion.errors import InvalidRequest, NotFound
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
+from pillion.gateway.request.request_ids import request_label
 from pillion.gateway.request.request_runner import RequestRunner
-from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message, is_request_id
+from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message
 from pillion.observability import telemetry
 from pillion.rooms import Seam, entered
 from pillion.types import GenerateRequest
@@ -142,10 +142,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         metadata = context.invocation_metadata()
         tenant = self._gateway.tenant_of(header(metadata, "authorization"))
         generate = await self._gateway.off_loop(tenant, len(request), read_generate, request)
-        label = generate.request_id or header(metadata, "x-request-id") or f"req-{secrets.token_hex(12)}"
-        if is_request_id(label):
-            # The id is sent whatever the call's end is. A request id that is not valid is refused and repeated nowhere.
-            context.set_trailing_metadata((("x-request-id", label),))
+        label = request_label(generate.request_id or header(metadata, "x-request-id"))
+        # The id is sent whatever the call's end is.
+        context.set_trailing_metadata((("x-request-id", label),))
         runner = await self._gateway.generate(
             replace(generate, request_id=label),
             tenant=tenant,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,8 +28,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
+from pillion.gateway.request.request_ids import new_answer_id, request_label
 from pillion.gateway.request.request_runner import DEFECT
-from pillion.gateway.request.validation import MAX_REQUEST_BYTES, MAX_REQUEST_ID_CHARS, is_request_id
+from pillion.gateway.request.validation import MAX_REQUEST_BYTES
 from pillion.observability import telemetry
 
 log = logging.getLogger("pillion.gateway")
@@ -50,7 +50,8 @@ Headers = list[tuple[bytes, bytes]]
 
 
 class HttpCall:
-    """Represents one call. Its response carries ``request_id``, which is a label and never an address.
+    """Represents one call. Its response carries ``request_id``, which is a label and never an address: the client's own
+    where it can stand in a header. Ids in the response are made of ``answer_id``, which is never the same again.
 
     ``tenant`` is the sender, on the pages that need a key. Errors are written in ``error_form``. The response also has
     the headers ``notes``.
@@ -74,11 +75,10 @@ class HttpCall:
         self._query = bytes(scope["query_string"])
         self.started = self._reading = False
         self.tenant = OPEN
-        given_id = self.header(b"x-request-id")
-        self._bad_id = bool(given_id) and not is_request_id(given_id)
+        self.answer_id = new_answer_id()
+        self.request_id = request_label(self.header(b"x-request-id"), self.answer_id)
         # The response gets these headers beside those of its kind.
         self.notes: Headers = []
-        self.request_id = given_id if given_id and not self._bad_id else f"req-{secrets.token_hex(12)}"
 
     def trace_parent(self) -> otel_context.Context | None:
         """Returns the client's trace context, None where it sends none."""
@@ -88,9 +88,6 @@ class HttpCall:
     async def body(self) -> bytes:
         """Reads the whole body, which must be JSON by its header. Raises ApiError before more than MAX_BODY_BYTES are
         read."""
-        if self._bad_id:
-            text = f"at most {MAX_REQUEST_ID_CHARS} letters, digits and . _ : / + = -"
-            raise refused("X-Request-Id", text)
         kind = self._headers.get(b"content-type", b"").split(b";")[0].strip().lower()
         if kind != JSON_TYPE:
             raise ApiError(415, "the body must be sent as Content-Type: application/json")

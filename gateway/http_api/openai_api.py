@@ -122,7 +122,7 @@ class OpenAIApi:
     ) -> ResponseWriter:
         is_chat = bool(asked.requests[0].messages)
         head = {
-            "id": ("chatcmpl-" if is_chat else "cmpl-") + call.request_id,
+            "id": ("chatcmpl-" if is_chat else "cmpl-") + call.answer_id,
             "object": "",
             "created": int(time.time()),
             "model": entry.name,

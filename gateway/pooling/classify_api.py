@@ -72,7 +72,9 @@ class ClassifyApi:
         except PillionError as error:
             raise from_pillion(error, names) from None
         size_bytes = VALUE_BYTES * sum(map(len, found.values))
-        await call.answer(200, await gateway.off_loop(call.tenant, size_bytes, _written, call.request_id, found))
+        await call.answer(
+            200, await gateway.off_loop(call.tenant, size_bytes, _written, f"classify-{call.answer_id}", found)
+        )
 
 
 def _read(raw: bytes, request_id: str, most_ids: int) -> tuple[ClassifyBody, Mapping[str, str], list[GenerateRequest]]:
@@ -81,7 +83,7 @@ def _read(raw: bytes, request_id: str, most_ids: int) -> tuple[ClassifyBody, Map
     return body, *requests_of(body.input, most_ids, body.shared(request_id))
 
 
-def _written(request_id: str, found: LabelledTexts) -> bytes:
+def _written(answer_id: str, found: LabelledTexts) -> bytes:
     data = [
         {
             "index": n,
@@ -93,7 +95,7 @@ def _written(request_id: str, found: LabelledTexts) -> bytes:
     ]
     return msgspec.json.encode(
         {
-            "id": request_id,
+            "id": answer_id,
             "object": "list",
             "created": int(time.time()),
             "model": found.model,

@@ -126,15 +126,15 @@ class RerankApi:
 
     async def rerank(self, call: HttpCall) -> None:
         """Answers a call that orders documents, in vLLM's and Jina's form."""
-        await self._serve(call, _read_rerank, partial(_write_rerank, call.request_id))
+        await self._serve(call, _read_rerank, partial(_write_rerank, f"rerank-{call.answer_id}"))
 
     async def rerank_of_cohere(self, call: HttpCall) -> None:
         """Answers a call that orders documents, in the form of Cohere's second version."""
-        await self._serve(call, _read_rerank, partial(_write_cohere, call.request_id))
+        await self._serve(call, _read_rerank, partial(_write_cohere, f"rerank-{call.answer_id}"))
 
     async def score(self, call: HttpCall) -> None:
         """Answers a call that scores pairs, in vLLM's form."""
-        await self._serve(call, _read_score, partial(_write_score, call.request_id))
+        await self._serve(call, _read_score, partial(_write_score, f"score-{call.answer_id}"))
 
     async def _serve(
         self,
@@ -241,27 +241,27 @@ def _usage(found: ScoredPairs) -> dict[str, Any]:
     return {"prompt_tokens": found.usage.prompt_tokens, "total_tokens": found.usage.prompt_tokens}
 
 
-def _write_rerank(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def _write_rerank(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
     results = _ranked(asked, found, with_texts=True)
-    answer = {"id": request_id, "model": found.model, "usage": _usage(found), "results": results}
+    answer = {"id": answer_id, "model": found.model, "usage": _usage(found), "results": results}
     return msgspec.json.encode(answer)
 
 
-def _write_cohere(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def _write_cohere(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
     meta = {
         "api_version": {"version": COHERE_VERSION, "is_experimental": False},
         "billed_units": {"search_units": 1},
         "tokens": {"input_tokens": found.usage.prompt_tokens, "output_tokens": 0},
     }
     results = _ranked(asked, found, with_texts=False)
-    answer = {"id": request_id, "results": results, "meta": meta, "model": found.model, "usage": _usage(found)}
+    answer = {"id": answer_id, "results": results, "meta": meta, "model": found.model, "usage": _usage(found)}
     return msgspec.json.encode(answer)
 
 
-def _write_score(request_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
+def _write_score(answer_id: str, asked: AskedPairs, found: ScoredPairs) -> bytes:
     data = [{"index": n, "object": "score", "score": score} for n, score in enumerate(found.scores)]
     answer = {
-        "id": request_id,
+        "id": answer_id,
         "object": "list",
         "created": int(time.time()),
         "model": found.model,

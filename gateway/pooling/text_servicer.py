@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -12,6 +11,7 @@ from pillion.gateway.gateway import Gateway
 from pillion.gateway.grpc_api.gateway_servicer import GrpcCall, caller, parsed, timeout_of
 from pillion.gateway.pooling.text_call import MAX_TEXTS
 from pillion.gateway.pooling.vectors import GatewayVectors
+from pillion.gateway.request.request_ids import request_label
 from pillion.gateway.request.validation import check_texts_message
 from pillion.gateway.text_vectors import EmbeddedTexts, TextPair
 from pillion.net.rpc import MAX_MESSAGE_BYTES
@@ -109,7 +109,7 @@ def _read_score(raw: bytes) -> tuple[gateway_pb2.ScoreRequest, list[TextPair], G
 
 
 def _shared(asked: gateway_pb2.EmbedRequest | gateway_pb2.ScoreRequest) -> GenerateRequest:
-    label = asked.request_id or f"req-{secrets.token_hex(12)}"
+    label = request_label(asked.request_id)
     return GenerateRequest(model=asked.model, cache_salt=asked.cache_salt, request_id=label, priority=asked.priority)
 
 

@@ -88,10 +88,11 @@ class AdmittedRequest:
     ``adapter_rank`` is its largest rank, and ``prompt`` begins with places for its ``virtual_tokens``. After
     ``kept_tokens`` of the prompt the client expects other prompts to part from it. Nobody waits for
     a request in the ``background``, which is a batch's. A ``pooled`` request generates nothing and ends with a vector
-    of its text.
+    of its text. Ids of calls are made of ``answer_id``.
     """
 
     request_id: str
+    answer_id: str
     model: str
     fingerprint: str
     prompt: tuple[int, ...]

@@ -133,7 +133,7 @@ class RequestRunner:
         if len(self._answers) > self.admitted.answers:
             return None
         seed = self.admitted.resolved.sampling.seed or 0
-        return StreamOrigin(seed, self.admitted.digest(), self._samples.usage().cached_tokens)
+        return StreamOrigin(seed, self.admitted.digest(), self._samples.usage().cached_tokens, self.admitted.answer_id)
 
     def placed_prefix(self) -> PlacedPrefix | None:
         """Returns where the prompt's whole blocks are, once its first delta is there; None before the request has a

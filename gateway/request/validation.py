@@ -23,6 +23,7 @@ import msgspec
 
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
 from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
+from pillion.gateway.request.request_ids import MAX_LABEL_CHARS
 from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES, structured_bytes, structured_violations
 from pillion.gateway.tokens.tokenizer import LOOP_BYTES, check_wanted
 from pillion.priority import MAX_PRIORITY
@@ -63,7 +64,6 @@ MAX_REPORTED = 512
 MAX_CACHE_SALT_CHARS = 256
 # A digest in StreamOrigin is a SHA-256, which has this many bytes.
 DIGEST_BYTES = 32
-MAX_REQUEST_ID_CHARS = 128
 # This header, or initial metadata, says how many tokens an answer may have, where they are fewer than asked for.
 MAX_TOKENS_HEADER = "x-max-tokens"
 # An error lists at most this many violations, because a list of a million wrong ids is one mistake.
@@ -82,7 +82,6 @@ _NAME_RULE = f"1 to {MAX_TOOL_NAME_CHARS} letters, digits and _ . : -"
 _NO_TOOLS = ToolOptions()
 _TOOL_CHOICES = ("", "auto", "none", "required", "named")
 # A request id goes into headers, trailers and logs.
-_REQUEST_ID = re.compile(r"[A-Za-z0-9._:/+=-]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,11 +127,6 @@ def check_model(name: str, known: Collection[str]) -> str:
     if not name and known:
         raise InvalidRequest.of(FieldViolation("model", f"several models are served, name one of: {listed}"))
     raise NotFound(f"model: {name[:100]!r} is not served here; known: {listed or 'none'}")
-
-
-def is_request_id(text: str) -> bool:
-    """Returns whether ``text`` may be a request's id, which goes into headers, trailers and logs."""
-    return len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID.fullmatch(text) is not None
 
 
 def check_size(size_bytes: int) -> None:
@@ -325,12 +319,6 @@ def _violations(request: GenerateRequest, limits: ModelLimits) -> Iterator[Field
         yield FieldViolation("cache_salt", f"longer than {MAX_CACHE_SALT_CHARS} characters")
     elif not _is_text(request.cache_salt):
         yield FieldViolation("cache_salt", "not valid Unicode")
-    if not request.request_id or is_request_id(request.request_id):
-        return
-    if len(request.request_id) > MAX_REQUEST_ID_CHARS:
-        yield FieldViolation("request_id", f"longer than {MAX_REQUEST_ID_CHARS} characters")
-    else:
-        yield FieldViolation("request_id", "only letters, digits and . _ : / + = - are allowed")
 
 
 def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViolation]:
@@ -514,6 +502,8 @@ def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
         return
     if len(resume.origin.digest) != DIGEST_BYTES:
         yield FieldViolation("resume.origin.digest", f"{len(resume.origin.digest)} bytes; {DIGEST_BYTES} are needed")
+    if len(resume.origin.answer_id) > MAX_LABEL_CHARS:
+        yield FieldViolation("resume.origin.answer_id", f"longer than {MAX_LABEL_CHARS} characters")
     answers = sampling.n or 1
     if (sampling.best_of or answers) > answers:
         yield FieldViolation("resume", "a stream that ranks its answers (best_of above n) cannot be resumed")

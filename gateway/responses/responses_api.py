@@ -41,7 +41,7 @@ class ResponsesApi:
         self, call: HttpCall, asked: ResponsesRequest, entry: ModelEntry, reader: DeltaReader
     ) -> ResponsesWriter:
         head = {
-            "id": f"resp_{call.request_id}",
+            "id": f"resp_{call.answer_id}",
             "created_at": int(time.time()),
             "model": entry.name,
             "system_fingerprint": reader.fingerprint,

@@ -381,22 +381,28 @@ class StreamOrigin(_message.Message):
     SEED_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
     CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_ID_FIELD_NUMBER: _builtins.int
     seed: _builtins.int
     """Seed of the first answer; the others have the numbers after it."""
     digest: _builtins.bytes
     """SHA-256 of the model's fingerprint and the prompt's ids. 32 bytes."""
     cached_tokens: _builtins.int
     """Tokens of the prompt whose KV was found at first, for Usage."""
+    answer_id: _builtins.str
+    """What the ids of calls are made of: drawn by the gateway, so that calls of two streams with one request_id differ.
+    Empty from gateways that made them of the request_id. At most 128 characters.
+    """
     def __init__(
         self,
         *,
         seed: _builtins.int = ...,
         digest: _builtins.bytes = ...,
         cached_tokens: _builtins.int = ...,
+        answer_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_tokens", b"cached_tokens", "digest", b"digest", "seed", b"seed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer_id", b"answer_id", "cached_tokens", b"cached_tokens", "digest", b"digest", "seed", b"seed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -201,7 +201,7 @@ def _resume_to_pb(resume: Resume) -> gateway_pb2.Resume:
 
 def origin_from_pb(message: gateway_pb2.StreamOrigin) -> StreamOrigin:
     """Reads the origin of a broken stream, by which it can be resumed."""
-    return StreamOrigin(message.seed, message.digest, message.cached_tokens)
+    return StreamOrigin(message.seed, message.digest, message.cached_tokens, message.answer_id)
 
 
 def origin_to_pb(origin: StreamOrigin) -> gateway_pb2.StreamOrigin:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 from pillion.errors import InvalidRequest
+from pillion.gateway.formats.answer_parts import call_id
 from pillion.net import rpc
 from pillion.types import (
     AnswerSoFar,
@@ -99,6 +101,31 @@ async def test_a_whole_answer(fakes: FakeCluster) -> None:
     thought = len(script_of(THOUGHT.rstrip())) - 1
     assert whole.usage.completion_tokens_details.reasoning_tokens == thought
     assert fakes.decode.submits[-1].grammar
+    await fakes.settled()
+
+
+async def test_ids_differ_where_a_clients_own_id_comes_again(fakes: FakeCluster) -> None:
+    """Ids of answers and of calls, of two turns with one id of the client's, at each door."""
+    said, address = {"X-Request-Id": "same"}, fakes.gateway.http_address
+    named = {"name": "weather", "description": "Tells it.", "input_schema": SCHEMA}
+    responses = {"input": "hi", "tools": [{"type": "function", **TOOLS[0]["function"]}]}
+    messages = {"messages": ASKED["messages"], "max_tokens": 250, "tools": [named]}
+    for path, body in (
+        ("/v1/chat/completions", ASKED),
+        ("/v1/responses", responses),
+        ("/v1/messages", messages),
+    ):
+        found: set[str] = set()
+        for turn in (1, 2):
+            reply = await call(address, path, body, said)
+            assert (reply.status, reply.headers["x-request-id"]) == (200, "same"), reply.body
+            ids = set(re.findall(r'"(?:id|call_id)":"([^"]*)"', reply.body.decode()))
+            assert not any("same" in one for one in ids)
+            assert len(ids) > 2
+            found |= ids
+            assert len(found) == turn * len(ids), "an id has come again"
+    both = [gathered((await streamed(fakes, REQUEST))[0])[2] for _ in range(2)]
+    assert len({part[0] for calls in both for part in calls.values()}) == 4
     await fakes.settled()
 
 
@@ -308,18 +335,20 @@ async def test_over_grpc(fakes: FakeCluster) -> None:
 
 async def test_a_resumed_stream_says_the_rest(fakes: FakeCluster) -> None:
     sampling = SamplingParams(n=2)
-    whole, origin = await streamed(fakes, replace(REQUEST, sampling=sampling))
+    whole, _ = await streamed(fakes, replace(REQUEST, sampling=sampling))
     script = fakes.decode.script
-    expected = [gathered([delta for delta in whole if delta.index == n]) for n in (0, 1)]
+    text, thought, expected = gathered([delta for delta in whole if delta.index == 0])
     for cut in (1, 25, 60, 100, len(script) - 1):
         begun = replace(REQUEST, sampling=replace(sampling, max_tokens=cut))
-        first, _ = await streamed(fakes, begun)
+        first, origin = await streamed(fakes, begun)
         # What came is cut off as by a lost gateway: the parts that only the end made certain have not come.
         seen = [delta for delta in first if delta.finish_reason is None and delta.index == 0]
         tokens = tuple(token for delta in seen for token in delta.token_ids)
         answers = (AnswerSoFar(tokens), AnswerSoFar(script, FinishReason.TOOL_CALLS))
         rest, _ = await streamed(fakes, replace(REQUEST, sampling=sampling, resume=Resume(origin, answers)))
-        assert gathered(seen + [delta for delta in rest if delta.index == 0]) == expected[0]
+        # Calls have the ids that they would have had in the stream that broke.
+        calls = {n: (call_id(origin.answer_id, 0, n), name, given) for n, (_, name, given) in expected.items()}
+        assert gathered(seen + [delta for delta in rest if delta.index == 0]) == (text, thought, calls)
         assert rest[-1].usage == replace(whole[-1].usage)
         assert rest[-1].usage.reasoning_tokens == 2 * (len(script_of(THOUGHT.rstrip())) - 1)
     await fakes.settled()

@@ -145,7 +145,7 @@ OPTIONS = GatewayOptions(
     max_inflight_tokens=1, prefix_caching=True,
 )  # fmt: skip
 JOB = AdmittedRequest(
-    request_id="r", model="toy", fingerprint="", prompt=(),
+    request_id="r", answer_id="a", model="toy", fingerprint="", prompt=(),
     resolved=ResolvedSampling(sampling=SamplingParams(), stop_token_ids=(), max_tokens=1), cache_salt="",
     options=OPTIONS, arrived=0.0, deadline=None, spread=0,
 )  # fmt: skip
