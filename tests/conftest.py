@@ -29,6 +29,9 @@ pytest_plugins = ["tests.support.crashes", "tests.support.limits", "tests.suppor
 # Tests fork only to start programs. gRPC's handlers of forks stop its threads for each, which no child needs, and can
 # crash the process; components run without them, too. gRPC reads this when it is imported.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+# Programs that tests start buffer what they print to a pipe, wherever the tests run: a program that forks before it has
+# flushed, or is ended by a signal, fails for everybody or for nobody.
+os.environ.pop("PYTHONUNBUFFERED", None)
 
 # Several tests run side by side, and the threads of one wait for each other by polling.
 torch.set_num_threads(1)

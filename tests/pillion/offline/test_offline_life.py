@@ -94,7 +94,8 @@ except KeyboardInterrupt:
 wait_for("the requests' end", lambda: not llm.status().active_requests)
 assert llm.status().completion_tokens < 9 * 4000, "they ran to their ends"
 
-# A forked child lets it alone.
+# A forked child lets it alone. It has a copy of what is still buffered, and would write that once more.
+sys.stdout.flush()
 pid = os.fork()
 if not pid:
     try:
