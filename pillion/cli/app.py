@@ -134,9 +134,9 @@ def serve(**values: Any) -> int:
 @takes_model
 @flag_options(ServeFlags, placement=False)
 def demo(**values: Any) -> int:
-    """Start a cluster, send it three prompts, and stop it.
+    """Start a cluster, send it a few prompts, and stop it.
 
-    A table shows where the tokens of each prompt went.
+    A table shows where the tokens of each prompt went; a long one is asked with several split policies.
     """
     from pillion.supervisor.demo import run_demo
 

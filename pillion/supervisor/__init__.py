@@ -1,6 +1,6 @@
 """Runs components as processes: `pillion serve`, `pillion demo`, each component alone. Open `local_cluster.py` first.
 
-    serve.py, demo.py       the commands: a cluster until a signal, or for three questions
+    serve.py, demo.py       the commands: a cluster until a signal, or for a few questions
     local_cluster.py        which processes `pillion serve` starts, with which flags, in which order
     gateway_processes.py    several gateways behind the same two ports
     supervisor.py           starts processes level by level, restarts dead ones, stops them all

@@ -1,5 +1,12 @@
-"""`pillion demo` runs the real cluster, asks the model three questions, and shows in a table where each prompt's tokens
+"""`pillion demo` runs the real cluster, asks the model a few questions, and shows in a table where each prompt's tokens
 went.
+
+A long prompt is asked once as each split policy has it. A gateway of its own stands for each policy, in front of the
+same workers, and each time the prompt has another cache salt, so that its KV is found nowhere:
+
+    public gateway (auto) ---.
+    gateway, colocated ------+--> prefill worker, decode worker, KV node
+    gateway, disaggregated --'
 """
 
 from __future__ import annotations
@@ -9,8 +16,8 @@ import importlib.metadata
 import itertools
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from rich import box
@@ -23,7 +30,7 @@ from pillion.errors import Unavailable
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor.component_process import require_server_packages, run_unless, stop_on_signals
 from pillion.supervisor.local_cluster import LocalCluster
-from pillion.types import ChatMessage, Timings, Usage
+from pillion.types import ChatMessage, SamplingParams, Timings, Usage
 
 QUESTION = "What is the capital of France?"
 FOLLOW_UP = "Write one sentence about that city."
@@ -33,6 +40,10 @@ LONG_ANSWER_TOKENS = 48
 # The cluster has just started, and the model's pages may still be read from disk.
 REQUEST_TIMEOUT_S = 300.0
 TABLE_WIDTH = 80
+# The conversation that comes first has this many turns.
+TURNS = 2
+# The long prompt is asked with these split policies, and then with that of the flags.
+POLICIES = ("colocated", "disaggregated")
 EXIT_INTERRUPTED = 130
 
 
@@ -58,13 +69,6 @@ class DemoAnswer:
         pauses = [after - before for before, after in itertools.pairwise(self.token_times_s)]
         return statistics.median(pauses) * 1000 if pauses else 0.0
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Gives the tokens per second while decoding. The first token is not counted, because its time is that of the
-        prompt."""
-        times = self.token_times_s
-        return (len(times) - 1) / (times[-1] - times[0]) if len(times) > 1 and times[-1] > times[0] else 0.0
-
 
 @contextmanager
 def timed(stages: dict[str, float], name: str) -> Iterator[None]:
@@ -86,7 +90,7 @@ def run_demo(flags: ServeFlags) -> int:
 async def _demo(flags: ServeFlags, notices: Notices) -> int:
     stop, stages = asyncio.Event(), dict[str, float]()
     stop_on_signals(stop)
-    cluster = LocalCluster(flags, notices)
+    cluster = LocalCluster(flags, notices, POLICIES if flags.prefill_workers else ())
     try:
         work = await run_unless(stop.wait(), _run(cluster, notices, stages))
         if not work:
@@ -114,31 +118,41 @@ async def _run(cluster: LocalCluster, notices: Notices, stages: dict[str, float]
         supervisor = await cluster.start()
     notices.say(f"cluster ready after {stages['cluster ready']:.1f} s, gRPC {cluster.target}", "bold green")
     with timed(stages, "answers"):
-        async with AsyncClient(cluster.target) as client:
-            conversation = await run_unless(supervisor.failed(), _converse(client))
+        async with AsyncClient(cluster.target) as client, AsyncExitStack() as stack:
+            others = {name: await stack.enter_async_context(AsyncClient(at)) for name, at in cluster.targets.items()}
+            asking = converse(client, others | {cluster.flags.split_policy: client})
+            conversation = await run_unless(supervisor.failed(), asking)
             if not conversation:
                 raise Unavailable(await supervisor.failed())
             return conversation.result()
 
 
-async def _converse(client: AsyncClient) -> list[DemoAnswer]:
+async def converse(client: AsyncClient, by_policy: Mapping[str, AsyncClient]) -> list[DemoAnswer]:
+    """Asks everything that the table shows. ``by_policy`` has a client of a gateway of each split policy; the last one
+    is asked the long prompt once more."""
     first = [ChatMessage("user", QUESTION)]
     one = await ask(client, "first turn", first, SHORT_ANSWER_TOKENS)
     second = [*first, ChatMessage("assistant", one.text), ChatMessage("user", FOLLOW_UP)]
-    two = await ask(client, "second turn", second, SHORT_ANSWER_TOKENS)
+    answers = [one, await ask(client, "second turn", second, SHORT_ANSWER_TOKENS)]
     text = str(importlib.metadata.metadata("pillion").json["description"])[:LONG_PROMPT_CHARACTERS]
-    prompt = f"{text}\n\nSay in one sentence what this text describes."
-    three = await ask(client, "long prompt", [ChatMessage("user", prompt)], LONG_ANSWER_TOKENS)
-    return [one, two, three]
+    long = [ChatMessage("user", f"{text}\n\nSay in one sentence what this text describes.")]
+    for policy, other in by_policy.items():
+        answers.append(await ask(other, policy, long, LONG_ANSWER_TOKENS, salt=policy))
+    return [*answers, await ask(other, f"{policy} again", long, LONG_ANSWER_TOKENS, salt=policy)]
 
 
-async def ask(client: AsyncClient, title: str, messages: list[ChatMessage], max_tokens: int) -> DemoAnswer:
-    """Sends one greedy chat request, and writes its text as it comes. Raises PillionError."""
+async def ask(
+    client: AsyncClient, title: str, messages: list[ChatMessage], max_tokens: int, *, salt: str = ""
+) -> DemoAnswer:
+    """Sends one greedy chat request, and writes its text as it comes. Only a request with the same ``salt`` finds its
+    KV. Raises PillionError."""
     asked = messages[-1].content
     shown = asked if len(asked) < 200 else f"({len(asked):,} characters of README.md) {asked.rpartition(chr(10))[2]}"
-    print(f"\n> {shown}")
+    print(f"\n{title} > {shown}")
     answer = DemoAnswer(title, began_s=time.monotonic())
-    async for delta in client.chat(messages, temperature=0.0, max_tokens=max_tokens, timeout_s=REQUEST_TIMEOUT_S):
+    sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    stream = client.chat(messages, sampling=sampling, cache_salt=salt, timeout_s=REQUEST_TIMEOUT_S)
+    async for delta in stream:
         now = time.monotonic()
         answer.token_times_s += [now] * len(delta.token_ids)
         answer.text += delta.text
@@ -149,25 +163,33 @@ async def ask(client: AsyncClient, title: str, messages: list[ChatMessage], max_
 
 
 def table_of(answers: list[DemoAnswer]) -> Table:
-    """Makes a table with one row per request: prompt = cached + prefilled + prompt tail, and its latencies."""
-    table = Table(title="Where each prompt's tokens went, and when the answer's came", box=box.SIMPLE_HEAD, padding=0)
-    table.add_column("", no_wrap=True)
+    """Makes a table with one row per request: prompt = cached + prefilled + decode worker's, and its times."""
+    table = Table(
+        title="Where each prompt's tokens were computed, and when the answer's tokens came",
+        caption="Tokens from the cache were not computed. The rows below the line are one long prompt: without"
+        " anything in the cache as each split policy has it, and once more. The hand-off is the time from the last"
+        " prefill chunk to the prompt's first step at the decode worker.",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+    table.add_column("")
     # The table fits into 80 columns.
-    tokens = ("\nprompt", "\n= cached", "+ prefilled\n(chunks)", "+ prompt\ntail", "\nanswer")
-    for name in (*tokens, "first\n(ms)", "between\n(ms)", "tokens\nper s"):
+    tokens = ("\nprompt", "= from\ncache", "+ prefill\n(chunks)", "+ decode\nworker")
+    for name in (*tokens, "prefill\nms", "hand-off\nms", "first\nms", "between\nms"):
         table.add_column(name, justify="right", no_wrap=True)
     for answer in answers:
         t, usage = answer.timings or Timings(), answer.usage or Usage(0, 0, 0)
-        chunks = f"{t.prefilled_tokens} ({t.prefill_chunks})"
+        split = t.prefill_chunks > 0
         table.add_row(
             answer.title,
             str(usage.prompt_tokens),
             str(t.cached_tokens),
-            chunks if t.prefill_chunks else "0",
+            f"{t.prefilled_tokens} ({t.prefill_chunks})" if split else "0",
             str(t.tail_tokens),
-            str(usage.completion_tokens),
+            f"{t.prefill_ms:.0f}" if split else "",
+            f"{t.decode_queue_ms:.1f}" if split else "",
             f"{answer.first_token_ms:.0f}",
             f"{answer.inter_token_ms:.1f}",
-            f"{answer.tokens_per_s:.1f}",
+            end_section=answer is answers[TURNS - 1],
         )
     return table

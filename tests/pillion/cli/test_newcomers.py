@@ -6,24 +6,61 @@ import errno
 import io
 import subprocess
 import sys
+from collections.abc import AsyncIterator
+from typing import cast
 
 import pytest
 from rich.console import Console
 
 from pillion.cli import app
-from pillion.supervisor.demo import DemoAnswer, table_of
-from pillion.types import Timings, Usage
+from pillion.client.async_client import AsyncClient
+from pillion.supervisor.demo import LONG_PROMPT_CHARACTERS, POLICIES, DemoAnswer, converse, table_of
+from pillion.types import ChatMessage, Delta, SamplingParams, Timings, Usage
 
 
 def test_the_demonstration_s_table_fits_into_80_columns() -> None:
-    timings = Timings(cached_tokens=1024, prefilled_tokens=4096, prefill_chunks=16, tail_tokens=511)
-    answer = DemoAnswer("second turn", usage=Usage(5631, 1024, 100), timings=timings)
+    tokens = {"cached_tokens": 1024, "prefilled_tokens": 4096, "prefill_chunks": 16, "tail_tokens": 511}
+    timings = Timings(**tokens, prefill_ms=12489.6, decode_queue_ms=100.25)
+    answer = DemoAnswer("disaggregated again", usage=Usage(5631, 1024, 100), timings=timings)
     answer.token_times_s = [answer.began_s + 12.5, answer.began_s + 13.75, answer.began_s + 15.0]
     console = Console(width=80, file=io.StringIO())
     console.print(table_of([answer] * 3))
     written = console.file.getvalue()  # type: ignore[attr-defined]
     assert "…" not in written
-    assert all(text in written for text in ("second turn", "4096 (16)", "511", "12500", "1250.0"))
+    figures = ("disaggregated", "5631", "1024", "4096 (16)", "511", "12490", "100.2", "12500", "1250.0")
+    assert all(text in written for text in figures)
+
+
+class PolicyClient:
+    """Is asked in place of a gateway of one split policy, and notes what comes."""
+
+    def __init__(self, policy: str, asked: list[tuple[str, int, str]]) -> None:
+        self.policy, self.asked = policy, asked
+
+    async def chat(
+        self, messages: list[ChatMessage], *, sampling: SamplingParams, cache_salt: str, timeout_s: float
+    ) -> AsyncIterator[Delta[None]]:
+        self.asked.append((self.policy, len(messages[-1].content), cache_salt))
+        yield Delta("", "Paris", (1,))
+
+
+async def test_the_demonstration_asks_one_long_prompt_cold_by_each_policy_and_once_more() -> None:
+    asked: list[tuple[str, int, str]] = []
+    clients = {name: cast(AsyncClient, PolicyClient(name, asked)) for name in (*POLICIES, "auto")}
+    answers = await converse(clients["auto"], clients)
+    assert [answer.title for answer in answers] == [
+        *("first turn", "second turn"),
+        *("colocated", "disaggregated", "auto", "auto again"),
+    ]
+    assert [(policy, salt) for policy, _, salt in asked] == [
+        *[("auto", "")] * 2,
+        ("colocated", "colocated"),
+        ("disaggregated", "disaggregated"),
+        *[("auto", "auto")] * 2,
+    ]
+    long = {size for _, size, salt in asked if salt}
+    assert len(long) == 1
+    assert long.pop() > LONG_PROMPT_CHARACTERS
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS])
