@@ -121,9 +121,9 @@ CUT_SYSTEM_LINES = (
     " request and no prefix would be found. Repeat it for more; '' leaves out none."
 )
 
-IGNORED_FIELDS = (
-    "A field of HTTP bodies, sent by newer clients, that is taken without effect instead of being refused. Repeat it"
-    " for more."
+STRICT_FIELDS = (
+    "Refuse fields of HTTP bodies that no API documents, at any depth, instead of taking them without effect and naming"
+    " them in the header x-pillion-ignored."
 )
 
 LORA_MODULES = (
@@ -136,7 +136,6 @@ SPECULATIVE = (
     '\'{"method": "ngram", "num_speculative_tokens": 5}\'. Empty: none are.'
 )
 
-_FIELD = re.compile(r"[A-Za-z_][\w-]{0,63}", re.ASCII)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -223,9 +222,6 @@ def refuse_contradictions(flags: Any) -> None:
         raise ConfigError(f"--http-port and --grpc-port are both {flags.http_port}: each needs a port of its own")
     if given("allow_credentials") and not flags.allowed_origins:
         raise ConfigError("--allow-credentials needs --allowed-origins: it is about the pages of these")
-    for name in given("ignored_fields") or ():
-        if not _FIELD.fullmatch(name):
-            raise ConfigError(f"--ignored-fields: {name!r} is not a field's name: letters, digits, _ and -, at most 64")
     if given("batch_path") and flags.batch_file_bytes > flags.batch_bytes:
         raise ConfigError(
             f"--batch-file-bytes {flags.batch_file_bytes} is more than --batch-bytes {flags.batch_bytes}, which is for"
@@ -738,7 +734,7 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
     allow_credentials: bool = flag(
         False, "Let pages of --allowed-origins use a browser's cookies and client certificates."
     )
-    ignored_fields: tuple[str, ...] = flag((), IGNORED_FIELDS, kind=str)
+    strict_fields: bool = flag(False, STRICT_FIELDS)
     cut_system_lines: tuple[str, ...] = flag((BILLING_HEADER,), CUT_SYSTEM_LINES, kind=str)
     ui: bool = flag(False, "Serve a page for people at /ui: chat, and a live picture of the cluster for operators.")
     lora_modules: tuple[str, ...] = flag((), LORA_MODULES, kind=str, room="adapters")

@@ -24,12 +24,12 @@ from pillion.errors import PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.http_api import docs_page, openapi
+from pillion.gateway.http_api.body_mending import IGNORED_HEADER
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, OwnPagesWrite
 from pillion.gateway.http_api.http_connection import HttpConnection, PortState
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm
 from pillion.gateway.http_api.model_calls import ModelCalls, unknown_model
 from pillion.gateway.http_api.openai_api import openai_routes
-from pillion.gateway.http_api.openai_fields import IGNORED_HEADER
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER
 from pillion.net import tls
 from pillion.observability.metrics_export import MetricsPage
@@ -60,7 +60,6 @@ class _Pages:
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
         self._vllm_names = flags.vllm_metric_names
-        self._ignored_fields = flags.ignored_fields
         self._first_page = b"ui" if flags.ui else b"docs"
         self._started = int(time.time())
         self.routes: list[Route] = []
@@ -130,7 +129,7 @@ class _Pages:
     def _description(self) -> tuple[bytes, bytes]:
         """Gives the port's OpenAPI document and the page that shows it. Both are made on the first request, because
         that takes 30 ms."""
-        described = openapi.describe(self.routes, self._ignored_fields)
+        described = openapi.describe(self.routes)
         return msgspec.json.encode(described), docs_page.page(described)
 
     async def nothing(self, call: HttpCall) -> None:
@@ -167,7 +166,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
     The application is a bare router: Starlette's application wraps every write of a stream twice, for errors that
     Endpoint handles. With --allowed-origins the writes of a browser's streams are wrapped once.
     """
-    pages, tenant_of, calls = _Pages(gateway, flags), gateway.tenant_of, ModelCalls(gateway, flags.ignored_fields)
+    pages, tenant_of, calls = _Pages(gateway, flags), gateway.tenant_of, ModelCalls(gateway, flags.strict_fields)
     routes = [
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),

@@ -25,9 +25,9 @@ from typing import Any, TypeVar
 from pillion.errors import Internal, NotFound, PillionError
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway, ModelEntry
+from pillion.gateway.http_api.body_mending import IGNORED_HEADER, BodyReading, read_noting
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
-from pillion.gateway.http_api.openai_fields import IGNORED_HEADER, BodyReading, read_noting
 from pillion.gateway.http_api.openai_logprobs import TokenTexts
 from pillion.gateway.request.admitted_request import PlacedPrefix
 from pillion.gateway.request.request_runner import DEFECT, RequestRunner
@@ -218,12 +218,12 @@ NewWriter = Callable[[HttpCall, Asked, ModelEntry, DeltaReader], Awaitable[Answe
 
 
 class ModelCalls:
-    """Answers calls for a model's answers, of every HTTP API. ``gateway`` is the gateway behind them, and
-    ``ignored_fields`` are those of --ignored-fields."""
+    """Answers calls for a model's answers, of every HTTP API. ``gateway`` is the gateway behind them;
+    ``strict_fields`` says whether fields that no API documents are refused."""
 
-    def __init__(self, gateway: Gateway, ignored_fields: tuple[str, ...] = ()) -> None:
+    def __init__(self, gateway: Gateway, strict_fields: bool = False) -> None:
         self.gateway = gateway
-        self._ignored_fields = ignored_fields
+        self._strict_fields = strict_fields
         self._texts: dict[str, TokenTexts] = {}
         self._pacer = WritePacer()
 
@@ -243,7 +243,7 @@ class ModelCalls:
     async def read(self, call: HttpCall, read: Callable[..., T], raw: bytes, *arguments: Any) -> T:
         """Returns ``read(raw, *arguments)``, which reads a call's body. The answer gets a header with the names of the
         fields that have no effect. Raises ApiError."""
-        reading = BodyReading(self._ignored_fields)
+        reading = BodyReading(self._strict_fields)
         found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
         if reading.found:
             call.notes.append((IGNORED_HEADER.encode(), reading.ignored.encode()))

@@ -16,15 +16,14 @@ counted first, and the lists and maps stay raw until each is counted.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from contextvars import ContextVar
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Raw
 
+from pillion.gateway.http_api.body_mending import UNKNOWN, mended, note_ignored, without_halves
 from pillion.gateway.http_api.custom_tools import ToolGrammar
 from pillion.gateway.http_api.http_errors import ApiError, refused
 from pillion.gateway.http_api.json_objects import IGNORED, Ignored, JsonObject, JsonObjects, JsonSchema, JsonShape
@@ -43,8 +42,6 @@ T = TypeVar("T")
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MAX_LABEL_CHARS = 512
 Label = Annotated[str, msgspec.Meta(max_length=MAX_LABEL_CHARS)]
-# This header of an answer names the fields of its request that had no effect, without the places in lists.
-IGNORED_HEADER = "x-pillion-ignored"
 # This many characters are kept of each end of the parser's message; between them the message repeats what the client
 # sent.
 _MAX_ERROR_CHARS = 1000
@@ -52,34 +49,7 @@ _MAX_ERROR_CHARS = 1000
 _MAX_HARMLESS_BYTES = 64
 _PATH = re.compile(r"^(?P<what>.*?)(?: - at (?:`key` in )?`\$\.?(?P<path>[^`]*)`)?$", re.DOTALL)
 _NAMED = re.compile(r"field `([^`]*)`")
-_INDEX = re.compile(r"\[\d+\]")
 _VALUE = re.compile(r"^Invalid (?:enum )?value '(.*)'$", re.DOTALL)
-
-
-@dataclass(frozen=True, slots=True)
-class BodyReading:
-    """Holds what the reading of one body is told and finds.
-
-    Attributes:
-        more: names of further fields that have no effect.
-        found: the names of the fields without effect that the body has, as the keys.
-    """
-
-    more: tuple[str, ...] = ()
-    found: dict[str, None] = field(default_factory=dict)
-
-    @property
-    def ignored(self) -> str:
-        """Gives the names of the fields without effect that the body has, as the header has them."""
-        return ", ".join(sorted(self.found))
-
-
-_reading: ContextVar[BodyReading | None] = ContextVar("reading", default=None)
-
-
-def _current() -> BodyReading:
-    """Returns the reading that is going on; outside read_noting, one that nobody looks at."""
-    return _reading.get() or BodyReading()
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -624,23 +594,25 @@ def parse(body: bytes, kind: type[T]) -> T:
             if name in names
         )
         raise refused(field, f"the body holds more than {too_many}")
-    reading = _current()
-    known: Any = READ_AS.get(kind, kind)
-    try:
-        parsed: T = msgspec.json.decode(body, type=with_ignored(known, reading.more) if reading.more else known)
-    except (ValueError, RecursionError) as error:
-        raise _unreadable(error, "") from None
-    _judge(parsed, "", reading.found)
+    parsed: T = _decoded(without_halves(body), READ_AS.get(kind, kind), "")
     return parsed
 
 
 def parse_field(raw: Raw, kind: Any, field: str) -> Any:
     """Reads a raw field of a body as ``kind``. Raises ApiError."""
+    return _decoded(raw, kind, field)
+
+
+def _decoded(raw: bytes | Raw, kind: Any, field: str) -> Any:
+    """Reads a body, or one of its raw fields, as it stands or mended. Raises ApiError."""
     try:
-        parsed = msgspec.json.decode(raw, type=kind)
+        try:
+            parsed = msgspec.json.decode(raw, type=kind)
+        except msgspec.ValidationError:
+            parsed = msgspec.json.decode(mended(raw, kind, field), type=kind)
     except (ValueError, RecursionError) as error:
         raise _unreadable(error, field) from None
-    _judge(parsed, field, _current().found)
+    _judge(parsed, field)
     return parsed
 
 
@@ -650,39 +622,13 @@ def given(raw: Raw) -> bool:
     return bool(text) and text != b"null"
 
 
-def note_ignored(field: str) -> None:
-    """Notes that the body that is being read has a field without effect."""
-    _current().found[_INDEX.sub("", field)] = None
-
-
-def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -> T:
-    """Returns ``read(*arguments)``, which reads a body, as ``reading`` says, and notes there what has no effect."""
-    before = _reading.set(reading)
-    try:
-        return read(*arguments)
-    finally:
-        _reading.reset(before)
-
-
-@cache
-def with_ignored(kind: type[Any], more: tuple[str, ...]) -> type[Any]:
-    """Returns a body's type with the fields ``more``, which have no effect. What the body carries out stays so."""
-    known, unsupported = {one.encode_name for one in msgspec.structs.fields(kind)}, unsupported_fields(kind)  # type: ignore[arg-type]
-    fields = [
-        (name if name in known else f"further_{n}", Ignored[Raw], msgspec.field(name=name, default=Raw()))
-        for n, name in enumerate(more)
-        if name not in known or name in unsupported
-    ]
-    return msgspec.defstruct(kind.__name__, fields, bases=(kind,), kw_only=True, forbid_unknown_fields=True)
-
-
-def _judge(parsed: Any, path: str, found: dict[str, None]) -> None:
+def _judge(parsed: Any, path: str) -> None:
     """Raises ApiError for a field of ``parsed``, which the body has at ``path``, or of an object in it, that asks for
-    what is not supported. The fields that have no effect are added to ``found``."""
+    what is not supported. The fields that have no effect are noted."""
     if isinstance(parsed, list) and parsed and isinstance(parsed[0], msgspec.Struct):
         for n, one in enumerate(parsed):
             check_wanted()
-            _judge(one, f"{path}[{n}]", found)
+            _judge(one, f"{path}[{n}]")
     if not isinstance(parsed, msgspec.Struct):
         return
     kind: Any = type(parsed)
@@ -701,11 +647,11 @@ def _judge(parsed: Any, path: str, found: dict[str, None]) -> None:
         else:
             has_value = value not in (None, "", *HARMLESS.get(name, ()))
         if has_value:
-            found[_INDEX.sub("", prefix + spelled)] = None
+            note_ignored(prefix + spelled)
     for name in _nested_fields(kind):
         inner = getattr(parsed, name)
         if isinstance(inner, list | msgspec.Struct):
-            _judge(inner, prefix + name, found)
+            _judge(inner, prefix + name)
 
 
 def _changes_nothing(name: str, raw: Raw) -> bool:
@@ -772,7 +718,7 @@ def _unreadable(error: Exception, field: str) -> ApiError:
     joint = "" if not path or not field or path.startswith("[") else "."
     param = field + joint + path
     if "unknown field" in what:
-        return refused(param, "this field is not known here", "unknown_parameter")
+        return refused(param, UNKNOWN, "unknown_parameter")
     if "missing required" in what:
         return refused(param, "this field is required", "missing_required_parameter")
     if param.endswith("type") and (unknown := _VALUE.search(what)):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,8 +17,9 @@ from msgspec import Raw
 from starlette.routing import Route
 
 from pillion._version import VERSION
+from pillion.gateway.http_api.body_mending import OTHER
 from pillion.gateway.http_api.http_call import Endpoint, Methods
-from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER, is_ignored, with_ignored
+from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER, is_ignored
 from pillion.types import ChatOptions, SamplingParams
 
 REF = "#/components/schemas/"
@@ -27,7 +28,6 @@ _ABOUT = "OpenAI's API with vLLM's additions to it, and what stands beside it at
 POLICY = "x-pillion-policy"
 CARRIED_OUT, NO_EFFECT, REFUSED = "carried out", "no effect", "refused"
 _HARMLESS = "Asks for what is not supported here; taken with the value that changes nothing."
-MORE = "Named by --ignored-fields."
 _ERRORS = {
     400: "A field is wrong, unknown or not supported; the message begins with its name.",
     401: "An API key is needed, or this one is not known.",
@@ -37,11 +37,10 @@ _ERRORS = {
 }
 
 
-def describe(routes: Sequence[Route], ignored_fields: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Makes the OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several. The bodies
-    of calls to a model have ``ignored_fields`` too, without effect."""
+def describe(routes: Sequence[Route]) -> dict[str, Any]:
+    """Makes the OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several."""
     paths: dict[str, Any] = {}
-    bodies: dict[Any, tuple[str, ...]] = {}
+    bodies: list[Any] = []
     errors: dict[str, Any] = {}
     for route, endpoint in _endpoints(routes):
         path = route.path_format
@@ -59,8 +58,7 @@ def describe(routes: Sequence[Route], ignored_fields: tuple[str, ...] = ()) -> d
             named = ({"name": name, "in": "path", "required": True} for name in route.param_convertors)
             operation["parameters"] = [one | {"schema": {"type": "string"}} for one in named]
         if endpoint.body is not None:
-            asks_model = any(one.name == "model" for one in msgspec.structs.fields(endpoint.body))
-            bodies[endpoint.body] = ignored_fields if asks_model else ()
+            bodies.append(endpoint.body)
             content = _json(endpoint.body.__name__, endpoint.body_type)
             if endpoint.example is not None:
                 content[endpoint.body_type]["example"] = endpoint.example
@@ -75,15 +73,14 @@ def describe(routes: Sequence[Route], ignored_fields: tuple[str, ...] = ()) -> d
     }
 
 
-def _schemas(bodies: Mapping[Any, tuple[str, ...]]) -> dict[str, Any]:
-    """Returns the schemas of bodies, with their further fields, and of the objects within them, by name."""
+def _schemas(bodies: list[Any]) -> dict[str, Any]:
+    """Returns the schemas of bodies, and of the objects within them, by name."""
     found: dict[str, Any] = {}
     waiting = list(bodies)
     while waiting:
         kind = waiting.pop(0)
         if kind.__name__ not in found:
-            known = READ_AS.get(kind, kind)
-            found[kind.__name__] = _object(with_ignored(known, bodies[kind]) if bodies.get(kind) else known, waiting)
+            found[kind.__name__] = _object(READ_AS.get(kind, kind), waiting)
     return found
 
 
@@ -105,7 +102,7 @@ def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
             policy = REFUSED
         elif field.type is Raw and not field.required:
             found = {"anyOf": [found, {"type": "null"}]}
-        meaning = {"description": meanings.get(field.name, MORE), POLICY: policy}
+        meaning = {"description": meanings.get(field.name, ""), POLICY: policy}
         properties[field.encode_name] = meaning | found
     return {
         "type": "object",
@@ -115,7 +112,6 @@ def _object(kind: Any, met: list[Any]) -> dict[str, Any]:
             *([config.tag_field] if config.tag is not None else []),
             *(field.name for field in msgspec.structs.fields(kind) if field.required),
         ],
-        "additionalProperties": False,
     }
 
 
@@ -123,6 +119,8 @@ def _schema(kind: Any, met: list[Any]) -> dict[str, Any]:
     """Returns the schema of a field's type. Structs are added to ``met``, and the schema refers to them by name."""
     known = msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
     match known:
+        case msgspec.inspect.StructType(tag=tag) if tag == OTHER:
+            return {"type": "object"}
         case msgspec.inspect.StructType():
             met.append(known.cls)
             return {"$ref": REF + known.cls.__name__}

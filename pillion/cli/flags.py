@@ -50,6 +50,10 @@ OTHER_VARIABLES = {
     "PILLION_LLAMA_PYTHON": "benchmarks: the Python of llama-cpp-python",
 }
 
+# These flags are taken for one release, with one warning each, and have no effect; what is said of each stands beside
+# it.
+GONE = {"ignored_fields": "a field that is not known has no effect, and the answer's header x-pillion-ignored names it"}
+
 CONFIG_PATH = "config_path"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
@@ -91,7 +95,7 @@ def env_name(field_name: str) -> str:
 
 def known_names() -> frozenset[str]:
     """Returns the field names of all commands' flags."""
-    return frozenset(f.name for cls in ALL_FLAGS for f in fields(cls))
+    return frozenset(GONE).union(f.name for cls in ALL_FLAGS for f in fields(cls))
 
 
 class FlagType(click.ParamType):  # type: ignore[type-arg]
@@ -203,7 +207,30 @@ def flag_options(cls: type, *, placement: bool = True) -> Callable[[F], F]:
         callback=_read_environment_and_file,
         help="TOML file with any of these flags as keys.",
     )
-    return options(file, *(flag_option(f) for f in fields(cls) if placement or not f.metadata["placement"]))
+    made = [flag_option(f) for f in fields(cls) if placement or not f.metadata["placement"]]
+    gone = map(_gone_option, GONE) if issubclass(cls, config.GatewayFlags) else ()
+    return options(file, *made, *gone)
+
+
+def _gone_option(name: str) -> Callable[[F], F]:
+    """Returns the option of a flag that has no effect any more. It stands in no help."""
+
+    def warn(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+        # A supervisor has said it for the components that it started with its environment.
+        if value and "PILLION_PARENT_PID" not in os.environ:
+            click.echo(
+                f"Warning: {option_name(name)} has no effect and goes with the next release: {GONE[name]}", err=True
+            )
+
+    return click.option(
+        option_name(name),
+        name,
+        envvar=env_name(name),
+        multiple=True,
+        expose_value=False,
+        hidden=True,
+        callback=warn,
+    )
 
 
 def flag_option(field: Field[Any]) -> Callable[[F], F]:
@@ -263,7 +290,7 @@ def read_config(path: str) -> dict[str, Any]:
         raise ConfigError(f"config file {path}: {error}") from None
     known, values = known_names(), {}
     spelled = {f.metadata["also"]: f.name for cls in ALL_FLAGS for f in fields(cls) if f.metadata["also"]}
-    repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}
+    repeatable = {f.name for cls in ALL_FLAGS for f in fields(cls) if isinstance(f.default, tuple)}.union(GONE)
     for key, value in table.items():
         name = key.replace("-", "_")
         name = spelled.get(name, name)

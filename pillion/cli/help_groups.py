@@ -23,7 +23,7 @@ GROUPS = {
     "Answers": "generation_config override_generation_config chat_template"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",
     "Public ports": "host http_port grpc_port ui allow allowed share_ports max_message_bytes"
-    " ignored_fields cut_system_lines",
+    " strict_fields cut_system_lines",
     "Keys and certificates": "api_keys tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " pipeline_parallel_size device cpu share_cores core_lending_table first_core enforce_eager drain_timeout_s"

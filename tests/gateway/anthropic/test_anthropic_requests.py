@@ -10,8 +10,8 @@ import pytest
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.anthropic.anthropic_requests import MessagesRequest, count_tokens_request, messages_request
 from pillion.gateway.anthropic.signatures import signature_of
+from pillion.gateway.http_api.body_mending import BodyReading, read_noting
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
-from pillion.gateway.http_api.openai_fields import BodyReading, read_noting
 from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, Tool, ToolCall, ToolOptions
 
 LEAST: dict[str, Any] = {"model": "m", "max_tokens": 2000, "messages": [{"role": "user", "content": "hi"}]}

@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 
 from pillion.errors import FieldViolation, InvalidRequest
+from pillion.gateway.http_api.body_mending import BodyReading, read_noting
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion
 from pillion.gateway.http_api.openai_fields import (
     HARMLESS,
     READ_AS,
-    BodyReading,
     ChatBody,
     CompletionBody,
-    read_noting,
     unsupported_fields,
 )
 from pillion.gateway.http_api.openai_requests import (
@@ -367,21 +366,21 @@ def test_calls_of_custom_tools_come_back() -> None:
     assert refusal(chat, messages=messages).param == "messages[1].tool_calls[0].custom"
 
 
-def test_an_operator_names_further_fields_that_have_no_effect() -> None:
-    body = json.dumps({"messages": MESSAGES, "new-field": [1], "audio": {"x": 1}, "temperature": 0.5}).encode()
-    reading = BodyReading(("new-field", "audio", "temperature"))
-    asked, named = read_noting(reading, chat_request, body, "r"), reading.ignored
-    assert named == "audio, new-field"
-    assert asked.requests == chat(temperature=0.5).requests
-    with pytest.raises(ApiError) as caught:
-        read_noting(BodyReading(("new-field",)), chat_request, body, "r")
-    assert caught.value.param == "audio"
-
-
-@pytest.mark.parametrize("read", [complete, chat])
-def test_unknown_fields_are_refused_by_name(read) -> None:
-    error = refusal(read, temprature=1)
-    assert (error.param, error.code) == ("temprature", "unknown_parameter")
+@pytest.mark.parametrize(
+    ("read", "least"), [(completion_request, {"prompt": "x"}), (chat_request, {"messages": MESSAGES})]
+)
+def test_unknown_fields_have_no_effect_and_are_named(read: Any, least: dict[str, Any]) -> None:
+    body = json.dumps(
+        {**least, "new-field": [1], "top_a": 0.5, "gone": None, "seed": 4.0, "temperature": None}
+    ).encode()
+    reading = BodyReading()
+    asked = read_noting(reading, read, body, "r")
+    assert reading.ignored == "new-field, top_a"
+    assert asked.requests == read(json.dumps({**least, "seed": 4}).encode(), "r").requests
+    for strict, wrong in ((True, {"top_a": 0.5}), (False, {"temprature": 1})):
+        with pytest.raises(ApiError) as caught:
+            read_noting(BodyReading(strict), read, json.dumps(least | wrong).encode(), "r")
+        assert (caught.value.param, caught.value.code) == (next(iter(wrong)), "unknown_parameter")
 
 
 def test_a_field_that_is_missing_is_named() -> None:

@@ -40,7 +40,6 @@ GIVEN = {
     "metrics_port": "9500",
     "load_format": "auto",
     "kv_cache_dtype": "auto",
-    "ignored_fields": "new_field",
     "allowed_origins": "https://chat.example.org",
     "target_itl_ms": "75.5",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',

@@ -1,0 +1,296 @@
+"""Mends a body that its types do not take as it stands, so that it is answered where the answer is what its client
+asked for.
+
+body --> read as its type --> served
+             | not taken
+             '--> mended, level by level, as its types say --> read again; what is wrong now is the client's mistake
+
+Mending leaves out fields that the type does not have, and notes their names for the answer's header; it leaves out
+nulls, because null for a field is its absence, and writes 4.0 as 4 where an integer stands. JSON that is passed on
+(Raw) is not looked into. Each level of a type reads the text below it once, and a type has few levels. Every object
+that is made has a string of the body, so the number of strings, which is checked first, bounds them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Raw
+
+from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.tokens.tokenizer import check_wanted
+
+T = TypeVar("T")
+
+# This header of an answer names the fields of its request that had no effect, without the places in lists.
+IGNORED_HEADER = "x-pillion-ignored"
+# The header names at most so many fields, each with the beginning of its path, and is no longer than this.
+MAX_IGNORED_NAMES = 64
+MAX_IGNORED_NAME_CHARS = 64
+MAX_IGNORED_HEADER_BYTES = 2048
+# This stands in the header's end where there are more fields than it names.
+MORE_IGNORED = "..."
+# A name at the top of a body that has so many letters is taken for a misspelled one if one edit leads to a known name.
+MIN_NEAR_MISS_CHARS = 8
+UNKNOWN = "this field is not known here"
+# A struct with this tag takes the objects of its union whose tag is missing or no other struct's. Its field sent_type
+# gets the tag that was sent.
+OTHER = "?"
+# Integers up to this are the same number as a float. A number as text has at most so many characters.
+_MAX_EXACT_INTEGER = 2**53
+_MAX_NUMBER_CHARS = 32
+_INDEX = re.compile(r"\[\d+\]")
+# A comma or a blank in a name would look like the end of it.
+_UNPRINTABLE = re.compile(r"[^!-+\--~]")
+_SURROGATES = re.compile(rb"\\u[dD](?:([89aAbB][0-9a-fA-F]{2}\\u[dD][c-fC-F])|[89a-fA-F])[0-9a-fA-F]{2}")
+# An object without a name in it has no string, so nothing would bound their number. No type takes one in a list.
+_Object = Annotated[dict[str, Raw], msgspec.Meta(min_length=1)]
+
+
+@dataclass(slots=True)
+class BodyReading:
+    """Holds what the reading of one body is told and finds.
+
+    Attributes:
+        strict: whether a field that no API documents is refused.
+        found: the names of the fields without effect that the body has, as the keys, at most MAX_IGNORED_NAMES.
+        more: whether the body has more of them.
+    """
+
+    strict: bool = False
+    found: dict[str, None] = field(default_factory=dict)
+    more: bool = False
+
+    @property
+    def ignored(self) -> str:
+        """Gives the names of the fields without effect that the body has, as the header has them."""
+        text = ", ".join(sorted(self.found))
+        cut = text[:MAX_IGNORED_HEADER_BYTES].rpartition(", ")[0] if len(text) > MAX_IGNORED_HEADER_BYTES else text
+        return f"{cut}, {MORE_IGNORED}" if self.more or cut != text else cut
+
+    def note(self, name: str) -> None:
+        """Notes a field without effect; ``name`` is its path, in which the places in lists are left out."""
+        shown = _INDEX.sub("", name[: 2 * MAX_IGNORED_NAME_CHARS])
+        if len(shown) > MAX_IGNORED_NAME_CHARS:
+            shown = shown[:MAX_IGNORED_NAME_CHARS] + MORE_IGNORED
+        shown = _UNPRINTABLE.sub("?", shown)
+        if len(self.found) < MAX_IGNORED_NAMES:
+            self.found[shown] = None
+        elif shown not in self.found:
+            self.more = True
+
+
+_reading: ContextVar[BodyReading | None] = ContextVar("reading", default=None)
+
+
+def current_reading() -> BodyReading:
+    """Returns the reading that is going on. Outside read_noting nobody looks at what has no effect, so a field that is
+    not known is refused there."""
+    return _reading.get() or BodyReading(strict=True)
+
+
+def note_ignored(name: str) -> None:
+    """Notes that the body that is being read has a field without effect."""
+    current_reading().note(name)
+
+
+def read_noting(reading: BodyReading, read: Callable[..., T], *arguments: Any) -> T:
+    """Returns ``read(*arguments)``, which reads a body, as ``reading`` says, and notes there what has no effect."""
+    before = _reading.set(reading)
+    try:
+        return read(*arguments)
+    finally:
+        _reading.reset(before)
+
+
+def without_halves(body: bytes) -> bytes:
+    """Returns a body with U+FFFD in the place of each escape that is half of a surrogate pair, as other servers read
+    it."""
+    if b"\\ud" not in body and b"\\uD" not in body:
+        return body
+    mended = bytearray(body)
+    for found in _SURROGATES.finditer(body):
+        at = found.start()
+        before = at
+        while before and body[before - 1] == ord("\\"):
+            before -= 1
+        # After an odd number of backslashes the one that was found is no escape, and what would be its pair has none.
+        escaped = (at - before) % 2
+        if bool(found[1]) == bool(escaped):
+            half = at + 6 * escaped
+            mended[half : half + 6] = b"\\ufffd"
+    return bytes(mended)
+
+
+def mended(raw: bytes | Raw, kind: Any, path: str) -> bytes:
+    """Returns the JSON of a body, or of its field ``path``, as ``kind`` may take it. Raises ApiError for a field at the
+    top that is a near miss of a known one, and msgspec's errors for what is no JSON."""
+    text = bytes(raw).lstrip()
+    made = _mended(text, _shape(kind), path, current_reading())
+    return text if made is text else msgspec.json.encode(made)
+
+
+@dataclass(frozen=True, slots=True)
+class _Shape:
+    """Holds what mending has to know of a field's type.
+
+    Attributes:
+        structs: the structs that are taken, by their tags; one without a tag has the tag "".
+        tag_field: the name of the field that has the tag.
+        items: the shape of a list's items, None where no list is taken, or nothing in it can be mended.
+        whole: whether integers are taken, and no fractions.
+    """
+
+    structs: Mapping[str, type[Any]]
+    tag_field: str = ""
+    items: _Shape | None = None
+    whole: bool = False
+
+    @property
+    def idle(self) -> bool:
+        """Says that nothing can be mended here."""
+        return not (self.structs or self.items or self.whole)
+
+
+@cache
+def _shape(kind: Any) -> _Shape:
+    return _shape_of(msgspec.inspect.type_info(kind))
+
+
+def _shape_of(info: msgspec.inspect.Type) -> _Shape:
+    kinds = [info]
+    if isinstance(info, msgspec.inspect.UnionType):
+        kinds = list(info.types)
+    structs: dict[str, type[Any]] = {}
+    tag_field, items = "", None
+    whole = fraction = False
+    for kind in kinds:
+        while isinstance(kind, msgspec.inspect.Metadata):
+            kind = kind.type
+        match kind:
+            case msgspec.inspect.StructType():
+                structs[str(kind.tag or "")] = kind.cls
+                tag_field = kind.tag_field or tag_field
+            case msgspec.inspect.ListType():
+                inner = _shape_of(kind.item_type)
+                items = None if inner.idle else inner
+            case msgspec.inspect.IntType():
+                whole = True
+            case msgspec.inspect.FloatType():
+                fraction = True
+    return _Shape(structs, tag_field, items, whole and not fraction)
+
+
+@cache
+def _fields(kind: type[Any]) -> Mapping[str, _Shape]:
+    """Returns the shapes of a struct's fields, by their names in JSON."""
+    return {one.encode_name: _shape_of(one.type) for one in msgspec.inspect.type_info(kind).fields}  # type: ignore[attr-defined]
+
+
+def _mended(raw: Any, shape: _Shape, path: str, reading: BodyReading) -> Any:
+    """Returns ``raw`` where nothing is mended in it, else what encodes as the mended JSON."""
+    first = memoryview(raw)[:1].tobytes() if not shape.idle else b""
+    if first == b"{" and shape.structs:
+        return _object(msgspec.json.decode(raw, type=dict[str, Raw]), shape, path, reading)
+    if first == b"[" and shape.items is not None:
+        return _list(raw, shape.items, path, reading)
+    if shape.whole and (first == b"-" or first.isdigit()):
+        return _whole(raw)
+    return raw
+
+
+def _list(raw: Any, items: _Shape, path: str, reading: BodyReading) -> Any:
+    try:
+        if items.structs:
+            objects = msgspec.json.decode(raw, type=list[_Object | str])
+            return [
+                one if isinstance(one, str) else _object(one, items, f"{path}[{n}]", reading)
+                for n, one in enumerate(objects)
+            ]
+        if items.whole:
+            numbers = msgspec.json.decode(raw, type=list[float])
+            if all(number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER for number in numbers):
+                return list(map(int, numbers))
+    except msgspec.ValidationError:
+        # Other items are the client's mistake, which the second reading names.
+        pass
+    return raw
+
+
+def _object(found: dict[str, Raw], shape: _Shape, path: str, reading: BodyReading) -> Any:
+    """Mends an object that is one of the structs of ``shape``."""
+    check_wanted()
+    tag = _text(found[shape.tag_field]) if shape.tag_field in found else ""
+    if tag not in shape.structs and OTHER in shape.structs:
+        fields = _fields(shape.structs[OTHER])  # type: ignore[arg-type]
+        kept = {name: _mended(value, fields[name], path, reading) for name, value in found.items() if name in fields}
+        return {**_without_nulls(kept), "sent_type": tag, shape.tag_field: OTHER}
+    # A single struct needs no tag.
+    only = next(iter(shape.structs.values())) if len(shape.structs) == 1 and not tag else None
+    kind = shape.structs.get(tag) or shape.structs.get("") or only
+    if kind is None:
+        return found
+    known, made = _fields(kind), dict[str, Any]()  # type: ignore[arg-type]
+    for name, value in found.items():
+        where = f"{path}.{name}" if path else name
+        if name in known:
+            made[name] = _mended(value, known[name], where, reading)
+        elif name == shape.tag_field:
+            made[name] = value
+        elif not _is_null(value):
+            if not path:
+                _refuse_near_miss(name, known, reading)
+            if reading.strict:
+                raise refused(where, UNKNOWN, "unknown_parameter")
+            reading.note(where)
+    return _without_nulls(made)
+
+
+def _without_nulls(made: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in made.items() if not _is_null(value)}
+
+
+def _is_null(value: Any) -> bool:
+    return isinstance(value, Raw) and memoryview(value)[:5].tobytes() == b"null"
+
+
+def _text(raw: Raw) -> str:
+    try:
+        return str(msgspec.json.decode(raw, type=str))
+    except msgspec.ValidationError:
+        return ""
+
+
+def _whole(raw: Any) -> Any:
+    """Returns the integer that a number is, else ``raw``."""
+    text = bytes(raw)
+    if len(text) > _MAX_NUMBER_CHARS or text.lstrip(b"-").isdigit():
+        return raw
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) <= _MAX_EXACT_INTEGER else raw
+
+
+def _refuse_near_miss(name: str, known: Mapping[str, Any], reading: BodyReading) -> None:
+    """Raises ApiError for a name that is one edit away from a known one. Of many names only those are compared that
+    the header still has room for."""
+    if MIN_NEAR_MISS_CHARS <= len(name) <= MAX_IGNORED_NAME_CHARS and not reading.more:
+        near = next((one for one in known if is_one_edit(name, one)), None)
+        if near is not None:
+            raise refused(name, f"did you mean {near}?", "unknown_parameter")
+
+
+def is_one_edit(name: str, other: str) -> bool:
+    """Returns whether one letter more, less or other, or two neighbours that have changed places, make ``other`` of
+    ``name``."""
+    if abs(len(name) - len(other)) > 1 or name == other:
+        return False
+    same = next((n for n, (a, b) in enumerate(zip(name, other, strict=False)) if a != b), min(len(name), len(other)))
+    rest, others = name[same:], other[same:]
+    swapped = rest[1:2] + rest[:1] + rest[2:]
+    return rest[1:] == others[1:] or rest[1:] == others or rest == others[1:] or swapped == others
