@@ -537,7 +537,8 @@ class Gateway:
             try:
                 prompt = await self._pool.run(encode, text, most, tenant=tenant, size_bytes=len(text))
             except TextTooLong as error:
-                raise too_long(str(error), field, model.limits) from None
+                most = model.limits.max_model_len_tokens
+                raise too_long(error.tokens, field, most, exact=error.exact) from None
         check_length(len(prompt), field, model.limits)
         return prompt, text
 
@@ -696,7 +697,8 @@ def _with_virtual_tokens(request: GenerateRequest, model: ModelEntry, prompt: tu
     model has no room for both."""
     tokens = 0 if model.adapter is None else model.adapter.virtual_tokens
     if tokens and len(prompt) + tokens > model.limits.max_prompt_tokens:
-        raise too_long(f"{len(prompt)} and {tokens} virtual", prompt_field(request), model.limits)
+        note = f" {tokens} of the tokens are the adapter's virtual ones."
+        raise too_long(len(prompt) + tokens, prompt_field(request), model.limits.max_model_len_tokens, note=note)
     # Workers ignore the ids in these places. With the prompt's first id there, penalties that look at the prompt's ids
     # find no other ones.
     return prompt[:1] * tokens + prompt

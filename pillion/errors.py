@@ -23,6 +23,14 @@ class FieldViolation:
 
 
 @dataclass(frozen=True, slots=True)
+class LengthViolation(FieldViolation):
+    """Names a prompt that is too long. Its description is what OpenAI's clients know, and ``brief`` what Anthropic's
+    do: both look for these words, and then make the conversation shorter."""
+
+    brief: str
+
+
+@dataclass(frozen=True, slots=True)
 class QuotaViolation:
     """Names one bound that was met: whose bound it is, or its name, and by how much it was exceeded, in words."""
 

@@ -83,7 +83,9 @@ class Keyring:
         """Returns the tenant that sends ``Authorization: Bearer KEY``. Raises Unauthenticated, never with the key."""
         scheme, _, credentials = authorization.strip().partition(" ")
         if scheme.lower() != "bearer" or not credentials.strip():
-            raise Unauthenticated("an API key is needed: send it as 'Authorization: Bearer KEY'")
+            raise Unauthenticated(
+                "Incorrect API key provided: an API key is needed, send it as 'Authorization: Bearer KEY'"
+            )
         key = credentials.strip()
         digest = hashlib.sha256(key[:MAX_KEY_CHARS].encode("utf-8", "surrogatepass")).digest()
         found: Key | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from pillion.gateway.http_api.http_errors import MAX_MESSAGE_CHARS, ApiError, ErrorForm
@@ -17,14 +19,19 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+_DETAILS = {"type": "object", "description": "What else a client may read; few errors have it."}
+# Anthropic's tool runner asks for a thread that the server stores. Where it reads this, it goes on without one.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 # Anthropic has a status of its own for a service that cannot take a request now.
 _STATUSES = {503: 529}
 
 
 def _write(error: ApiError, request_id: str) -> tuple[int, bytes]:
-    """Writes ``{"type": "error", "error": {"type", "message"}, "request_id"}``."""
+    """Writes ``{"type": "error", "error": {"type", "message", "details"}, "request_id"}``; few errors have details."""
     kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
-    said = {"type": kind, "message": error.message[:MAX_MESSAGE_CHARS]}
+    said: dict[str, Any] = {"type": kind, "message": (error.brief or error.message)[:MAX_MESSAGE_CHARS]}
+    if error.param == "thread":
+        said["details"] = _NO_THREADS
     status = _STATUSES.get(error.status, error.status)
     return status, msgspec.json.encode({"type": "error", "error": said, "request_id": request_id})
 
@@ -40,7 +47,7 @@ ANTHROPIC_ERRORS = ErrorForm(
             "error": {
                 "type": "object",
                 "description": "The error, with Anthropic's type.",
-                "properties": {name: {"type": "string"} for name in ("type", "message")},
+                "properties": {**{name: {"type": "string"} for name in ("type", "message")}, "details": _DETAILS},
             },
             "request_id": {"type": "string", "description": "The request's id."},
         },

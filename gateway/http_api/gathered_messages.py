@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pillion.gateway.http_api.http_errors import refused
-from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_CHARS, message_chars
+from pillion.errors import InvalidRequest
+from pillion.gateway.http_api.http_errors import from_pillion, refused
+from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_CHARS, message_chars, too_many_chars
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.types import ChatMessage
 
@@ -41,7 +42,7 @@ class GatheredMessages:
         check_wanted()
         self._chars += message_chars(message)
         if self._chars > MAX_PROMPT_CHARS:
-            raise refused(self._field, f"longer than {MAX_PROMPT_CHARS} characters together")
+            raise from_pillion(InvalidRequest.of(too_many_chars("messages")), {"messages": self._field})
         last = self._groups[-1][-1] if self._groups else None
         if last is not None and last.role == message.role == self._role:
             self._groups[-1].append(message)

@@ -14,6 +14,7 @@ from pillion.errors import (
     Conflict,
     DeadlineExceeded,
     InvalidRequest,
+    LengthViolation,
     LethalRequest,
     NotFound,
     Overloaded,
@@ -45,8 +46,13 @@ _MAPPED: dict[type[PillionError], tuple[int, str, str | None]] = {
 
 @dataclass(eq=False)
 class ApiError(Exception):
-    """Describes an error response. ``retry_after_ms`` is 0 where trying again does not help. ``final`` says that trying
-    again does harm; clients of OpenAI and Anthropic, which try every 500 again, are told so."""
+    """Describes an error response.
+
+    Attributes:
+        retry_after_ms: 0 where trying again does not help.
+        final: whether trying again does harm; clients of OpenAI and Anthropic, which try every 500 again, are told so.
+        brief: the message as Anthropic's clients know it, where it differs.
+    """
 
     status: int
     message: str
@@ -56,6 +62,7 @@ class ApiError(Exception):
     code: str | None = None
     retry_after_ms: int = 0
     final: bool = False
+    brief: str = ""
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Returns the error's headers: Retry-After in whole seconds, as the standard has it, and in milliseconds, as
@@ -122,14 +129,25 @@ def from_pillion(error: PillionError, spelled: Mapping[str, str]) -> ApiError:
     """Makes the HTTP error that stands for ``error``. ``spelled`` has the client's names of fields, by the gateway's,
     where these differ."""
     status, kind, code = _MAPPED.get(type(error), (500, "server_error", "internal_error"))
-    message, param, retry_after_ms = error.message, None, 0
-    if isinstance(error, InvalidRequest) and error.violations:
+    message, param, retry_after_ms, brief = error.message, None, 0, ""
+    if isinstance(error, InvalidRequest) and isinstance(long := next(iter(error.violations), None), LengthViolation):
+        message, brief, code = long.description, long.brief, "context_length_exceeded"
+        param = _spell(long.field, spelled)
+    elif isinstance(error, InvalidRequest) and error.violations:
         named = [(_spell(violation.field, spelled), violation.description) for violation in error.violations]
         message, param = "; ".join(f"{name}: {description}" for name, description in named), named[0][0]
     elif isinstance(error, Overloaded | Unavailable):
         retry_after_ms = error.retry_after_ms or RETRY_AFTER_MS
+        if isinstance(error, Overloaded):
+            # An error within a stream has no headers, so Codex reads the time from the text.
+            message += f". Please try again in {retry_after_ms / 1000:g}s."
+    elif isinstance(error, Unauthenticated):
+        # Claude Code tells its user what to mend where it reads this header's name.
+        brief = f"invalid x-api-key: {message}"
     final = isinstance(error, LethalRequest)
-    return ApiError(status, message, kind=kind, param=param, code=code, retry_after_ms=retry_after_ms, final=final)
+    return ApiError(
+        status, message, kind=kind, param=param, code=code, retry_after_ms=retry_after_ms, final=final, brief=brief
+    )
 
 
 def _spell(field: str, spelled: Mapping[str, str]) -> str:

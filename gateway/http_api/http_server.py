@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import difflib
 import math
 import socket
 import time
@@ -52,6 +53,12 @@ NOT_OFFERED = frozenset(
     for version in ("", "/v1", "/v2")
     for name in ("embeddings", "rerank", "score", "pooling", "classify")
 )
+# These paths of OpenAI's Responses need a server that stores conversations.
+STORED = "/v1/responses/"
+# An unknown path is most likely meant to be one that is so much like it: 1 is for the same path, 0 for no character of
+# it. A missing or doubled /v1, a slash at the end, and a letter too few are above it.
+LIKENESS = 0.8
+MAX_SHOWN_PATH_CHARS = 200
 
 
 class _Pages:
@@ -99,12 +106,15 @@ class _Pages:
     async def model(self, call: HttpCall) -> None:
         """Describes one model; its name may contain slashes."""
         asked = str(call.parameters["name"])
+        if not asked:
+            await self.models(call)
+            return
         try:
             entry = await self._gateway.find_entry(asked, call.tenant)
         except PillionError:
             raise unknown_model(f"the model {asked[:100]!r} is not served here") from None
         for info in self._gateway.models(call.tenant):
-            if info.name == (asked or entry.name):
+            if info.name == asked:
                 await call.answer(200, msgspec.json.encode(self._entry(info)))
                 return
         raise Unavailable(self._gateway.missing(entry.limits.name))
@@ -134,10 +144,23 @@ class _Pages:
 
     async def nothing(self, call: HttpCall) -> None:
         """Answers every path that the port does not have with 404."""
-        call.error_form = next((form for above, form in self._forms if call.path.startswith(above)), OPENAI_ERRORS)
-        if call.path in NOT_OFFERED:
-            raise ApiError(404, f"{call.path} is not offered: the models here generate text", code="not_found")
-        raise ApiError(404, f"there is no {call.path[:200]!r} here", code="not_found")
+        path = call.path[:MAX_SHOWN_PATH_CHARS]
+        known = [route.path for route in self.routes if "{" not in route.path]
+        near = next(iter(difflib.get_close_matches(path, known, 1, LIKENESS)), path)
+        call.error_form = next((form for above, form in self._forms if f"{near}/".startswith(above)), OPENAI_ERRORS)
+        said = f"there is no {path!r} here"
+        if path in NOT_OFFERED:
+            said = f"{path} is not offered: the models here generate text"
+        elif path.startswith(STORED):
+            said = (
+                f"{path} is not offered, because no response is stored here: send the whole conversation to"
+                " /v1/responses; the client itself makes one shorter that is too long"
+            )
+        elif near != path:
+            said += (
+                f"; did you mean {near}? A client's base URL may need a /v1 more or less"
+            )
+        raise ApiError(404, said, code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:
         """Returns a model as OpenAI describes it, with vLLM's ``max_model_len``. An adapter has the model as

@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
-from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.json_objects import called_with, compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
@@ -52,6 +52,7 @@ from pillion.gateway.request.validation import (
     MAX_TEMPLATE_KWARGS_BYTES,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
+    too_long,
 )
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.sampling_ranges import MAX_LOGIT_BIASES
@@ -274,7 +275,7 @@ def read_ids(raw: Raw, field: str, most_ids: int) -> tuple[int, ...]:
     """Reads a list of token ids. Raises ApiError; too many are refused before they are parsed."""
     check_wanted()
     if bytes(raw).count(b",") >= most_ids:
-        raise refused(field, f"more than {most_ids} ids; no model's context holds them")
+        raise from_pillion(too_long(bytes(raw).count(b",") + 1, field, most_ids), {})
     return tuple(parse_field(raw, list[Int], field))
 
 
@@ -462,8 +463,8 @@ def read_metadata(raw: Raw) -> dict[str, str]:
     """Reads labels of a request, which have no effect: a batch gives them back, and answers are not stored. Raises
     ApiError."""
     labels: dict[str, str] = _bounded(raw, "metadata", _MAX_METADATA_BYTES, _METADATA_BOUND) or {}
-    too_long = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
-    if too_long or len(labels) > MAX_METADATA_PAIRS:
+    oversized = any(len(one) > MAX_METADATA_NAME_CHARS or len(labels[one]) > MAX_LABEL_CHARS for one in labels)
+    if oversized or len(labels) > MAX_METADATA_PAIRS:
         raise refused("metadata", _METADATA_BOUND)
     return labels
 

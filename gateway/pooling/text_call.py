@@ -23,6 +23,7 @@ from pillion.gateway.gateway import Gateway, ModelEntry
 from pillion.gateway.pooling.text_order import leaders
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.request.request_runner import RequestRunner
+from pillion.gateway.request.validation import too_long
 from pillion.gateway.text_vectors import CUT_TO_MODEL, Vector
 from pillion.gateway.tokens.tokenizer import TOKEN_BYTES
 from pillion.types import ChatOptions, GenerateRequest, SamplingParams, Usage
@@ -131,8 +132,7 @@ class TextCall:
         async def read_one(name: str, request: GenerateRequest) -> GenerateRequest:
             ids = await _named(name, self.ids_of(request))
             if len(ids) > self.most_tokens:
-                text = f"{len(ids)} tokens; the model takes at most {self.most_tokens}"
-                raise InvalidRequest.of(FieldViolation(name, text))
+                raise too_long(len(ids), name, self.most_tokens, answer_tokens=0)
             return as_ids(request, ids)
 
         return await in_turns([read_one(name, request) for name, request in zip(names, asked, strict=True)])

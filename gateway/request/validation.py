@@ -21,7 +21,7 @@ from typing import Any
 
 import msgspec
 
-from pillion.errors import Conflict, FieldViolation, InvalidRequest, NotFound
+from pillion.errors import Conflict, FieldViolation, InvalidRequest, LengthViolation, NotFound
 from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
 from pillion.gateway.request.request_ids import MAX_LABEL_CHARS
 from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES, structured_bytes, structured_violations
@@ -160,15 +160,40 @@ def check_request(request: GenerateRequest, limits: ModelLimits) -> None:
 def check_length(prompt_tokens: int, field: str, limits: ModelLimits) -> None:
     """Checks that a prompt leaves room for one token. Raises InvalidRequest."""
     if prompt_tokens > limits.max_prompt_tokens:
-        raise too_long(str(prompt_tokens), field, limits)
+        raise too_long(prompt_tokens, field, limits.max_model_len_tokens)
     if prompt_tokens == 0:
         raise InvalidRequest.of(FieldViolation(field, "it holds no tokens"))
 
 
-def too_long(tokens: str, field: str, limits: ModelLimits) -> InvalidRequest:
-    """Makes the error of a prompt of so many ``tokens``, a number in words."""
-    text = f"{tokens} tokens; the model takes at most {limits.max_prompt_tokens}"
-    return InvalidRequest.of(FieldViolation(field, text))
+def too_long(
+    tokens: int, field: str, context_tokens: int, *, answer_tokens: int = 1, exact: bool = True, note: str = ""
+) -> InvalidRequest:
+    """Makes the error of a prompt that has too many ``tokens`` for the model, in the words that clients look for.
+
+    Args:
+        field: the request's field that holds the prompt.
+        context_tokens: how many tokens a prompt and its answer may have together.
+        answer_tokens: how many tokens of these an answer needs.
+        exact: whether ``tokens`` are all tokens of the prompt; else it has at least so many.
+        note: a further sentence, with a space before it.
+    """
+    counted, needed = (f"{'' if exact else 'at least '}{count}" for count in (tokens, tokens + answer_tokens))
+    text = f"This model's maximum context length is {context_tokens} tokens"
+    if field == "messages":
+        text += f". However, your messages resulted in {counted} tokens. Please reduce the length of the messages."
+        text += " The answer needs one more token." if tokens == context_tokens else ""
+    else:
+        text += f", however you requested {needed} tokens ({counted} in your prompt; {answer_tokens} for the"
+        text += " completion). Please reduce your prompt; or completion length."
+    brief = f"prompt is too long: {counted} tokens > {context_tokens - answer_tokens} maximum"
+    return InvalidRequest.of(LengthViolation(field, text + note, brief))
+
+
+def too_many_chars(field: str) -> LengthViolation:
+    """Describes a prompt that has more than MAX_PROMPT_CHARS characters, whose tokens nobody has counted."""
+    what, chars = "messages" if field == "messages" else "prompt", f"more than {MAX_PROMPT_CHARS} characters"
+    text = f"This model's maximum context length is exceeded. There are {chars} in your {what}."
+    return LengthViolation(field, f"{text} Please reduce the length of the {what}.", f"prompt is too long: {chars}")
 
 
 def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
@@ -244,8 +269,8 @@ def check_pool(prompt_tokens: int, field: str, model_tokens: int, pool_tokens: i
     if pool_tokens is None or pool_tokens >= model_tokens:
         return model_tokens
     if prompt_tokens >= pool_tokens:
-        text = f"{prompt_tokens} tokens; the KV pool holds {pool_tokens}, and one of the answer must fit as well"
-        raise InvalidRequest.of(FieldViolation(field, text))
+        note = f" The model itself takes {model_tokens}, but no KV pool here holds more."
+        raise too_long(prompt_tokens, field, pool_tokens, note=note)
     return pool_tokens
 
 
@@ -330,11 +355,11 @@ def _prompt(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
             name, f"exactly one of text, token_ids and messages may be given, not {' and '.join(given)}"
         )
     if len(request.text) > MAX_PROMPT_CHARS:
-        yield FieldViolation("text", f"longer than {MAX_PROMPT_CHARS} characters")
+        yield too_many_chars("text")
     elif not _is_text(request.text):
         yield FieldViolation("text", "not valid Unicode")
     if len(request.token_ids) > limits.max_prompt_tokens:
-        yield from too_long(str(len(request.token_ids)), "token_ids", limits).violations
+        yield from too_long(len(request.token_ids), "token_ids", limits.max_model_len_tokens).violations
     else:
         yield from _ids("token_ids", request.token_ids, limits)
     yield from _messages(request)
@@ -380,7 +405,7 @@ def _messages(request: GenerateRequest) -> Iterator[FieldViolation]:
         yield FieldViolation("messages", f"more than {MAX_MESSAGES} messages")
         return
     if sum(map(message_chars, request.messages)) > MAX_PROMPT_CHARS:
-        yield FieldViolation("messages", f"longer than {MAX_PROMPT_CHARS} characters together")
+        yield too_many_chars("messages")
         return
     if sum(items_in(call.arguments) for message in request.messages for call in message.tool_calls) > MAX_CALL_ITEMS:
         text = f"more than {MAX_CALL_ITEMS} brackets, braces and commas in the arguments of calls"

@@ -31,7 +31,11 @@ _KINDS = {
     PartKind.CALL: "response.function_call_arguments",
 }
 # A failed response has one of these codes, by the error's own code; OpenAI's clients know no others that fit.
-_CODES = {"rate_limit_exceeded": "rate_limit_exceeded", "invalid_value": "invalid_prompt"}
+_CODES = {
+    "context_length_exceeded": "context_length_exceeded",
+    "rate_limit_exceeded": "rate_limit_exceeded",
+    "invalid_value": "invalid_prompt",
+}
 
 _encode = msgspec.json.Encoder().encode
 

@@ -42,7 +42,12 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 
 class TextTooLong(Exception):  # noqa: N818
-    """Says that a text has more tokens than were wanted; the message is their number, in words."""
+    """Says that a text has more tokens than were wanted: exactly, or at least, so many."""
+
+    def __init__(self, tokens: int, *, exact: bool) -> None:
+        super().__init__(f"{'' if exact else 'at least '}{tokens} tokens")
+        self.tokens = tokens
+        self.exact = exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +159,12 @@ class ModelTokenizer:
             if len(raw) > likely:
                 beginning = self._encoding(raw[:likely].decode(errors="ignore"), specials)
                 if len(beginning) > most_tokens + CUT_TOKENS:
-                    raise TextTooLong(f"more than {most_tokens}")
+                    raise TextTooLong(len(beginning) - CUT_TOKENS, exact=False)
         check_wanted()
         encoding = self._encoding(text, specials)
         # Some more tokens are let pass, because each BOS that the text itself begins with is taken away later.
         if len(encoding) > most_tokens + CUT_TOKENS:
-            raise TextTooLong(str(len(encoding)))
+            raise TextTooLong(len(encoding), exact=True)
         ids: list[int] = encoding.ids
         return ids
 

@@ -109,7 +109,7 @@ def _first_violations(error: InvalidRequest) -> Iterator[dict[str, str]]:
     """Yields the first violations, at least one, that take MAX_VIOLATIONS_BYTES."""
     left_bytes = MAX_VIOLATIONS_BYTES
     for number, violation in enumerate(error.violations):
-        found = {name: _cut(text) for name, text in asdict(violation).items()}
+        found = {"field": _cut(violation.field), "description": _cut(violation.description)}
         left_bytes -= sum(len(text.encode()) for text in found.values())
         if number and left_bytes < 0:
             return

@@ -204,7 +204,7 @@ WORST: dict[str, tuple[str, Callable[[], bytes], str]] = {
     "users that go on": (
         MESSAGES_PATH,
         lambda: body(messages=many(b'{"role":"user","content":"%b"}' % (b"x" * 1200)), max_tokens=ONE),
-        "messages",
+        "prompt is too long",
     ),
     "assistants that go on": (
         RESPOND,
@@ -379,7 +379,7 @@ def test_what_is_too_long_is_not_joined() -> None:
     """Its size is known before."""
     for read, field, role in JOINING:
         said = many(b'{"role":"%b","content":"%b"}' % (role, b"x" * 1200))
-        with pytest.raises(ApiError, match="longer than 4194304 characters together") as caught:
+        with pytest.raises(ApiError, match="more than 4194304 characters in your messages") as caught:
             read(body(**{field: said}, **REQUIRED[field]), "r")
         assert caught.value.param == field
 

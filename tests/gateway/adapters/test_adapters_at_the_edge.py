@@ -148,7 +148,8 @@ async def test_virtual_tokens_stand_before_the_prompt_and_are_not_counted(made, 
         most = (await call(address, "/v1/models/far")).json["max_model_len"] - 1
         long = await call(address, "/v1/completions", body | {"prompt": [5] * (most - 20)})
         assert long.status == 400
-        assert f"{most - 20} and 21 virtual tokens; the model takes at most {most}" in long.error["message"]
+        assert f"is {most + 1} tokens, however you requested {most + 2} tokens" in long.error["message"]
+        assert "21 of the tokens are the adapter's virtual ones" in long.error["message"]
         assert (await call(address, "/v1/completions", body | {"prompt": [5] * (most - 21)})).status == 200
         await fakes.settled()
 

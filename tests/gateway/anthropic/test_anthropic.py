@@ -242,18 +242,15 @@ async def test_errors_are_anthropics(
         with pytest.raises(raised) as caught:
             await client.messages.create(**ASKED)
         body = caught.value.body
-        assert (caught.value.status_code, body["type"], body["error"]) == (
-            status,
-            "error",
-            {"type": kind, "message": "x"},
-        )
+        told = {"type": kind, "message": "x. Please try again in 1.5s." if status == 429 else "x"}
+        assert (caught.value.status_code, body["type"], body["error"]) == (status, "error", told)
         assert caught.value.request_id == body["request_id"]
         # In the middle of a stream the error is an event.
         scripted.script = [said("a"), error]
         with pytest.raises(anthropic.APIStatusError) as late:
             async with client.messages.stream(**ASKED) as stream:
                 await stream.until_done()
-        assert late.value.body["error"] == {"type": kind, "message": "x"}
+        assert late.value.body["error"] == told
 
 
 async def test_what_is_wrong_is_told_in_anthropics_form(fakes: FakeCluster) -> None:

@@ -52,6 +52,24 @@ async def test_pages() -> None:
         assert (head.status, head.body) == (200, b"")
 
 
+# What clients ask for whose base URL has no /v1, or one too many.
+NEAR = {
+    "/v1/v1/chat/completions": "/v1/chat/completions",
+    "/chat/completions": "/v1/chat/completions",
+    "/v1/chat/completion": "/v1/chat/completions",
+    "/completions": "/v1/completions",
+    "/v1/completions/": "/v1/completions",
+    "/v1/v1/messages": "/v1/messages",
+    "/v1/message": "/v1/messages",
+    "/messages": "/v1/messages",
+    "/v1/v1/messages/count_tokens": "/v1/messages/count_tokens",
+    "/v1/v1/responses": "/v1/responses",
+    "/response": "/v1/responses",
+    "/models": "/v1/models",
+    "/v1/tokenize": "/tokenize",
+}
+
+
 async def test_an_answers_header_names_the_fields_that_had_no_effect() -> None:
     async with running_fake_cluster() as fakes:
         address = fakes.gateway.http_address
@@ -103,6 +121,16 @@ async def test_other_paths_and_methods_are_refused_in_openais_words() -> None:
             refused = await call(address, path, {"model": "toy", "input": "x"})
             message = f"{path} is not offered: the models here generate text"
             assert (refused.status, refused.error["message"]) == (404, message)
+        for path, near in NEAR.items():
+            reply = await call(address, path, {})
+            assert (reply.status, f"did you mean {near}?" in reply.json["error"]["message"]) == (404, True), reply.body
+            assert reply.json["error"]["type"] == ("not_found_error" if "message" in path else "invalid_request_error")
+        for path in ("/v1/responses/compact", "/v1/responses/resp_1", "/v1/responses/resp_1/cancel"):
+            reply = await call(address, path, {})
+            assert (reply.status, "send the whole conversation" in reply.error["message"]) == (404, True)
+        assert "did you mean" not in (await call(address, "/v3/stories", {})).error["message"]
+        # Some clients ask for the list with a slash.
+        assert (await call(address, "/v1/models/")).json == (await call(address, "/v1/models")).json
         for path, method in (("/v1/completions", "GET"), ("/v1/chat/completions", "PUT"), ("/health", "DELETE")):
             reply = await call(address, path, method=method)
             assert (reply.status, reply.error["code"]) == (405, "method_not_allowed")

@@ -188,10 +188,20 @@ def test_models() -> None:
 
 def test_length() -> None:
     v.check_length(63, "text", LIMITS)
-    for tokens, given in ((64, "64 tokens; the model takes at most 63"), (0, "no tokens")):
+    most = "This model's maximum context length is 64 tokens"
+    for tokens, field, given in (
+        (
+            65,
+            "messages",
+            f"{most}. However, your messages resulted in 65 tokens. Please reduce the length of the messages",
+        ),
+        (64, "messages", "resulted in 64 tokens. Please reduce the length of the messages. The answer needs one more"),
+        (64, "text", f"{most}, however you requested 65 tokens \\(64 in your prompt; 1 for the completion\\)"),
+        (0, "messages", "no tokens"),
+    ):
         with pytest.raises(InvalidRequest, match=given) as failure:
-            v.check_length(tokens, "messages", LIMITS)
-        assert failure.value.violations[0].field == "messages"
+            v.check_length(tokens, field, LIMITS)
+        assert failure.value.violations[0].field == field
 
 
 def test_every_default_is_decided() -> None:
