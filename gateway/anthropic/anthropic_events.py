@@ -148,7 +148,7 @@ class MessageWriter(AnswerWriter):
                 shown = part.text if self._shows_thinking else ""
                 return {"type": "thinking", "thinking": shown, "signature": self._signature(part)}
             case PartKind.TEXT:
-                return {"type": "text", "text": part.text, "citations": None}
+                return {"type": "text", "text": part.text}
             case PartKind.CALL:
                 return {"type": "tool_use", "id": part.call_id, "name": part.name, "input": _input(part.text)}
 

@@ -157,9 +157,7 @@ class _Pages:
                 " /v1/responses; the client itself makes one shorter that is too long"
             )
         elif near != path:
-            said += (
-                f"; did you mean {near}? A client's base URL may need a /v1 more or less"
-            )
+            said += f"; did you mean {near}? A client's base URL may need a /v1 more or less"
         raise ApiError(404, said, code="not_found")
 
     def _entry(self, info: ModelInfo) -> dict[str, Any]:

@@ -47,5 +47,7 @@ class ResponsesApi:
             "system_fingerprint": reader.fingerprint,
             "temperature": reader.sampling.temperature,
             "top_p": reader.sampling.top_p,
+            "presence_penalty": reader.sampling.presence_penalty,
+            "frequency_penalty": reader.sampling.frequency_penalty,
         }
         return ResponsesWriter(head, self._calls.texts_of(entry), asked)

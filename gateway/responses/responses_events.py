@@ -44,7 +44,7 @@ class ResponsesWriter(AnswerWriter):
     """Writes the response to one call of /v1/responses.
 
     Args:
-        head: the response's fields "id", "created_at", "model", "system_fingerprint", "temperature" and "top_p".
+        head: the response's fields "id", "created_at", "model" and "system_fingerprint", and those of sampling.
         tokens: texts of the model's tokens, for log probabilities.
         asked: the call.
     """

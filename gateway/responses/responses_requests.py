@@ -298,6 +298,7 @@ def _echoed(body: ResponsesBody) -> dict[str, Raw]:
     echoed = {
         "instructions": body.instructions,
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": read_metadata(body.metadata),
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "prompt_cache_key": body.prompt_cache_key,
@@ -305,8 +306,24 @@ def _echoed(body: ResponsesBody) -> dict[str, Raw]:
         "safety_identifier": body.safety_identifier,
         "text": {"format": body.text.format if body.text and body.text.format else TextFormat()},
         "tool_choice": body.tool_choice or "auto",
-        "tools": [tool for tool in body.tools or () if not isinstance(tool, DroppedTool)],
+        "tools": [_echoed_tool(tool) for tool in body.tools or () if not isinstance(tool, DroppedTool)],
         "top_logprobs": body.top_logprobs or 0,
         "user": body.user,
     }
     return {name: Raw(msgspec.json.encode(value)) for name, value in echoed.items()}
+
+
+def _echoed_tool(tool: Any) -> Any:
+    """Returns a tool as a response repeats it: a function with all of its fields."""
+    if isinstance(tool, NamespaceTool):
+        return {**msgspec.structs.asdict(tool), "type": "namespace", "tools": [_echoed_tool(one) for one in tool.tools]}
+    if not isinstance(tool, FunctionTool):
+        return tool
+    parameters = tool.parameters if given(tool.parameters) else None
+    return {
+        "type": "function",
+        "name": tool.name,
+        "description": tool.description,
+        "parameters": parameters,
+        "strict": tool.strict,
+    }

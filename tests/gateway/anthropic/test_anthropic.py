@@ -153,7 +153,7 @@ async def test_thinking_text_and_calls_are_blocks(
     scripted.script = thought_said_and_called("t1", "t2")
     blocks: list[dict[str, Any]] = [
         {"type": "thinking", "thinking": "Let me see.", "signature": ""},
-        {"type": "text", "text": "I look.", "citations": None},
+        {"type": "text", "text": "I look."},
         {"type": "tool_use", "id": "t1", "name": "weather", "input": {"city": "Rome"}},
         {"type": "tool_use", "id": "t2", "name": "time", "input": {}},
     ]
@@ -165,6 +165,8 @@ async def test_thinking_text_and_calls_are_blocks(
         for message in (whole, final):
             got = [block.model_dump(exclude_none=True) for block in message.content]
             assert got == [{name: value for name, value in block.items() if value is not None} for block in blocks]
+            # A key that says nothing is not there: clients that check answers take no null for a list.
+            assert "citations" not in message.content[1].model_fields_set
             assert (message.stop_reason, message.usage.output_tokens) == ("tool_use", 9)
             assert (message.usage.input_tokens, message.usage.cache_read_input_tokens) == (14, 16)
             assert message.usage.output_tokens_details.thinking_tokens == 4
