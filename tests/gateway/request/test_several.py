@@ -117,7 +117,7 @@ async def test_the_first_answer_may_end_first() -> None:
 async def test_each_answer_counts_as_a_request() -> None:
     async with running_fake_cluster(max_inflight_requests=4) as fakes:
         tell(fakes, *TEXTS)
-        with pytest.raises(InvalidRequest, match="300 tokens"):
+        with pytest.raises(InvalidRequest, match="300 in your prompt"):
             await read(fakes.client.generate("x" * 300, n=3))
         fakes.decode.gate.clear()
         first = asyncio.create_task(read(ask(fakes)))

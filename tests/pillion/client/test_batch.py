@@ -70,7 +70,7 @@ async def test_errors_stand_in_their_places_or_end_the_batch(blocking: bool) -> 
         results = await batch(fakes, blocking, prompts, raise_errors=False)
         assert texts(results) == ["The answer.", "InvalidRequest", "The answer."]
         fakes.decode.gate.clear()
-        with pytest.raises(InvalidRequest, match="300 tokens"):
+        with pytest.raises(InvalidRequest, match="300 in your prompt"):
             await batch(fakes, blocking, prompts)
         fakes.decode.gate.set()
         await fakes.settled()
