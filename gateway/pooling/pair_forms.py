@@ -28,7 +28,7 @@ import numpy as np
 from pillion.engine.models.config_parser import is_encoder, labels_of
 from pillion.errors import ConfigError, FieldViolation, Internal, InvalidRequest
 from pillion.gateway.pooling.label_forms import label_rows, sigmoid
-from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json
+from pillion.gateway.pooling.pooling_files import modules_of, prompts_of, read_json, tokenizer_bound
 from pillion.gateway.request.admitted_request import LAST_ROW, PooledRows
 from pillion.gateway.text_vectors import TextPair, Vector
 from pillion.gateway.tokens.tokenizer import ModelTokenizer
@@ -74,6 +74,7 @@ class PairForm:
             checkpoint has one, of the false one.
         activated: whether a score is the logit's probability (its sigmoid), and not the logit.
         instruction: what the model is told to look for; "" for what its template has.
+        max_tokens: the most tokens of a pair that is read as one text; None: as many as the model takes.
     """
 
     kind: ScoreKind = ScoreKind.COSINE
@@ -81,6 +82,7 @@ class PairForm:
     rows: PooledRows = LAST_ROW
     activated: bool = True
     instruction: str = ""
+    max_tokens: int | None = None
 
     def told(self, instruction: str | None) -> PairForm:
         """Returns the form with another instruction; None changes nothing. Raises InvalidRequest where there is no
@@ -135,7 +137,12 @@ def read_pair_form(folder: Path, tokenizer: ModelTokenizer, reranker: bool) -> P
     if text is PairText.JOINED and is_encoder(config):
         # An encoder's tokenizer joins the two texts, and marks the second one.
         text = PairText.PAIR
-    form = PairForm(text=text, activated=_activated(folder, own, config), instruction=_instruction(folder, own))
+    form = PairForm(
+        text=text,
+        activated=_activated(folder, own, config),
+        instruction=_instruction(folder, own),
+        max_tokens=tokenizer_bound(folder),
+    )
     if labels := labels_of(config):
         if labels != 1:
             raise ConfigError(

@@ -3,7 +3,8 @@
     modules.json                       the modules that a text passes: Transformer, Pooling, perhaps Normalize
     1_Pooling/config.json              which rows become one vector: the last token's, the first one's, or all
     config_sentence_transformers.json  prompts by name, and which of them is the default
-    sentence_bert_config.json          the longest text; whether a text is a message for the chat template
+    sentence_bert_config.json          whether a text is a message for the chat template; of old, the longest text
+    tokenizer_config.json              the longest text, which is kept here since the sixth version
     config.json                        how many values a vector has
 
 A checkpoint without modules.json has the vector of its last token, an encoder the mean of its rows, normalized. What is
@@ -35,6 +36,13 @@ _MODES = {
     "weightedmean_tokens": "weightedmean",
     "lasttoken": "lasttoken",
 }
+# Older files of the same content have these names; the first one that is there counts.
+_TEXT_FILES = tuple(
+    f"sentence_{name}_config.json"
+    for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+# Tokenizers whose length nobody has set have 10^30 for it.
+_NO_LENGTH_TOKENS = 10**9
 # Keys of sentence_bert_config.json that change texts in ways that are not supported.
 _REFUSED = ("do_lower_case", "query_expansion", "processing_kwargs")
 
@@ -79,7 +87,7 @@ def read_vector_form(folder: Path) -> VectorForm:
             f"{folder / 'modules.json'}: the modules {', '.join(kinds)}; only Transformer, Pooling and Normalize, in"
             " this order, are supported"
         )
-    most, as_messages = _texts(folder / modules[0][1] / "sentence_bert_config.json")
+    most, as_messages = _texts(folder / modules[0][1])
     path = folder / modules[1][1] / "config.json"
     pooling, with_prompt = _pooling(path)
     if pooling is Pooling.LAST and is_encoder(config):
@@ -115,20 +123,37 @@ def modules_of(folder: Path) -> Iterator[tuple[str, str]]:
         yield kind.rpartition(".")[2], place
 
 
-def _texts(path: Path) -> tuple[int | None, bool]:
-    """Returns the most tokens of a text, None where the file names no bound, and whether texts are messages."""
+def _texts(folder: Path) -> tuple[int | None, bool]:
+    """Returns the most tokens of a text, None where no file names a bound, and whether texts are messages. ``folder``
+    is that of the module Transformer."""
+    path = next((path for name in _TEXT_FILES if (path := folder / name).is_file()), folder / _TEXT_FILES[0])
     found = read_json(path, {})
     for key in _REFUSED:
         if found.get(key):
             raise ConfigError(f"{path}: {key} is not supported")
-    most = found.get("max_seq_length")
-    if most is not None and (type(most) is not int or most < 1):
-        raise ConfigError(f"{path}: max_seq_length {most!r} is no number of tokens")
     # Without this key, which newer files have, texts are no messages, whatever the tokenizer has.
     kinds = found.get("modality_config") or {"text": {}}
     if not isinstance(kinds, dict) or not {"text", "message"} & kinds.keys():
         raise ConfigError(f"{path}: modality_config names no text")
-    return most, "message" in kinds
+    return _count(path, found, "max_seq_length") or tokenizer_bound(folder), "message" in kinds
+
+
+def tokenizer_bound(folder: Path) -> int | None:
+    """Returns the most tokens of a text by tokenizer_config.json, which sentence-transformers cuts texts and pairs of
+    texts to; None where the file names no bound. Raises ConfigError for a bound that is no number of tokens."""
+    path = folder / "tokenizer_config.json"
+    found = read_json(path, {})
+    most = found.get("model_max_length")
+    if isinstance(most, int | float) and most > _NO_LENGTH_TOKENS:
+        return None
+    return _count(path, found, "model_max_length")
+
+
+def _count(path: Path, found: Mapping[str, Any], key: str) -> int | None:
+    most = found.get(key)
+    if most is not None and (type(most) is not int or most < 1):
+        raise ConfigError(f"{path}: {key} {most!r} is no number of tokens")
+    return most
 
 
 def _width(config: Mapping[str, Any]) -> int | None:

@@ -95,7 +95,8 @@ class GatewayVectors:
         model = entry or await self._gateway.find_entry(shared.model, tenant)
         form = (await self._pair_form(model)).told(instruction)
         vectors = await self._vector_form(model) if form.kind is ScoreKind.COSINE else VectorForm()
-        call = TextCall(self._gateway, model, tenant, _most(vectors, model), cut_tokens, deadline, parent)
+        most = _most(vectors if form.kind is ScoreKind.COSINE else form, model)
+        call = TextCall(self._gateway, model, tenant, most, cut_tokens, deadline, parent)
         if document_tokens is not None:
             cut = await in_turns([_first_tokens(call, pair.document, document_tokens) for pair in pairs])
             pairs = [replace(pair, document=document) for pair, document in zip(pairs, cut, strict=True)]
@@ -251,8 +252,8 @@ async def _first_tokens(call: TextCall, text: str, most: int) -> str:
     return await call.gateway.on_thread(call.tenant or OPEN, len(text), call.model.tokenizer.first_tokens, text, most)
 
 
-def _most(form: VectorForm, model: ModelEntry) -> int:
-    """Returns the most tokens of a text."""
+def _most(form: VectorForm | PairForm, model: ModelEntry) -> int:
+    """Returns the most tokens of a text, or of a pair that is read as one text."""
     return min(form.max_tokens or model.limits.max_prompt_tokens, model.limits.max_prompt_tokens)
 
 

@@ -76,6 +76,24 @@ def test_texts_that_are_messages(tmp_path: pathlib.Path, kinds: dict[str, Any], 
 
 
 @pytest.mark.parametrize(
+    ("files", "wanted"),
+    [
+        ({"tokenizer_config": {"model_max_length": 9}}, 9),
+        ({"tokenizer_config": {"model_max_length": 9}, "sentence_bert_config": {"max_seq_length": 7}}, 7),
+        ({"tokenizer_config": {"model_max_length": 9}, "sentence_roberta_config": {"max_seq_length": 8}}, 8),
+        ({"tokenizer_config": {"model_max_length": 10**30}}, None),
+        ({"tokenizer_config": {"model_max_length": 1e30}}, None),
+        ({"tokenizer_config": {}}, None),
+    ],
+)
+def test_the_longest_text_wherever_sentence_transformers_keeps_it(
+    tmp_path: pathlib.Path, files: dict[str, Any], wanted: int | None
+) -> None:
+    """Its sixth version keeps the length with the tokenizer, and older ones in a file named after the model."""
+    assert read_vector_form(written(tmp_path, three(), **files)).max_tokens == wanted
+
+
+@pytest.mark.parametrize(
     ("kinds", "pooling", "files", "message"),
     [
         ([*three()[:2], f"{OLD}Dense"], LAST, {}, "the modules Transformer, Pooling, Dense; only"),
@@ -99,6 +117,7 @@ def test_texts_that_are_messages(tmp_path: pathlib.Path, kinds: dict[str, Any], 
         (three(), {}, {}, "pooling by nothing"),
         (three(), None, {}, "config.json is missing, and modules.json names it"),
         (three(), [], {}, "holds no JSON object"),
+        (three(), LAST, {"tokenizer_config": {"model_max_length": 0}}, "model_max_length 0 is no number of tokens"),
         (three(), LAST, {"sentence_bert_config": {"do_lower_case": True}}, "do_lower_case is not supported"),
         (three(), LAST, {"sentence_bert_config": {"query_expansion": {"a": 1}}}, "query_expansion is not supported"),
         (three(), LAST, {"sentence_bert_config": {"modality_config": {"image": {}}}}, "modality_config names no text"),

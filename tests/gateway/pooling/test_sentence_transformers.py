@@ -97,6 +97,9 @@ def test_vectors_and_scores_are_those_of_sentence_transformers(tmp_path: pathlib
         with LLM(one["out"], **options()) as llm:
             cut = {"truncate_prompt_tokens": one["max_seq_length"]} if one["max_seq_length"] else {}
             found = llm.embed(TEXTS, dimensions=one["dimensions"], **cut)
+            if cut:
+                with pytest.raises(InvalidRequest, match=f"the model takes at most {one['max_seq_length']}"):
+                    llm.embed(TEXTS)
             if (
                 "message"
                 in json.loads((pathlib.Path(one["out"]) / "sentence_bert_config.json").read_text())["modality_config"]
