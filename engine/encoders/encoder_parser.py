@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pillion.engine.models.config_json import number, per_layer, size, token_ids
+from pillion.engine.models.config_json import above_zero, number, per_layer, size, token_ids
 from pillion.engine.models.config_keys import refuse_unknown_keys
 from pillion.engine.models.encoder_config import EncoderConfig
 from pillion.engine.models.model_config import ModelConfig
@@ -98,7 +98,7 @@ def _learned(kind: str, raw: Mapping[str, Any], labels: int) -> EncoderConfig:
     return EncoderConfig(
         num_layers=size(raw, "num_hidden_layers"),
         num_heads=size(raw, "num_attention_heads"),
-        eps=number(raw, "layer_norm_eps", 1e-12),
+        eps=above_zero(raw, "layer_norm_eps", 1e-12),
         activation=_activation(raw, "hidden_act"),
         position_offset=0 if padding is None else padding + 1,
         padding_id=padding,
@@ -124,7 +124,7 @@ def _rotary(raw: Mapping[str, Any], labels: int) -> EncoderConfig:
     return EncoderConfig(
         num_layers=layers,
         num_heads=size(raw, "num_attention_heads"),
-        eps=number(raw, "norm_eps", 1e-5),
+        eps=above_zero(raw, "norm_eps", 1e-5),
         activation=_activation(raw, "hidden_activation"),
         thetas=tuple(thetas[kind] for kind in kinds),
         windows=tuple(window if kind == "sliding_attention" else 0 for kind in kinds),
@@ -148,7 +148,7 @@ def _theta(raw: Mapping[str, Any], kind: str, old_key: str, default: float) -> f
         or raw.get("rope_scaling")
     ):
         raise ConfigError(f"modernbert: a rotary embedding other than the default one is not supported: {dict(own)}")
-    return number(own, "rope_theta", number(raw, old_key, default))
+    return above_zero(own, "rope_theta", above_zero(raw, old_key, default))
 
 
 ENCODER_PARSER = EncoderParser()

@@ -7,6 +7,7 @@ Imports no torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -47,20 +48,24 @@ def size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
 
 
 def number(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns a number; null and a missing key give ``default``."""
+    """Returns a finite number; null and a missing key give ``default``."""
     value = _value(raw, key, default)
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise ConfigError(f"config.json: {key} must be a number, not {value!r}")
     try:
-        return float(value)
+        found = float(value)
     except OverflowError:
         raise ConfigError(f"config.json: {key} is too large a number") from None
+    if not math.isfinite(found):
+        raise ConfigError(f"config.json: {key} must be a finite number, not {value!r}")
+    return found
 
 
 def above_zero(raw: Mapping[str, Any], key: str, default: float) -> float:
-    """Returns a number above 0; null and a missing key give ``default``."""
+    """Returns a finite number above 0; null and a missing key give ``default``, which may be 0 where that means that a
+    model has no such number."""
     value = number(raw, key, default)
-    if value <= 0:
+    if value <= 0 and raw.get(key) is not None:
         raise ConfigError(f"config.json: {key} must be above 0, not {value}")
     return value
 

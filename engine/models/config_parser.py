@@ -159,7 +159,7 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         num_heads=heads,
         num_kv_heads=kv_heads if latents is None else 1,
         head_dim=head_dim if latents is None else latents.rank + latents.rotary,
-        rms_norm_eps=number(raw, family.rms_eps if rms else family.eps, 1e-6),
+        rms_norm_eps=above_zero(raw, family.rms_eps if rms else family.eps, 1e-6),
         max_position_embeddings=_longest(raw, family, ropes),
         ropes=ropes,
         layer_ropes=layer_ropes,
@@ -183,11 +183,11 @@ def _parse_decoder(config: Mapping[str, Any], labels: int) -> ModelConfig:
         attention_scale=_attention_scale(options, head_dim) if latents is None else _latent_scale(latents, ropes[0]),
         shared_norm=bool(options.get("shared_norm", True)),
         query_growth=_query_growth(raw, options, family, ropes),
-        attention_softcap=number(options, "attn_logit_softcapping", 0.0),
-        logit_softcap=number(options, "final_logit_softcapping", 0.0),
+        attention_softcap=above_zero(options, "attn_logit_softcapping", 0.0),
+        logit_softcap=above_zero(options, "final_logit_softcapping", 0.0),
         embedding_scale=math.sqrt(size(raw, "hidden_size"))
         if family.scaled_embedding
-        else number(options, "scale_emb", number(options, "embedding_multiplier", 1.0)),
+        else above_zero(options, "scale_emb", above_zero(options, "embedding_multiplier", 1.0)),
         residual_scale=_residual_scale(options, num_layers),
         logit_divisor=_logit_divisor(family, options, size(raw, "hidden_size")),
         moe=_moe(raw, options, family, num_layers),
@@ -283,7 +283,7 @@ def _attention_scale(options: Mapping[str, Any], head_dim: int) -> float:
     """Returns the factor of the attention scores: the one that Granite's configs hold; for other families 1 / sqrt of
     ``query_pre_attn_scalar`` or else of head_dim."""
     if "attention_multiplier" in options:
-        return number(options, "attention_multiplier", 1.0 / math.sqrt(head_dim))
+        return above_zero(options, "attention_multiplier", 1.0 / math.sqrt(head_dim))
     return 1.0 / math.sqrt(above_zero(options, "query_pre_attn_scalar", head_dim))
 
 
@@ -327,8 +327,8 @@ def _residual_scale(options: Mapping[str, Any], num_layers: int) -> float:
     """Returns the factor of what is added to the residual stream: Granite's, or MiniCPM's, which depends on the number
     of layers."""
     if options.get("scale_depth") is not None:
-        return number(options, "scale_depth", 1.0) / math.sqrt(num_layers)
-    return number(options, "residual_multiplier", 1.0)
+        return above_zero(options, "scale_depth", 1.0) / math.sqrt(num_layers)
+    return above_zero(options, "residual_multiplier", 1.0)
 
 
 def _logit_divisor(family: ModelFamily, options: Mapping[str, Any], hidden_size: int) -> float:
@@ -490,7 +490,7 @@ def _moe(raw: Mapping[str, Any], options: Mapping[str, Any], family: ModelFamily
         and not family.scaled_experts,
         layers=_with_experts(options, num_layers),
         sigmoid=family.sigmoid_router or _one_of(options, "expert_selection_fn", ("softmax", "sigmoid")) == "sigmoid",
-        scale=next((number(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
+        scale=next((above_zero(options, key, 1.0) for key in _ROUTED_SCALE if key in options), 1.0),
         exact="topk_method" in options,
         groups=groups,
         kept_groups=kept,
@@ -538,7 +538,10 @@ def _clamped(options: Mapping[str, Any]) -> ClampedSwiglu | None:
     """Returns the activation of gpt-oss's experts, where a family has its numbers."""
     if "swiglu_limit" not in options:
         return None
-    return ClampedSwiglu(number(options, "swiglu_alpha", 0.0), above_zero(options, "swiglu_limit", 0.0))
+    return ClampedSwiglu(
+        number(options, "swiglu_alpha", 0.0),
+        above_zero({"swiglu_limit": options["swiglu_limit"] or 0.0}, "swiglu_limit", 0.0),
+    )
 
 
 def _shared(options: Mapping[str, Any], inner: int) -> int:

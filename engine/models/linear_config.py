@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from pillion.engine.models.config_json import number, per_layer, size, token_ids
+from pillion.engine.models.config_json import above_zero, per_layer, size, token_ids
 from pillion.engine.models.model_config import LinearConfig, MixerScales
 from pillion.errors import ConfigError
 
@@ -94,14 +94,14 @@ def mamba_layers(raw: Mapping[str, Any]) -> LinearConfig:
 def falcon_h1_layers(raw: Mapping[str, Any]) -> LinearConfig:
     """Reads Falcon-H1's state spaces, which each layer has beside attention, and the factors of its layers."""
     spaces = _state_spaces(raw, (True,) * size(raw, "num_hidden_layers"))
-    into = number(raw, "ssm_in_multiplier", 1.0)
+    into = above_zero(raw, "ssm_in_multiplier", 1.0)
     gates, values, writes, reads, steps = (into * one for one in _numbers(raw, "ssm_multipliers", 5))
     gate, result = _numbers(raw, "mlp_multipliers", 2)
-    attention = (number(raw, f"{key}_multiplier", 1.0) for key in ("attention_in", "key", "attention_out"))
+    attention = (above_zero(raw, f"{key}_multiplier", 1.0) for key in ("attention_in", "key", "attention_out"))
     inputs, keys, outputs = attention
     scales = MixerScales(
         inputs=(gates, values, writes, reads, steps),
-        outputs=number(raw, "ssm_out_multiplier", 1.0),
+        outputs=above_zero(raw, "ssm_out_multiplier", 1.0),
         attention=(inputs, keys, outputs),
         mlp=(gate, result),
     )
@@ -173,7 +173,7 @@ def _numbers(raw: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]:
         return (1.0,) * count
     if not isinstance(listed, list | tuple) or len(listed) != count:
         raise ConfigError(f"config.json: {key} must be {count} numbers, not {listed!r}")
-    return tuple(number({key: one}, key, 1.0) for one in listed)
+    return tuple(above_zero({key: one}, key, 1.0) for one in listed)
 
 
 def _linear_layers(raw: Mapping[str, Any], key: str, count: int, names: Collection[str]) -> tuple[bool, ...] | None:

@@ -25,6 +25,8 @@ PROPORTIONAL = "proportional"
 
 # These numbers of scaled embeddings must be above 0; transformers assumes these values where a config lacks them.
 _ABOVE_ZERO = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0}
+# These kinds have no factor of their own, and transformers assumes none.
+_FACTOR_NEEDED = ("linear", "dynamic", "llama3", "yarn")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -110,7 +112,7 @@ def parse_rope(raw: Mapping[str, Any], head_dim: int, *, partial: bool, query_gr
         parameters = {key: value for key, value in parameters.items() if key != "llama_4_scaling_beta"}
     if any(key in parameters for key in _LAYER_TYPES):
         raise ConfigError("rotary embeddings by layer type are not supported for this architecture")
-    return _parse(raw, parameters, number(raw, "rope_theta", 10_000.0), head_dim, partial=partial)
+    return _parse(raw, parameters, above_zero(raw, "rope_theta", 10_000.0), head_dim, partial=partial)
 
 
 def query_scaling(raw: Mapping[str, Any]) -> tuple[float, int]:
@@ -127,11 +129,11 @@ def parse_global_and_local(raw: Mapping[str, Any], head_dim: int, global_head_di
     parameters = _rope_parameters(raw)
     nested = any(key in parameters for key in _LAYER_TYPES)
     full, local = (parameters.get(key) or {} if nested else {} for key in _LAYER_TYPES)
-    theta = number(raw, "rope_theta", 10_000.0)
+    theta = above_zero(raw, "rope_theta", 10_000.0)
     wide = global_head_dim or head_dim
     ropes = (
         _parse(raw, full if nested else parameters, theta, wide, partial=False, proportional=global_head_dim > 0),
-        _parse(raw, local, number(raw, "rope_local_base_freq", theta), head_dim, partial=False),
+        _parse(raw, local, above_zero(raw, "rope_local_base_freq", theta), head_dim, partial=False),
     )
     if not global_head_dim:
         return ropes
@@ -171,7 +173,7 @@ def _parse(
     if kind == "su" or (kind == "yarn" and "short_factor" in rope):
         kind = "longrope"  # Early Phi-3 checkpoints have this name.
     if proportional and kind == PROPORTIONAL:
-        share = number(rope, "partial_rotary_factor", 1.0)
+        share = above_zero(rope, "partial_rotary_factor", 1.0)
         turning = int(share * head_dim // 2)
         if not 0 < turning <= head_dim // 2:
             raise ConfigError(f"a rotary embedding of {share} of {head_dim} values is not possible")
@@ -179,7 +181,9 @@ def _parse(
         return RopeConfig(kind=PROPORTIONAL, theta=theta, rotary_dim=head_dim, factor=factor, turning=turning)
     if kind not in ROPE_KINDS:
         raise ConfigError(f"rope type {kind!r} is not supported; known are {', '.join(ROPE_KINDS)}")
-    rotary_dim = int(head_dim * above_zero(rope, "partial_rotary_factor", number(raw, "partial_rotary_factor", 1.0)))
+    rotary_dim = int(
+        head_dim * above_zero(rope, "partial_rotary_factor", above_zero(raw, "partial_rotary_factor", 1.0))
+    )
     if rotary_dim != head_dim and not partial:
         raise ConfigError("partial rotary embedding is not supported for this architecture")
     if rotary_dim % 2 or not 4 <= rotary_dim <= head_dim:
@@ -193,6 +197,8 @@ def _parse(
     if kind in ("llama3", "yarn", "longrope"):
         trained = raw if raw.get("original_max_position_embeddings") else rope
         original = size(trained, "original_max_position_embeddings", max_position)
+    if kind in _FACTOR_NEEDED and rope.get("factor") is None:
+        raise ConfigError(f"config.json: rope type {kind!r} needs a factor")
     attention_factor = rope.get("attention_factor")
     return RopeConfig(
         kind=kind,
@@ -204,7 +210,7 @@ def _parse(
         turning=0,
         factor=above_zero(rope, "factor", max_position / original),
         original_max_position=original,
-        attention_factor=None if attention_factor is None else number(rope, "attention_factor", 1.0),
+        attention_factor=None if attention_factor is None else above_zero(rope, "attention_factor", 1.0),
         mscale=number(rope, "mscale", 0.0),
         mscale_all_dim=number(rope, "mscale_all_dim", 0.0),
         **{key: above_zero(rope, key, default) for key, default in _ABOVE_ZERO.items()},
@@ -218,4 +224,4 @@ def _factors(rope: Mapping[str, Any], key: str, count: int) -> tuple[float, ...]
     found = rope.get(key)
     if not isinstance(found, list) or len(found) != count:
         raise ConfigError(f"rope type 'longrope' needs {count} factors in {key}")
-    return tuple(above_zero({key: factor}, key, 0.0) for factor in found)
+    return tuple(above_zero({key: factor or 0.0}, key, 0.0) for factor in found)

@@ -33,8 +33,8 @@ _IGNORED_METADATA = {
     "qwen3": {"attention.key_length": "head_dim"},
     "qwen3moe": {"expert_feed_forward_length": "moe_intermediate_size"},
 }
-# The Gemma models with this many layers divide scores by the root of hidden / heads; others divide by the root of 256,
-# which transformers assumes. GGUF files have no key for it: llama.cpp goes by the number of layers, too.
+# The Gemma models with this many layers divide scores by the root of hidden / heads, and others by the root of a head's
+# values; transformers assumes 256 for all. GGUF files have no key for it: llama.cpp goes by the number of layers, too.
 _GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 # These tensors are divisors of the rotary embedding's frequencies: for any length, and for short and long texts.
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -217,8 +217,10 @@ def add_ignored_metadata(config: dict[str, Any], reader: Any) -> None:
         value = _metadata(reader, "{}." + key)
         if value is not None:
             config[ours] = value
-    if _GEMMA_27B_LAYERS.get(name) == config.get("num_hidden_layers"):
-        config["query_pre_attn_scalar"] = config["hidden_size"] // config["num_attention_heads"]
+    if name in _GEMMA_27B_LAYERS:
+        each = config["hidden_size"] // config["num_attention_heads"]
+        largest = config.get("num_hidden_layers") == _GEMMA_27B_LAYERS[name]
+        config["query_pre_attn_scalar"] = each if largest else config.get("head_dim") or each
 
 
 def refuse_unread(reader: Any) -> None:

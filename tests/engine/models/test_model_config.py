@@ -113,6 +113,12 @@ def test_an_unknown_architecture_is_refused_by_name_with_the_known_ones():
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
         ({"rope_scaling": [1]}, "must be an object"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0}}, "factor must be above 0"),
+        *(
+            ({"rope_scaling": {"rope_type": kind}}, f"rope type '{kind}' needs a factor")
+            for kind in ("linear", "dynamic", "llama3", "yarn")
+        ),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps must be a finite number"),
+        ({"rope_theta": float("inf")}, "rope_theta must be a finite number"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "by layer type"),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"model_type": "phi3", "partial_rotary_factor": 0.2}, "3 of 16 values"),
@@ -508,7 +514,10 @@ def test_gemma_4():
         ({"per_layer_config": {"0": {"head_dim": 32}, "1": {}}, "num_hidden_layers": 3}, "layers of one kind"),
         ({"per_layer_config": [1]}, "per_layer_config must be an object"),
         ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "do not fit together"),
-        ({"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0}}}, "0.0 of"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.1}}},
+            "0.1 of",
+        ),
     ],
 )
 def test_what_gemma_4_refuses(change, words):

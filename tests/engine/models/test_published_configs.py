@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -81,3 +83,34 @@ def test_a_published_config_is_refused_by_name(name: str) -> None:
 def test_what_a_key_of_a_published_config_may_not_say(name: str, change: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config({**SERVED[name], **change})
+
+
+# Of these keys 0 or a number below it means something: that a model does without, or a place among its layers.
+_SIGNED = {"mscale", "mscale_all_dim", "llama_4_scaling_beta", "attn_scale", "router_jitter_noise", "alpha"}
+# Errors name these keys as other families spell them.
+_SPELLED = {"rotary_pct": "partial_rotary_factor"}
+
+
+def with_numbers(config: dict[str, Any], value: float) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the config with each of its fractional numbers, and those of the objects within, changed to ``value``, and
+    the number's key."""
+    for key, own in config.items():
+        if isinstance(own, dict):
+            yield from ((name, {**config, key: changed}) for name, changed in with_numbers(own, value))
+        elif isinstance(own, float):
+            yield key, {**config, key: value}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0])
+def test_no_number_is_served_that_no_model_has(value: float) -> None:
+    """A number that is not finite, or not above 0, is refused by its key; where it has no effect, it has none."""
+    taken, named = set(), []
+    for config in SERVED.values():
+        parsed = parse_config(config)
+        for key, changed in with_numbers(config, value):
+            try:
+                taken |= set() if parse_config(changed) == parsed else {key}
+            except ConfigError as error:
+                named.append((key, _SPELLED.get(key, key), error.message))
+    assert [one for one in named if one[0] not in one[2] and one[1] not in one[2]] == []
+    assert taken <= (_SIGNED if math.isfinite(value) else set())

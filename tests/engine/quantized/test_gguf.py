@@ -30,7 +30,7 @@ from tests.support.torch_model import BackendDriver, perturb_vectors
 
 SHORT, LONG = [1.0, 1.25, 1.5, 1.75], [1.0, 2.0, 4.0, 8.0]
 PHI3_ROPE = {"rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": SHORT, "long_factor": LONG}
-GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 256}
+GEMMA = {"sliding_window": 24, "query_pre_attn_scalar": 16}
 
 # Overrides of a tiny model, and the metadata that llama.cpp's converter writes for them beside the sizes.
 FILES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -257,6 +257,10 @@ def test_the_largest_gemmas_scale_scores_otherwise(tmp_path):
     config = {"num_hidden_layers": 46, "hidden_size": 4608, "num_attention_heads": 32}
     convert.add_ignored_metadata(config, read(tmp_path, "gemma2"))
     assert config["query_pre_attn_scalar"] == 144
+    for head_dim, wanted in ((128, 128), (256, 256), (None, 144)):
+        small = {"num_hidden_layers": 26, "hidden_size": 4608, "num_attention_heads": 32, "head_dim": head_dim}
+        convert.add_ignored_metadata(small, read(tmp_path, "gemma3"))
+        assert small["query_pre_attn_scalar"] == wanted
 
 
 def test_the_file_names_the_end_of_a_turn(tmp_path):
