@@ -17,6 +17,9 @@ from pillion.engine.checkpoints.tiktoken_files import has_vocabulary, write_toke
 from pillion.engine.models.config_parser import QUANTIZATION_FILES
 from pillion.errors import ConfigError
 
+# In these files other tools keep tokenizers; transformers converts most of them.
+OTHER_TOKENIZERS = ("tokenizer.model", "tekken.json", "vocab.json", "vocab.txt", "spiece.model", "tiktoken.model")
+
 
 def link_with_tokenizer(source: Path, folder: Path, progress: Progress, tokenizer: Path | None = None) -> None:
     """Fills ``folder`` with links to the files of the model in ``source`` and with a tokenizer.json.
@@ -62,6 +65,9 @@ def _convert(source: Path, folder: Path, progress: Progress) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(source), trust_remote_code=False)
         tokenizer.save_pretrained(folder)
     except Exception as error:  # noqa: BLE001  (transformers raises many kinds of errors over foreign files)
+        if not any((source / name).is_file() for name in OTHER_TOKENIZERS):
+            names = f"tokenizer.json, {', '.join(OTHER_TOKENIZERS)}"
+            raise ConfigError(f"{source} has no tokenizer: put its files there, one of {names}") from None
         raise ConfigError(f"{source} has no tokenizer that can be read: {first_line(error)}") from None
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(f"{source} has no tokenizer that can be written as tokenizer.json")

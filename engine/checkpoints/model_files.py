@@ -122,13 +122,18 @@ def _is_gguf(path: Path) -> bool:
         return file.read(4) == b"GGUF"
 
 
-def _demo_file() -> Path:
+def installed_demo() -> Path | None:
+    """Returns the demo model's file; None where its package is not installed."""
     found = importlib.util.find_spec(DEMO_PACKAGE)
     folder = Path(found.origin).parent if found is not None and found.origin else None
     files = sorted(folder.glob("*.gguf")) if folder else []
-    if not files:
+    return files[0].resolve() if files else None
+
+
+def _demo_file() -> Path:
+    if (file := installed_demo()) is None:
         raise ConfigError("the demo model is not installed: `pillion models pull demo` brings it")
-    return files[0].resolve()
+    return file
 
 
 def is_hub_id(model: str) -> bool:

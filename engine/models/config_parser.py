@@ -5,6 +5,7 @@ The table in :mod:`pillion.engine.models.families` has one row for each model fa
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -79,6 +80,9 @@ ENCODERS = Seam[EncoderReader]("engine.models.encoders")
 # In these files older tools say how they quantized a folder's weights, where the config.json does not say it.
 QUANTIZATION_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 
+# An error about an unknown architecture names at most so many known ones.
+MOST_NEAR_NAMES = 3
+
 
 def known_architectures() -> tuple[str, ...]:
     """Returns the values of ``model_type`` that can be served."""
@@ -94,7 +98,11 @@ def is_encoder(config: Mapping[str, Any]) -> bool:
 
 def load_config(folder: Path) -> ModelConfig:
     """Reads the config of a prepared folder. Raises ConfigError for a missing config or an unsupported model."""
-    return parse_config(read_config(folder))
+    config = read_config(folder)
+    try:
+        return parse_config(config)
+    except ConfigError as error:
+        raise ConfigError(f"{folder / 'config.json'}: {error.message.removeprefix('config.json: ')}") from None
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -213,7 +221,9 @@ def _family_of(config: Mapping[str, Any]) -> tuple[str, ModelFamily]:
     said = config.get("model_type")
     name = SAME_AS.get(said, said) if isinstance(said, str) else ""
     if name not in FAMILIES:
-        raise ConfigError(f"architecture {said!r} is not supported; known are {', '.join(known_architectures())}")
+        near = difflib.get_close_matches(str(said)[:80], known_architectures(), MOST_NEAR_NAMES)
+        hint = f"; near it are {', '.join(near)}" if near else ""
+        raise ConfigError(f"architecture {str(said)[:80]!r} is not supported{hint}; docs/models.md lists what is")
     return name, FAMILIES[name]
 
 

@@ -16,7 +16,7 @@ import click
 
 from pillion._version import PROTOCOL, VERSION
 from pillion.cli.console import fail
-from pillion.cli.flags import CA, CommandGroup, flag_options, option, option_name, options
+from pillion.cli.flags import CA, MODEL_ARGUMENT, CommandGroup, flag_options, option, option_name, options
 from pillion.cli.reach import as_component, pop_reach, talks_to_gateway
 from pillion.config import DecodeFlags, GatewayFlags, KVNodeFlags, PrefillFlags, PrepareFlags, ServeFlags
 from pillion.errors import ConfigError, PillionError
@@ -108,12 +108,12 @@ def takes_model(function: F) -> F:
             raise click.UsageError("give the model once: MODEL or --model", ctx)
         return value
 
-    return click.argument("model_argument", metavar="[MODEL]", required=False, callback=choose)(function)
+    return click.argument(MODEL_ARGUMENT, metavar="[MODEL]", required=False, callback=choose)(function)
 
 
 def with_model(cls: Any, values: dict[str, Any]) -> Any:
     """Returns the flags object, its model taken from MODEL, --model or the default, in this order."""
-    model = values.pop("model_argument") or values["model"] or "demo"
+    model = values.pop(MODEL_ARGUMENT) or values["model"] or "demo"
     return cls(**values | {"model": model})
 
 

@@ -55,6 +55,8 @@ OTHER_VARIABLES = {
 GONE = {"ignored_fields": "a field that is not known has no effect, and the answer's header x-pillion-ignored names it"}
 
 CONFIG_PATH = "config_path"
+# The positional argument that stands for --model.
+MODEL_ARGUMENT = "model_argument"
 _FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -62,8 +64,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 def option(name: str, about: str, default: Any = None, **more: Any) -> Callable[[F], F]:
     """Makes an option that shows its default in the help. A second word of ``name`` is the parameter's name."""
-    shown = default not in (None, "", ())
-    return click.option(*name.split(), default=default, show_default=shown, help=about, **more)
+    # An explicit None is a default for click 8.5, and a required option with a default would not be enforced.
+    given = {} if default is None else {"default": default, "show_default": default not in ("", ())}
+    return click.option(*name.split(), help=about, **given, **more)
 
 
 def options(*made: Callable[[F], F]) -> Callable[[F], F]:
@@ -153,7 +156,8 @@ class FlagCommand(click.Command):
         try:
             return super().invoke(ctx)
         except ConfigError as error:
-            named = set(_FLAG.findall(error.message))
+            if not (named := set(_FLAG.findall(error.message))) and (flag := _flag_of_path(ctx, error.message)):
+                named, error.message = {flag}, f"{flag}: {error.message}"
             error.message += "".join(_origin(ctx, param) for param in self.params if named & set(param.opts))
             raise
 
@@ -180,6 +184,17 @@ def _origin(ctx: click.Context, param: click.Parameter) -> str:
     if source is click.core.ParameterSource.DEFAULT_MAP:
         path = ctx.meta[CONFIG_PATH]
         return f" ({name} is set by line {_line_of(param.opts, path)} of {path})"
+    return ""
+
+
+def _flag_of_path(ctx: click.Context, message: str) -> str:
+    """Returns the flag whose file or folder an error is about; "" where the error names no flag's path."""
+    for param in ctx.command.params:
+        value = ctx.params.get(param.name or "")
+        if value and isinstance(value, str | Path):
+            path = Path(value).expanduser()
+            if path.exists() and (str(path.resolve()) in message or (os.sep in str(value) and str(value) in message)):
+                return "--model" if param.name == MODEL_ARGUMENT else param.opts[0]
     return ""
 
 

@@ -95,14 +95,20 @@ def _reporting(progress: Any, task: Any) -> type:
 
 
 def listed() -> Table:
-    """Returns a table with a row for each model in the cache: revisions, files, bytes, and when a file of it was last
-    read."""
+    """Returns a table with a row for the demo model, where it is installed, and for each model in the cache: revisions,
+    files, bytes, and when a file of it was last read."""
     info, now_s = _scan(), time.time()
+    from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT, installed_demo
+
     table = Table(title=str(_cache_folder()), box=None, padding=(0, 2, 0, 0), title_justify="left")
     for name in ("model", "revisions"):
         table.add_column(name, overflow="fold")
     for name in ("files", "size", "last used"):
         table.add_column(name, justify="right", no_wrap=True)
+    if demo := installed_demo():
+        about = demo.stat()
+        version = DEMO_REQUIREMENT.partition("==")[2]
+        table.add_row("demo", version, "1", size_of(about.st_size), ago(now_s - about.st_atime))
     for repo in sorted(_models(info), key=lambda repo: -repo.last_accessed):
         refs = sorted({ref for revision in repo.revisions for ref in revision.refs})
         names = ", ".join(refs) or f"{len(repo.revisions)} without a name"
@@ -118,6 +124,11 @@ def find(model: str) -> tuple[str, Any]:
 
     Raises ConfigError for a model that is not in the cache, or whose folder lies elsewhere.
     """
+    if model == "demo":
+        from pillion.engine.checkpoints.model_files import DEMO_REQUIREMENT
+
+        package = DEMO_REQUIREMENT.partition("==")[0]
+        raise ConfigError(f"the demo model is a package of this Python: {sys.executable} -m pip uninstall {package}")
     info = _scan()
     found = next((repo for repo in _models(info) if repo.repo_id == model), None)
     if found is None:

@@ -32,6 +32,8 @@ log = logging.getLogger("pillion.net.tls")
 
 INTERNAL_NAME = "pillion.internal"
 Options = list[tuple[str, Any]]
+# By these numbers OpenSSL says that a certificate is not valid yet, or no longer.
+_WRONG_TIMES = (9, 10)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,20 +140,64 @@ def client_context(
         context = ssl.create_default_context()
     else:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-        shown = "ca" if isinstance(ca, bytes) else os.fspath(ca)
-        try:
-            context.load_verify_locations(cadata=(ca if isinstance(ca, bytes) else _read(shown)).decode())
-        except (ssl.SSLError, ValueError):
-            raise ConfigError(f"TLS: {shown} has no certificate in PEM") from None
+        _load_authorities(context, ca)
     if cert is not None:
-        own, secret = os.fspath(cert), os.fspath(key or cert)
-        for path in (own, secret):
-            _read(path)
-        try:
-            context.load_cert_chain(own, secret, password="-")  # noqa: S106
-        except (ssl.SSLError, OSError) as error:
-            raise ConfigError(f"TLS: {own} and {secret}: {_reason(error)}") from None
+        _load_own(context, os.fspath(cert), os.fspath(key or cert))
     return context
+
+
+def _load_own(context: ssl.SSLContext, cert: str, key: str) -> None:
+    """Gives a context its own certificate chain and private key. Raises ConfigError that names the wrong file."""
+    if b"-----BEGIN CERTIFICATE-----" not in _read(cert):
+        raise ConfigError(f"TLS: {cert} has no certificate in PEM")
+    if b"PRIVATE KEY-----" not in _read(key):
+        raise ConfigError(f"TLS: {key} has no private key in PEM")
+    try:
+        # For an encrypted key OpenSSL would ask on the terminal; with a wrong password it raises an error.
+        context.load_cert_chain(cert, key, password="-")  # noqa: S106
+    except (ssl.SSLError, OSError) as error:
+        if getattr(error, "reason", "") == "KEY_VALUES_MISMATCH":
+            raise ConfigError(f"TLS: the private key {key} does not fit the certificate {cert}") from None
+        raise ConfigError(f"TLS: {cert} and {key}: {_reason(error)}; one of them is damaged, or encrypted") from None
+
+
+def _load_authorities(context: ssl.SSLContext, ca: str | os.PathLike[str] | bytes) -> None:
+    """Makes a context trust authorities, given as a path or as PEM. Raises ConfigError for a file without certificates,
+    and where all of them have expired."""
+    shown = "ca" if isinstance(ca, bytes) else os.fspath(ca)
+    try:
+        # A comment beside the certificates may have any letters.
+        pem = ca if isinstance(ca, bytes) else _read(shown)
+        context.load_verify_locations(cadata=pem.decode("ascii", "ignore"))
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(f"TLS: {shown} has no certificate in PEM") from None
+    ends = [str(one["notAfter"]) for one in context.get_ca_certs()]
+    if ends and all(ssl.cert_time_to_seconds(end) < time.time() for end in ends):
+        raise ConfigError(f"TLS: {shown} has expired: its last certificate was valid until {ends[-1]}")
+
+
+def _refuse_expired(context: ssl.SSLContext, cert: str) -> None:
+    """Raises ConfigError where the certificate of a server's context has expired or is not valid yet.
+
+    Only a handshake looks at a certificate's dates, so one is played in memory, by a client that trusts just this one.
+    """
+    client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    client.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    client.load_verify_locations(cadata=_read(cert).decode("ascii", "ignore"))
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = (client.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True))
+    for side in (*sides, *sides):
+        try:
+            side.do_handshake()
+        except ssl.SSLWantReadError:
+            continue
+        except ssl.SSLCertVerificationError as error:
+            if error.verify_code in _WRONG_TIMES:
+                raise ConfigError(f"TLS: {cert}: {error.verify_message}") from None
+            return
+        except ssl.SSLError:
+            return
 
 
 class ComponentChannel:
@@ -226,16 +272,10 @@ def _context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
-    try:
-        # For an encrypted key OpenSSL would ask on the terminal; with a wrong password it raises an error.
-        context.load_cert_chain(files.cert, files.key, password="-")  # noqa: S106
-    except (ssl.SSLError, OSError) as error:
-        raise ConfigError(f"TLS: {files.cert} and {files.key}: {_reason(error)}") from None
+    _load_own(context, files.cert, files.key)
+    _refuse_expired(context, files.cert)
     if files.ca:
-        try:
-            context.load_verify_locations(files.ca)
-        except (ssl.SSLError, OSError) as error:
-            raise ConfigError(f"TLS: {files.ca}: {_reason(error)}") from None
+        _load_authorities(context, files.ca)
         context.verify_mode = ssl.CERT_REQUIRED
         # A client that resumes a session shows no certificate again, even if its authority is not accepted any more.
         # Without tickets there is nothing to resume; before TLS 1.3 a server remembers sessions by itself.

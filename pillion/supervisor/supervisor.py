@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pillion.cli.console import Notices
-from pillion.errors import Unavailable
+from pillion.errors import ConfigError, Unavailable
 from pillion.supervisor.child_process import KILL_TIMEOUT_S, ChildProcess, Launch
 from pillion.supervisor.ready_process import NextProcess, StandBy
 from pillion.supervisor.restarts import RestartPolicy
@@ -49,6 +49,8 @@ STANDBY_DELAY_S = 2.0
 BEHIND_S = 30.0
 # A command of Pillion's that fails ends with one line, which begins like this.
 FAILED = "pillion: "
+# A component ends with this status where its flags, or the files that they name, are of no use.
+EXIT_REFUSED = 2
 # This many of the last lines of a quiet component's output are kept.
 MAX_KEPT_LINES = 20
 
@@ -152,11 +154,12 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._failure: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._was_ready = False
+        self._refused = False
         self._one_standby = asyncio.Lock()
 
     async def start(self) -> None:
         """Starts all components, and returns once every one is ready. Raises Unavailable, which names the component
-        that is not; call :meth:`stop` then, too."""
+        that is not, or ConfigError where that component refused its flags; call :meth:`stop` then, too."""
         self._tasks = [
             asyncio.create_task(self._tend(component), name=component.spec.component_id)
             for component in self._components
@@ -168,7 +171,7 @@ class Supervisor:
         finally:
             ready.cancel()
         if self._failure.done():
-            raise Unavailable(self._failure.result())
+            raise (ConfigError if self._refused else Unavailable)(self._failure.result())
         self._was_ready = True
         if self._stand_by is not None:
             self._tasks += [
@@ -241,6 +244,7 @@ class Supervisor:
                 if not self._was_ready:
                     return self._fail(ended)
             if not self._was_ready:
+                self._refused = code == EXIT_REFUSED and bool(component.failed)
                 why = f"{name} cannot start: {component.failed}"
                 return self._fail(why if component.failed else f"{ended} before it was ready")
             self._end_dependents(name)

@@ -149,6 +149,31 @@ def test_mistakes_are_one_line_on_standard_error(command: Run, argv: list[str], 
     assert done.stdout == ""
 
 
+def leaves(command: click.Command, *words: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Yields each command that is no group, with the words that name it."""
+    if isinstance(command, click.Group):
+        for name, one in command.commands.items():
+            yield from leaves(one, *words, name)
+    else:
+        yield words, command
+
+
+def test_each_required_option_and_argument_is_asked_for(command: Run) -> None:
+    asked = set()
+    for words, one in leaves(cli):
+        required = [param for param in one.params if param.required]
+        for missing in required:
+            given = [param for param in required if param is not missing]
+            options = [word for param in given if isinstance(param, click.Option) for word in (param.opts[0], "x")]
+            # Arguments have no names on the command line, so the last one is the one that is missing.
+            arguments = ["x"] * len([param for param in required if isinstance(param, click.Argument)])
+            done = command(*words, *options, *arguments[isinstance(missing, click.Argument) :])
+            assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+            assert f"Missing {missing.param_type_name}" in done.stderr
+            asked.add((*words, missing.name))
+    assert {("keys", "add", "tenant"), ("simulate", "trace"), ("certs", "folder"), ("generate", "prompt")} <= asked
+
+
 def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
     from testbed.ports import free_port
     from testbed.tiny_model import save_model
@@ -160,6 +185,32 @@ def test_a_pool_too_small_is_one_line(tmp_path: pathlib.Path) -> None:
     assert done.returncode == 2
     assert "lower --max-model-len" in done.stderr.strip().splitlines()[-1]
     assert "kvnode" not in done.stderr
+
+
+def test_a_model_that_cannot_be_served_is_one_line_with_flag_and_file(tmp_path: pathlib.Path, command: Run) -> None:
+    """It has no tokenizer, an unknown architecture, or lacks a layer."""
+    from safetensors.torch import load_file, save_file
+
+    from testbed.tiny_model import save_model
+
+    for name in ("bare", "strange", "short"):
+        save_model(tmp_path / name)
+    for file in (tmp_path / "bare").glob("tokenizer*"):
+        file.unlink()
+    config = tmp_path / "strange" / "config.json"
+    config.write_text(config.read_text().replace('"llama"', '"lama"'))
+    weights = load_file(tmp_path / "short" / "model.safetensors")
+    kept = {name: tensor for name, tensor in weights.items() if ".layers.1." not in name}
+    save_file(kept, tmp_path / "short" / "model.safetensors")
+    cases = {
+        "bare": f"{tmp_path}/bare has no tokenizer: put its files there, one of tokenizer.json, tokenizer.model",
+        "strange": f"{config}: architecture 'lama' is not supported; near it are llama",
+        "short": f"{tmp_path}/short lacks model.layers.1.input_layernorm.weight",
+    }
+    for name, complaint in cases.items():
+        done = command("prepare", str(tmp_path / name), "--dtype", "float32")
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+        assert done.stderr.startswith(f"pillion: --model: {complaint}")
 
 
 @pytest.mark.parametrize(

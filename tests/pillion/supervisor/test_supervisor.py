@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from pillion.errors import Unavailable
+from pillion.errors import ConfigError, Unavailable
 from pillion.supervisor.child_process import MAX_LINE_BYTES, ChildProcess
 from pillion.supervisor.lifeline import PARENT_PID_VARIABLE
 from pillion.supervisor.restarts import Restart, RestartPolicy
@@ -89,7 +89,7 @@ async def test_why_a_component_cannot_start_is_said_once(folder: pathlib.Path) -
     notices = RecordedNotices()
     program = "print('loading'); print('pillion: --listen x: no'); raise SystemExit(2)"
     supervisor = Supervisor([spec(folder, "a", program=program)], notices)
-    with pytest.raises(Unavailable, match=r"^a cannot start: --listen x: no$"):
+    with pytest.raises(ConfigError, match=r"^a cannot start: --listen x: no$"):
         await supervisor.start()
     await supervisor.stop()
     assert notices.lines == ["a: loading"]
