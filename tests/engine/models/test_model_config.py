@@ -514,8 +514,8 @@ def test_gemma_4():
         ({"per_layer_config": [1]}, "per_layer_config must be an object"),
         ({"num_global_key_value_heads": 3, "attention_k_eq_v": True}, "do not fit together"),
         (
-            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.1}}},
-            "0.1 of",
+            {"rope_parameters": {"full_attention": {"rope_type": "proportional", "partial_rotary_factor": 3.0}}},
+            "3.0 of",
         ),
     ],
 )
