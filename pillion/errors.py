@@ -135,6 +135,11 @@ class BrokenModel(Internal):
     is not tried again."""
 
 
+class BrokenGrammar(Internal):
+    """Says that an answer cannot go on in the grammar that it was admitted with, and could not the next time: the
+    request is not tried again."""
+
+
 class LethalRequest(Internal):
     """Workers were lost in a step with this request, and other workers would be lost as well: the request is not tried
     again."""

@@ -29,7 +29,7 @@ from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.grammar_state import GrammarState
 from pillion.engine.grammars.mask_threads import MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
-from pillion.errors import InvalidRequest
+from pillion.errors import BrokenGrammar, InvalidRequest
 from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ REPLAY_PAUSE_S = 1e-4
 # These expressions find in an error of llguidance the fuel that a matcher has spent; the token does not exist, and is
 # used to cause an error.
 _FUEL, _NO_TOKEN = re.compile(r'"lexer_cost": (\d+)'), 2**31 - 1
+# llguidance says this of a token that a grammar does not allow.
+_REFUSES = "doesn't satisfy the grammar"
 # This expression matches a special token in the bytes that a grammar forces.
 _SPECIAL = re.compile(rb"\xff\[(\d+)\]")
 
@@ -138,7 +140,9 @@ class GrammarCompiler:
             # Other answers with the same compiled grammar may have met one of its limits.
             state = self._at(text, self._compile(text, own=True), answer, ends)
         if state.broken:
-            raise InvalidRequest(f"{GRAMMAR_FAULT} cannot be followed: {state.broken}")
+            # A grammar that has led an answer so far was admitted; an answer that it refuses is the client's.
+            fault = BrokenGrammar if answer and _REFUSES not in state.broken else InvalidRequest
+            raise fault(f"{GRAMMAR_FAULT} cannot be followed: {state.broken}")
         return state
 
     def _at(self, text: str, compiled: CompiledGrammar, answer: Seq[int], ends: tuple[int, ...]) -> GrammarState:

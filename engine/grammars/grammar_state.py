@@ -32,7 +32,7 @@ from pillion.engine.grammars.answer_grammar import MaskRows
 from pillion.engine.grammars.compiled_grammar import CompiledGrammar
 from pillion.engine.grammars.mask_threads import MASK_LIMIT_MS, LateMasks, MaskJob, MaskThreads
 from pillion.engine.sampling.sampling_rows import UInt32
-from pillion.errors import InvalidRequest, PillionError
+from pillion.errors import BrokenGrammar, PillionError
 from pillion.grammar_limits import GRAMMAR_FAULT
 
 # After an answer was followed anew because of an error, a further error lets it be followed anew only this many tokens
@@ -260,4 +260,4 @@ class GrammarState:
         return True
 
     def _fail(self, reason: str) -> None:
-        self.failure = InvalidRequest(f"{GRAMMAR_FAULT} cannot be followed: {reason}")
+        self.failure = BrokenGrammar(f"{GRAMMAR_FAULT} cannot be followed: {reason}")

@@ -38,6 +38,7 @@ from pillion.engine.worker.worker import Worker
 from pillion.engine.worker.worker_epoch import SequenceListener, WorkerEpoch
 from pillion.engine.worker.worker_feature import NO_NEEDS, RequestNeeds
 from pillion.errors import (
+    BrokenGrammar,
     BrokenModel,
     Conflict,
     DeadlineExceeded,
@@ -452,7 +453,7 @@ def _needs_of(submit: Submit) -> RequestNeeds:
 
 
 def _error_of(error: PillionError) -> DecodeError:
-    retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenModel | MemoryShort)
+    retryable = isinstance(error, _RETRYABLE) and not isinstance(error, BrokenGrammar | BrokenModel | MemoryShort)
     retry_after_ms = error.retry_after_ms if isinstance(error, Overloaded) else 0
     return DecodeError(code=error.code, message=error.message, retryable=retryable, retry_after_ms=retry_after_ms)
 

@@ -50,6 +50,12 @@ _SAID = {
     "oneOf constraints are not supported": "more than one of these may hold at once; anyOf allows that",
     "NoExtensionBias": "no text fits it",
 }
+# These match the name of a terminal that a grammar in Lark defines, an expression, the name of the grammar's first
+# rule, and a schema, which stands in a line.
+_TERMINAL = re.compile(r"^[ \t]*(_?[A-Z][A-Z0-9_]*)(?:\.-?\d+)?(?:\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+_EXPRESSION = re.compile(r"/(?:[^/\\\n]|\\.)+/[a-z]*")
+_START = re.compile(r"\bstart\b")
+_SCHEMA = re.compile(r"%json .*")
 
 Path = tuple[str | int, ...]
 
@@ -67,7 +73,7 @@ def opened(setup: dict[str, Any]) -> Callable[[Any], dict[str, Any]]:
     def handle(job: Any) -> dict[str, Any]:
         if "gbnf" in job:
             return converted(job["gbnf"])
-        reason = trial(tokenizer, limits, job["grammar"])
+        reason = trial(tokenizer, limits, job["grammar"]) or empty_part(tokenizer, limits, job["grammar"])
         return blame(job["sources"], reason, limits) if reason else {}
 
     return handle
@@ -97,6 +103,30 @@ def trial(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
     if matcher.is_error():
         return matcher.get_error() or "it does not compile"
     return "" if matcher.is_accepting() or not matcher.is_stopped() else "no text fits it"
+
+
+def empty_part(tokenizer: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
+    """Says which terminal, or expression, in a grammar matches no text, so that an answer that comes to it could not go
+    on; "" where there is none. A JSON schema's are not looked at."""
+    wholes = [one["lark_grammar"] for one in json.loads(grammar)["grammars"]] if grammar[:1] == "{" else [grammar]
+    until_s = time.process_time() + SEARCH_CPU_S
+    for whole in wholes:
+        # Only these operators, and classes of characters, can leave nothing.
+        names = _TERMINAL.findall(whole) if "&" in whole or "~" in whole else []
+        rest = _START.sub("unused_start", whole) if names else ""
+        parts = dict.fromkeys(names, rest) | {
+            found: "" for found in _EXPRESSION.findall(_SCHEMA.sub("", whole)) if "[" in found
+        }
+        for part, needed in parts.items():
+            if time.process_time() > until_s:
+                return ""
+            alone = LLMatcher(tokenizer, f"{needed}\nstart: {part}\n", log_level=0, limits=limits)
+            if alone.is_error() or alone.is_accepting():
+                continue
+            alone.compute_bitmask()
+            if alone.is_error():
+                return f"no text fits {part}"
+    return ""
 
 
 def blame(sources: dict[str, Any], reason: str, limits: LLParserLimits) -> dict[str, Any]:

@@ -7,10 +7,18 @@ follow only nearly, and names their place: so an answer fits the whole schema, o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from fractions import Fraction
 from typing import Any
 
-from pillion.gateway.grammars.json_strings import LONG_CONTROLS, NUL, format_pattern, rust_pattern
+from pillion.gateway.grammars.json_strings import (
+    LONG_CONTROLS,
+    NUL,
+    few_texts,
+    format_pattern,
+    rust_pattern,
+)
 from pillion.gateway.grammars.schema_places import (
     ALONE,
     LISTED,
@@ -35,6 +43,9 @@ MAX_SCHEMA_DEPTH = 100
 # llguidance follows numbers as floats, and larger integers are not exact as floats.
 MAX_EXACT_INTEGER = 2**53
 MAX_VIOLATIONS = 8
+# Multiples of a fraction are followed as those of an integer up to this one, for llguidance spends a state on each
+# number below it.
+MAX_STEP = 1000
 # An answer has white space only where Python's json writes it, so that no model can write blanks for ever, and the text
 # between two values needs no sampling.
 _WRITING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -63,12 +74,18 @@ class _Whole:
         lost: the control characters that strings may not contain where they have to match one of the schema's patterns
             (:func:`rust_pattern`).
         compares: whether the schema has patternProperties.
+        names: the names of all properties that the schema mentions.
         endless: the references that no finite value fits.
+        merges: whether several of the schemas may hold for one value.
+        integers: whether some value has to be an integer.
     """
 
     def __init__(self, root: Any) -> None:
         schemas = list(schemas_in(root))
         self.compares = any(one.get("patternProperties") for one in schemas)
+        self.names = frozenset(name for one in schemas for name in names_in(one)) if self.compares else frozenset()
+        self.merges = self.compares or any(not _APPLIED.isdisjoint(one) for one in schemas)
+        self.integers = any("integer" in _kinds(one) for one in schemas)
         others = any(any(names_in(one)) and one.get("additionalProperties") not in _FREE for one in schemas)
         controls = any(not _CONTROLS.isdisjoint(name) for one in schemas for name in names_in(one))
         self.lost = LONG_CONTROLS if self.compares or others or controls else NUL
@@ -102,6 +119,7 @@ def _followed(schema: Any, whole: _Whole) -> Any:
     if not isinstance(schema, dict):
         return schema
     made: dict[str, Any] = {}
+    schema = _numbers_followed(_names_followed(schema, whole))
     for key, value in schema.items():
         if key == "patternProperties" and isinstance(value, dict):
             value = {rust_pattern(name, whole.lost): _followed(inner, whole) for name, inner in value.items()}
@@ -125,6 +143,63 @@ def _followed(schema: Any, whole: _Whole) -> Any:
         made.pop("additionalProperties", None)
         return {"patternProperties": {_FURTHER: True}, "additionalProperties": False, **made}
     return made
+
+
+def _names_followed(schema: dict[str, Any], whole: _Whole) -> dict[str, Any]:
+    """Returns a schema of which no pattern of names can be left without a name.
+
+    llguidance takes the names that are listed, here and in the schemas that hold here too, from those that a pattern
+    matches. Where nothing is left of them it still offers a comma, behind which no text can follow. So a pattern that
+    matches nothing but names that the schema mentions is written as these names.
+    """
+    patterns, properties = schema.get("patternProperties"), schema.get("properties", {})
+    if not (isinstance(patterns, dict) and patterns and isinstance(properties, dict)):
+        return schema
+    listed, others = {**properties}, {}
+    most, longest = len(whole.names), max(map(len, whole.names), default=0)
+    for pattern, inner in patterns.items():
+        texts = few_texts(pattern, most, longest)
+        if texts is None or not texts <= whole.names:
+            others[pattern] = inner
+            continue
+        for name in sorted(texts):
+            listed[name] = {"allOf": [listed[name], inner]} if name in listed else inner
+    made: dict[str, Any] = {"properties": listed, "patternProperties": others}
+    if "additionalProperties" in schema:
+        made["additionalProperties"] = schema["additionalProperties"]
+    # These three stand first, because llguidance overlooks some of them after keywords that apply other schemas here.
+    return {key: value for key, value in made.items() if value != {}} | {
+        key: value for key, value in schema.items() if key not in made
+    }
+
+
+def _numbers_followed(schema: dict[str, Any]) -> dict[str, Any]:
+    """Returns a schema of numbers of which llguidance sees whether any fits: it computes with floats, and takes no heed
+    that a multiple of a fraction may have to be an integer."""
+    step, kinds = abs(_exact(schema.get("multipleOf")) or 0), _kinds(schema)
+    if not step or not {"integer", "number"}.issuperset(map(str, kinds)):
+        return schema
+    if kinds == ["integer"]:
+        step = Fraction(step.numerator)
+        schema = {**schema, "multipleOf": step.numerator} if step <= MAX_STEP else schema
+    bounds = {key: bound / step for key in _NUMBERS[:4] if (bound := _exact(schema.get(key))) is not None}
+    first = [math.floor(n) + 1 if key[0] == "e" else math.ceil(n) for key, n in bounds.items() if "inimum" in key]
+    last = [math.ceil(n) - 1 if key[0] == "e" else math.floor(n) for key, n in bounds.items() if "aximum" in key]
+    none = first and last and max(first) > min(last)
+    return {**schema, "enum": []} if none else schema
+
+
+def _exact(number: Any) -> Fraction | None:
+    """Returns a number of JSON exactly as it was written; None for what is none."""
+    if isinstance(number, bool) or not isinstance(number, int | float) or not abs(number) < math.inf:
+        return None
+    return Fraction(str(number))
+
+
+def _kinds(schema: dict[str, Any]) -> list[Any]:
+    """Returns the types that a schema names."""
+    named = schema.get("type")
+    return named if isinstance(named, list) else [named]
 
 
 def _is_deep(schema: Any) -> bool:
@@ -157,6 +232,10 @@ def _faults(schema: Any, path: str, whole: _Whole) -> Iterator[tuple[str, str]]:
         yield f"{path}/additionalItems", "prefixItems goes with items, which means the same"
     if "additionalItems" in schema and _APPLIED & schema.keys():
         yield f"{path}/additionalItems", "items of another schema that holds here too would count as listed"
+    step = abs(_exact(schema.get("multipleOf")) or 0)
+    mixed = whole.merges and whole.integers and (_kinds(schema) != ["integer"] or step.numerator > MAX_STEP)
+    if mixed and step and 1 not in (step.numerator, step.denominator):
+        yield f"{path}/multipleOf", "beside integers, only an integer or one divided by an integer"
     least, needed = schema.get("minProperties"), schema.get("required")
     certain = len(set(map(str, needed))) if isinstance(needed, list) else 0
     if isinstance(least, int) and least > certain + 1:

@@ -36,13 +36,13 @@ _BLANKS = (
 
 
 def _others(ranges: Iterable[Range]) -> tuple[Range, ...]:
-    """Returns all characters outside of ``ranges``, which rise."""
+    """Returns all characters outside of ``ranges``."""
     found, begin = [], 0
-    for low, high in ranges:
+    for low, high in sorted(ranges):
         if begin < low:
             found.append((begin, low - 1))
-        begin = high + 1
-    return (*found, (begin, _LAST))
+        begin = max(begin, high + 1)
+    return (*found, (begin, _LAST)) if begin <= _LAST else tuple(found)
 
 
 _NOTHING = r"[^\s\S]"
@@ -57,6 +57,8 @@ _CLASS = rf"\[(\^?)((?>(?:{_ESCAPE}|[^\]\\])*))(\]?)"
 _GROUP = r"\(\?(?>P?<[A-Za-z_$][\w$]{0,63}>|([a-zA-Z-]{1,16})[:)])"
 _PART = re.compile(rf"{_CLASS}|{_GROUP}|({_ESCAPE})|.", re.DOTALL)
 _FLAGS = re.compile(r"[ims]*(-[ims]+)?[:)]?")
+# This matches a number of times.
+_TIMES = re.compile(r"(?:([?*+])|\{(\d{1,4})(?:(,)(\d{0,4}))?\})\??")
 # This matches one character of a character class, or a range of them.
 _MEMBER = re.compile(rf"({_ESCAPE}|.)(?:(-)({_ESCAPE}|.))?", re.DOTALL)
 
@@ -87,6 +89,99 @@ def rust_pattern(pattern: str, lost: str = NUL) -> str:
     return _PART.sub(lambda found: _part(found, lost), pattern)
 
 
+def few_texts(pattern: str, most: int, longest: int) -> frozenset[str] | None:
+    """Returns the texts that a pattern matches; None where these are more than ``most``, one has more than ``longest``
+    characters, or it is not plain to see which they are. Raises ValueError where ``rust_pattern`` does."""
+    # For each group that is open, the outermost first: the texts of its earlier alternatives, the texts that the
+    # present one begins with, and the texts of its last part.
+    groups: list[tuple[set[str], set[str], set[str]]] = [(set(), {""}, {""})]
+    begun = ended = False
+    at = 0
+    while at < len(pattern):
+        found = _PART.match(pattern, at)
+        assert found is not None, "a part may be any character"
+        part, at, (earlier, before, last) = found[0], found.end(), groups.pop()
+        times = _TIMES.match(pattern, found.start())
+        if ended and part != "|":
+            return None
+        if part == "^" and not (groups or begun) and before == last == {""}:
+            begun = True
+        elif part == "$" and begun and not groups:
+            ended = True
+        elif part == "|" and (groups or ended):
+            earlier |= _joined(before, last)
+            before, last = {""}, {""}
+            if not groups:
+                begun = ended = False
+        elif part[0] == "(" and (part == "(" or (part[1] == "?" and found[4] in (None, ""))):
+            groups.append((earlier, _joined(before, last), set()))
+            earlier, before, last = set(), {""}, {""}
+            at += 2 if pattern.startswith("?:", at) else 0
+        elif part == ")" and groups:
+            one = earlier | _joined(before, last)
+            earlier, before, _ = groups.pop()
+            last = one
+        elif times is not None and (repeated := _repeated(last, times, most, longest)) is not None:
+            last, at = repeated, times.end()
+        elif times is None and (texts := _texts_of(found, most)) is not None:
+            before, last = _joined(before, last), texts
+        else:
+            return None
+        if len(before) * len(last) + len(earlier) > most or max(map(len, before | last), default=0) > longest:
+            return None
+        groups.append((earlier, before, last))
+    ((earlier, before, last),) = groups[:1]
+    return frozenset(earlier | _joined(before, last)) if ended and len(groups) == 1 else None
+
+
+def _joined(before: set[str], last: set[str]) -> set[str]:
+    return {first + second for first in before for second in last}
+
+
+def _repeated(texts: set[str], times: re.Match[str], most: int, longest: int) -> set[str] | None:
+    """Returns the texts that are several of ``texts``, one after the other; None where they may be more than ``most``,
+    or longer than ``longest``."""
+    mark, least, between, limit = times.groups()
+    if mark in ("*", "+") or (between and not limit):
+        return None
+    low, high = (0, 1) if mark else (int(least), int(limit or least))
+    found: set[str] = set()
+    made = {""}
+    for count in range(high + 1):
+        found |= made if count >= low else set()
+        if count == high:
+            break
+        if len(made) * len(texts) > most or max(map(len, made), default=0) > longest:
+            return None
+        made = _joined(made, texts)
+    return found
+
+
+def _texts_of(found: re.Match[str], most: int) -> set[str] | None:
+    """Returns the characters that a part of a pattern matches, which is a class, an escape or one character; None where
+    they are more than ``most`` or another thing."""
+    negated, inner, closed, _, escape = found.groups()
+    if inner is not None:
+        ranges, properties = _members(inner)
+        if properties or not closed:
+            return None
+        ranges = [*_others(ranges)] if negated else ranges
+    elif escape is not None:
+        if escape[1:] in ("d", "w", "s"):
+            ranges = list(_SETS[escape[1]])
+        elif escape[1:2] in (*"DWSpPbBAzk123456789", ""):
+            return None
+        else:
+            ranges = [(_code(escape), _code(escape))]
+    elif found[0] in (*".^$|()[]{}",) or len(found[0]) > 1:
+        return None
+    else:
+        ranges = [(ord(found[0]), ord(found[0]))]
+    if sum(high - low + 1 for low, high in ranges) > most:
+        return None
+    return {chr(code) for low, high in ranges for code in range(low, high + 1)}
+
+
 def _part(found: re.Match[str], lost: str) -> str:
     negated, inner, closed, flags, escape = found.groups()
     text = found[0]
@@ -113,6 +208,11 @@ def _part(found: re.Match[str], lost: str) -> str:
 
 
 def _class_of(negated: bool, inner: str, lost: str) -> str:
+    return _class(negated, *_members(inner), lost)
+
+
+def _members(inner: str) -> tuple[list[Range], list[str]]:
+    """Returns the ranges and the properties, such as ``\\p{L}``, between the brackets of a class. Raises ValueError."""
     ranges: list[Range] = []
     properties: list[str] = []
     for first, dash, last in _MEMBER.findall(inner):
@@ -130,7 +230,7 @@ def _class_of(negated: bool, inner: str, lost: str) -> str:
             ranges.append((low, _code(last) if dash else low))
             if ranges[-1][1] < low:
                 raise ValueError(f"{first}-{last} is no range of characters")
-    return _class(negated, ranges, properties, lost)
+    return ranges, properties
 
 
 def _class(negated: bool, ranges: Sequence[Range], properties: Sequence[str], lost: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import jsonschema
 import pytest
 
+from pillion.errors import Internal
 from pillion.grammar_limits import GRAMMAR_FAULT, PARSER_LIMITS
 from pillion.types import FinishReason
 from pillion.v1 import decode_pb2
@@ -156,7 +157,7 @@ async def test_a_limit_that_is_met_in_an_answer_fails_it(folder: str, monkeypatc
             assert answer.last is not None
             assert answer.last.finish_reason is None
             assert answer.last.error is not None
-            assert answer.last.error.code == INVALID
+            assert answer.last.error.code == Internal.code
             assert not answer.last.error.retryable
             assert answer.last.error.message.startswith(GRAMMAR_FAULT)
             assert "too many states" in answer.last.error.message

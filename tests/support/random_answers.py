@@ -58,7 +58,8 @@ def answer(matcher: LLMatcher, rng: random.Random) -> str | None:
         if matcher.is_stopped():
             return TOKENIZER.decode_bytes(tokens).decode()
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
-        assert mask, matcher.get_error()
+        # The mask of a matcher that cannot go on has the end.
+        assert not matcher.is_error(), (TOKENIZER.decode_bytes(tokens), matcher.get_error())
         if mask >> END & 1 and (mask == 1 << END or rng.random() < 0.6):
             return TOKENIZER.decode_bytes(tokens).decode()
         mask &= ~(1 << END)

@@ -17,7 +17,7 @@ from pillion.cores import BACKGROUND_NICENESS
 from pillion.engine.grammars import compiler as compiler_module
 from pillion.engine.grammars.compiler import MAX_COMPILED_GRAMMARS, GrammarCompiler, read_ahead, read_tokenizer
 from pillion.engine.grammars.grammar_state import GrammarState
-from pillion.errors import InvalidRequest
+from pillion.errors import BrokenGrammar, InvalidRequest
 from testbed.conditions import WITHIN_S, result_of, wait_for
 from tests.support.fake_backend import EOS, VOCAB_SIZE
 from tests.support.grammars import follow, text_of, write_tokenizer
@@ -232,7 +232,7 @@ def test_an_error_of_the_library_fails_and_never_ends_an_answer(
             state.take(LETTERS[:1])
             length += 1
         assert length > 100
-        assert isinstance(state.failure, InvalidRequest)
+        assert isinstance(state.failure, BrokenGrammar)
         assert "too many states" in state.failure.message
 
 

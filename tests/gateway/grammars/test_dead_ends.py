@@ -1,0 +1,232 @@
+"""No answer to a schema that is taken comes to a place where nothing can follow.
+
+Random answers are written to random schemas, whose names, patterns, bounds and references often leave nothing to each
+other.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from decimal import InvalidOperation
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from llguidance import LLParserLimits
+
+from pillion.errors import InvalidRequest
+from pillion.gateway.grammars.answer_grammar import join
+from pillion.gateway.grammars.grammar_worker import empty_part, trial
+from pillion.gateway.grammars.json_schema import written
+from pillion.gateway.grammars.json_strings import few_texts
+from pillion.gateway.grammars.structured_outputs import structured_piece
+from pillion.grammar_limits import PARSER_LIMITS
+from pillion.types import StructuredOutputs
+from tests.support.examples import examples
+from tests.support.random_answers import TOKENIZER, answer, exact, matcher_of, structured_matcher
+
+NAMES = ("a", "b", "ab", "abc", "score", "x1", "y")
+PATTERNS = (
+    *("^score$", "^a$", "^(a|b)$", "^a", "b", "^[a-c]$", "^x[0-9]$", "^.*$", "^", "^[a-c]{1,2}$", "^y?$", "^[^a]$"),
+    *("1", "^(?:ab?|y)$", r"^[^\s\S]$", r"^x\d$|^score$"),
+)
+WALKS = 8
+NUMBER = {"type": "number"}
+
+
+def leaf(rng: random.Random) -> Any:
+    low = rng.randint(-3, 6)
+    kinds: tuple[Callable[[], Any], ...] = (
+        lambda: {"type": "string", "minLength": rng.randint(0, 2), "maxLength": rng.randint(0, 3)},
+        lambda: {"type": "string", "pattern": rng.choice(PATTERNS), "maxLength": rng.randint(0, 3)},
+        lambda: {"type": "integer", "minimum": low, "maximum": low + rng.randint(-1, 3)},
+        lambda: {
+            "type": rng.choice(["integer", "number"]),
+            rng.choice(["minimum", "exclusiveMinimum"]): low / rng.choice([1, 10]),
+            rng.choice(["maximum", "exclusiveMaximum"]): low + rng.random() * 2,
+            "multipleOf": rng.choice([2, 3, 0.75, 1.5, 0.1, 0.3, 5, 0.5]),
+        },
+        lambda: {"enum": rng.sample([1, 2, "a", "b", None, True, 2.5, "score"], rng.randint(1, 3))},
+        lambda: {"enum": rng.sample([1, 2, "a", None], 2), "type": rng.choice(["string", "integer", "null"])},
+        lambda: {"const": rng.choice([1, "a", None, {"a": 1}, [1]])},
+        lambda: rng.choice([False, True, {}, {"type": "boolean"}, {"type": ["string", "null"]}]),
+        lambda: {"format": rng.choice(["date", "ipv4"]), "type": "string", "maxLength": rng.randint(4, 12)},
+    )
+    return rng.choice(kinds)()
+
+
+def node(rng: random.Random, depth: int) -> Any:
+    kind = rng.random() if depth > 0 else 0.0
+    if kind < 0.3:
+        return leaf(rng)
+    if kind < 0.7:
+        return an_object(rng, depth)
+    if kind < 0.78:
+        return {"type": "array", "items": node(rng, depth - 1), "minItems": rng.randint(0, 1), "maxItems": 2}
+    if kind < 0.82:
+        return {"type": "array", "prefixItems": [node(rng, depth - 1), leaf(rng)], "items": rng.choice([False, True])}
+    if kind < 0.95:
+        return {rng.choice(["allOf", "allOf", "anyOf"]): [node(rng, depth - 1), node(rng, depth - 1)]}
+    return {"$ref": f"#/$defs/{rng.choice('pq')}"}
+
+
+def an_object(rng: random.Random, depth: int) -> Any:
+    def at_times(share: float, key: str, value: Callable[[], Any]) -> dict[str, Any]:
+        return {key: value()} if rng.random() < share else {}
+
+    def named(names: tuple[str, ...], most: int) -> dict[str, Any]:
+        return {name: node(rng, depth - 1) for name in rng.sample(names, rng.randint(1, most))}
+
+    return {
+        "type": "object",
+        **at_times(0.7, "properties", lambda: named(NAMES, 3)),
+        **at_times(0.6, "patternProperties", lambda: named(PATTERNS, 2 if rng.random() < 0.3 else 1)),
+        **at_times(0.6, "additionalProperties", lambda: rng.choice([False, False, True, leaf(rng)])),
+        **at_times(0.4, "required", lambda: rng.sample(NAMES, rng.randint(1, 2))),
+        **at_times(0.08, "minProperties", lambda: rng.randint(0, 2)),
+        **at_times(0.08, "maxProperties", lambda: rng.randint(0, 3)),
+        **at_times(0.15, "allOf", lambda: [an_object(rng, depth - 1)] if depth else [True]),
+        **at_times(0.02, "propertyNames", lambda: {"pattern": rng.choice(PATTERNS)}),
+        **at_times(0.02, "not", lambda: leaf(rng)),
+        **at_times(0.02, "dependentRequired", lambda: {"a": ["b"]}),
+    }
+
+
+@settings(max_examples=examples(400))
+@given(seed=st.integers(0, 2**64))
+def test_a_random_answer_never_gets_stuck(seed: int) -> None:
+    rng = random.Random(seed)
+    schema = {"$defs": {"p": an_object(rng, 1), "q": node(rng, 1)}, **an_object(rng, 2)}
+    matcher = matcher_of(schema)
+    if matcher is None or refusal(json=json.dumps(schema)):
+        return
+    validator = jsonschema.Draft202012Validator(exact(json.dumps(schema)))
+    for walk in range(WALKS):
+        text = answer(matcher.deep_copy(), random.Random(walk))
+        # jsonschema cannot divide decimals of hundreds of digits.
+        with suppress(InvalidOperation):
+            assert text is None or validator.is_valid(exact(text)), (schema, text)
+
+
+def refusal(**structured: Any) -> str:
+    """Why the process that checks grammars refuses a structure; "" where it does not."""
+    grammar = join([structured_piece(StructuredOutputs(**structured))]).text
+    limits = LLParserLimits(**PARSER_LIMITS)
+    return trial(TOKENIZER, limits, grammar) or empty_part(TOKENIZER, limits, grammar)
+
+
+SCORE = {"type": "object", "properties": {"score": {"type": "integer"}}, "required": ["score"]}
+OF_SCORE = {"patternProperties": {"^score$": {"type": "integer"}}, "additionalProperties": False}
+STUCK: dict[str, Any] = {
+    "a pattern of a listed name": SCORE | OF_SCORE,
+    "of names in another schema": {"allOf": [SCORE, OF_SCORE]},
+    "of a required name": {"required": ["score"], "type": "object", **OF_SCORE},
+    "within": {"type": "object", "properties": {"deep": SCORE | OF_SCORE}, "required": ["deep"]},
+    "a pattern of no name": SCORE | {"patternProperties": {r"^[^\s\S]$": {}}, "additionalProperties": False},
+    "no integer between": {
+        "type": "object",
+        "properties": {
+            "a": {"type": "boolean"},
+            "n": {"type": "integer", "minimum": 1, "maximum": 2, "multipleOf": 0.75},
+        },
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+    "no number behind a bound": {
+        "type": "object",
+        "properties": {"a": {"const": 1}, "n": NUMBER | {"exclusiveMinimum": 0.3, "maximum": 0.35, "multipleOf": 0.1}},
+        "required": ["a"],
+        "additionalProperties": False,
+    },
+}
+
+
+@pytest.mark.parametrize("name", STUCK)
+def test_what_leaves_nothing_is_left_out(name: str) -> None:
+    matcher = matcher_of(STUCK[name])
+    assert matcher is not None
+    validator = jsonschema.Draft202012Validator(STUCK[name])
+    texts = [answer(matcher.deep_copy(), random.Random(seed)) for seed in range(24)]
+    assert all(text is None or validator.is_valid(json.loads(text)) for text in texts)
+    assert any(texts)
+
+
+def test_a_multiple_that_may_leave_no_integer_is_refused_by_its_place() -> None:
+    schema = {"allOf": [{"type": "integer", "minimum": 1, "maximum": 2}, {"type": "number", "multipleOf": 0.75}]}
+    with pytest.raises(InvalidRequest, match=r"at /allOf/1/multipleOf: beside integers"):
+        structured_matcher(StructuredOutputs(json=json.dumps(schema)))
+    schema["allOf"][1]["multipleOf"] = 0.25
+    assert matcher_of(schema) is not None
+
+
+NOTHING_WITHIN = {"begin": "<f>", "end": "</f>", "content": {"type": "regex", "pattern": r"[^\s\S]"}}
+
+
+@pytest.mark.parametrize(
+    ("structured", "part"),
+    [
+        ({"grammar": 'start: "a" B | "c"\nB: /x/ & /y/\n'}, "B"),
+        ({"grammar": 'start: "a" | "c" /[^\\s\\S]/\n'}, r"/[^\s\S]/"),
+        (
+            {
+                "structural_tag": json.dumps(
+                    {"format": {"type": "triggered_tags", "triggers": ["<f"], "tags": [NOTHING_WITHIN]}}
+                )
+            },
+            r"/[^\s\S]/",
+        ),
+    ],
+)
+def test_a_part_that_no_text_fits_is_refused(structured: dict[str, str], part: str) -> None:
+    limits = LLParserLimits(**PARSER_LIMITS)
+    grammar = join([structured_piece(StructuredOutputs(**structured))]).text
+    assert empty_part(TOKENIZER, limits, grammar) == f"no text fits {part}"
+    assert not refusal(grammar='start: "a" B\nB: /[a-z]+/ & ~/b/\n')
+
+
+def test_patterns_of_few_texts() -> None:
+    found = {
+        pattern: few_texts(pattern, 16, 20)
+        for pattern in (
+            "^a|b$",
+            "a",
+            "^a+$",
+            "^a$b",
+            "^(^a)$",
+            "^(?i)a$",
+            "^.$",
+            "(a$",
+            "^a)$",
+            "^[^a]$",
+            "^\\w$",
+            "^\\bb$",
+        )
+    }
+    assert set(found.values()) == {None}
+    few = {
+        "^(a|b)$": "a b",
+        "^a$|^bc$": "a bc",
+        "^(?:ab){2}$": "abab",
+        "^(x(b|c)?)$": "x xb xc",
+        "^[a-c]{1,2}$": "a aa ab ac b ba bb bc c ca cb cc",
+        r"^\u0041\$$": "A$",
+        r"^x[\d]?$": "x x0 x1 x2 x3 x4 x5 x6 x7 x8 x9",
+    }
+    assert {pattern: " ".join(sorted(few_texts(pattern, 16, 20) or ())) for pattern in few} == few
+    assert few_texts("^[]$", 16, 20) == few_texts(r"^[^\s\S]$", 16, 20) == frozenset()
+    # Neither repetitions nor alternatives are made before they are counted.
+    assert few_texts("^" + "(" * 9 + "a" + "{9999})" * 9 + "$", 10**6, 10**6) is None
+
+
+def test_what_is_left_of_a_schema_keeps_its_order() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}, "patternProperties": {"^[abc]$": NUMBER, "^x": {}}}
+    made = written(schema | {"required": ["c"]})
+    assert list(made["properties"]) == ["b", "a", "c"]
+    assert made["properties"]["a"] == {"allOf": [{}, NUMBER]}
+    assert made["properties"]["c"] == NUMBER
+    assert list(made["patternProperties"]) == ["^x"]
