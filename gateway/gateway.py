@@ -69,6 +69,7 @@ from pillion.gateway.request.validation import (
     check_pool,
     check_request,
     check_scores,
+    not_embedded,
     prompt_field,
     resolve,
     too_long,
@@ -77,6 +78,7 @@ from pillion.gateway.request.validation import (
 )
 from pillion.gateway.tokens.answer_text import AnswerText, stop_strings
 from pillion.gateway.tokens.chat_template import ChatTemplate
+from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.gateway.tokens.tokenizer import (
     LOOP_BYTES,
     TOKEN_BYTES,
@@ -535,10 +537,16 @@ class Gateway:
                 encode = tokenizer.encode_chat
             most = model.limits.max_prompt_tokens
             try:
-                prompt = await self._pool.run(encode, text, most, tenant=tenant, size_bytes=len(text))
+                prompt, largest = await self._pool.run(
+                    _encoded, encode, text, most, tenant=tenant, size_bytes=len(text)
+                )
             except TextTooLong as error:
                 most = model.limits.max_model_len_tokens
                 raise too_long(error.tokens, field, most, exact=error.exact) from None
+            if largest >= model.limits.vocab_size:
+                raise not_embedded(request, tokenizer.codec.id_to_token(largest) or str(largest), model.limits)
+            if request.messages:
+                text = text.replace(BREAKER, "")
         check_length(len(prompt), field, model.limits)
         return prompt, text
 
@@ -690,6 +698,12 @@ class Gateway:
 
 def _with_grammar(admitted: AdmittedRequest, grammar: RequestGrammar | None) -> AdmittedRequest:
     return admitted if grammar is None else replace(admitted, grammar=grammar.text, grammar_fields=grammar.fields)
+
+
+def _encoded(encode: Callable[[str, int], tuple[int, ...]], text: str, most_tokens: int) -> tuple[tuple[int, ...], int]:
+    """Returns a text's ids, and the largest of them."""
+    ids = encode(text, most_tokens)
+    return ids, max(ids, default=0)
 
 
 def _with_virtual_tokens(request: GenerateRequest, model: ModelEntry, prompt: tuple[int, ...]) -> tuple[int, ...]:

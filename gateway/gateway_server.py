@@ -333,7 +333,8 @@ async def _follow(keys: KeyFile, gateway: Gateway) -> None:
 
 def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
     """Collects what a gateway needs to know of a model. Reads files; raises ConfigError."""
-    tokenizer = ModelTokenizer.load(model.folder, flags.chat_template)
+    guards = not flags.allow_special_tokens_in_messages
+    tokenizer = ModelTokenizer.load(model.folder, flags.chat_template, guards=guards)
     file = model.folder / "tokenizer.json"
     formats = formats_of(FormatSource(tokenizer, file, model.vocab_size, model.eos_token_ids), flags)
     log.info(
@@ -348,6 +349,7 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
         template=ChatTemplate(
             tokenizer.chat_template,
             tokenizer.specials,
+            marks=tokenizer.marks,
             spells_out=formats.spells_out,
             in_channels=formats.in_channels,
         ),

@@ -367,6 +367,9 @@ class AnswerFlags:
     )
 
     chat_template: str = flag("", "File with a chat template (Jinja) that is used in place of the model's own.")
+    allow_special_tokens_in_messages: bool = flag(
+        False, "Let special tokens that clients spell in messages and tools be special tokens, not text."
+    )
     tool_call_parser: str = flag(
         "auto",
         "How the model calls tools; auto: as its chat template says, generic where that knows no tools.",

@@ -62,7 +62,7 @@ def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):
         raise ConfigError(f"--also-model {text!r}: write NAME=MODEL, then perhaps ,max-model-len=N")
-    inherited = ("dtype", "block_size", "enable_auto_tool_choice")
+    inherited = ("dtype", "block_size", "enable_auto_tool_choice", "allow_special_tokens_in_messages")
     values: dict[str, Any] = {name: getattr(flags, name) for name in inherited}
     for setting in settings:
         key, equals, value = setting.partition("=")

@@ -29,6 +29,7 @@ TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "chat_template.json",
     "additional_chat_templates/tool_use.jinja",
 )
 TEXT_FILES = ("generation_config.json", *TOKENIZER_FILES)

@@ -196,6 +196,15 @@ def too_many_chars(field: str) -> LengthViolation:
     return LengthViolation(field, f"{text} Please reduce the length of the {what}.", f"prompt is too long: {chars}")
 
 
+def not_embedded(request: GenerateRequest, token: str, limits: ModelLimits) -> InvalidRequest:
+    """Makes the error of a text that has a token which the tokenizer knows and the model does not, such as an image's
+    mark in a model that was made of one for images."""
+    field = prompt_field(request)
+    named = (f"messages[{n}].content" for n, message in enumerate(request.messages) if token in message.content)
+    text = f"it has the token {token!r}, which this model does not have: its vocabulary ends at {limits.vocab_size - 1}"
+    return InvalidRequest.of(FieldViolation(next(named, field), text))
+
+
 def check_scores(sampling: SamplingParams, prompt_tokens: int) -> int:
     """Returns how many log probabilities a request asks of its prompt, alternatives included. Raises InvalidRequest
     where they are more than MAX_PROMPT_LOGPROBS."""

@@ -9,10 +9,13 @@ from typing import Any
 
 from pillion.errors import FieldViolation, InvalidRequest
 from pillion.gateway.boxed_process import BoxedProcess, BoxFailure, BoxLimits
+from pillion.gateway.tokens.client_marks import BREAKER
 from pillion.gateway.tokens.tool_prompt import (
     channel_messages,
+    introduction,
     knows_tools,
     message_bytes,
+    reasoning_key,
     spelled_out,
     template_messages,
     template_tools,
@@ -36,21 +39,32 @@ class ChatTemplate:
     Args:
         source: the template's text; "" where the model has none.
         specials: the special tokens' texts by name.
+        marks: the special tokens that a client's strings may not become; those that they spell come out broken, as
+            client_marks.py reads them.
         spells_out: whether a template that has no place for tools gets them as text.
         in_channels: whether it writes messages in channels, one call in each.
     """
 
     def __init__(
-        self, source: str, specials: Mapping[str, str], *, spells_out: bool = False, in_channels: bool = False
+        self,
+        source: str,
+        specials: Mapping[str, str],
+        *,
+        marks: Sequence[str] = (),
+        spells_out: bool = False,
+        in_channels: bool = False,
     ) -> None:
         self._in_channels = in_channels
         self._source = source
         self._knows_tools = knows_tools(source)
+        self._reasoning_key = reasoning_key(source)
         self._spells_out = spells_out and not self._knows_tools
         setup = {
             "template": source,
             "variables": {**specials, "documents": None},
             "max_chars": MAX_RENDERED_CHARS,
+            "marks": marks,
+            "breaker": BREAKER,
         }
         limits = BoxLimits(
             cpu_s=RENDER_CPU_S,
@@ -72,13 +86,18 @@ class ChatTemplate:
         """
         if not self._source:
             raise _violation("this model has no chat template; send text or token_ids")
+        told = ""
         if self._spells_out and (tools or any(one.tool_calls or one.tool_call_id for one in messages)):
-            messages, tools = spelled_out(messages, tools), ()
+            told = introduction(tools) if tools else ""
+            messages, tools = spelled_out(messages, told), ()
         if tools and not self._knows_tools:
             text = "the model's chat template does not know tools"
             raise InvalidRequest.of(FieldViolation("tools.tools", text))
         conversation: dict[str, Any] = {
-            "messages": channel_messages(messages) if self._in_channels else template_messages(messages),
+            "messages": channel_messages(messages)
+            if self._in_channels
+            else template_messages(messages, self._reasoning_key),
+            "introduction": told,
             "tools": template_tools(tools, described=self._in_channels),
             "add_generation_prompt": options.begins_message,
             "continue_final_message": options.continue_final_message,

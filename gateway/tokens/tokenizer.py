@@ -18,6 +18,7 @@ from pillion.errors import ConfigError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.admission.turns import ThreadJob, ThreadTurns
 from pillion.gateway.tokens.answer_text import Detokenizer, Spellings, new_detokenizer
+from pillion.gateway.tokens.client_marks import BREAKER, MarkGuard
 
 T = TypeVar("T")
 
@@ -62,6 +63,7 @@ class ModelTokenizer:
         adds_bos: whether a prompt begins with it.
         codec_writes_bos: whether ``codec`` writes it by itself; the configuration may say otherwise.
         spellings: the texts of its tokens as far as they are known, for all answers.
+        guard: what reads special tokens that a client's messages spell as text; None where they are special tokens.
     """
 
     codec: tokenizers.Tokenizer
@@ -71,11 +73,12 @@ class ModelTokenizer:
     adds_bos: bool
     codec_writes_bos: bool
     spellings: Spellings
+    guard: MarkGuard | None = None
 
     @classmethod
-    def load(cls, folder: Path, template: str = "") -> ModelTokenizer:
-        """Reads tokenizer.json, tokenizer_config.json and chat_template.jinja, or the file ``template`` in its place.
-        Raises ConfigError."""
+    def load(cls, folder: Path, template: str = "", *, guards: bool = True) -> ModelTokenizer:
+        """Reads tokenizer.json, tokenizer_config.json and the chat template, or the file ``template`` in its place;
+        ``guards`` says whether special tokens that messages spell are text. Raises ConfigError."""
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise ConfigError(f"{folder} holds no tokenizer.json")
@@ -92,7 +95,13 @@ class ModelTokenizer:
         writes = bos_id is not None and codec.encode("a", add_special_tokens=True).ids[:1] == [bos_id]
         configured = config.get("add_bos_token")
         adds = configured if isinstance(configured, bool) and bos_id is not None else writes
-        return cls(codec, specials, chat_template_of(folder, template), bos_id, adds, writes, Spellings(codec))
+        guard = MarkGuard.of(codec) if guards else None
+        return cls(codec, specials, chat_template_of(folder, template), bos_id, adds, writes, Spellings(codec), guard)
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Gives the texts of special tokens that a client's messages may not become."""
+        return () if self.guard is None else tuple(self.guard.marks.values())
 
     def encode_text(self, text: str, most_tokens: int) -> tuple[int, ...]:
         """Returns the ids of a raw prompt, with the special tokens that the model's configuration names, never two BOS.
@@ -108,9 +117,12 @@ class ModelTokenizer:
         return tuple(self._encode(text, False, most_tokens))
 
     def encode_chat(self, rendered: str, most_tokens: int) -> tuple[int, ...]:
-        """Gives the ids of a rendered conversation: the template has written the special tokens, except perhaps the
-        BOS."""
-        return self._one_bos(self._encode(rendered, False, most_tokens))
+        """Returns the ids of a rendered conversation. The template has written all special tokens, the BOS among them
+        where the model wants one; those that the client wrote are text."""
+        guard = self.guard
+        if guard is None or not (guard.is_spelt_by_others or BREAKER in rendered):
+            return tuple(self._encode(rendered, False, most_tokens))
+        return tuple(self._encode(rendered, False, most_tokens, guard))
 
     def encode_cut(self, text: str, most_tokens: int) -> tuple[int, ...]:
         """Returns the ids of a raw prompt, as :meth:`encode_text` has them; of one with more than ``most_tokens``, the
@@ -151,7 +163,7 @@ class ModelTokenizer:
         """Makes a fresh incremental decoder for one answer."""
         return new_detokenizer(self.spellings)
 
-    def _encode(self, text: str, specials: bool, most_tokens: int) -> list[int]:
+    def _encode(self, text: str, specials: bool, most_tokens: int, guard: MarkGuard | None = None) -> list[int]:
         # Every token is an object that is freed under the interpreter's lock, and freeing a million of them stops all
         # streams.
         if len(text) > LIKELY_TOKEN_BYTES * most_tokens // MAX_CHAR_BYTES:
@@ -161,11 +173,16 @@ class ModelTokenizer:
                 if len(beginning) > most_tokens + CUT_TOKENS:
                     raise TextTooLong(len(beginning) - CUT_TOKENS, exact=False)
         check_wanted()
-        encoding = self._encoding(text, specials)
+        # Only the slower way keeps the places of tokens in the text.
+        encoding = (
+            self._encoding(text, specials)
+            if guard is None
+            else guard.codec.encode_batch([text], add_special_tokens=False)[0]
+        )
         # Some more tokens are let pass, because each BOS that the text itself begins with is taken away later.
         if len(encoding) > most_tokens + CUT_TOKENS:
             raise TextTooLong(len(encoding), exact=True)
-        ids: list[int] = encoding.ids
+        ids: list[int] = encoding.ids if guard is None else guard.ids(encoding, text)
         return ids
 
     def _beginning(self, text: str, most_tokens: int) -> tokenizers.Encoding:
@@ -308,6 +325,9 @@ def chat_template_of(folder: Path, template: str = "") -> str:
     if template:
         return read_template(template)
     configured = _read_json(folder / "tokenizer_config.json").get("chat_template")
+    if configured is None:
+        # Models of texts and images have it here.
+        configured = _read_json(folder / "chat_template.json").get("chat_template")
     named: dict[Any, Any] = {"default": configured}
     if isinstance(configured, list):
         named = {one.get("name"): one.get("template") for one in configured if isinstance(one, dict)}

@@ -37,6 +37,7 @@ INPUT, GRAMMAR = "input", "x-grammar"
 # Arguments of so many characters in a conversation are written anew, which takes the event loop 15 ms at most.
 MAX_REWRITTEN_CHARS = 2**20
 _TOOLS = re.compile(r"\btools\b")
+_REASONING = re.compile(r"""\.reasoning\b|(["'])reasoning\1""")
 
 
 def knows_tools(template: str) -> bool:
@@ -44,13 +45,19 @@ def knows_tools(template: str) -> bool:
     return _TOOLS.search(template) is not None
 
 
-def template_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
+def reasoning_key(template: str) -> str:
+    """Returns the key under which a chat template reads what the assistant thought in earlier turns."""
+    return "reasoning" if "reasoning_content" not in template and _REASONING.search(template) else "reasoning_content"
+
+
+def template_messages(messages: Sequence[ChatMessage], reasoning: str = "reasoning_content") -> list[dict[str, Any]]:
     """Returns messages with the fields that they have, and no others, because templates ask whether a field is there.
 
-    The arguments of calls are objects, and the result of a call has the tool's name, which only the call has.
+    The arguments of calls are objects, and the result of a call has the tool's name, which only the call has. What the
+    assistant thought stands under the key ``reasoning``.
     """
     names: dict[str, str] = {}
-    return [_message(message, names) for message in messages]
+    return [_message(message, names, reasoning) for message in messages]
 
 
 def channel_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
@@ -83,8 +90,8 @@ def channel_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     tell_calls()
     written = template_messages(told)
     for one in written:
-        if "tool_calls" in one and "reasoning" in one:
-            one["thinking"] = one["reasoning"]
+        if "tool_calls" in one and "reasoning_content" in one:
+            one["thinking"] = one.pop("reasoning_content")
     return written
 
 
@@ -95,7 +102,14 @@ def template_tools(tools: Sequence[Tool], *, described: bool = False) -> list[di
     return [{"type": "function", "function": empty | _function(tool)} for tool in tools] or None
 
 
-def spelled_out(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[ChatMessage]:
+def introduction(tools: Sequence[Tool]) -> str:
+    """Returns the text that tells a model of tools, where its template does not."""
+    return _INTRODUCTION.format(
+        tools="\n".join(msgspec.json.encode(one).decode() for one in template_tools(tools) or ())
+    )
+
+
+def spelled_out(messages: Sequence[ChatMessage], tools_told: str) -> list[ChatMessage]:
     """Returns a conversation whose tools, calls and results are text, for a template that has no place for them.
 
     The tools are told in the system message or, since not every template takes one, before the first message. Results
@@ -118,11 +132,9 @@ def spelled_out(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> list[
         else:
             told.append(replace(message, role=role, content=content, tool_calls=(), tool_call_id="", name=""))
         after_result = message.role == "tool" or (after_result and role == "user")
-    if tools:
-        listed = "\n".join(msgspec.json.encode(one).decode() for one in template_tools(tools) or ())
-        introduction = _INTRODUCTION.format(tools=listed)
+    if tools_told:
         first = told[0].content
-        texts = (first, introduction) if told[0].role in ("system", "developer") else (introduction, first)
+        texts = (first, tools_told) if told[0].role in ("system", "developer") else (tools_told, first)
         told[0] = replace(told[0], content="\n\n".join(filter(None, texts)))
     return told
 
@@ -150,11 +162,10 @@ def message_bytes(messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> int
     )
 
 
-def _message(message: ChatMessage, names: dict[str, str]) -> dict[str, Any]:
+def _message(message: ChatMessage, names: dict[str, str], reasoning: str) -> dict[str, Any]:
     written: dict[str, Any] = {"role": message.role, "content": message.content}
     if message.reasoning:
-        # Each chat template knows one of these names.
-        written |= {"reasoning_content": message.reasoning, "reasoning": message.reasoning}
+        written[reasoning] = message.reasoning
     if message.tool_calls:
         written["tool_calls"] = [
             {

@@ -20,7 +20,7 @@ COMMANDS = {
 GROUPS = {
     "Model": "model tokenizer served_model_name also_model revision dtype quantization load_format max_model_len",
     "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
-    "Answers": "generation_config override_generation_config chat_template"
+    "Answers": "generation_config override_generation_config chat_template allow_special"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",
     "Public ports": "host http_port grpc_port ui allow allowed share_ports max_message_bytes"
     " strict_fields cut_system_lines",

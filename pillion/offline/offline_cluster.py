@@ -126,8 +126,9 @@ class OfflineCluster:
         from pillion.gateway.tokens.chat_template import ChatTemplate
 
         formats = self.entry.formats
-        shape = {"spells_out": formats.spells_out, "in_channels": formats.in_channels}
-        template = ChatTemplate(source, self.entry.tokenizer.specials, **shape) if source else None
+        tokenizer = self.entry.tokenizer
+        shape = {"marks": tokenizer.marks, "spells_out": formats.spells_out, "in_channels": formats.in_channels}
+        template = ChatTemplate(source, tokenizer.specials, **shape) if source else None
 
         async def entry_of(request: GenerateRequest) -> Any:
             if template is None:

@@ -7,7 +7,7 @@ import json
 from pillion.gateway.formats.answer_parts import AnswerParts
 from pillion.gateway.formats.answer_reader import AnswerReader, OutputFormat
 from pillion.gateway.formats.tool_formats import TOOL_FORMATS
-from pillion.gateway.tokens.tool_prompt import spelled_out
+from pillion.gateway.tokens.tool_prompt import introduction, spelled_out
 from pillion.types import ChatMessage, Tool, ToolCall
 
 TOOLS = (Tool(name="weather", description="Tells {it}.", parameters='{"type": "object"}'), Tool(name="now"))
@@ -22,7 +22,7 @@ TURNS = [
 
 
 def test_everything_becomes_text_and_turns_stay_turns() -> None:
-    told = spelled_out([ChatMessage("system", "Be brief."), *TURNS], TOOLS)
+    told = spelled_out([ChatMessage("system", "Be brief."), *TURNS], introduction(TOOLS))
     assert [one.role for one in told] == ["system", "user", "assistant", "user"]
     assert not any(one.tool_calls or one.tool_call_id or one.name for one in told)
     assert told[0].content.startswith("Be brief.\n\n# Tools\n")
@@ -34,7 +34,7 @@ def test_everything_becomes_text_and_turns_stay_turns() -> None:
 
 
 def test_calls_are_told_as_they_are_read() -> None:
-    (told,) = spelled_out([TURNS[1]], ())
+    (told,) = spelled_out([TURNS[1]], "")
     reader = AnswerReader(OutputFormat(None, None, TOOL_FORMATS["generic"], {}, {}), AnswerParts("r", 0))
     reader.push(told.content)
     reader.flush()
@@ -45,9 +45,9 @@ def test_calls_are_told_as_they_are_read() -> None:
 
 
 def test_a_template_that_takes_no_system_message_is_not_given_one() -> None:
-    told = spelled_out([ChatMessage("user", "Hi.")], TOOLS)
+    told = spelled_out([ChatMessage("user", "Hi.")], introduction(TOOLS))
     assert [one.role for one in told] == ["user"]
     assert told[0].content.startswith("# Tools\n")
     assert told[0].content.endswith("</tool_call>\n\nHi.")
     # Without tools, and without calls in it, a conversation is as it was.
-    assert spelled_out(TURNS[:1], ()) == TURNS[:1]
+    assert spelled_out(TURNS[:1], "") == TURNS[:1]

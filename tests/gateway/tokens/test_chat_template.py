@@ -270,3 +270,32 @@ async def test_a_killed_process_is_replaced(template, children: NewChildren) -> 
     with pytest.raises(InvalidRequest):
         await box.render(MESSAGES)
     assert "[assistant]" in await box.render(MESSAGES)
+
+
+LOOP = "{%- for part in CONTENT -%}{{ part['text'] if part['type'] == 'text' }}{%- endfor -%}"
+LISTS = {
+    "an item": "{% for m in messages %}[" + LOOP.replace("CONTENT", "m['content']") + "]{% endfor %}",
+    "an attribute": "{% for m in messages %}[" + LOOP.replace("CONTENT", "m.content[:9] | list") + "]{% endfor %}",
+    "a variable": "{% for m in messages %}{% set c = m.content %}[" + LOOP.replace("CONTENT", "c") + "]{% endfor %}",
+    "a macro": "{% macro write(one) %}"
+    + LOOP.replace("CONTENT", "one")
+    + "{% endmacro %}{% for m in messages %}[{{ write(m.content) }}]{% endfor %}",
+}
+STRINGS = {
+    "printed": "{% for m in messages %}[{{ m.content }}]{% endfor %}",
+    "either": "{% for m in messages %}[{% if m.content is string %}{{ m.content }}{% else %}"
+    + LOOP.replace("CONTENT", "m.content")
+    + "{% endif %}]{% endfor %}",
+    "other loops": "{% for t in tools or [] %}{% for p in t.parts %}{{ p }}{% endfor %}{% endfor %}"
+    "{% for m in messages %}[{{ m['content'] }}]{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("source", [*LISTS.values(), *STRINGS.values()], ids=[*LISTS, *STRINGS])
+async def test_contents_come_in_the_form_that_the_template_reads(template, source: str) -> None:
+    messages = [*MESSAGES, ChatMessage("assistant", ""), ChatMessage("user", " x ")]
+    box = template(source)
+    assert await box.render(messages) == f"[{']['.join(one.content for one in messages)}]"
+    begun = [*MESSAGES, ChatMessage("assistant", "So ")]
+    continued = await box.render(begun, ChatOptions(continue_final_message=True))
+    assert continued == f"[{']['.join(one.content for one in begun)}"

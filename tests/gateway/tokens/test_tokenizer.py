@@ -32,19 +32,20 @@ def test_a_tokenizer_that_adds_no_bos_adds_none(tmp_path: pathlib.Path) -> None:
 @pytest.mark.parametrize("text", ["hi", "<bos>hi", "<bos><bos>hi"])
 def test_exactly_one_bos_however_it_comes(tmp_path: pathlib.Path, text: str) -> None:
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, with_bos(byte_tokenizer())))
-    for ids in (tokenizer.encode_text(text, MOST), tokenizer.encode_chat(text, MOST)):
-        assert ids[0] == BOS
-        assert ids.count(BOS) == 1
-        assert tokenizer.decode(ids) == "hi"
-    assert tokenizer.encode_bare(text, MOST).count(BOS) == text.count("<bos>"), "only what stands there"
+    ids = tokenizer.encode_text(text, MOST)
+    assert ids[0] == BOS
+    assert ids.count(BOS) == 1
+    assert tokenizer.decode(ids) == "hi"
+    for encode in (tokenizer.encode_bare, tokenizer.encode_chat):
+        assert encode(text, MOST).count(BOS) == text.count("<bos>"), "only what stands there"
 
 
 @pytest.mark.parametrize("adds", [True, False])
 def test_the_configuration_has_the_last_word_on_bos(tmp_path: pathlib.Path, adds: bool) -> None:
     codec = byte_tokenizer() if adds else with_bos(byte_tokenizer())
     tokenizer = ModelTokenizer.load(write_tokenizer(tmp_path, codec, add_bos_token=adds))
-    assert tokenizer.encode_chat("hi", MOST).count(BOS) == adds
     assert tokenizer.encode_text("hi", MOST).count(BOS) == adds
+    assert tokenizer.encode_chat("hi", MOST).count(BOS) == 0, "a template decides itself, as in transformers"
 
 
 def test_truncation_of_the_file_is_ignored(tmp_path: pathlib.Path) -> None:
@@ -68,6 +69,11 @@ def test_where_templates_live(tmp_path: pathlib.Path) -> None:
     more.mkdir()
     (more / "tool_use.jinja").write_text("file")
     assert ModelTokenizer.load(named).chat_template == both.replace("t{% else", "file{% else")
+    of_images = write_tokenizer(tmp_path / "e", byte_tokenizer(), template="")
+    (of_images / "chat_template.json").write_text(json.dumps({"chat_template": "images"}))
+    assert ModelTokenizer.load(of_images).chat_template == "images"
+    (of_images / "tokenizer_config.json").write_text(json.dumps({"chat_template": "own"}))
+    assert ModelTokenizer.load(of_images).chat_template == "own", "as transformers' tokenizer has it"
     none = write_tokenizer(tmp_path / "d", byte_tokenizer(), template="")
     assert ModelTokenizer.load(none).chat_template == ""
 

@@ -289,3 +289,46 @@ async def test_a_template_without_tools_refuses_them() -> None:
     template = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}", SPECIALS)
     with pytest.raises(InvalidRequest, match=r"tools\.tools: the model's chat template does not know tools"):
         await template.render((ChatMessage("user", "x"),), tools=TOOLS)
+
+
+@pytest.mark.parametrize(
+    ("source", "key"),
+    [
+        ("{{ messages[-1] | tojson }}", "reasoning_content"),
+        ("{{ messages[-1] | tojson }}{{ messages[0].reasoning_content }}", "reasoning_content"),
+        (
+            "{{ messages[-1] | tojson }}{{ messages[0].reasoning_content or messages[0].reasoning }}",
+            "reasoning_content",
+        ),
+        ("{{ messages[-1] | tojson }}{{ messages[0].reasoning }}", "reasoning"),
+        ("{{ messages[-1] | tojson }}{{ messages[0]['reasoning'] }}", "reasoning"),
+        ("{{ messages[-1] | tojson }}Think with reasoning, in {{ reasoning_effort }}.", "reasoning_content"),
+    ],
+)
+async def test_earlier_reasoning_has_the_one_key_that_the_template_reads(source: str, key: str) -> None:
+    template = ChatTemplate(source, SPECIALS)
+    try:
+        written = await template.render((ChatMessage("assistant", "So.", reasoning="Hm."),))
+    finally:
+        await template.aclose()
+    assert json.JSONDecoder().raw_decode(written)[0] == {"role": "assistant", "content": "So.", key: "Hm."}
+
+
+async def test_a_template_that_drops_system_messages_does_not_drop_tools() -> None:
+    source = (
+        "{% for m in messages if m.role != 'system' %}"
+        "{% if loop.previtem and loop.previtem.role == m.role %}{{ raise_exception('twice') }}{% endif %}"
+        "[{{ m.role }}]{{ m.content | trim }}{% endfor %}"
+    )
+    template = ChatTemplate(source, SPECIALS, spells_out=True)
+    try:
+        user = ChatMessage("user", "Hi.")
+        told = await template.render((ChatMessage("system", "Be brief."), user), tools=TOOLS)
+        assert told == await template.render((user,), tools=TOOLS)
+        assert '"name":"weather"' in told
+        assert told.endswith("</tool_call>\n\nHi.")
+        twice = await template.render((ChatMessage("system", "Be brief."), user, user), tools=TOOLS)
+        assert twice == f"{told}\n\nHi."
+        assert await template.render((ChatMessage("system", "Be brief."), user)) == "[user]Hi."
+    finally:
+        await template.aclose()
