@@ -42,6 +42,8 @@ DEMO_SAMPLING: Mapping[str, float] = {"temperature": 0.2, "top_p": 0.9}
 # are fetched.
 HUB_PATTERNS = ("*.safetensors", "*.json", "*.jinja", "tokenizer*", "*.model", "vocab*", "merges.txt")
 TOKENIZER_PATTERNS = ("config.json", *HUB_PATTERNS[2:], *TEXT_FILES)
+# Nothing of subfolders is fetched but chat templates.
+_SUBFOLDERS = ("*/*.safetensors", "*/*.json", "*/*.model", "tokenizer*/*", "vocab*/*")
 # A worker waits this long for a hub's first answer; a download may take any time while it makes progress.
 HUB_TIMEOUT_S = 10.0
 
@@ -176,7 +178,7 @@ def download(model: str, revision: str, patterns: Sequence[str] = HUB_PATTERNS, 
             model,
             revision=revision,
             allow_patterns=list(patterns),
-            ignore_patterns=["*/*", "consolidated*"],
+            ignore_patterns=[*_SUBFOLDERS, "consolidated*"],
             etag_timeout=HUB_TIMEOUT_S,
             **options,
         )

@@ -201,7 +201,9 @@ class ContentForm:
             test.name == "string" and _is_content(test.node, contents) for test in tree.find_all(jinja2.nodes.Test)
         )
         self.lists = loops and not tests
-        methods = [one for one in tree.find_all(jinja2.nodes.Call) if getattr(one.node, "attr", "") in _CUTTING]
+        methods: list[Any] = [
+            one for one in tree.find_all(jinja2.nodes.Call) if getattr(one.node, "attr", "") in _CUTTING
+        ]
         filters = [one for one in tree.find_all(jinja2.nodes.Filter) if one.name in _CUTTING]
         texts = (one.value for call in (*methods, *filters) for one in call.args if isinstance(one, jinja2.nodes.Const))
         self.separators = tuple(dict.fromkeys(text for text in texts if isinstance(text, str) and text))

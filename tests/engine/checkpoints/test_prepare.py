@@ -411,6 +411,7 @@ def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
     """Mistral's repositories hold all weights a second time, in a format of their own."""
     listing = ["config.json", "model.safetensors.index.json", "tokenizer.json", "consolidated.safetensors"]
     listing += [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    listing += ["additional_chat_templates/tool_use.jinja", "onnx/model.safetensors", "1_Pooling/config.json"]
     request = {}
     monkeypatch.setattr(
         huggingface_hub, "snapshot_download", lambda model, **options: request.update(options) or str(tmp_path)
@@ -418,4 +419,4 @@ def test_weights_in_a_second_format_are_not_fetched(monkeypatch, tmp_path):
     locate("mistralai/Mistral-7B-Instruct-v0.3", "main", lambda line: None)
     allowed = {key: request[key] for key in ("allow_patterns", "ignore_patterns")}
     fetched = set(filter_repo_objects(listing, **allowed))
-    assert fetched == set(listing) - {"consolidated.safetensors"}
+    assert fetched == set(listing) - {"consolidated.safetensors", "onnx/model.safetensors", "1_Pooling/config.json"}
