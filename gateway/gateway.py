@@ -107,8 +107,8 @@ TENANT_BOXED_AT_ONCE = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelEntry:
-    """Describes a model that this gateway can tokenize for. ``alias`` is another name by which clients may ask for it,
-    or ""; ``weights`` says how its weights are kept. ``sampling`` gives the defaults where a client sends no value.
+    """Describes a model that this gateway can tokenize for. ``aliases`` are further names by which clients may ask for
+    it; ``weights`` says how its weights are kept. ``sampling`` gives the defaults where a client sends no value.
     ``folder`` has its config.json; ``adapter`` is the adapter that a client's name meant."""
 
     limits: ModelLimits
@@ -117,7 +117,7 @@ class ModelEntry:
     tokenizer: ModelTokenizer
     template: ChatTemplate
     formats: AnswerFormats = NO_FORMATS
-    alias: str = ""
+    aliases: tuple[str, ...] = ()
     weights: str = ""
     folder: Path | None = None
     adapter: NamedAdapter | None = None
@@ -153,7 +153,7 @@ class Gateway:
         self.adapters = adapters or Adapters()
         self.adapters.reach(cluster.nodes)
         # A served name that was given wins over another model's alias.
-        self._by_name = {entry.alias: entry for entry in models.values() if entry.alias} | dict(models)
+        self._by_name = {alias: entry for entry in models.values() for alias in entry.aliases} | dict(models)
         self.cluster = cluster
         self._options = options
         self._ring = ring
@@ -355,10 +355,14 @@ class Gateway:
 
     def _may_use(self, tenant: Tenant | None, entry: ModelEntry) -> bool:
         """Returns whether a tenant (None: the gateway itself) may use a model or an adapter. The keys file may name a
-        model by its alias."""
+        model by an alias."""
         if tenant is None or tenant.may_use(entry.name):
             return True
-        return entry.adapter is None and self._by_name.get(entry.alias) is entry and tenant.may_use(entry.alias)
+        return entry.adapter is None and any(map(tenant.may_use, self._aliases(entry)))
+
+    def _aliases(self, entry: ModelEntry) -> list[str]:
+        """Returns the further names of a model that mean it; another model's served name goes before an alias."""
+        return [alias for alias in entry.aliases if self._by_name.get(alias) is entry]
 
     def _named(self, name: str) -> ModelEntry | None:
         entry = self._by_name.get(name)
@@ -413,8 +417,8 @@ class Gateway:
         return await self._pool.run(self.entry(name).tokenizer.decode, token_ids, tenant=tenant, size_bytes=size_bytes)
 
     def models(self, tenant: Tenant | None = None) -> tuple[ModelInfo, ...]:
-        """Returns the models that live workers serve now, each with its alias, then their adapters, as far as a tenant
-        may use them. An alias that is the path of a folder is the operator's business, and left out."""
+        """Returns the models that live workers serve now, each with its aliases, then their adapters, as far as a
+        tenant may use them. An alias that is the path of a folder is the operator's business, and left out."""
         served = {name: entry for name, entry in sorted(self._models.items()) if not self.missing(name)}
         entries = list(served.values())
         for adapter in self.adapters.all():
@@ -424,8 +428,11 @@ class Gateway:
         for entry in entries:
             if self._may_use(tenant, entry):
                 found.append(_described(entry))
-                if self._by_name.get(entry.alias) is entry and not entry.alias.startswith(("/", ".", "~")):
-                    found.append(replace(found[-1], name=entry.alias, alias_of=entry.name))
+                found += [
+                    replace(found[-1], name=alias, alias_of=entry.name)
+                    for alias in self._aliases(entry)
+                    if not alias.startswith(("/", ".", "~"))
+                ]
         return tuple(found)
 
     async def load_adapter(

@@ -188,9 +188,10 @@ async def start_gateway(flags: GatewayFlags, *, prepared: PreparedModel | None =
         ConfigError: flags or models that cannot work, or a port that is taken.
     """
     _check(flags)
-    keys = await asyncio.to_thread(KeyFile, flags.api_keys) if flags.api_keys else None
+    has_keys = bool(flags.api_keys or flags.api_key)
+    keys = await asyncio.to_thread(KeyFile, flags.api_keys, flags.api_key) if has_keys else None
     identity = tls.identity_of(flags.tls_cert, flags.tls_key, flags.tls_ca)
-    if flags.api_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
+    if has_keys and not flags.tls_cert and not is_local(f"{flags.host}:0"):
         log.warning("API keys travel in plain text to %s: give --tls-cert, or end TLS before this port", flags.host)
     entries = await asyncio.to_thread(_entries, flags, prepared)
 
@@ -265,7 +266,7 @@ def _options(flags: GatewayFlags, entries: Mapping[str, ModelEntry]) -> GatewayO
 def _folders(entries: Mapping[str, ModelEntry]) -> ServedFolders:
     return ServedFolders(
         {name: entry.folder for name, entry in entries.items() if entry.folder is not None},
-        {entry.alias: name for name, entry in entries.items() if entry.alias and entry.alias not in entries},
+        {alias: name for name, entry in entries.items() for alias in entry.aliases if alias not in entries},
     )
 
 
@@ -342,7 +343,7 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
     )
     return ModelEntry(
         limits=ModelLimits(model.name, model.max_model_len, model.vocab_size, model.original_tokens),
-        alias=model.alias,
+        aliases=model.aliases,
         fingerprint=model.fingerprint,
         eos_token_ids=model.eos_token_ids,
         tokenizer=tokenizer,
@@ -352,6 +353,7 @@ def model_entry(model: PreparedModel, flags: AnswerFlags) -> ModelEntry:
             marks=tokenizer.marks,
             spells_out=formats.spells_out,
             in_channels=formats.in_channels,
+            defaults=flags.default_chat_template_kwargs,
         ),
         formats=formats,
         weights=model.weights,

@@ -34,6 +34,8 @@ from pillion.sampling_defaults import parse_override
 from pillion.speculative_config import NO_SPECULATION, SpeculativeConfig, parse_speculative_config
 
 MAX_PORT = 65535
+# An API key has at most so many characters.
+MAX_API_KEY_CHARS = 512
 # With this value a flag leaves a choice to what is measured or found.
 AUTO = "auto"
 MAX_WORKERS = 64
@@ -44,6 +46,9 @@ MAX_RANKS = 16
 MAX_STAGES = 16
 # Most tokens of one step.
 MAX_STEP_TOKENS = 65_536
+# The variables that a request, or a gateway by default, gives to a chat template are a few words and numbers, so they
+# have at most so many bytes of JSON.
+MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
 # A limit on messages below MIN_MESSAGE_BYTES may be too small for a stream's own messages; one above MAX_MESSAGE_BYTES
 # does not fit gRPC's 32 bits.
 MIN_MESSAGE_BYTES, MAX_MESSAGE_BYTES = 64 * 2**10, 2**31 - 1
@@ -114,6 +119,11 @@ ALLOWED_ORIGINS = (
     "or give a JSON list."
 )
 
+API_KEY = (
+    "A key that clients have to send; repeat it for more. Others on this machine may read it here: better is the"
+    " variable PILLION_API_KEY, with spaces between keys, or --api-keys."
+)
+
 # Claude Code begins the system prompt of each request with a line that has a hash of the request.
 BILLING_HEADER = "x-anthropic-billing-header:"
 CUT_SYSTEM_LINES = (
@@ -131,11 +141,17 @@ LORA_MODULES = (
     " for more."
 )
 
+SERVED_NAMES = (
+    "Name that clients use. Repeat it for more names of the model; answers give the first. Default: the folder's or"
+    " file's name."
+)
+
 SPECULATIVE = (
     "How tokens are guessed, in vLLM's JSON, such as "
     '\'{"method": "ngram", "num_speculative_tokens": 5}\'. Empty: none are.'
 )
 
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+", re.ASCII)
 _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s?#@*]+")
 _SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 
@@ -164,6 +180,35 @@ def parse_target_itl_ms(text: str) -> float | str:
     return found
 
 
+def parse_template_kwargs(text: str) -> str:
+    """Checks the text of --default-chat-template-kwargs, a JSON object, and returns it. Raises ConfigError."""
+    try:
+        known = isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        known = False
+    if not known or len(text.encode()) > MAX_TEMPLATE_KWARGS_BYTES:
+        raise ConfigError(
+            f"--default-chat-template-kwargs: {text[:80]!r} is no JSON object of at most {MAX_TEMPLATE_KWARGS_BYTES} "
+            "bytes, such as '{\"enable_thinking\": false}'"
+        )
+    return text
+
+
+def parse_api_key(text: str) -> str:
+    """Returns a key of --api-key. Raises ConfigError, without the key, for one that no client could send."""
+    if not (0 < len(text) <= MAX_API_KEY_CHARS and text.isascii() and text.isprintable() and " " not in text):
+        raise ConfigError(f"--api-key: a key is printable ASCII without spaces, of 1 to {MAX_API_KEY_CHARS} characters")
+    return text
+
+
+def parse_root_path(text: str) -> str:
+    """Returns the text of --root-path without slashes at its end. Raises ConfigError for what is no path."""
+    path = text.rstrip("/")
+    if path and not _ROOT_PATH.fullmatch(path):
+        raise ConfigError(f"--root-path {text!r} is not a path such as /models/small")
+    return path
+
+
 def parse_split_policy(text: str) -> Fraction | None:
     """Gives the share of a prompt's uncached blocks that prefill workers compute; None for "auto", which predicts it.
 
@@ -187,7 +232,7 @@ def parse_split_policy(text: str) -> Fraction | None:
 
 def refuse_strangers(flags: GatewayFlags) -> None:
     """Raises ConfigError for flags that a gateway without API keys may only use on an address of this machine alone."""
-    if flags.api_keys or is_local(f"{flags.host}:0"):
+    if flags.api_keys or flags.api_key or is_local(f"{flags.host}:0"):
         return
     if flags.ui:
         raise ConfigError(f"--ui at {flags.host} needs --api-keys: any stranger would see the cluster")
@@ -268,6 +313,7 @@ def flag(
     most: float | None = None,
     also: str = "",
     room: str = "",
+    secret: bool = False,
 ) -> Any:
     """Makes the dataclass field of a flag. A flag whose default is a tuple may be repeated.
 
@@ -280,9 +326,11 @@ def flag(
         least, most: the bounds of a number, both allowed; :mod:`pillion.cli.checks` refuses others.
         also: another spelling, on the command line and in the file; it is no variable of the environment.
         room: the room (:mod:`pillion.rooms`) without which it can only have its default.
+        secret: the value is shown nowhere, and child processes get it by their environment.
     """
-    about = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
-    return field(default=default, metadata=about | {"least": least, "most": most, "also": also, "room": room})
+    about: dict[str, Any] = {"help": help, "kind": kind or type(default), "choices": choices, "placement": placement}
+    about |= {"least": least, "most": most, "also": also, "room": room, "secret": secret}
+    return field(default=default, repr=not secret, metadata=about)
 
 
 def size_flag(default: int, help: str, **bounds: Any) -> Any:  # noqa: A002
@@ -323,7 +371,7 @@ class ModelFlags:
 
     model: str = flag("", "Hugging Face folder, GGUF file, hub id, or 'demo' (SmolLM2-135M-Instruct).")
     revision: str = flag("main", "Revision of a hub id.")
-    served_model_name: str = flag("", "Name that clients use. Default: the folder's or file's name.")
+    served_model_name: tuple[str, ...] = flag((), SERVED_NAMES, kind=str)
     tokenizer: str = flag("", "Folder or hub id whose tokenizer and chat template are used. Default: the model's own.")
     dtype: str = flag(
         "auto", "Type of plain weights, arithmetic and KV; float16 is run in float32.", choices=DTYPE_CHOICES
@@ -351,6 +399,12 @@ class ModelFlags:
         "auto", "Source of the weights; dummy: random ones, on a GPU.", choices=("auto", "dummy"), room="GPU"
     )
 
+    def __post_init__(self) -> None:
+        given: object = self.served_model_name
+        if isinstance(given, str):
+            # A program may give one name as a text.
+            object.__setattr__(self, "served_model_name", (given,) if given else ())
+
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerFlags:
@@ -369,6 +423,11 @@ class AnswerFlags:
     chat_template: str = flag("", "File with a chat template (Jinja) that is used in place of the model's own.")
     allow_special_tokens_in_messages: bool = flag(
         False, "Let special tokens that clients spell in messages and tools be special tokens, not text."
+    )
+    default_chat_template_kwargs: str = flag(
+        "",
+        "Variables of the chat template where a request gives none, in JSON, such as '{\"enable_thinking\": false}'.",
+        kind=parse_template_kwargs,
     )
     tool_call_parser: str = flag(
         "auto",
@@ -748,6 +807,10 @@ class GatewayFlags(LoraFlags, PrefixCachingFlags, RequestServerFlags, ServedMode
         (), "Folder whose adapters operators may load. Repeat it for more.", kind=str, room="adapters"
     )
     api_keys: str = flag("", "TOML file of tenants and hashed API keys. Empty: everybody is served.")
+    api_key: tuple[str, ...] = flag((), API_KEY, kind=parse_api_key, secret=True)
+    root_path: str = flag(
+        "", "Path under which a proxy shows the HTTP port, such as /models/small.", kind=parse_root_path
+    )
     tls_cert: str = flag("", "PEM of the certificate chain of both public ports. Empty: plain text.")
     tls_key: str = flag("", "PEM of the public certificate's private key.")
     tls_ca: str = flag("", "PEM of the authorities that sign clients' certificates. Empty: clients need none.")

@@ -50,8 +50,8 @@ def other_models(flags: GatewayFlags) -> tuple[ServedModelFlags, ...]:
     if len(flags.also_model) >= MAX_MODELS:
         raise ConfigError(f"--also-model: a gateway serves at most {MAX_MODELS} models")
     found = tuple(_read(text, flags) for text in flags.also_model)
-    names = [one.served_model_name for one in found]
-    twice = next((name for name in names if names.count(name) > 1 or name == flags.served_model_name), None)
+    names = [name for one in (flags, *found) for name in one.served_model_name]
+    twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ConfigError(f"--also-model: two models are called {twice!r}")
     return found
@@ -62,7 +62,10 @@ def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
     name, equals, model = entry.partition("=")
     if not (name.strip() and equals and model.strip()):
         raise ConfigError(f"--also-model {text!r}: write NAME=MODEL, then perhaps ,max-model-len=N")
-    inherited = ("dtype", "block_size", "enable_auto_tool_choice", "allow_special_tokens_in_messages")
+    inherited = (
+        *("dtype", "block_size", "enable_auto_tool_choice"),
+        *("allow_special_tokens_in_messages", "default_chat_template_kwargs"),
+    )
     values: dict[str, Any] = {name: getattr(flags, name) for name in inherited}
     for setting in settings:
         key, equals, value = setting.partition("=")
@@ -77,4 +80,4 @@ def _read(text: str, flags: GatewayFlags) -> ServedModelFlags:
     for field, choices in _CHOICES.items():
         if values.get(field, choices[0]) not in choices:
             raise ConfigError(f"--also-model {text!r}: {values[field]!r} is not one of {', '.join(choices)}")
-    return ServedModelFlags(model=model.strip(), served_model_name=name.strip(), **values)
+    return ServedModelFlags(model=model.strip(), served_model_name=(name.strip(),), **values)

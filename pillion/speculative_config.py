@@ -84,7 +84,7 @@ class SpeculativeConfig:
             revision=self.revision,
             quantization=self.quantization,
             quantization_group_size="auto",
-            served_model_name="",
+            served_model_name=(),
             max_model_len=0,
             tensor_parallel_size=self.draft_tensor_parallel_size,
             enable_lora=False,

@@ -54,7 +54,8 @@ class PreparedModel:
         folder: holds config.json, tokenizer.json, tokenizer_config.json, chat_template.jinja where the model has one,
             and *.safetensors, some of them links.
         name: the name that clients use.
-        alias: the value of --model, which clients may use too; empty where it is the name, or --served-model-name is.
+        aliases: further names that clients may use: those of --served-model-name after the first; without that flag the
+            value of --model, where it is not the name.
         fingerprint: SHA-256 over weights, config and conversion, in hexadecimal (I2).
         dtype: "bfloat16" or "float32", the type of arithmetic and KV.
         max_model_len: most tokens of prompt and answer together.
@@ -73,7 +74,7 @@ class PreparedModel:
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    alias: str = ""
+    aliases: tuple[str, ...] = ()
     original_tokens: int = 0
     weights: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
@@ -91,7 +92,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     weights = WeightKind.of(flags)
     source = locate(flags.model, flags.revision, progress)
     record = _record_of_dummy(source, weights) if flags.load_format == "dummy" else _recorded(source, weights, progress)
-    name = flags.served_model_name or source.name
+    name, *aliases = flags.served_model_name or dict.fromkeys((source.name, flags.model))
     folder = Path(record.folder)
     config = load_config(folder)
     if flags.tokenizer:
@@ -100,7 +101,7 @@ def prepare(flags: ModelFlags, progress: Progress = lambda line: None) -> Prepar
     return PreparedModel(
         folder=folder,
         name=name,
-        alias="" if flags.served_model_name or flags.model == name else flags.model,
+        aliases=tuple(one for one in dict.fromkeys(aliases) if one != name),
         fingerprint=record.fingerprint,
         dtype=weights.dtype,
         max_model_len=_model_len(flags.max_model_len, record.max_position_embeddings, original),

@@ -234,7 +234,7 @@ class Worker:
             role=self.role,
             address=self._address,
             version=VERSION,
-            model=self.flags.served_model_name or prepared.name,
+            model=prepared.name,
             fingerprint=prepared.fingerprint,
             namespace=self.model.namespace().hex(),
             block_size_tokens=self.block_size,

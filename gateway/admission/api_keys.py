@@ -28,10 +28,11 @@ import logging
 import re
 import secrets
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
+from pillion.config import MAX_API_KEY_CHARS
 from pillion.errors import ConfigError, Unauthenticated
 from pillion.gateway.admission.tenants import Tenant
 from pillion.net.watched import Watched
@@ -43,7 +44,8 @@ KEY_PREFIX = "plk-"
 KEY_RANDOM_BYTES = 32
 # A key that people chose is easier to guess than its length suggests; a key that Pillion makes has 47 characters.
 MIN_KEY_CHARS = 32
-MAX_KEY_CHARS = 512
+# The keys of --api-key belong to this tenant.
+PLAIN_TENANT = "api-key"
 MAX_FILE_BYTES = 2**20
 MAX_KEYS = 1024
 MAX_TENANTS = 1024
@@ -79,6 +81,11 @@ class Keyring:
         self.tenants = dict(tenants)
         self._keys = keys
 
+    def with_first(self, tenant: Tenant, keys: tuple[Key, ...]) -> Keyring:
+        """Returns a keyring that also has these keys, and their tenant where there is none of its name. A key that is
+        there already keeps its tenant."""
+        return Keyring({tenant.name: tenant} | self.tenants, keys + self._keys)
+
     def tenant_of(self, authorization: str) -> Tenant:
         """Returns the tenant that sends ``Authorization: Bearer KEY``. Raises Unauthenticated, never with the key."""
         scheme, _, credentials = authorization.strip().partition(" ")
@@ -87,29 +94,41 @@ class Keyring:
                 "Incorrect API key provided: an API key is needed, send it as 'Authorization: Bearer KEY'"
             )
         key = credentials.strip()
-        digest = hashlib.sha256(key[:MAX_KEY_CHARS].encode("utf-8", "surrogatepass")).digest()
+        digest = hashlib.sha256(key[:MAX_API_KEY_CHARS].encode("utf-8", "surrogatepass")).digest()
         found: Key | None = None
         for entry in self._keys:
             if hmac.compare_digest(entry.digest, digest):
                 found = entry
-        if found is None or len(key) > MAX_KEY_CHARS:
+        if found is None or len(key) > MAX_API_KEY_CHARS:
             raise Unauthenticated("Incorrect API key provided: it is not known here")
         return self.tenants[found.tenant]
 
 
 class KeyFile:
-    """Holds the keyring of a keys file, which is read again when it changes. Raises ConfigError for a file that is bad
-    at the start."""
+    """Holds the keyring of a keys file, which is read again when it changes, and the keys of --api-key. Raises
+    ConfigError for a file that is bad at the start.
 
-    def __init__(self, path: str) -> None:
+    Args:
+        path: the keys file; "" where there is none.
+        plain: the keys of --api-key. Their tenant is PLAIN_TENANT, with the quotas that the file has for that name; a
+            key that the file has too is the file's.
+    """
+
+    def __init__(self, path: str, plain: Sequence[str] = ()) -> None:
         self._path = path
-        self._watched = Watched([path])
-        self.ring = read_keys(path)
+        digests = dict.fromkeys(hashlib.sha256(key.encode()).digest() for key in plain)
+        self._plain = tuple(Key("--api-key", PLAIN_TENANT, digest) for digest in digests)
+        self._watched = Watched([path] if path else [])
+        self.ring = self._read()
+
+    def _read(self) -> Keyring:
+        ring = read_keys(self._path) if self._path else Keyring({}, ())
+        return ring.with_first(Tenant(name=PLAIN_TENANT), self._plain) if self._plain else ring
 
     def refresh(self) -> bool:
         """Reads the keys file if it has changed; returns whether there is a new keyring. A bad file is logged once and
         changes nothing."""
-        ring = self._watched.newer(lambda: read_keys(self._path))
+        ring = self._watched.newer(self._read)
         if ring is None:
             return False
         self.ring = ring
@@ -127,8 +146,8 @@ def hash_of(key: str) -> str:
     too short to be a secret, or not ASCII."""
     if not (key.isascii() and key.isprintable()) or " " in key:
         raise ConfigError("an API key is printable ASCII without spaces")
-    if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS:
-        raise ConfigError(f"an API key has from {MIN_KEY_CHARS} to {MAX_KEY_CHARS} characters, this one {len(key)}")
+    if not MIN_KEY_CHARS <= len(key) <= MAX_API_KEY_CHARS:
+        raise ConfigError(f"an API key has from {MIN_KEY_CHARS} to {MAX_API_KEY_CHARS} characters, this one {len(key)}")
     return _HASH + hashlib.sha256(key.encode()).hexdigest()
 
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import msgspec
 
+from pillion.gateway.http_api.asked_address import USUAL_HOST
 from pillion.gateway.http_api.openapi import POLICY, REF
 
-# `pillion serve` listens here unless it is told otherwise.
-ADDRESS = "http://127.0.0.1:8000"
+# In the page that is sent, the address that its reader asked stands in place of this one.
+ADDRESS = f"http://{USUAL_HOST}"
 # Wide tables and lines scroll by themselves, so that the page fits into a phone; colours follow the system's scheme.
 _STYLE = (
     ":root{color-scheme:light dark;background:light-dark(#fff,#111418);color:light-dark(#1a1d21,#e9ebee)}"

@@ -25,6 +25,7 @@ from pillion.errors import PillionError, Unavailable
 from pillion.gateway.gateway import Gateway
 from pillion.gateway.gateway_part import GatewayPart
 from pillion.gateway.http_api import docs_page, openapi
+from pillion.gateway.http_api.asked_address import BelowPath, asked_address
 from pillion.gateway.http_api.body_mending import IGNORED_HEADER
 from pillion.gateway.http_api.http_call import MAX_HEADER_BYTES, Endpoint, HttpCall, OwnPagesWrite
 from pillion.gateway.http_api.http_connection import HttpConnection, PortState
@@ -67,6 +68,7 @@ class _Pages:
     def __init__(self, gateway: Gateway, flags: GatewayFlags) -> None:
         self._gateway = gateway
         self._vllm_names = flags.vllm_metric_names
+        self._root_path, self._encrypted = flags.root_path, bool(flags.tls_cert)
         self._first_page = b"ui" if flags.ui else b"docs"
         self._started = int(time.time())
         self.routes: list[Route] = []
@@ -133,13 +135,16 @@ class _Pages:
         """Shows the description of this API as a page."""
         policy = (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'")
         _, page = await asyncio.to_thread(lambda: self._description)
+        encrypted = self._encrypted or call.header(b"x-forwarded-proto") == "https"
+        address = asked_address(call.header(b"host"), self._root_path, encrypted=encrypted)
+        page = page.replace(docs_page.ADDRESS.encode(), address.encode())
         await call.answer(200, page, [policy], content_type=b"text/html; charset=utf-8")
 
     @cached_property
     def _description(self) -> tuple[bytes, bytes]:
         """Gives the port's OpenAPI document and the page that shows it. Both are made on the first request, because
         that takes 30 ms."""
-        described = openapi.describe(self.routes)
+        described = openapi.describe(self.routes, self._root_path)
         return msgspec.json.encode(described), docs_page.page(described)
 
     async def nothing(self, call: HttpCall) -> None:
@@ -205,7 +210,8 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
         routes += part.routes(calls, tuple(routes))
     pages.describe(routes)
     origins = listed_origins(flags.allowed_origins)
-    app = OwnPagesWrite(Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing)), origins)
+    router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
+    app = OwnPagesWrite(BelowPath(router, flags.root_path) if flags.root_path else router, origins)
     if not origins:
         return app
     return CORSMiddleware(

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw
 
+from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
 from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
 from pillion.gateway.http_api.http_errors import from_pillion, refused
 from pillion.gateway.http_api.json_objects import called_with, compact_json
@@ -49,7 +50,6 @@ from pillion.gateway.request.validation import (
     MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
     MAX_STOPS,
-    MAX_TEMPLATE_KWARGS_BYTES,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     too_long,

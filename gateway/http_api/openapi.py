@@ -37,8 +37,9 @@ _ERRORS = {
 }
 
 
-def describe(routes: Sequence[Route]) -> dict[str, Any]:
-    """Makes the OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several."""
+def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
+    """Makes the OpenAPI 3.1 document of ``routes``, whose applications are Endpoints, or Methods of several, below the
+    path ``root_path`` of a proxy."""
     paths: dict[str, Any] = {}
     bodies: list[Any] = []
     errors: dict[str, Any] = {}
@@ -68,6 +69,7 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Pillion", "version": VERSION, "description": _ABOUT},
+        "servers": [{"url": root_path or "/"}],
         "paths": paths,
         "components": {"schemas": _schemas(bodies) | errors, "securitySchemes": {"key": key}},
     }

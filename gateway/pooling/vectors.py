@@ -143,7 +143,7 @@ class GatewayVectors:
         """Returns the form of a model's scores. Raises InvalidRequest where the checkpoint's is not supported."""
         if model.folder is None:
             return PairForm()
-        reranker = named_reranker(f"{model.limits.name} {model.alias} {model.folder}")
+        reranker = named_reranker(f"{model.limits.name} {' '.join(model.aliases)} {model.folder}")
         read = partial(read_pair_form, model.folder, model.tokenizer, reranker)
         return await self._form("scores", model, (model.folder, reranker), read)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
 from pillion.errors import Conflict, FieldViolation, InvalidRequest, LengthViolation, NotFound
 from pillion.gateway.request.client_json import MAX_PARSED_ITEMS, is_object, items_in, parsed
 from pillion.gateway.request.request_ids import MAX_LABEL_CHARS
@@ -51,8 +52,6 @@ MAX_TOOL_NAME_CHARS = 128
 # characters.
 MAX_CALL_ITEMS = 2**19
 MAX_TOOL_CALL_ID_CHARS = 256
-# The variables of a chat template are a few words and numbers, so they may have no more bytes than this.
-MAX_TEMPLATE_KWARGS_BYTES = 16 * 2**10
 MAX_STOPS = 16
 MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64

@@ -43,6 +43,7 @@ class ChatTemplate:
             client_marks.py reads them.
         spells_out: whether a template that has no place for tools gets them as text.
         in_channels: whether it writes messages in channels, one call in each.
+        defaults: variables where a request gives no value, a JSON object or "".
     """
 
     def __init__(
@@ -53,7 +54,9 @@ class ChatTemplate:
         marks: Sequence[str] = (),
         spells_out: bool = False,
         in_channels: bool = False,
+        defaults: str = "",
     ) -> None:
+        self.defaults = defaults
         self._in_channels = in_channels
         self._source = source
         self._knows_tools = knows_tools(source)
@@ -62,6 +65,7 @@ class ChatTemplate:
         setup = {
             "template": source,
             "variables": {**specials, "documents": None},
+            "defaults": defaults,
             "max_chars": MAX_RENDERED_CHARS,
             "marks": marks,
             "breaker": BREAKER,

@@ -255,6 +255,7 @@ class TemplateRenderer:
         env = environment()
         self._template = env.from_string(setup["template"])
         self._form = ContentForm(env.parse(setup["template"]))
+        self._defaults = json.loads(setup["defaults"] or "{}")
         self._variables, self._max_chars = setup["variables"], setup["max_chars"]
         self._marks = None
         if setup["marks"]:
@@ -327,7 +328,13 @@ class TemplateRenderer:
 
     def _written(self, conversation: dict[str, Any], messages: list[dict[str, Any]]) -> dict[str, str]:
         own = {name: conversation[name] for name in ("tools", "add_generation_prompt")}
-        variables = {**conversation["kwargs"], **self._variables, **own, "messages": self._form.shaped(messages)}
+        variables = {
+            **self._defaults,
+            **conversation["kwargs"],
+            **self._variables,
+            **own,
+            "messages": self._form.shaped(messages),
+        }
         return render(self._template, variables, self._max_chars)
 
 

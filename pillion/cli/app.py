@@ -140,7 +140,7 @@ def demo(**values: Any) -> int:
     """
     from pillion.supervisor.demo import run_demo
 
-    for name in ("api_keys", "tls_cert"):
+    for name in ("api_keys", "api_key", "tls_cert"):
         if values[name]:
             raise ConfigError(f"pillion demo asks its own cluster and takes no {option_name(name)}: use pillion serve")
     ctx, default = click.get_current_context(), click.core.ParameterSource.DEFAULT

@@ -42,7 +42,6 @@ OTHER_VARIABLES = {
     "PILLION_CA": "client commands: authorities",
     "PILLION_CERT": "client commands: a client's certificate",
     "PILLION_KEY": "client commands: the certificate's private key",
-    "PILLION_API_KEY": "clients: the API key",
     "PILLION_CHAT_HISTORY": "pillion chat: whether a terminal's lines are kept",
     "PILLION_TAG": "docker-compose.yml: the image's tag",
     "PILLION_FUZZ": "tests: the number of malformed requests",
@@ -54,6 +53,8 @@ OTHER_VARIABLES = {
 # it.
 GONE = {"ignored_fields": "a field that is not known has no effect, and the answer's header x-pillion-ignored names it"}
 
+# In a file these flags may be tables.
+JSON_FLAGS = ("speculative_config", "override_generation_config", "default_chat_template_kwargs")
 CONFIG_PATH = "config_path"
 # The positional argument that stands for --model.
 MODEL_ARGUMENT = "model_argument"
@@ -315,9 +316,11 @@ def read_config(path: str) -> dict[str, Any]:
         if name in values:
             raise ConfigError(f"config file {path}: {key!r} is there twice")
         if name in repeatable:
+            if isinstance(value, str) and name == "served_model_name":
+                value = [value]
             if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
                 raise ConfigError(f"config file {path}: {key!r} must be a list of texts")
-        elif name in ("speculative_config", "override_generation_config") and isinstance(value, dict):
+        elif name in JSON_FLAGS and isinstance(value, dict):
             value = json.dumps(value)
         elif not isinstance(value, str | int | float):
             raise ConfigError(f"config file {path}: {key!r} must be a text or a number")
@@ -327,10 +330,10 @@ def read_config(path: str) -> dict[str, Any]:
 
 def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
     """Returns every field of ``flags`` as an argument, defaults included, so that a child's flags depend on nothing
-    around it."""
+    around it. Secrets are left out, because everybody on the machine may read arguments."""
     left_out, argv = frozenset(leave_out), []
     for field in fields(flags):
-        if field.name in left_out:
+        if field.name in left_out or field.metadata["secret"]:
             continue
         value, name = getattr(flags, field.name), option_name(field.name)
         if isinstance(value, bool):
@@ -340,6 +343,12 @@ def to_argv(flags: Any, leave_out: Iterable[str] = ()) -> list[str]:
         else:
             argv.append(f"{name}={value}")
     return argv
+
+
+def secret_environ(flags: Any) -> dict[str, str]:
+    """Returns the variables by which a child gets the secrets of ``flags``, each value without spaces."""
+    secrets = {env_name(one.name): getattr(flags, one.name) for one in fields(flags) if one.metadata["secret"]}
+    return {name: " ".join(values) for name, values in secrets.items() if values}
 
 
 def without_flags(environ: Mapping[str, str]) -> dict[str, str]:

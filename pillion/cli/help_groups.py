@@ -20,11 +20,11 @@ COMMANDS = {
 GROUPS = {
     "Model": "model tokenizer served_model_name also_model revision dtype quantization load_format max_model_len",
     "Adapters": "enable_lora max_loras max_lora_rank lora allow_runtime_lora_updating",
-    "Answers": "generation_config override_generation_config chat_template allow_special"
+    "Answers": "generation_config override_generation_config chat_template allow_special default_chat_template_kwargs"
     " tool_call_parser reasoning_parser enable_auto_tool_choice",
-    "Public ports": "host http_port grpc_port ui allow allowed share_ports max_message_bytes"
+    "Public ports": "host root_path http_port grpc_port ui allow allowed share_ports max_message_bytes"
     " strict_fields cut_system_lines",
-    "Keys and certificates": "api_keys tls internal_tls insecure_internal",
+    "Keys and certificates": "api_keys api_key tls internal_tls insecure_internal",
     "Processes": "prefill_workers decode_workers gateway_workers tensor_parallel_size prefill_tensor_parallel_size"
     " pipeline_parallel_size device cpu share_cores core_lending_table first_core enforce_eager drain_timeout_s"
     " fence_kill_after_s fork_server standby",

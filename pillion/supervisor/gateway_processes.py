@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from pillion.cli.checks import check_flags
 from pillion.cli.console import Notices
-from pillion.cli.flags import subset
+from pillion.cli.flags import secret_environ, subset
 from pillion.config import GatewayFlags
 from pillion.observability.log_format import set_up_logging
 from pillion.supervisor import probes
@@ -97,7 +97,8 @@ def gateway_specs(
         page = flags.metrics_port and flags.metrics_port + number
         mine = {"component_id": name, "probe_listen": address, "share_ports": shared, "metrics_port": page}
         own = subset(GatewayFlags, flags, gateway_workers=1, **mine)
-        spec = component_spec("gateway", name, own, address, level=level, environ=environ, kind="gateway")
+        secret = dict(environ) | secret_environ(own)
+        spec = component_spec("gateway", name, own, address, level=level, environ=secret, kind="gateway")
         alive = partial(probes.answers, address)
         specs.append(replace(spec, drain_s=flags.drain_timeout_s, alive=alive, probe=alive if alone else spec.probe))
     return specs

@@ -110,16 +110,16 @@ def _curl(flags: ServeFlags, url: str) -> list[str]:
         words += ["--cacert", "CA.pem"]
     if flags.tls_ca:
         words += ["--cert", "CLIENT.pem", "--key", "CLIENT.key"]
-    if flags.api_keys:
+    if flags.api_keys or flags.api_key:
         words.append("-H 'Authorization: Bearer KEY'")
     body: dict[str, object] = {"prompt": "Once upon a time", "max_tokens": 32}
     if flags.also_model:
-        body["model"] = flags.served_model_name or flags.model
+        body["model"] = next(iter(flags.served_model_name), flags.model)
     return [*words, "-d", shlex.quote(json.dumps(body))]
 
 
 def _chat(flags: ServeFlags, host: str) -> list[str]:
-    words = ["PILLION_API_KEY=KEY"] * bool(flags.api_keys) + [own_command(), "chat"]
+    words = ["PILLION_API_KEY=KEY"] * bool(flags.api_keys or flags.api_key) + [own_command(), "chat"]
     if flags.tls_cert:
         words += ["--target", f"grpcs://{host}:{flags.grpc_port}", "--ca", "CA.pem"]
     elif (host, flags.grpc_port) != ("127.0.0.1", USUAL_GRPC_PORT):

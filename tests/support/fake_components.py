@@ -471,7 +471,7 @@ def toy_model(folder: pathlib.Path, **tokenizer: Any) -> PreparedModel:
         vocab_size=259,
         eos_token_ids=(EOS,),
         bos_token_id=None,
-        alias="models/toy",
+        aliases=("models/toy",),
         weights="gptq, 8 bits",
     )
 

@@ -75,7 +75,9 @@ def test_a_complete_folder_is_used_as_it_is(folder):
     assert layout.block_bytes == 2 * 2 * 2 * 16 * 16 * 4
     assert layout == TorchBackend(prepared, 16, 0).layout
     named = prepare(flags(folder, served_model_name="me"))
-    assert (prepared.alias, named.name, named.alias) == (str(folder), "me", "")
+    assert (prepared.aliases, named.name, named.aliases) == ((str(folder),), "me", ())
+    named = prepare(flags(folder, served_model_name=("me", "gpt-4o", "me")))
+    assert (named.name, named.aliases) == ("me", ("gpt-4o",))
 
 
 def test_the_second_start_reads_a_record_and_imports_no_torch(folder, monkeypatch):

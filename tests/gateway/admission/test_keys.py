@@ -32,6 +32,22 @@ def write(path: pathlib.Path, text: str) -> str:
     return str(path)
 
 
+def test_plain_keys_stand_beside_the_file(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = KeyFile("", ("short", OTHER)).ring
+    assert alone.tenant_of("Bearer short") == alone.tenant_of(f"Bearer {OTHER}") == Tenant(name="api-key")
+    compared: list[bytes] = []
+    compare = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: bool(compared.append(a)) or compare(a, b))
+    with pytest.raises(Unauthenticated, match="Incorrect API key") as caught:
+        alone.tenant_of("Bearer shor")
+    assert len(compared) == 2
+    assert "shor" not in caught.value.message
+    quota = "[tenant.api-key]\nrequests_per_minute = 5\n"
+    both = KeyFile(write(tmp_path / "keys.toml", f"[tenant.acme]\n{quota}{ENTRY}"), (KEY, "short")).ring
+    assert both.tenant_of(f"Bearer {KEY}").name == "acme"
+    assert both.tenant_of("Bearer short").requests_per_minute == 5
+
+
 def test_a_key_is_its_tenant() -> None:
     text = """[tenant.acme]
         weight = 2
@@ -77,7 +93,7 @@ def test_who_has_no_key_is_nobody(header: str) -> None:
 
 
 def test_a_key_with_more_after_it_is_another_key() -> None:
-    longest = "k" * keys.MAX_KEY_CHARS
+    longest = "k" * keys.MAX_API_KEY_CHARS
     ring = parse_keys(tomllib.loads("[tenant.acme]\n" + ENTRY.replace(HASH, hash_of(longest))))
     assert ring.tenant_of(f"Bearer {longest}").name == "acme"
     with pytest.raises(Unauthenticated):

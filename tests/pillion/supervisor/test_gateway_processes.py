@@ -82,13 +82,21 @@ def test_each_gateway_has_a_name_and_a_socket_of_its_own() -> None:
         assert spec.alive is not None
 
 
+def test_no_child_shows_a_key_on_its_command_line() -> None:
+    flags = ServeFlags(model="m", gateway_workers=2, api_key=("plain-one", "plain-two"))
+    assert "plain-" not in repr(flags)
+    for spec in gateway_specs(flags, pathlib.Path("/run/x"), {"HOME": "/"}, level=3):
+        assert "plain-" not in " ".join(spec.argv)
+        assert spec.environ == {"HOME": "/", "PILLION_API_KEY": "plain-one plain-two"}
+
+
 def test_further_models() -> None:
     flags = GatewayFlags(
         model="/a", dtype="float32", max_model_len=100, also_model=("b=/x/b", "c=hub/c,max-model-len=4K,revision=v2")
     )
     assert other_models(flags) == (
-        ServedModelFlags(model="/x/b", served_model_name="b", dtype="float32"),
-        ServedModelFlags(model="hub/c", served_model_name="c", dtype="float32", max_model_len=4000, revision="v2"),
+        ServedModelFlags(model="/x/b", served_model_name=("b",), dtype="float32"),
+        ServedModelFlags(model="hub/c", served_model_name=("c",), dtype="float32", max_model_len=4000, revision="v2"),
     )
     assert other_models(GatewayFlags()) == ()
 
@@ -111,5 +119,5 @@ def test_further_models() -> None:
 )
 def test_models_that_cannot_be_meant_are_one_line(also: tuple[str, ...], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint) as caught:
-        check_flags(ServeFlags(model="/a", served_model_name="a", also_model=also))
+        check_flags(ServeFlags(model="/a", served_model_name=("a",), also_model=also))
     assert "\n" not in caught.value.message
