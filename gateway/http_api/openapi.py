@@ -43,9 +43,13 @@ def describe(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
     paths: dict[str, Any] = {}
     bodies: list[Any] = []
     errors: dict[str, Any] = {}
+    taken: set[str] = set()
     for route, endpoint in _endpoints(routes):
-        path = route.path_format
-        operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": endpoint.handler.__name__}
+        path, name = route.path_format, endpoint.handler.__name__
+        # One handler may answer at several paths, and an operation's id stands for one of them.
+        name = f"{name}_{re.sub('[^A-Za-z0-9]+', '_', path).strip('_')}" if name in taken else name
+        taken.add(name)
+        operation: dict[str, Any] = {"summary": _summary(endpoint.handler), "operationId": name}
         form = endpoint.error_form
         errors[form.name] = form.schema
         operation["responses"] = {"200": {"description": "The answer."}} | {

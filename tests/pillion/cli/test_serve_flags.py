@@ -44,6 +44,8 @@ GIVEN = {
     "target_itl_ms": "75.5",
     "speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}',
     "override_generation_config": '{"temperature": 0.6}',
+    "default_chat_template_kwargs": '{"enable_thinking": false}',
+    "root_path": "/models/small",
 }
 # What a process gets where it is not what was given: shares of cores, ports one after the other, one process of
 # several, and the gateway drains for all.
