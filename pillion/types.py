@@ -127,9 +127,9 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy; default 1.0.
-        top_p: nucleus mass in (0, 1]; default 1.0.
+        top_p: nucleus mass in [0, 1]; 0 leaves the likeliest token; default 1.0.
         top_k: keep the k most likely tokens; 0 or -1 keeps all (the default).
-        seed: any 64-bit number; the gateway draws one when it is not given (I6).
+        seed: any 64-bit number; the gateway draws one when it is not given, or -1 (I6).
         max_tokens: most tokens to generate; default: what the context has left. 0 computes the prompt alone.
         stop: texts that end the stream and are not part of it.
         stop_token_ids: ids that end the stream, besides the model's own.
@@ -157,7 +157,7 @@ class SamplingParams:
         of_rows=True,
     )
     top_p: float | None = _option(
-        Range(0, 1, above=True),
+        Range(0, 1),
         neutral=1.0,
         recommended_as="top_p",
         gguf="top_p",

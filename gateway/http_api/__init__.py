@@ -14,6 +14,7 @@ sampling_body.py     the sampling fields of bodies, made of the rows of pillion.
 openapi.py           /openapi.json: what bodies may hold, made of those fields
 docs_page.py         /docs: the page that is made of it
 openai_requests.py   from bodies to requests of the gateway, structures of answers included
+chat_messages.py     messages of chats, whose earlier turns are told and not judged
 openai_events.py     from deltas to events, or to one object
 custom_tools.py      custom tools as functions with one argument, and their input out of calls
 json_objects.py      JSON that is passed on as text, such as schemas of tools

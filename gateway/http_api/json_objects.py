@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.http_errors import refused
+from pillion.gateway.request.client_json import is_object
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ JsonObject = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "object"})]
 JsonObjects = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": {"type": "object"}})]
 JsonSchema = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "boolean", "null"]})]
 JsonShape = Annotated[Raw, msgspec.Meta(extra_json_schema={"type": ["object", "string", "boolean", "null"]})]
-# The arguments of a call that was cut short are no JSON. They stand as a text in an object, under this name.
+# The arguments of a call that was cut short are no JSON object. They stand as a text in an object, under this name.
 CUT_SHORT = "INVALID_JSON"
 
 _KINDS: tuple[tuple[type[Any], bytes, str], ...] = (
@@ -42,13 +43,11 @@ def json_object(raw: Raw, field: str) -> str:
 
 
 def called_with(arguments: str) -> str:
-    """Returns the arguments of an earlier call. Text that is no JSON, as of a call that was cut short, stands in an
-    object: the conversation goes on, and the model sees what it wrote."""
-    try:
-        msgspec.json.decode(arguments or "{}", type=Raw)
-    except (ValueError, RecursionError):
-        return json.dumps({CUT_SHORT: arguments}, ensure_ascii=False)
-    return arguments
+    """Returns the arguments of an earlier call. Text that is no JSON object, as of a call that was cut short, stands in
+    an object: the conversation goes on, and the model sees what it wrote."""
+    if not arguments or is_object(arguments):
+        return arguments
+    return "" if arguments.strip() == "null" else json.dumps({CUT_SHORT: arguments}, ensure_ascii=False)
 
 
 def compact_json(raw: Raw, field: str, *kinds: type[Any]) -> str:

@@ -23,10 +23,18 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 from msgspec import Raw
 
-from pillion.gateway.http_api.body_mending import UNKNOWN, mended, note_ignored, without_halves
+from pillion.gateway.http_api.body_mending import OTHER, UNKNOWN, mended, note_ignored, without_halves
 from pillion.gateway.http_api.custom_tools import ToolGrammar
 from pillion.gateway.http_api.http_errors import ApiError, refused
-from pillion.gateway.http_api.json_objects import IGNORED, Ignored, JsonObject, JsonObjects, JsonSchema, JsonShape
+from pillion.gateway.http_api.json_objects import (
+    IGNORED,
+    AnyJson,
+    Ignored,
+    JsonObject,
+    JsonObjects,
+    JsonSchema,
+    JsonShape,
+)
 from pillion.gateway.http_api.sampling_body import CompletionSampling, Int
 from pillion.gateway.request.validation import (
     MAX_BRACKETS,
@@ -58,11 +66,22 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     Attributes:
         include_usage: whether one more event, with the usage, is sent at the end.
         continuous_usage_stats: whether the usage so far is sent with every event, as vLLM does.
+        include_obfuscation: nothing is added to events.
     """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: Raw = Raw()
+    include_obfuscation: Ignored[Raw] = Raw()
+
+
+class UsageOptions(msgspec.Struct, forbid_unknown_fields=True):
+    """Asks for the usage, as OpenRouter has it. An answer that is no stream always has it.
+
+    Attributes:
+        include: whether a stream ends with one more event, with the usage, as include_usage asks for.
+    """
+
+    include: bool | None = None
 
 
 class TextFormat(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type"):
@@ -85,7 +104,7 @@ class NamedSchema(msgspec.Struct, forbid_unknown_fields=True):
 
     name: str = ""
     schema: JsonSchema = Raw()
-    description: Ignored[str | None] = None
+    description: Ignored[Raw] = Raw()
     strict: bool | None = None
 
 
@@ -123,7 +142,7 @@ class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
         grammar: a grammar in Lark's notation, or in GBNF's.
         json_object: whether any JSON object will do.
         structural_tag: free text with parts of a given structure, as text.
-        whitespace_pattern: not supported; JSON is written as Python's json writes it.
+        disable_any_whitespace, whitespace_pattern: JSON is written as Python's json writes it.
     """
 
     json: JsonShape = Raw()
@@ -132,9 +151,9 @@ class ShapeBody(msgspec.Struct, forbid_unknown_fields=True):
     grammar: str | None = None
     json_object: bool | None = None
     structural_tag: str | None = None
-    disable_any_whitespace: Raw = Raw()
+    disable_any_whitespace: Ignored[Raw] = Raw()
     disable_additional_properties: Raw = Raw()
-    whitespace_pattern: Raw = Raw()
+    whitespace_pattern: Ignored[Raw] = Raw()
 
 
 class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
@@ -153,8 +172,8 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
         kv_hints: what is to become of the KV when the answer has ended, in vLLM's envelope; at most 64 KiB.
         response_format: the structure of the answer, in OpenAI's words.
         structured_outputs: the structure of the answer, in vLLM's words.
-        user: a label of at most 512 characters; nothing is stored.
-        metadata: labels, at most 16 of 64 and 512 characters; nothing is stored.
+        usage: whether the usage is wanted, in OpenRouter's words.
+        user, metadata: labels; nothing is stored.
         service_tier: all requests are of one tier; see priority.
         store: nothing is stored.
     """
@@ -167,16 +186,17 @@ class _CommonBody(CompletionSampling, forbid_unknown_fields=True, kw_only=True):
     logit_bias: Raw = Raw()
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    usage: UsageOptions | None = None
     timings: bool | None = None
     priority: Int | None = None
     cache_salt: str | None = None
     kv_hints: Raw = Raw()
     response_format: Raw = Raw()
     structured_outputs: Raw = Raw()
-    user: Ignored[Label | None] = None
+    user: Ignored[Raw] = Raw()
     metadata: Ignored[Raw] = Raw()
-    service_tier: Ignored[Label | None] = None
-    store: Ignored[bool | None] = None
+    service_tier: Ignored[Raw] = Raw()
+    store: Ignored[Raw] = Raw()
 
 
 class CompletionBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
@@ -207,10 +227,11 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
         top_logprobs: number of alternatives that are reported with each token.
         chat_template_kwargs: further variables of the model's chat template, such as enable_thinking; at most 16 KiB.
         reasoning_effort: a variable of the template that some models know.
-        safety_identifier: a label of at most 512 characters; nothing is stored.
+        safety_identifier: a label; nothing is stored.
         prompt_cache_key: prefixes are found by their tokens, wherever they were computed; cache_salt separates them.
         prompt_cache_retention, prompt_cache_options: prefixes stay as long as there is room for them.
         prediction: a guess of the answer; guesses change only how fast it comes.
+        audio, web_search_options: options of what no answer here has.
         verbosity: a wish for a longer or shorter answer; no model's template knows it, so say it in a message.
         tools: functions and custom tools that the model may call, at most 128.
         tool_choice: "auto" (the default), "none", "required", the one tool that has to be called, or the tools that may
@@ -229,32 +250,47 @@ class ChatBody(_CommonBody, forbid_unknown_fields=True, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Int | None = None
     reasoning_effort: ReasoningEffort | None = None
-    safety_identifier: Ignored[Label | None] = None
-    prompt_cache_key: Ignored[str | None] = None
-    prompt_cache_retention: Ignored[str | None] = None
+    safety_identifier: Ignored[Raw] = Raw()
+    prompt_cache_key: Ignored[Raw] = Raw()
+    prompt_cache_retention: Ignored[Raw] = Raw()
     prompt_cache_options: Ignored[Raw] = Raw()
     prediction: Ignored[Raw] = Raw()
-    verbosity: Ignored[Literal["low", "medium", "high"] | None] = None
+    verbosity: Ignored[Raw] = Raw()
+    audio: Ignored[Raw] = Raw()
+    web_search_options: Ignored[Raw] = Raw()
+
+
+class ThoughtPart(msgspec.Struct, forbid_unknown_fields=True):
+    """Holds a part of what an assistant thought, as Mistral's server writes it.
+
+    Attributes:
+        type: it has no effect.
+        text: the text.
+    """
+
+    type: str = "text"
+    text: str = ""
 
 
 class ContentPart(msgspec.Struct, forbid_unknown_fields=True):
-    """Holds a part of a message's content.
+    """Holds a part of a message's content, of any type; only its text is read.
 
     Attributes:
-        type: only "text" is supported.
+        type: "text"; parts of Responses ("input_text", "output_text") are taken too. Of other types an image or the
+            like in a user's message is refused, and so is what has no text in the last one.
         text: the text.
-        cache_control: prefixes are cached without it.
+        refusal: a text as well.
+        thinking: what the assistant thought; most templates leave it out.
+        image_url, input_audio, file: what the model cannot see; of an image in what a tool gave back it is told.
     """
 
-    type: Literal["text"]
-    text: str = ""
-    cache_control: Ignored[Raw] = Raw()
-    audio_url: Raw = Raw()
-    file: Raw = Raw()
-    image_url: Raw = Raw()
-    input_audio: Raw = Raw()
-    refusal: Raw = Raw()
-    video_url: Raw = Raw()
+    type: str = "text"
+    text: str | None = None
+    refusal: str | None = None
+    thinking: str | list[ThoughtPart] | None = None
+    image_url: Ignored[Raw] = Raw()
+    input_audio: Ignored[Raw] = Raw()
+    file: Ignored[Raw] = Raw()
 
 
 class FunctionBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -278,11 +314,9 @@ class ToolBody(msgspec.Struct, forbid_unknown_fields=True, tag="function", tag_f
 
     Attributes:
         function: the function.
-        cache_control: prefixes are cached without it.
     """
 
     function: FunctionBody
-    cache_control: Ignored[Raw] = Raw()
 
 
 class AnyText(msgspec.Struct, forbid_unknown_fields=True, tag="text", tag_field="type", omit_defaults=True):
@@ -318,11 +352,21 @@ class CustomToolBody(msgspec.Struct, forbid_unknown_fields=True, tag="custom", t
 
     Attributes:
         custom: the tool.
-        cache_control: prefixes are cached without it.
     """
 
     custom: CustomBody
-    cache_control: Ignored[Raw] = Raw()
+
+
+class OtherToolBody(msgspec.Struct, forbid_unknown_fields=True, tag=OTHER, tag_field="type"):
+    """Describes a tool that a server runs, of which the model is not told, or a function whose type was left out.
+
+    Attributes:
+        sent_type: the tool's type.
+        function: the function.
+    """
+
+    sent_type: str = ""
+    function: FunctionBody | None = None
 
 
 class NamedFunction(msgspec.Struct, forbid_unknown_fields=True):
@@ -382,11 +426,12 @@ class CalledFunction(msgspec.Struct, forbid_unknown_fields=True):
 
     Attributes:
         name: the function's name.
-        arguments: a JSON object, as text. What is no JSON, as of a call that was cut short, is the model's to read.
+        arguments: a JSON object, as text or as it is. What is no object, as of a call that was cut short, is the
+            model's to read.
     """
 
     name: str
-    arguments: str = ""
+    arguments: AnyJson = Raw()
 
 
 class CalledCustom(msgspec.Struct, forbid_unknown_fields=True):
@@ -405,49 +450,44 @@ class CallBody(msgspec.Struct, forbid_unknown_fields=True):
     """Describes a call that a message of the assistant made.
 
     Attributes:
-        id: the id that the message with its result names.
+        id: the id that the message with its result names; without one, results belong to calls in their order.
         type: "function", the default, or "custom".
-        function: name and arguments, a JSON object as text.
+        function: name and arguments.
         custom: name and input of a custom tool.
-        index: the call's place, as streams have it; calls stand in their order.
     """
 
-    id: str
+    id: str = ""
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
-    type: Literal["function", "custom"] = "function"
-    index: Ignored[int | None] = None
+    type: str = "function"
 
 
 class MessageBody(msgspec.Struct, forbid_unknown_fields=True):
     """Holds one message of a conversation; an assistant's may be sent back as it was received.
 
     Attributes:
-        role: "system", "developer", "user", "assistant" or "tool"; the model's own template may know more.
-        content: a text, or parts that are joined by line ends.
+        role: "system", "developer", "user", "assistant" or "tool"; "function" is an older name of "tool". The model's
+            own template may know more.
+        content: a text, or parts that are joined by line ends. All but the last message may do without.
         tool_calls: calls that a message of the assistant made.
+        function_call: an older form of such a call.
         tool_call_id: the call that a message of role "tool" brings the result of.
         name: who speaks.
         reasoning_content: what the assistant thought; most templates leave it out.
         reasoning: another name of reasoning_content.
-        annotations: what stood beside an earlier answer's text.
-        provider_specific_fields: fields that litellm adds to the messages that it got.
-        reasoning_details: the same as reasoning, in a form of OpenRouter's.
-        cache_control: prefixes are cached without it.
+        refusal: the text of an answer without content.
+        annotations, audio: what stood beside an earlier answer's text.
     """
 
     role: str
     content: str | list[ContentPart] | None = None
     annotations: Ignored[Raw] = Raw()
-    audio: Raw = Raw()
-    cache_control: Ignored[Raw] = Raw()
-    function_call: Raw = Raw()
-    provider_specific_fields: Ignored[Raw] = Raw()
-    reasoning_details: Ignored[Raw] = Raw()
+    audio: Ignored[Raw] = Raw()
+    function_call: CalledFunction | None = None
     name: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
-    refusal: Raw = Raw()
+    refusal: str | None = None
     tool_call_id: str | None = None
     tool_calls: list[CallBody] | None = None
 
@@ -488,19 +528,19 @@ class DetokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: Raw
 
 
-# These fields, by body, ask for what Pillion does not do; HARMLESS has the values of them that are let through.
+# These fields, by body, would make the answer another one if they had no effect. INSTEAD says what a client misses, or
+# sends in their place, and HARMLESS has the values of them that are let through. vLLM's fields that are no part of its
+# API any more, or change only how fast an answer comes (early_stopping, kv_transfer_params, mm_processor_kwargs), are
+# fields that nobody knows.
 _UNSUPPORTED_IN_BOTH = """
-    allowed_token_ids bad_words early_stopping guided_choice guided_grammar guided_json guided_regex
-    include_stop_str_in_output kv_transfer_params length_penalty
-    return_token_ids return_tokens_as_token_ids skip_special_tokens spaces_between_special_tokens
+    allowed_token_ids bad_words guided_choice guided_grammar guided_json guided_regex
+    include_stop_str_in_output
+    return_token_ids return_tokens_as_token_ids skip_special_tokens
     truncate_prompt_tokens use_beam_search
 """
 _UNSUPPORTED = {
     CompletionBody: f"{_UNSUPPORTED_IN_BOTH} add_special_tokens suffix",
-    ChatBody: f"""{_UNSUPPORTED_IN_BOTH}
-    audio chat_template documents echo function_call functions mm_processor_kwargs modalities moderation
-    web_search_options
-    """,
+    ChatBody: f"{_UNSUPPORTED_IN_BOTH} chat_template documents echo function_call functions modalities moderation",
     TokenizeBody: "chat_template",
 }
 # These values of unsupported fields, and of fields without effect, ask for what happens anyhow, as null does.
@@ -516,25 +556,25 @@ HARMLESS: Mapping[str, tuple[Any, ...]] = {
     "disable_any_whitespace": (True, False),
     "disable_additional_properties": (False,),
     "documents": ([],),
-    "early_stopping": (False,),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "include_obfuscation": (False,),
     "include_stop_str_in_output": (False,),
-    "length_penalty": (1, 1.0),
     "mcp_servers": ([],),
+    "metadata": ({},),
     "modalities": (["text"],),
+    "rank_fields": (["text"],),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "speed": ("standard",),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "truncation": ("disabled",),
     "use_beam_search": (False,),
+    "user": ("",),
     "verbosity": ("medium",),
 }
 _WHOLE = "nothing is stored here: send the whole conversation as input, whose beginning is cached"
@@ -544,6 +584,15 @@ INSTEAD: Mapping[str, str] = {
         f"guided_{name}": f"vLLM has taken this name away; send structured_outputs.{name}"
         for name in ("json", "regex", "choice", "grammar")
     },
+    "add_special_tokens": "a text begins as its tokenizer says; send token ids for another beginning",
+    "chat_template": "the model's own template is used, or that of --chat-template",
+    "documents": "write them into a message; templates are not given documents",
+    "function_call": "OpenAI has taken this name away; send tool_choice",
+    "functions": "OpenAI has taken this name away; send tools",
+    "modalities": "answers are texts",
+    "moderation": "nothing is moderated here",
+    "suffix": "a text is continued at its end, and not filled in",
+    "use_beam_search": "answers are sampled; there are no beams",
     "previous_response_id": _WHOLE,
     "conversation": _WHOLE,
     "item_reference": "nothing is stored here: send the item itself, as clients do that are told store=false",
@@ -554,7 +603,7 @@ READ_LATER: Mapping[str, Any] = {
     "prompt": str | list[str | Int | list[Int]],
     "input": str | list[str | Int | list[Int]],
     "messages": list[MessageBody],
-    "tools": list[ToolBody | CustomToolBody],
+    "tools": list[ToolBody | CustomToolBody | OtherToolBody],
     "tool_choice": Literal["auto", "none", "required"] | ChoiceBody | CustomChoice | AllowedChoice,
     "stop": str | list[str],
     "stop_token_ids": list[Int],

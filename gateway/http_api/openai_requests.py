@@ -14,30 +14,30 @@ import msgspec
 from msgspec import Raw
 
 from pillion.config import MAX_TEMPLATE_KWARGS_BYTES
-from pillion.gateway.http_api.custom_tools import custom_call, custom_tool
+from pillion.gateway.http_api.body_mending import note_ignored
+from pillion.gateway.http_api.chat_messages import read_messages
+from pillion.gateway.http_api.custom_tools import custom_tool
 from pillion.gateway.http_api.http_errors import from_pillion, refused
-from pillion.gateway.http_api.json_objects import called_with, compact_json
+from pillion.gateway.http_api.json_objects import compact_json
 from pillion.gateway.http_api.model_calls import AskedCall
 from pillion.gateway.http_api.openai_fields import (
     MAX_LABEL_CHARS,
     READ_LATER,
     AllowedChoice,
-    CallBody,
     ChatBody,
     ChoiceBody,
     CompletionBody,
     CustomChoice,
     CustomToolBody,
+    FunctionBody,
     GrammarOfInput,
     JsonObjectFormat,
     JsonSchemaFormat,
-    MessageBody,
     ShapeBody,
     StreamOptions,
     TagFormat,
     TextFormat,
     TokenizeBody,
-    ToolBody,
     given,
     parse,
     parse_field,
@@ -45,11 +45,9 @@ from pillion.gateway.http_api.openai_fields import (
 from pillion.gateway.http_api.sampling_body import Int, sampling_of
 from pillion.gateway.request.structured_bounds import MAX_STRUCTURED_BYTES
 from pillion.gateway.request.validation import (
-    MAX_MESSAGES,
     MAX_PROMPT_IDS,
-    MAX_STOP_CHARS,
     MAX_STOP_TOKEN_IDS,
-    MAX_STOPS,
+    MAX_STOPS_CHARS,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     too_long,
@@ -57,13 +55,11 @@ from pillion.gateway.request.validation import (
 from pillion.gateway.tokens.tokenizer import check_wanted
 from pillion.sampling_ranges import MAX_LOGIT_BIASES
 from pillion.types import (
-    ChatMessage,
     ChatOptions,
     GenerateRequest,
     SamplingParams,
     StructuredOutputs,
     Tool,
-    ToolCall,
     ToolOptions,
 )
 
@@ -124,16 +120,17 @@ def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | TagForm
 
 # OpenAI and vLLM have this default for completions; a chat's answer may fill the context.
 DEFAULT_COMPLETION_TOKENS = 16
-# One request may have this many prompts, which run side by side.
-MAX_PROMPTS = 128
+# One call may have this many prompts, of which some run side by side, and so many answers to all of them together.
+MAX_PROMPTS = 2048
+MAX_CALL_ANSWERS = 16_384
 # JSON needs at most six bytes for a character, and a number has at most twenty digits.
-_MAX_STOP_BYTES = 16 * MAX_STOPS * MAX_STOP_CHARS
+_MAX_STOP_BYTES = 16 * MAX_STOPS_CHARS
 _MAX_IDS_BYTES = 32 * MAX_STOP_TOKEN_IDS
 _MAX_BIAS_BYTES = 64 * MAX_LOGIT_BIASES
 _MAX_HINTS_BYTES = 65_536
 _MAX_RAW_TOOLS_BYTES = 2 * MAX_TOOLS_BYTES
 _MAX_CHOICE_BYTES = 1024
-_STOPS_BOUND = f"at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters"
+_STOPS_BOUND = f"at most {MAX_STOPS_CHARS} characters together"
 _IDS_BOUND = f"at most {MAX_STOP_TOKEN_IDS} ids"
 _BIAS_BOUND = f"at most {MAX_LOGIT_BIASES} tokens"
 _HINTS_BOUND = f"at most {_MAX_HINTS_BYTES} bytes of JSON"
@@ -203,6 +200,8 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
         # An echoed prompt is shown with log probabilities of the same kind as the answer's.
         sampling = replace(sampling, prompt_logprobs=max(body.logprobs, body.prompt_logprobs or 0))
     prompts = read_prompts(body.prompt, most_ids)
+    if len(prompts) * max(body.n or 1, body.best_of or 1) > MAX_CALL_ANSWERS:
+        raise refused("n", f"more than {MAX_CALL_ANSWERS} answers to {len(prompts)} prompts")
     requests = tuple(
         _request(body, request_id, sampling, **{"text" if isinstance(prompt, str) else "token_ids": prompt})
         for prompt in prompts.values()
@@ -215,7 +214,7 @@ def completion_request(raw: bytes, request_id: str, most_ids: int = MAX_PROMPT_I
 def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     """Reads the body of POST /v1/chat/completions. Raises ApiError."""
     body = parse(raw, ChatBody)
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise refused("top_logprobs", "it needs logprobs to be true")
     if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
         raise refused("max_completion_tokens", "max_tokens, its older name, says something else")
@@ -223,15 +222,12 @@ def chat_request(raw: bytes, request_id: str) -> OpenAIRequest:
     most = body.max_completion_tokens if newer else body.max_tokens
     sampling = _sampling(body, most, (body.top_logprobs or 0) if body.logprobs else None)
     messages, options = read_messages(body.messages), chat_options(body, body.reasoning_effort)
-    tools, custom = read_tools(body.tools, body.tool_choice)
+    tools, tool_names, custom = read_tools(body.tools, body.tool_choice)
     tools = replace(tools, parallel_tool_calls=body.parallel_tool_calls)
     request = _request(body, request_id, sampling, messages=messages, chat=options, tools=tools)
-    names = CHAT_NAMES_NEW if newer else CHAT_NAMES
-    for n in custom:
-        names = {**names, f"tools.tools[{n}]": f"tools[{n}].custom"}
-        names[f"tools.tools[{n}].parameters"] = f"tools[{n}].custom.format"
+    names = {**(CHAT_NAMES_NEW if newer else CHAT_NAMES), **tool_names}
     asked = _openai_request(body, (request,), (names,), echo=False, logprobs=bool(body.logprobs))
-    return replace(asked, custom=frozenset(tools.tools[n].name for n in custom)) if custom else asked
+    return replace(asked, custom=custom) if custom else asked
 
 
 def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
@@ -242,7 +238,7 @@ def tokenize_request(raw: bytes) -> tuple[TokenizeBody, GenerateRequest]:
     options = chat_options(body)
     if body.prompt is not None:
         return body, GenerateRequest(model=body.model, text=str(_filled(body.prompt, "prompt")), chat=options)
-    messages, (tools, _) = read_messages(body.messages), read_tools(body.tools, Raw())
+    messages, (tools, *_) = read_messages(body.messages), read_tools(body.tools, Raw())
     return body, GenerateRequest(model=body.model, messages=messages, chat=options, tools=tools)
 
 
@@ -285,26 +281,27 @@ def _filled(prompt: Prompt, field: str) -> Prompt:
     return prompt
 
 
-def read_messages(raw: Raw) -> tuple[ChatMessage, ...]:
-    """Reads a conversation. Raises ApiError. The number of strings in a body, which was checked, bounds what is made of
-    it."""
-    messages = parse_field(raw, list[MessageBody], "messages")
-    if not messages:
-        raise refused("messages", "at least one message is needed")
-    if len(messages) > MAX_MESSAGES:
-        raise refused("messages", f"more than {MAX_MESSAGES} messages")
-    return tuple(_message(message, f"messages[{n}]") for n, message in enumerate(messages))
-
-
-def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, tuple[int, ...]]:
-    """Reads the tools and which of them may be called, and returns the numbers of the custom tools too. Raises
-    ApiError; too many bytes are refused before they are parsed."""
+def read_tools(raw: Raw, choice: Raw) -> tuple[ToolOptions, Mapping[str, str], frozenset[str]]:
+    """Reads the tools and which of them may be called, and returns the client's names of their fields where these are
+    special, and the names of the custom tools, too. The model is not told of tools that a server runs. Raises ApiError;
+    too many bytes are refused before they are parsed."""
     bodies = _bounded(raw, "tools", _MAX_RAW_TOOLS_BYTES, f"more than {MAX_TOOLS_BYTES} bytes") or ()
     if len(bodies) > MAX_TOOLS:
         raise refused("tools", f"{len(bodies)} tools; at most {MAX_TOOLS}")
-    tools = tuple(_tool(body, f"tools[{n}]") for n, body in enumerate(bodies))
-    custom = tuple(n for n, body in enumerate(bodies) if isinstance(body, CustomToolBody))
-    return _options(tools, choice), custom
+    tools: list[Tool] = []
+    names, custom = dict[str, str](), set[str]()
+    for n, body in enumerate(bodies):
+        ours, theirs = f"tools.tools[{len(tools)}]", f"tools[{n}]"
+        if isinstance(body, CustomToolBody):
+            tools.append(_custom_tool(body))
+            custom.add(body.custom.name)
+            names |= {ours: f"{theirs}.custom", f"{ours}.parameters": f"{theirs}.custom.format"}
+        elif body.function is None:
+            note_ignored(f"tools.{body.sent_type}")
+        else:
+            tools.append(_tool(body.function, f"{theirs}.function"))
+            names |= {} if len(tools) == n + 1 else {ours: f"{theirs}.function"}
+    return _options(tuple(tools), choice), names, frozenset(custom)
 
 
 def _options(tools: tuple[Tool, ...], choice: Raw) -> ToolOptions:
@@ -323,14 +320,16 @@ def _chosen_name(choice: ChoiceBody | CustomChoice) -> str:
     return choice.function.name if isinstance(choice, ChoiceBody) else choice.custom.name
 
 
-def _tool(body: ToolBody | CustomToolBody, path: str) -> Tool:
-    if isinstance(body, CustomToolBody):
-        custom, form = body.custom, body.custom.format
-        grammar = form.grammar if isinstance(form, GrammarOfInput) else None
-        return custom_tool(custom.name, custom.description or "", grammar)
-    function, parameters = body.function, ""
+def _custom_tool(body: CustomToolBody) -> Tool:
+    custom, form = body.custom, body.custom.format
+    grammar = form.grammar if isinstance(form, GrammarOfInput) else None
+    return custom_tool(custom.name, custom.description or "", grammar)
+
+
+def _tool(function: FunctionBody, path: str) -> Tool:
+    parameters = ""
     if given(function.parameters):
-        parameters = compact_json(function.parameters, f"{path}.function.parameters", dict)
+        parameters = compact_json(function.parameters, f"{path}.parameters", dict)
     return Tool(
         name=function.name, description=function.description or "", parameters=parameters, strict=function.strict
     )
@@ -361,37 +360,6 @@ def read_stops(raw: Raw) -> tuple[str, ...]:
     """Reads the field of stop strings, which may be one string or a list. Raises ApiError."""
     stops = _bounded(raw, "stop", _MAX_STOP_BYTES, _STOPS_BOUND)
     return (stops,) if isinstance(stops, str) else tuple(stops or ())
-
-
-def _message(message: MessageBody, path: str) -> ChatMessage:
-    check_wanted()
-    if message.role == "function":
-        raise refused(f"{path}.role", "this is not supported here; a tool's result has role tool", "unsupported_value")
-    content, calls = message.content, message.tool_calls or ()
-    reasoning = message.reasoning_content or message.reasoning or ""
-    if content is None and (calls or reasoning):
-        content = ""
-    if content is None:
-        raise refused(f"{path}.content", "this field is required", "missing_required_parameter")
-    if not isinstance(content, str):
-        content = "\n".join(part.text for part in content)
-    return ChatMessage(
-        # "developer" is OpenAI's newer name of the same role; no open model's template knows it.
-        role="system" if message.role == "developer" else message.role,
-        content=content,
-        tool_calls=tuple(_call(call, f"{path}.tool_calls[{n}]") for n, call in enumerate(calls)),
-        tool_call_id=message.tool_call_id or "",
-        name=message.name or "",
-        reasoning=reasoning,
-    )
-
-
-def _call(call: CallBody, path: str) -> ToolCall:
-    if call.type == "custom" and call.custom is not None:
-        return custom_call(call.id, call.custom.name, call.custom.input)
-    if call.type == "function" and call.function is not None:
-        return ToolCall(call.id, call.function.name, called_with(call.function.arguments))
-    raise refused(f"{path}.{call.type}", "this field is required", "missing_required_parameter")
 
 
 def _sampling(body: CompletionBody | ChatBody, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
@@ -436,8 +404,8 @@ def _openai_request(
     echo: bool,
     logprobs: bool,
 ) -> OpenAIRequest:
-    read_metadata(body.metadata)
     options = body.stream_options or StreamOptions()
+    usage = body.usage is not None and bool(body.usage.include)
     if body.stream and body.prompt_logprobs is not None:
         raise refused(
             "prompt_logprobs", "they are not part of a stream; send it without stream", "unsupported_parameter"
@@ -445,12 +413,12 @@ def _openai_request(
     if body.timings and len(requests) > 1:
         raise refused("timings", "it needs a single prompt")
     if body.stream_options is not None and not body.stream:
-        raise refused("stream_options", "it needs stream to be true")
+        note_ignored("stream_options")
     return OpenAIRequest(
         requests=requests,
         names=tuple({**one, **FORMAT_NAMES} for one in names) if given(body.response_format) else names,
         stream=bool(body.stream),
-        include_usage=bool(options.include_usage),
+        include_usage=usage or bool(options.include_usage),
         continuous_usage=bool(options.continuous_usage_stats),
         timings=bool(body.timings),
         echo=echo,

@@ -38,12 +38,14 @@ class EmbeddingsBody(TextsBody, forbid_unknown_fields=True, kw_only=True):
         dimensions: how many values of each vector are wanted, from its first one on; default: all.
         prompt_name: which of the checkpoint's prompts stands before each text; default: the one that the checkpoint
             names, and "" for none.
+        normalize: the checkpoint says whether a vector is normalized.
     """
 
     input: Raw
     encoding_format: Encoding = "float"
     dimensions: Int | None = None
     prompt_name: str | None = None
+    normalize: Raw = Raw()
 
 
 def embedding_routes(calls: ModelCalls, flags: GatewayFlags) -> list[Route]:

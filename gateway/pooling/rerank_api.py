@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec import Raw
 from starlette.routing import Route
 
 from pillion.config import GatewayFlags
@@ -69,12 +70,14 @@ class RerankBody(PairsBody, forbid_unknown_fields=True, kw_only=True):
         documents: texts, or objects with a text, at most 2,048.
         top_n: how many of the best are given; default, and 0: all.
         return_documents: whether the answer has the documents' texts; default: true, at /v2/rerank false.
+        rank_fields: a document is ranked by its text.
     """
 
     query: str
     documents: list[str | DocumentBody]
     top_n: Int | None = None
     return_documents: bool | None = None
+    rank_fields: Raw = Raw()
 
 
 class ScoreBody(PairsBody, forbid_unknown_fields=True, kw_only=True):

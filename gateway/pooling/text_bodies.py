@@ -10,7 +10,6 @@ import msgspec
 from msgspec import Raw
 
 from pillion.gateway.http_api.json_objects import Ignored
-from pillion.gateway.http_api.openai_fields import Label
 from pillion.gateway.http_api.openai_requests import read_prompts
 from pillion.gateway.http_api.sampling_body import Int
 from pillion.gateway.pooling.text_call import MAX_TEXTS
@@ -26,14 +25,14 @@ class TextsBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             document are one text, the document is cut. Default: what is too long is refused.
         priority: smaller is more urgent.
         cache_salt: only requests with the same salt share cached prefixes.
-        user: a label of at most 512 characters; nothing is stored.
+        user: a label; nothing is stored.
     """
 
     model: str = ""
     truncate_prompt_tokens: Int | None = None
     priority: Int = 0
     cache_salt: str | None = None
-    user: Ignored[Label | None] = None
+    user: Ignored[Raw] = Raw()
 
     def shared(self, request_id: str) -> GenerateRequest:
         """Returns what the requests of all texts have in common."""

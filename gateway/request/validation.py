@@ -52,8 +52,9 @@ MAX_TOOL_NAME_CHARS = 128
 # characters.
 MAX_CALL_ITEMS = 2**19
 MAX_TOOL_CALL_ID_CHARS = 256
-MAX_STOPS = 16
-MAX_STOP_CHARS = 256
+# All stop strings of a request together have at most this many characters; finding them costs the same for many, long
+# ones as for one.
+MAX_STOPS_CHARS = 4096
 MAX_STOP_TOKEN_IDS = 64
 # One prompt has at most this many answers.
 MAX_ANSWERS = 128
@@ -311,6 +312,9 @@ def resolve(
     own = {name: value for name in names if (value := getattr(recommended, name)) is not None}
     unset: dict[str, Any] = {name: own.get(name, getattr(NEUTRAL, name)) for name in names}
     top_k = unset.pop("top_k", sampling.top_k)
+    if unset.get("top_p", sampling.top_p) == 0:
+        # As little mass as there is leaves the likeliest token alone.
+        unset["top_p"], top_k = 1.0, 1
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
     return ResolvedSampling(
         sampling=replace(
@@ -322,7 +326,7 @@ def resolve(
             stop_token_ids=(),
             structured_outputs=None,
             top_k=max(0, top_k or 0),
-            seed=drawn_seed if sampling.seed is None else sampling.seed,
+            seed=drawn_seed if sampling.seed in (None, -1) else sampling.seed,
             max_tokens=wanted,
             # The text may have room for fewer tokens than the client asked for.
             min_tokens=min(sampling.min_tokens or 0, wanted),
@@ -555,13 +559,11 @@ def _resume(request: GenerateRequest, limits: ModelLimits) -> Iterator[FieldViol
 
 
 def _stops(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
-    if len(sampling.stop) > MAX_STOPS:
-        yield FieldViolation("sampling.stop", f"{len(sampling.stop)} stop strings; at most {MAX_STOPS}")
-    for n, stop in enumerate(sampling.stop[:MAX_STOPS]):
+    if sum(map(len, sampling.stop)) > MAX_STOPS_CHARS:
+        yield FieldViolation("sampling.stop", f"longer than {MAX_STOPS_CHARS} characters together")
+    for n, stop in enumerate(sampling.stop[:MAX_STOPS_CHARS]):
         if not stop:
             yield FieldViolation(f"sampling.stop[{n}]", "empty")
-        elif len(stop) > MAX_STOP_CHARS:
-            yield FieldViolation(f"sampling.stop[{n}]", f"longer than {MAX_STOP_CHARS} characters")
         elif not _is_text(stop):
             yield FieldViolation(f"sampling.stop[{n}]", "not valid Unicode")
     if len(sampling.stop_token_ids) > MAX_STOP_TOKEN_IDS:

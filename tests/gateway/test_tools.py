@@ -244,7 +244,7 @@ async def test_a_stop_string_is_looked_for_in_content_alone(fakes: FakeCluster, 
 WRONG: list[tuple[dict[str, Any], str, str]] = [
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "letters"),
     ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1].function.name", "another tool's name"),
-    ({"tools": [{"type": "retrieval"}]}, "tools[0].type", "not supported"),
+    ({"tools": [{"type": "retrieval"}], "tool_choice": "required"}, "tool_choice", "needs tools"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "required"),
     (
         {"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]},
@@ -260,22 +260,10 @@ WRONG: list[tuple[dict[str, Any], str, str]] = [
         "tool_choice.function.name",
         "none of the tools",
     ),
-    ({"functions": [{"name": "f"}]}, "functions", "not supported"),
-    ({"function_call": "auto"}, "function_call", "not supported"),
+    ({"functions": [{"name": "f"}]}, "functions", "send tools"),
+    ({"function_call": "auto"}, "function_call", "send tool_choice"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "names the call"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "c"}]}, "messages[0].tool_call_id", "no call"),
-    (
-        {
-            "messages": [
-                {
-                    "role": "assistant",
-                    "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "[]"}}],
-                }
-            ]
-        },
-        "messages[0].tool_calls[0].arguments",
-        "not a JSON object",
-    ),
 ]
 
 

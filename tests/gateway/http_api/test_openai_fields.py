@@ -24,7 +24,7 @@ from pillion.gateway.http_api.openai_requests import (
     completion_request,
 )
 from pillion.gateway.request.validation import MAX_MESSAGES, MAX_PROMPT_IDS
-from pillion.types import ChatMessage, ChatOptions, SamplingParams, StructuredOutputs, ToolCall, ToolOptions
+from pillion.types import ChatOptions, SamplingParams, StructuredOutputs, ToolOptions
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 SAMPLING = {
@@ -77,7 +77,6 @@ def test_the_others_arrive(read) -> None:
     assert (sampling.stop, sampling.stop_token_ids, sampling.logit_bias) == (("a",), (5,), {7: -1.0, 8: 0.5})
     assert read(stop=["a", "b"]).requests[0].sampling.stop == ("a", "b")
     assert read(stop=None, logit_bias=None, stop_token_ids=None).requests[0] == read().requests[0]
-    assert refusal(read, user="u" * 513).param == "user"
 
 
 def test_a_conversations_options_arrive() -> None:
@@ -104,13 +103,27 @@ def test_reasoning_effort_is_a_variable_of_the_template() -> None:
 
 
 @pytest.mark.parametrize("read", [complete, chat])
-def test_labels_change_nothing_and_are_bounded(read) -> None:
-    assert read(metadata={"a" * 64: "b" * 512}, user="me").requests == read().requests
-    longest = {f"{n:02}" + "\U0001f600" * 62: "\U0001f600" * 512 for n in range(16)}
-    assert read(metadata=longest).requests == read().requests
-    assert read(metadata={}, store=False).requests == read().requests
-    for wrong in ({"a" * 65: "b"}, {"a": "b" * 513}, dict.fromkeys(map(str, range(17)), "x"), {"a": 5}, "a", [1]):
-        assert str(refusal(read, metadata=wrong).param).startswith("metadata")
+def test_labels_change_nothing(read) -> None:
+    labels = {"metadata": {"a" * 65: ["b"], "c": 5}, "user": 17, "store": "yes", "service_tier": "x" * 10_000}
+    assert read(**labels).requests == read().requests
+    assert read(metadata="a", user=None, model=None).requests == read().requests
+
+
+@pytest.mark.parametrize("read", [complete, chat])
+def test_neutral_and_sloppy_values(read) -> None:
+    """Each asks for what happens anyhow, or says in another way what can be done."""
+    assert read(max_tokens=4.0).requests[0].sampling.max_tokens == 4
+    assert read(top_p=0).requests[0].sampling.top_p == 0
+    assert read(seed=-1).requests[0].sampling.seed == -1
+    assert read(model=None).requests[0].model == ""
+    assert len(read(stop=[f"stop {n}" for n in range(100)]).requests[0].sampling.stop) == 100
+    assert read(stop="x" * 1000).requests[0].sampling.stop == ("x" * 1000,)
+    assert (read(stream=True, usage={"include": True}).include_usage, read(usage={"include": False}).include_usage) == (
+        True,
+        False,
+    )
+    for harmless in ({"length_penalty": 1.5}, {"early_stopping": True}, {"kv_transfer_params": {"a": 1}}):
+        assert read_noting(BodyReading(), lambda fields: read(**fields), harmless).requests == read().requests
 
 
 def test_what_nobody_said_is_nobodys() -> None:
@@ -129,6 +142,8 @@ def test_lengths_and_logprobs_of_a_conversation() -> None:
     assert chat(logprobs=True).requests[0].sampling.logprobs == 0
     assert chat(logprobs=True, top_logprobs=3).requests[0].sampling.logprobs == 3
     assert chat(logprobs=False).requests[0].sampling.logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).requests[0].sampling.logprobs is None
+    assert chat(top_logprobs=0).requests[0].sampling.logprobs is None
     assert refusal(chat, top_logprobs=3).param == "top_logprobs"
     assert refusal(chat, logprobs=3).param == "logprobs"
 
@@ -171,6 +186,8 @@ def test_wrong_prompts(prompt: Any) -> None:
 
 
 def test_too_many_of_anything_is_refused() -> None:
+    assert len(complete(prompt=["a"] * MAX_PROMPTS, n=8).requests) == MAX_PROMPTS
+    assert "more than 16384 answers" in refusal(complete, prompt=["a"] * MAX_PROMPTS, best_of=9).message
     assert "at most" in refusal(complete, prompt=["a"] * (MAX_PROMPTS + 1)).message
     assert "more than" in refusal(complete, prompt=[[1]] * (MAX_PROMPTS + 1)).message
     assert "more than" in refusal(complete, prompt=[1] * (MAX_PROMPT_IDS + 1)).message
@@ -178,62 +195,6 @@ def test_too_many_of_anything_is_refused() -> None:
     assert refusal(complete, stop=["x" * 200] * 500).param == "stop"
     assert refusal(complete, stop_token_ids=list(range(5000))).param == "stop_token_ids"
     assert refusal(complete, logit_bias={str(n): 1 for n in range(20_000)}).param == "logit_bias"
-
-
-def test_messages() -> None:
-    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    received = {"role": "assistant", "content": "ok", "refusal": None, "tool_calls": None, "annotations": []}
-    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": parts}, received]
-    assert chat(messages=messages).requests[0].messages == (
-        ChatMessage("system", "be brief"),
-        ChatMessage("user", "a\nb"),
-        ChatMessage("assistant", "ok"),
-    )
-
-
-@pytest.mark.parametrize(
-    ("message", "param"),
-    [
-        ({"role": "user"}, "messages[0].content"),
-        ({"content": "x"}, "messages[0].role"),
-        ({"role": "user", "content": None}, "messages[0].content"),
-        ({"role": "user", "content": 5}, "messages[0].content"),
-        ({"role": 5, "content": "x"}, "messages[0].role"),
-        ({"role": "tool", "content": "x", "tool_call_id": 1}, "messages[0].tool_call_id"),
-        ({"role": "function", "content": "x", "name": "f"}, "messages[0].role"),
-        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "messages[0].function_call"),
-        ({"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}, "messages[0].tool_calls[0].function"),
-        ({"role": "user", "content": "x", "colour": "red"}, "messages[0].colour"),
-        (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-            "messages[0].content[0].type",
-        ),
-        ({"role": "user", "content": [{"type": "text", "text": 5}]}, "messages[0].content[0].text"),
-        ({"role": "user", "content": [{"type": "text", "text": "x", "cache": 1}]}, "messages[0].content[0].cache"),
-        ("hello", "messages[0]"),
-    ],
-    ids=str,
-)
-def test_wrong_messages(message: Any, param: str) -> None:
-    assert refusal(chat, messages=[message]).param == param
-
-
-@pytest.mark.parametrize(
-    ("arguments", "read_as"),
-    [
-        ('{"city": "Zür', r'{"INVALID_JSON": "{\"city\": \"Zür"}'),
-        ('{"city": "a\nb"', r'{"INVALID_JSON": "{\"city\": \"a\nb\""}'),
-        ("[" * 100_000, f'{{"INVALID_JSON": "{"[" * 100_000}"}}'),
-        ('{"city":  "Zürich"}', '{"city":  "Zürich"}'),
-        ("[]", "[]"),
-        ("", ""),
-    ],
-    ids=lambda text: text[:20],
-)
-def test_what_there_is_of_a_call_that_was_cut_comes_back(arguments: str, read_as: str) -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    (message,) = chat(messages=[{"role": "assistant", "tool_calls": [call]}]).requests[0].messages
-    assert message.tool_calls == (ToolCall("c", "f", read_as),)
 
 
 def test_no_messages() -> None:
@@ -248,10 +209,14 @@ def test_stream_options() -> None:
     assert chat(stream=True, stream_options={"continuous_usage_stats": True}).continuous_usage
     chat(stream=True, stream_options={"include_obfuscation": False})
     chat(stream=False, stream_options=None)
-    assert refusal(chat, stream_options={"include_usage": True}).param == "stream_options"
-    assert refusal(chat, stream=True, stream_options={"x": 1}).param == "stream_options.x"
-    obfuscated = refusal(chat, stream=True, stream_options={"include_obfuscation": True})
-    assert obfuscated.param == "stream_options.include_obfuscation"
+    for fields, ignored in (
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"x": 1}}, "stream_options.x"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation"),
+    ):
+        reading = BodyReading()
+        asked = read_noting(reading, lambda given: chat(**given), fields)
+        assert (asked.requests, reading.ignored) == (chat().requests, ignored)
 
 
 def undone(kind: type[Any]) -> tuple[str, ...]:
@@ -297,25 +262,16 @@ def test_what_cannot_change_the_answer_has_no_effect_and_is_named(fields: dict[s
     assert asked.requests == chat().requests
 
 
-def test_what_agents_put_into_messages_and_tools_has_no_effect_and_is_named() -> None:
-    mark = {"cache_control": {"type": "ephemeral"}}
-    call = {"id": "c1", "type": "function", "index": 1, "function": {"name": "f", "arguments": "{}"}}
-    echoed = {"provider_specific_fields": {"x": 1}, "reasoning_details": [{}], "annotations": [{}]}
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "hi", **mark}], **mark},
-        {"role": "assistant", "content": "", "tool_calls": [call], **echoed},
-    ]
-    tool = {"type": "function", "function": {"name": "f"}}
-    body = {"messages": messages, "tools": [tool | mark], "response_format": {"type": "text"}}
+def test_tools_of_a_server_are_left_out_and_named() -> None:
+    function = {"type": "function", "function": {"name": "f"}, "cache_control": {"type": "ephemeral", "scope": "x"}}
+    tools = [{"type": "web_search", "filters": {}}, function, {"function": {"name": "g"}}, CUSTOM]
     reading = BodyReading()
-    asked, named = read_noting(reading, chat_request, json.dumps(body).encode(), "r"), reading.ignored
-    assert named == (
-        "messages.annotations, messages.cache_control, messages.content.cache_control, "
-        "messages.provider_specific_fields, messages.reasoning_details, messages.tool_calls.index, tools.cache_control"
-    )
-    del call["index"]
-    plain = [MESSAGES[0], {"role": "assistant", "content": "", "tool_calls": [call]}]
-    assert asked.requests == chat(messages=plain, tools=[tool]).requests
+    asked = read_noting(reading, lambda given: chat(**given), {"tools": tools, "tool_choice": "auto"})
+    assert reading.ignored == "tools.cache_control, tools.web_search"
+    assert [tool.name for tool in asked.requests[0].tools.tools] == ["f", "g", "patch"]
+    wrong = InvalidRequest.of(*(FieldViolation(f"tools.tools[{n}].name", "x") for n in range(3)))
+    named = from_pillion(wrong, asked.names[0]).message
+    assert named == "tools[1].function.name: x; tools[2].function.name: x; tools[3].custom.name: x"
 
 
 CUSTOM = {"type": "custom", "custom": {"name": "patch", "description": "Changes files."}}
@@ -432,10 +388,9 @@ def test_wrong_shapes_are_refused_by_name(read) -> None:
     assert both.param == "structured_outputs"
     assert refusal(read, response_format={"type": "xml"}).param == "response_format.type"
     assert refusal(read, response_format={"type": "json_schema"}).param == "response_format.json_schema"
-    assert refusal(read, structured_outputs={"jsn": {}}).param == "structured_outputs.jsn"
     assert refusal(read, structured_outputs={"choice": [1]}).param == "structured_outputs.choice[0]"
-    pattern = refusal(read, structured_outputs={"json": {}, "whitespace_pattern": " "})
-    assert pattern.param == "structured_outputs.whitespace_pattern"
+    closed = refusal(read, structured_outputs={"json": {}, "disable_additional_properties": True})
+    assert closed.param == "structured_outputs.disable_additional_properties"
     assert refusal(read, structured_outputs={"regex": "a" * 10**6}).param == "structured_outputs"
     for name in ("json", "regex", "choice", "grammar"):
         old = refusal(read, **{f"guided_{name}": "x"})

@@ -73,7 +73,6 @@ async def test_each_text_gets_its_labels_in_order(tmp_path: pathlib.Path, path: 
         ({"input": ["x", ""]}, "input[1]"),
         ({"input": ["x", "y" * 100_000]}, "input[1]"),
         ({"input": "x", "truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
-        ({"input": "x", "dimensions": 2}, "dimensions"),
     ],
     ids=lambda one: str(one)[:60],
 )

@@ -89,7 +89,7 @@ async def test_pairs_one_to_one_one_to_many_and_many_to_many(path: str) -> None:
         ("/v1/rerank", {"query": "q", "documents": []}, "documents"),
         ("/v1/rerank", {"query": "q", "documents": ["x", ""]}, "documents[1]"),
         ("/v1/rerank", {"query": "q", "documents": ["x", {"text": ""}]}, "documents[1]"),
-        ("/v1/rerank", {"query": "q", "documents": ["x", {"image": "y"}]}, "documents[1].image"),
+        ("/v1/rerank", {"query": "q", "documents": ["x", {"image": "y"}]}, "documents[1].text"),
         ("/v1/rerank", {"query": "q", "documents": ["x", "y" * 100_000]}, "documents[1]"),
         ("/v1/rerank", {"query": "y" * 100_000, "documents": ["x"]}, "query"),
         ("/v1/rerank", {"query": "q", "documents": ["x"] * (MAX_TEXTS + 1)}, "documents"),

@@ -87,7 +87,7 @@ BAD = {
     "temperature nan": (sampled(temperature=math.nan), ["sampling.temperature"]),
     "temperature inf": (sampled(temperature=math.inf), ["sampling.temperature"]),
     "temperature big": (sampled(temperature=100.5), ["sampling.temperature"]),
-    "top_p zero": (sampled(top_p=0.0), ["sampling.top_p"]),
+    "top_p below": (sampled(top_p=-0.01), ["sampling.top_p"]),
     "top_p nan": (sampled(top_p=math.nan), ["sampling.top_p"]),
     "top_p big": (sampled(top_p=1.01), ["sampling.top_p"]),
     "top_k": (sampled(top_k=-2), ["sampling.top_k"]),
@@ -121,8 +121,8 @@ BAD = {
     "negative tokens": (sampled(max_tokens=-5), ["sampling.max_tokens"]),
     "more tokens than the context": (sampled(min_tokens=65, max_tokens=10**9), ["sampling.min_tokens"]),
     "empty stop": (sampled(stop=("a", "")), ["sampling.stop[1]"]),
-    "long stop": (sampled(stop=("x" * 257,)), ["sampling.stop[0]"]),
-    "many stops": (sampled(stop=("x",) * 17), ["sampling.stop"]),
+    "long stop": (sampled(stop=("x" * 4097,)), ["sampling.stop"]),
+    "many stops": (sampled(stop=("x",) * 4097), ["sampling.stop"]),
     "broken stop": (sampled(stop=("\ud800",)), ["sampling.stop[0]"]),
     "stop ids": (sampled(stop_token_ids=(300, -1)), ["sampling.stop_token_ids[0]", "sampling.stop_token_ids[1]"]),
     "no shape": (shaped(), [SHAPE]),
@@ -251,6 +251,15 @@ def test_what_the_client_said_stands() -> None:
     longer = v.resolve(replace(asked, max_tokens=50, min_tokens=50, ignore_eos=False), 60, (2,), LIMITS, 0)
     assert (longer.max_tokens, longer.sampling.min_tokens) == (4, 4)
     assert longer.stop_token_ids == (9, 2)
+
+
+def test_no_mass_leaves_the_likeliest_token_and_no_seed_is_minus_one() -> None:
+    for asked, own in (
+        (SamplingParams(top_p=0, top_k=7, seed=-1), SamplingParams()),
+        (SamplingParams(), SamplingParams(top_p=0)),
+    ):
+        sampling = v.resolve(asked, 10, (), LIMITS, 99, own).sampling
+        assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1, 99)
 
 
 def test_the_model_s_own_values_hold_where_the_client_gave_none() -> None:
