@@ -24,7 +24,7 @@ class AdapterPart(GatewayPart):
 
     def routes(self, calls: ModelCalls, others: Sequence[Route]) -> list[Route]:
         """Returns the pages that load and unload adapters."""
-        return adapter_routes(calls.gateway)
+        return adapter_routes(calls)
 
     def start(self, heartbeat_s: float) -> None:
         """Begins to share the names of adapters and to spread their files."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+from msgspec import Raw
 from starlette.routing import Route
 
-from pillion.gateway.gateway import Gateway
 from pillion.gateway.http_api.http_call import Endpoint, HttpCall
+from pillion.gateway.http_api.json_objects import Ignored
+from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import parse
 
 TEXT = b"text/plain; charset=utf-8"
@@ -14,9 +16,9 @@ _LOADED = {"lora_name": "style", "lora_path": "/srv/adapters/style"}
 _UNLOADED = {"lora_name": "style"}
 
 
-def adapter_routes(gateway: Gateway) -> list[Route]:
+def adapter_routes(calls: ModelCalls) -> list[Route]:
     """Returns the rows for the HTTP port's table that load and unload adapters."""
-    api, tenant_of = AdaptersApi(gateway), gateway.tenant_of
+    api, tenant_of = AdaptersApi(calls), calls.gateway.tenant_of
     load = Endpoint("POST", api.load_lora_adapter, tenant_of, LoadAdapterBody, example=_LOADED)
     unload = Endpoint("POST", api.unload_lora_adapter, tenant_of, UnloadAdapterBody, example=_UNLOADED)
     return [Route("/v1/load_lora_adapter", load), Route("/v1/unload_lora_adapter", unload)]
@@ -43,23 +45,24 @@ class UnloadAdapterBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     Attributes:
         lora_name: the name that is taken away.
-        lora_int_id: ignored; adapters have no numbers here.
+        lora_int_id: adapters have no numbers here.
     """
 
     lora_name: str
-    lora_int_id: int | None = None
+    lora_int_id: Ignored[Raw] = Raw()
 
 
 class AdaptersApi:
     """Handles the HTTP calls about adapters; :class:`pillion.gateway.http_api.http_call.Endpoint` turns what the
     handlers raise into responses."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, calls: ModelCalls) -> None:
+        self._calls = calls
+        self._gateway = calls.gateway
 
     async def load_lora_adapter(self, call: HttpCall) -> None:
         """Gives a name to the LoRA adapter of a folder, at all gateways. Needs an operator's key."""
-        body = parse(await call.body(), LoadAdapterBody)
+        body = await self._calls.read(call, parse, await call.body(), LoadAdapterBody)
         await self._gateway.load_adapter(
             call.tenant,
             body.lora_name,
@@ -72,7 +75,7 @@ class AdaptersApi:
 
     async def unload_lora_adapter(self, call: HttpCall) -> None:
         """Takes the name of a LoRA adapter away; answers that run with it go on. Needs an operator's key."""
-        body = parse(await call.body(), UnloadAdapterBody)
+        body = await self._calls.read(call, parse, await call.body(), UnloadAdapterBody)
         await self._gateway.unload_adapter(call.tenant, body.lora_name)
         said = f"Success: LoRA adapter '{body.lora_name}' removed successfully."
         await call.answer(200, said.encode(), content_type=TEXT)

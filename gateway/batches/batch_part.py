@@ -43,7 +43,7 @@ class BatchPart(GatewayPart):
     def routes(self, calls: ModelCalls, others: Sequence[Route]) -> list[Route]:
         """Gives the pages of files and batches. The lines of a batch may call those of ``others`` that allow it."""
         self._lines.take(others)
-        files, tenant_of = BatchesApi(self._runner, self._lines.urls), calls.gateway.tenant_of
+        files, tenant_of = BatchesApi(calls, self._runner, self._lines.urls), calls.gateway.tenant_of
         return [
             Route(
                 "/v1/files",

@@ -30,6 +30,7 @@ from pillion.gateway.batches.upload_places import (
 )
 from pillion.gateway.http_api.http_call import HttpCall
 from pillion.gateway.http_api.http_errors import ApiError, from_pillion, refused
+from pillion.gateway.http_api.model_calls import ModelCalls
 from pillion.gateway.http_api.openai_fields import parse
 from pillion.gateway.http_api.openai_requests import read_metadata
 
@@ -64,7 +65,8 @@ class BatchesApi:
     """Handles the calls about files and batches, and refuses them where the gateway keeps no batches (``runner`` is
     None). The lines of a batch may call ``urls``."""
 
-    def __init__(self, runner: BatchRunner | None, urls: Sequence[str]) -> None:
+    def __init__(self, calls: ModelCalls, runner: BatchRunner | None, urls: Sequence[str]) -> None:
+        self._calls = calls
         self._kept = runner
         self._urls = urls
         self._places = UploadPlaces()
@@ -170,7 +172,7 @@ class BatchesApi:
         raw = await call.body()
         if len(raw) > MAX_BATCH_BODY_BYTES:
             raise ApiError(413, f"the body is larger than {MAX_BATCH_BODY_BYTES} bytes", code="request_too_large")
-        body = parse(raw, BatchBody)
+        body = await self._calls.read(call, parse, raw, BatchBody)
         metadata = read_metadata(body.metadata) or None
         if body.endpoint not in self._urls:
             raise refused("endpoint", f"{' or '.join(self._urls)}", "unsupported_value")

@@ -23,13 +23,18 @@ from pillion.gateway.http_api.openai_fields import HARMLESS, READ_AS, READ_LATER
 from pillion.types import ChatOptions, SamplingParams
 
 REF = "#/components/schemas/"
-_ABOUT = "OpenAI's API with vLLM's additions to it, and what stands beside it at the same port."
+_ABOUT = (
+    "OpenAI's API with vLLM's additions to it, and what stands beside it at the same port. A field that stands in no"
+    " type has no effect, and null for a field is its absence. The answer's header x-pillion-ignored names what had no"
+    " effect. Refused are fields that would make the answer another one if they were ignored, and, at a body's top, a"
+    " name that one edit makes a known one."
+)
 # Each field's policy stands in the document under this name: one of the values below.
 POLICY = "x-pillion-policy"
 CARRIED_OUT, NO_EFFECT, REFUSED = "carried out", "no effect", "refused"
 _HARMLESS = "Asks for what is not supported here; taken with the value that changes nothing."
 _ERRORS = {
-    400: "A field is wrong, unknown or not supported; the message begins with its name.",
+    400: "A field is wrong, misspelled or refused; the message begins with its name.",
     401: "An API key is needed, or this one is not known.",
     404: "The model is not served here.",
     429: "A bound or a quota is met; Retry-After says when to come again.",

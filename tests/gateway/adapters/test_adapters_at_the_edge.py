@@ -174,7 +174,8 @@ async def test_names_come_and_go_and_a_swap_mixes_nothing(made, flags, folder):
         both = (await call(address, "/v1/completions", {"prompt": ["hi", "ho"], "model": "sql"})).json
         assert both["system_fingerprint"].endswith(digest_of(made, 1)[:10])
         assert {submit.adapter for submit in fakes.decode.submits[-2:]} == {digest_of(made, 1)}
-        gone = await call(address, "/v1/unload_lora_adapter", {"lora_name": "sql", "lora_int_id": None})
+        gone = await call(address, "/v1/unload_lora_adapter", {"lora_name": "sql", "lora_int_id": 5, "foreign": 1})
+        assert gone.headers["x-pillion-ignored"] == "foreign, lora_int_id"
         assert (gone.status, gone.body) == (200, b"Success: LoRA adapter 'sql' removed successfully.")
         assert (await call(address, "/v1/completions", body)).status == 404
         assert (await call(address, "/v1/unload_lora_adapter", {"lora_name": "sql"})).status == 404

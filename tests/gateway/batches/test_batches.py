@@ -213,13 +213,14 @@ async def test_an_input_that_is_wrong_fails_with_its_lines(tmp_path: pathlib.Pat
         ({"metadata": {"x": 1}}, "metadata[...]"),
         ({"metadata": {"x" * 65: ""}}, "metadata"),
         ({"output_expires_after": {"anchor": "created_at", "seconds": 3600}}, "output_expires_after"),
-        ({"priority": 3}, "priority"),
+        ({"priority": 3}, "input_file_id"),
     ],
 )
 async def test_a_wrong_batch_is_refused(served: str, body: dict[str, Any], param: str) -> None:
     asked = {"input_file_id": "file-" + "0" * 24, "endpoint": CHAT, "completion_window": "24h"}
     reply = await call(served, "/v1/batches", asked | body)
     assert (reply.status, reply.error["param"]) == (400, param)
+    assert reply.headers.get("x-pillion-ignored", "") == ("priority" if "priority" in body else "")
 
 
 def form(*parts: tuple[str, str, bytes], end: bytes = b"--\r\n") -> tuple[bytes, dict[str, str]]:
