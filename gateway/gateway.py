@@ -45,10 +45,12 @@ from pillion.gateway.links.cluster import Cluster
 from pillion.gateway.named_adapters import Adapters, NamedAdapter
 from pillion.gateway.planning.forecast import GivenAnswer
 from pillion.gateway.request.admitted_request import AdmittedRequest, GatewayOptions, PooledRows
+from pillion.gateway.request.refusals import Refusals
 from pillion.gateway.request.request_ids import new_answer_id, request_label
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.request_telemetry import (
     CHAT,
+    EMBEDDINGS,
     TEXT,
     RequestMeter,
     begin_span,
@@ -180,16 +182,22 @@ class Gateway:
         self.check_hints: Callable[[str], object] = lambda hints: None
         # It is called with each request that has ended, what the client sent, and its tenant.
         self.on_ended: Callable[[RequestRunner, GenerateRequest, Tenant], None] = lambda runner, request, tenant: None
+        self.refusals = Refusals()
         # This counts the tokens of all requests that have ended.
         self.totals = Usage(0, 0, 0)
 
     def tenant_of(self, authorization: str) -> Tenant:
-        """Returns the tenant of a call, by the value of its Authorization header. Raises Unauthenticated."""
+        """Returns the tenant of a call, by the value of its Authorization header. A refusal is counted. Raises
+        Unauthenticated."""
         try:
-            return OPEN if self._ring is None else self._ring.tenant_of(authorization)
+            return self.find_tenant(authorization)
         except Unauthenticated as error:
             count_refused(self.meters, error)
             raise
+
+    def find_tenant(self, authorization: str) -> Tenant:
+        """Returns the tenant of a call without counting a refusal. Raises Unauthenticated."""
+        return OPEN if self._ring is None else self._ring.tenant_of(authorization)
 
     def tenant_named(self, name: str) -> Tenant | None:
         """Returns the tenant of this name, for work that goes on after its call; None if the keys no longer have it."""
@@ -225,6 +233,7 @@ class Gateway:
         entry: ModelEntry | None = None,
         pooled: PooledRows | None = None,
         places: PlacesOf | None = None,
+        streamed: bool = True,
     ) -> RequestRunner:
         """Starts a request, which the caller reads or cancels.
 
@@ -234,26 +243,25 @@ class Gateway:
             timeout_s: time the client gives it, None for no limit.
             parent: the client's trace context.
             entry: the model that the request's name meant when its call came; by default what it means now.
-            pooled: which rows the request, which generates nothing, ends with; None: it generates.
+            pooled: which rows the request ends with, which then generates nothing; None: it generates.
             places: called with the prompt and the number of its virtual tokens where a model's layers carry states.
                 Returns after how many of its tokens other prompts are expected to part from it.
+            streamed: whether the client asked for the answer in pieces, for the trace.
 
         Raises:
-            NotFound: no such model. InvalidRequest: the error names every wrong field. Overloaded: a bound or a quota
-                is met, or the wait would be longer than ``timeout_s``. DeadlineExceeded: no time left. Unauthenticated:
-                ``tenant`` is None.
+            NotFound: no such model. InvalidRequest: the error names every wrong field. Unauthenticated: no ``tenant``.
+            Overloaded: a bound or quota is met, or the wait longer than ``timeout_s``. DeadlineExceeded: no time left.
         """
         tenant = self._known(tenant)
         arrived = time.monotonic()
         deadline = None if timeout_s is None else arrived + timeout_s
-        span = begin_span(request, parent)
+        span = begin_span(request, parent, streamed=streamed)
         permit: AdmissionPermit | None = None
         try:
             model = entry or await self.find_entry(request.model, tenant)
             await self._check(request, model, tenant)
             permit = self._enter(request, model, tenant)
-            # The quota is taken after the bounds are checked, so that a request that the bounds refuse counts for no
-            # quota.
+            # The quota is taken after the bounds are checked, so that a request that they refuse takes none.
             self.quotas.take_request(tenant, arrived)
             if not tenant.background:
                 self.cluster.forecaster.arrived(model.limits.name)
@@ -674,10 +682,11 @@ class Gateway:
         permit: AdmissionPermit,
         span: trace.Span,
     ) -> RequestRunner:
-        describe_span(span, admitted, is_chat=bool(request.messages))
+        operation = EMBEDDINGS if admitted.pooled is not None else CHAT if request.messages else TEXT
+        describe_span(span, request.model, admitted, operation, name)
         # Nobody waits for a request in the background, so its time in the queue does not count as latency.
         began = time.monotonic() if permit.tenant.background else admitted.arrived
-        meter = RequestMeter(self.meters, admitted.model, CHAT if request.messages else TEXT, began, permit.answers)
+        meter = RequestMeter(self.meters, admitted.model, operation, began, permit.answers)
 
         def ended(usage: Usage) -> None:
             generated = usage.completion_tokens - admitted.resumed_tokens

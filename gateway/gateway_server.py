@@ -294,7 +294,7 @@ async def _listen(
         f"{host}:{flags.grpc_port}",
         [(SERVICE, lambda s: gateway_pb2_grpc.add_GatewayServicer_to_server(servicer, s))],
         credentials=None if identity is None else tls.server_credentials(identity),
-        interceptors=[KeyCheck(gateway.tenant_of), RawGenerate(servicer.raw_calls)],
+        interceptors=[KeyCheck(gateway), RawGenerate(servicer.raw_calls)],
         max_calls=MAX_GRPC_CALLS,
         max_message_bytes=flags.max_message_bytes,
         share_port=flags.share_ports,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -11,9 +12,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
-from pillion.errors import InvalidRequest, NotFound
+from pillion.errors import InvalidRequest, NotFound, PillionError, Unauthenticated
 from pillion.gateway.admission.tenants import Tenant
 from pillion.gateway.gateway import Gateway
+from pillion.gateway.http_api.http_errors import from_pillion
+from pillion.gateway.request.refusals import STRANGERS, Caller
 from pillion.gateway.request.request_ids import request_label
 from pillion.gateway.request.request_runner import RequestRunner
 from pillion.gateway.request.validation import MAX_TOKENS_HEADER, check_counts, check_generate_message
@@ -69,15 +72,19 @@ _ABSENT = GrpcCall(_absent)
 
 
 class KeyCheck(grpc.aio.ServerInterceptor):
-    """Raises Unauthenticated for a call that needs an API key and has no valid one, before its message is read.
-    ``tenant_of`` judges an Authorization header."""
+    """Raises Unauthenticated for a call that needs an API key and has no valid one, before its message is read."""
 
-    def __init__(self, tenant_of: Callable[[str], Tenant]) -> None:
-        self._tenant_of = tenant_of
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
 
     async def intercept_service(self, continuation: Any, details: Any) -> Any:
         if details.method.startswith(_NEEDS_KEY):
-            self._tenant_of(header(details.invocation_metadata, "authorization"))
+            metadata = details.invocation_metadata
+            try:
+                self._gateway.tenant_of(header(metadata, "authorization"))
+            except Unauthenticated as error:
+                note_refusal(self._gateway, details.method.removeprefix(_NEEDS_KEY), metadata, error)
+                raise
         return await continuation(details)
 
 
@@ -107,7 +114,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         for room_calls in entered(CALLS):
             calls |= room_calls(gateway)
         for name, call in calls.items():
-            setattr(self, name, call.serve)
+            setattr(self, name, self._noting(name, call.serve))
         self.raw_calls = frozenset(name for name, call in calls.items() if call.raw)
         # This counts open streams: from the call until the last message has been given to the transport.
         self.streams = 0
@@ -119,7 +126,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
         is a serialized GenerateRequest, as RawGenerate hands it on."""
         self.streams += 1
         try:
-            runner = await self._begin(request, context)
+            runner = await self._noting("Generate", self._begin)(request, context)
             writer = DeltaWriter(runner.admitted.request_id)
             try:
                 resolved = runner.admitted.resolved
@@ -136,6 +143,18 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
                 runner.cancel()
         finally:
             self.streams -= 1
+
+    def _noting(self, name: str, serve: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        """Returns ``serve``, whose refusals leave a trace."""
+
+        async def noted(request: Any, context: Any) -> Any:
+            try:
+                return await serve(request, context)
+            except PillionError as error:
+                note_refusal(self._gateway, name, context.invocation_metadata(), error)
+                raise
+
+        return noted
 
     async def _begin(self, request: bytes, context: Any) -> RequestRunner:
         """Admits the request of a Generate call."""
@@ -169,6 +188,18 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServicer):
 
     def _tenant(self, context: Any) -> Tenant:
         return caller(self._gateway, context)
+
+
+def note_refusal(gateway: Gateway, name: str, metadata: Any, error: PillionError) -> None:
+    """Notes that a call of the method ``name`` is answered with an error."""
+    tenant = STRANGERS
+    with contextlib.suppress(Unauthenticated):
+        tenant = gateway.find_tenant(header(metadata, "authorization")).name
+    caller = Caller(f"gRPC {name}", tenant, header(metadata, "user-agent"))
+    said = from_pillion(error, {})
+    request_id = request_label(header(metadata, "x-request-id"))
+    parent = telemetry.extract(metadata)
+    gateway.refusals.refused(caller, said.status, said.code or said.kind, said.param or "", request_id, parent)
 
 
 def read_generate(raw: bytes) -> GenerateRequest:

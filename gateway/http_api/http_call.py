@@ -28,6 +28,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from pillion.errors import Internal, PillionError
 from pillion.gateway.admission.tenants import OPEN, Tenant
 from pillion.gateway.http_api.http_errors import OPENAI_ERRORS, ApiError, ErrorForm, from_pillion, refused
+from pillion.gateway.request.refusals import STRANGERS, Caller, Refusals
 from pillion.gateway.request.request_ids import new_answer_id, request_label
 from pillion.gateway.request.request_runner import DEFECT
 from pillion.gateway.request.validation import MAX_REQUEST_BYTES
@@ -73,6 +74,9 @@ class HttpCall:
             self.header_bytes += len(name) + len(value)
         self.parameters = scope.get("path_params", {})
         self._query = bytes(scope["query_string"])
+        # What is refused, or had no effect, leaves a trace under this name of the API.
+        self.api = self.path
+        self._refusals: Refusals | None = scope.get("pillion.refusals")
         self.started = self._reading = False
         self.tenant = OPEN
         self.answer_id = new_answer_id()
@@ -171,6 +175,11 @@ class HttpCall:
     async def fail(self, error: ApiError) -> None:
         """Sends an error, where nothing has been sent yet. Where the call's body was not read, the connection is
         closed."""
+        if self._refusals is not None:
+            reason, parent = error.code or error.kind, self.trace_parent()
+            self._refusals.refused(
+                self.caller(error.status), error.status, reason, error.param or "", self.request_id, parent
+            )
         close: Headers = [(b"connection", b"close")] if self._reading or error.status in _UNREAD else []
         status, body = self.error_form.write(error, self.request_id)
         await self.answer(status, body, [*error.headers(), *close])
@@ -216,6 +225,10 @@ class HttpCall:
             if HttpCall.bodies_bytes > MAX_BODIES_BYTES:
                 text = f"more than {MAX_BODIES_BYTES} bytes of requests are being read"
                 raise ApiError(429, text, kind="rate_limit_error", code="rate_limit_exceeded", retry_after_ms=1000)
+
+    def caller(self, status: int = 200) -> Caller:
+        """Returns who calls what. With the status 401 nobody knows whose call it is."""
+        return Caller(self.api, STRANGERS if status == 401 else self.tenant.name, self.header(b"user-agent"))
 
     def credentials(self) -> str:
         """Gives the sender's credentials as an Authorization header has them; Anthropic's clients may send a key in a
@@ -336,13 +349,15 @@ class OwnPagesWrite:
     """Represents an ASGI application that passes calls on to ``app``, except writes that foreign pages make a browser
     send."""
 
-    def __init__(self, app: ASGIApp, allowed: Collection[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Collection[str], refusals: Refusals | None = None) -> None:
         self._app = app
+        self._refusals = refusals
         self._allowed = frozenset(allowed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> Any:
         # Where a header comes twice the first one counts, as everywhere on the port.
         known = dict(reversed(scope["headers"])) if scope["type"] == "http" else {}
+        scope = {**scope, "pillion.refusals": self._refusals}
         if known and is_foreign_write(scope["method"], known, self._allowed):
             text = "a browser sent this for a page of another origin; --allowed-origins names those that may"
             error = ApiError(403, text, kind="permission_error", code="cross_origin")

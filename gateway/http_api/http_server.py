@@ -100,6 +100,14 @@ class _Pages:
         page = MetricsPage(lambda: self._gateway.metrics(call.tenant), vllm_names=self._vllm_names)
         await call.answer(200, generate_latest(page.registry()), content_type=CONTENT_TYPE_LATEST.encode())
 
+    async def refusals(self, call: HttpCall) -> None:
+        """Shows operators which clients send what is refused or has no effect, and how often; where several processes
+        share the port, to the one that was reached."""
+        self._gateway.operators_only(call.tenant)
+        found = self._gateway.refusals
+        about = {"object": "list", "since": int(found.since_s), "data": list(found.rows())}
+        await call.answer(200, msgspec.json.encode(about))
+
     async def models(self, call: HttpCall) -> None:
         """Lists the models that live workers serve, in OpenAI's form."""
         entries = [self._entry(info) for info in self._gateway.models(call.tenant)]
@@ -152,6 +160,7 @@ class _Pages:
         path = call.path[:MAX_SHOWN_PATH_CHARS]
         known = [route.path for route in self.routes if "{" not in route.path]
         near = next(iter(difflib.get_close_matches(path, known, 1, LIKENESS)), path)
+        call.api = "unknown path"
         call.error_form = next((form for above, form in self._forms if f"{near}/".startswith(above)), OPENAI_ERRORS)
         said = f"there is no {path!r} here"
         if path in NOT_OFFERED:
@@ -197,6 +206,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
         Route("/health", Endpoint("GET", pages.health)),
         Route("/version", Endpoint("GET", pages.version)),
         Route("/metrics", Endpoint("GET", pages.metrics, tenant_of)),
+        Route("/v1/refusals", Endpoint("GET", pages.refusals, tenant_of)),
         Route("/v1/models", Endpoint("GET", pages.models, tenant_of)),
         Route("/v1/models/{name:path}", Endpoint("GET", pages.model, tenant_of)),
         *openai_routes(calls),
@@ -211,7 +221,7 @@ def make_app(gateway: Gateway, flags: GatewayFlags, parts: Sequence[GatewayPart]
     pages.describe(routes)
     origins = listed_origins(flags.allowed_origins)
     router = Router(routes, redirect_slashes=False, default=Endpoint("", pages.nothing))
-    app = OwnPagesWrite(BelowPath(router, flags.root_path) if flags.root_path else router, origins)
+    app = OwnPagesWrite(BelowPath(router, flags.root_path) if flags.root_path else router, origins, gateway.refusals)
     if not origins:
         return app
     return CORSMiddleware(

@@ -247,6 +247,7 @@ class ModelCalls:
         found: T = await self.gateway.off_loop(call.tenant, len(raw), read_noting, reading, read, raw, *arguments)
         if reading.found:
             call.notes.append((IGNORED_HEADER.encode(), reading.ignored.encode()))
+            self.gateway.refusals.without_effect(call.caller(), reading.found)
         return found
 
     async def entry(self, name: str, tenant: Tenant) -> ModelEntry:
@@ -281,7 +282,9 @@ class ModelCalls:
         async def start(request: GenerateRequest) -> RequestRunner:
             first = request is asked.requests[0]
             found = partial(places, call, asked, entry) if first and places is not None else None
-            runner = await self.gateway.generate(request, tenant=call.tenant, parent=parent, entry=entry, places=found)
+            runner = await self.gateway.generate(
+                request, tenant=call.tenant, parent=parent, entry=entry, places=found, streamed=asked.stream
+            )
             if first:
                 begun(call, asked, entry)
             return runner

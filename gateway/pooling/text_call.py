@@ -166,6 +166,7 @@ class TextCall:
             parent=self.parent,
             entry=self.model,
             pooled=replace(self.pooled, second_from=second),
+            streamed=False,
         )
 
     async def _leaders(self, ids: list[tuple[int, ...]], block_tokens: int) -> list[int | None]:

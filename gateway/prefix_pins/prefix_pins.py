@@ -91,7 +91,10 @@ class PrefixPins:
             raise InvalidRequest.of(FieldViolation("ttl_s", f"{ttl_s} is not in [0, {MAX_TTL_S}]"))
         asked = replace(request, sampling=SamplingParams(max_tokens=0), resume=None)
         # The prompt is computed as a background request, which gets only slots that no other request wants.
-        runner = await self._gateway.generate(asked, tenant=known.in_background(), timeout_s=timeout_s, parent=parent)
+        background = known.in_background()
+        runner = await self._gateway.generate(
+            asked, tenant=background, timeout_s=timeout_s, parent=parent, streamed=False
+        )
         try:
             async for _ in runner:
                 pass

@@ -10,6 +10,7 @@ admitted_request.py    a checked request, and the chain of its block hashes
 request_ids.py         labels of requests, and the ids of answers
 client_json.py         JSON that clients send as text: counted, checked, parsed
 structured_bounds.py   bounds of the structures that answers are to have
+refusals.py            what clients send in vain, by tenant and client: a table, log lines, spans
 validation.py          checks of a request, from the count of what it holds on, and its defaults
 request_telemetry.py   metrics and the trace span of a request
 

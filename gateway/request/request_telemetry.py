@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from opentelemetry import trace
 from opentelemetry.context import Context
+from opentelemetry.util.types import AttributeValue
 
 from pillion.errors import Cancelled, Overloaded, PillionError
 from pillion.gateway.request.admitted_request import AdmittedRequest
@@ -20,7 +21,7 @@ from pillion.observability.metrics import Meters, Reading
 from pillion.types import GenerateRequest, Timings, Usage
 from pillion.wire.registry import ComponentRecord
 
-CHAT, TEXT = "chat", "text_completion"
+CHAT, TEXT, EMBEDDINGS = "chat", "text_completion", "embeddings"
 CANCELLED = "cancelled"
 # A span has this many characters of the model's name as the client wrote it, which may be no model at all.
 MAX_NAME_CHARS = 100
@@ -146,31 +147,36 @@ def version_readings(versions: Mapping[tuple[str, int, bool], int]) -> Iterator[
         yield names.COMPONENTS, (version, str(protocol), "yes" if used else "no"), count
 
 
-def begin_span(request: GenerateRequest, parent: Context | None) -> trace.Span:
+def begin_span(request: GenerateRequest, parent: Context | None, *, streamed: bool) -> trace.Span:
     """Starts the request's span under the client's ``parent``, as soon as the request is here."""
-    name = f"generate {request.model[:MAX_NAME_CHARS]}".rstrip()
-    return telemetry.tracer().start_span(name, context=parent, kind=trace.SpanKind.SERVER)
+    asked = request.model[:MAX_NAME_CHARS]
+    span = telemetry.tracer().start_span(f"generate {asked}".rstrip(), context=parent, kind=trace.SpanKind.SERVER)
+    if span.is_recording():
+        span.set_attribute("gen_ai.request.stream", streamed)
+        # A name that was left out means the only model, which describe_span names.
+        span.set_attribute("gen_ai.request.model", asked)
+    return span
 
 
-def describe_span(span: trace.Span, admitted: AdmittedRequest, is_chat: bool) -> None:
+def describe_span(span: trace.Span, asked: str, admitted: AdmittedRequest, operation: str, name: str) -> None:
     """Adds to the span what the request asks for, by OpenTelemetry's conventions for generative AI. The request's
-    content is never added."""
+    content is never added. ``asked`` is the model's name in the request, ``name`` the one that answers give: the
+    adapter's, or the model's."""
     if not span.is_recording():
         return
     sampling = admitted.resolved.sampling
     span.update_name(f"generate {admitted.model}")
-    attributes = {
-        "gen_ai.operation.name": "chat" if is_chat else "text_completion",
+    attributes: dict[str, AttributeValue | None] = {
+        "gen_ai.operation.name": operation,
         "gen_ai.provider.name": "pillion",
-        "gen_ai.request.model": admitted.model,
-        "gen_ai.response.model": admitted.model,
+        "gen_ai.request.model": asked[:MAX_NAME_CHARS] or name,
+        "gen_ai.response.model": name,
         "gen_ai.response.id": admitted.request_id,
         "gen_ai.request.max_tokens": admitted.resolved.max_tokens,
         "gen_ai.request.temperature": sampling.temperature,
         "gen_ai.request.top_p": sampling.top_p,
         "gen_ai.request.top_k": sampling.top_k,
         "gen_ai.request.seed": sampling.seed,
-        "gen_ai.request.stream": True,
         # OpenTelemetry's convention has an attribute for the number of answers only where it is not 1.
         "gen_ai.request.choice.count": admitted.answers if admitted.answers > 1 else None,
     }

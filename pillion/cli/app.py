@@ -66,7 +66,7 @@ def main(argv: list[str] | None = None) -> None:
         fail(f"{error.format_message()} (see {where} --help)")
         code = EXIT_USAGE
     except PillionError as error:
-        if logging.getLogger().isEnabledFor(logging.DEBUG):
+        if logging.getLogger("pillion").isEnabledFor(logging.DEBUG):
             traceback.print_exc()
         fail(error.message)
         code = EXIT_USAGE if isinstance(error, ConfigError) else EXIT_FAILED

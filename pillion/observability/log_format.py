@@ -52,13 +52,18 @@ def _log_uncaught(kind: type[BaseException], error: BaseException, trace: Traceb
 
 
 def set_up_logging(level: str, form: str = "text", component: str = "") -> None:
-    """Logs to standard error, one line per record; ``form`` is "text" or "json"."""
+    """Logs to standard error, one line per record; ``form`` is "text" or "json".
+
+    The level "debug" is for Pillion's own lines: libraries, gRPC above all, would write fourteen of fifteen lines.
+    """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(component) if form == "json" else logging.Formatter(_TEXT, "%H:%M:%S"))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+    own = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(own, logging.INFO), handlers=[handler])
+    logging.getLogger("pillion").setLevel(own)
     if form == "json":
         # Python itself would print warnings as plain text.
         logging.captureWarnings(True)
         sys.excepthook = _log_uncaught
     # uvicorn's start-up lines repeat those of the component.
-    logging.getLogger("uvicorn").setLevel(logging.DEBUG if level == "debug" else logging.WARNING)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import time
 from typing import TextIO
 
@@ -22,7 +21,6 @@ def run_serve(flags: ServeFlags) -> int:
     """Serves until Ctrl-C, SIGTERM (exit status 0) or a component's final death (1). Raises PillionError."""
     require_server_packages()
     set_up_logging(flags.log_level if flags.log_level == "debug" else "warning", flags.log_format, "pillion")
-    logging.getLogger("asyncio").setLevel(logging.WARNING)
     with contextlib.ExitStack() as stack:
         log_file = stack.enter_context(open_log(flags.log_file)) if flags.log_file else None
         return asyncio.run(_serve(flags, Notices(form=flags.log_format, log_file=log_file)))

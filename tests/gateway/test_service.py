@@ -374,6 +374,7 @@ async def test_one_trace_from_the_client_through_every_call(monkeypatch: pytest.
         assert (attributes["gen_ai.response.id"], attributes["gen_ai.request.max_tokens"]) == ("r-9", 4)
         assert (attributes["gen_ai.usage.input_tokens"], attributes["gen_ai.usage.output_tokens"]) == (30, 4)
         assert attributes["gen_ai.response.finish_reasons"] == ("length",)
+        assert attributes["gen_ai.request.stream"] is True
         assert "first token" in [event.name for event in root.events]
         # What the other parts were sent names the right parent.
         sent = [dict(fakes.node.metadata[0])["traceparent"], dict(fakes.prefill.metadata[0])["traceparent"]]
