@@ -118,9 +118,11 @@ class RedisLink:
         answers: list[T | None] = [None] * len(calls)
         until = asyncio.get_running_loop().time() + deadline_ms / 1000
         shards = await self._shards(calls, until)
-        works = [self._ask(name, script, [calls[i] for i in places], read, until) for name, places in shards.items()]
+        works = [
+            self._outcome(name, script, [calls[i] for i in places], read, until) for name, places in shards.items()
+        ]
         # Most often there is one server, whose call needs no task of its own.
-        outcomes = [await _outcome(works[0])] if len(works) == 1 else await asyncio.gather(*map(_outcome, works))
+        outcomes = [await works[0]] if len(works) == 1 else await asyncio.gather(*works)
         for places, got in zip(shards.values(), outcomes, strict=True):
             if not isinstance(got, Unavailable):
                 for i, answer in zip(places, got, strict=True):
@@ -157,6 +159,16 @@ class RedisLink:
             nodes = client.nodes_manager.slots_cache.get(client.keyslot(call.keys[0]))
             shards.setdefault(nodes[0].name if nodes else "", []).append(i)
         return shards
+
+    async def _outcome(
+        self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
+    ) -> list[T | None] | Unavailable:
+        """Returns what :meth:`_ask` returns, or the Unavailable that it raised. A task of this that is cancelled before
+        it has begun leaves nothing behind that was never awaited."""
+        try:
+            return await self._ask(name, script, calls, read, until)
+        except Unavailable as error:
+            return error
 
     async def _ask(
         self, name: str, script: str, calls: list[ScriptCall], read: Callable[[Any], T], until: float
@@ -255,14 +267,6 @@ class RedisScripts:
     async def aclose(self) -> None:
         """Closes the connections to Redis."""
         await self._link.aclose()
-
-
-async def _outcome(work: Any) -> Any:
-    """Awaits a call; returns its answer, or the Unavailable that it raised."""
-    try:
-        return await work
-    except Unavailable as error:
-        return error
 
 
 def _with_remedy(refusal: ResponseError) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import struct
 from collections.abc import Iterator
 from typing import Any
@@ -272,6 +273,24 @@ async def test_a_cancel_is_heard_even_where_the_library_loses_it(
 
 
 @pytest.mark.usefixtures("patient")
+async def test_a_cancel_before_the_shards_were_asked_leaves_nothing_unawaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shard has a task of its own, which the cancel of the call reaches before it begins."""
+    link = RedisLink("redis://127.0.0.1:1")
+
+    async def shards(*_: object) -> dict[str, list[int]]:
+        return {"a": [0], "b": [1]}
+
+    monkeypatch.setattr(link, "_shards", shards)
+    asking = asyncio.create_task(link.call_each("x", [ScriptCall([], [])] * 2, str, deadline_ms=1e3))
+    # The next turn of the loop runs the call until it waits for its tasks, and then this.
+    asyncio.get_running_loop().call_soon(asking.cancel)
+    with pytest.raises(asyncio.CancelledError):
+        await asking
+    # What was never awaited fails this test: Python warns of it where it is collected.
+    gc.collect()
+    await link.aclose()
+
+
 async def test_no_more_calls_at_once_than_connections(redis: RedisServer, index: Index) -> None:
     [node] = await fake_nodes(redis.url, "a")
     chain = Chain(range(300))
