@@ -26,7 +26,7 @@ def test_the_wheel_holds_every_package_under_one_name(tmp_path: pathlib.Path) ->
         pathlib.Path(folder, name).relative_to(ROOT).as_posix()
         for folder, _, files in os.walk(ROOT / "pillion", followlinks=True)
         for name in files
-        if name.endswith((".py", ".pyi", ".lua", ".json", ".typed", ".html", ".css", ".js"))
+        if name.endswith((".py", ".pyi", ".lua", ".json", ".typed", ".html", ".css", ".js", ".LICENSE"))
     }
     assert {"pillion/gateway/ui/page/page.html", "pillion/kvstore/index/lua/lookup.lua"} < kept
     assert set(names) == kept

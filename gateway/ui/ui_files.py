@@ -45,7 +45,7 @@ class UiFile:
 
 
 def read_files() -> dict[str, UiFile]:
-    """Returns all files of the page for people by name, some 40 KB, which a gateway keeps in memory."""
+    """Returns all files of the page for people by name, some 180 KB, which a gateway keeps in memory."""
     return {
         path.name: UiFile(path.read_bytes(), TYPES[path.suffix] + b"; charset=utf-8")
         for path in sorted(FOLDER.iterdir())

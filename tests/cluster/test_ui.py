@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import pathlib
+import re
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -15,7 +18,7 @@ from playwright.async_api import Browser, Locator, Route
 from pillion.gateway.admission.api_keys import hash_of
 from testbed.conditions import until
 from testbed.tiny_model import save_model
-from tests.support.browser import running_browser, seen_page
+from tests.support.browser import SeenPage, running_browser, seen_page
 from tests.support.components import Components, running_components
 from tests.support.fake_components import running_fake_cluster
 from tests.support.http import call
@@ -83,7 +86,8 @@ async def test_chat_by_keyboard_alone(browser: Browser, components: Components) 
         await keyboard.type(QUESTION)
         await keyboard.press("Enter")
         await page.locator(".figures").wait_for()
-        (shown,) = await seen.texts(".answer .text:not(.thinking .text)")
+        # What the answer is drawn of; a random model's text may be any Markdown.
+        (shown,) = (turn["text"] for turn in await seen.kept_turns())
         said = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": QUESTION.strip()}]
         asked = {"model": "tiny", "messages": said, "temperature": 0, "max_completion_tokens": 12, "timings": True}
         reply = await call(address, "/v1/chat/completions", asked, headers={"Authorization": f"Bearer {KEYS['acme']}"})
@@ -193,6 +197,23 @@ async def test_a_worker_whose_record_expires_stays(browser: Browser, components:
         assert await card.count() == 0
 
 
+@pytest.mark.parametrize(
+    "options",
+    [NARROW, {"viewport": {"width": 390, "height": 844}, "has_touch": True}, {"viewport": NARROW["viewport"]}],
+)
+async def test_on_a_phone_stop_and_send_stand_side_by_side(browser: Browser, options: dict[str, Any]) -> None:
+    async with (
+        running_fake_cluster(ui=True) as fakes,
+        seen_page(browser, fakes.gateway.http_address, **options) as seen,
+    ):
+        stop, send = [await seen.page.locator(f"#{name}").bounding_box() for name in ("stop", "send")]
+        assert stop is not None
+        assert send is not None
+        assert stop["y"] == send["y"]
+        assert stop["x"] + stop["width"] <= send["x"]
+        assert stop["height"] == send["height"]
+
+
 @pytest.mark.long
 async def test_narrow_dark_and_still(browser: Browser, components: Components) -> None:
     """320 pixels are also what 400 % zoom leaves of 1,280 (WCAG 1.4.10)."""
@@ -248,6 +269,216 @@ async def test_answers_are_text_and_can_be_stopped(browser: Browser) -> None:
         await seen.ask("short")
         await page.locator(".figures").nth(1).wait_for()
         assert len(fakes.decode.submits) == 3
+
+
+def events_of(*texts: str, thought: str = "") -> str:
+    """A stream of a chat completion, as the gateway sends it, in these pieces; a comment comes first."""
+    deltas = [{"reasoning_content": thought}] if thought else []
+    choices = [{"index": 0, "delta": delta} for delta in [*deltas, *({"content": text} for text in texts)]]
+    events = [json.dumps({"id": "chatcmpl-1", "choices": [choice]}) for choice in choices]
+    return "".join(f"{line}\n\n" for line in (": waiting", *(f"data: {one}" for one in [*events, "[DONE]"])))
+
+
+@asynccontextmanager
+async def scripted_answers(seen: SeenPage, *answers: str) -> AsyncIterator[list[list[dict[str, str]]]]:
+    """The page's questions get these streams, one after the other; yields the messages that were sent."""
+    left, asked = list(answers), list[list[dict[str, str]]]()
+
+    async def answer(route: Route) -> None:
+        asked.append(route.request.post_data_json["messages"])
+        await route.fulfill(status=200, content_type="text/event-stream", body=left.pop(0))
+
+    await seen.page.route("**/v1/chat/completions", answer)
+    yield asked
+    assert not left
+    await seen.page.unroute_all(behavior="wait")
+
+
+MARKDOWN = """# Rivers
+
+They end in **a sea**, *or* in a `lake`,
+as [this page](https://example.org/rivers "says") and <https://example.org/x> say.
+
+- one
+- two
+
+```python
+print("<b>river</b>")
+```
+
+| River | km |
+|:--|--:|
+| Rhine | 1230 |
+"""
+HOSTILE = """<img src="/x" onerror="document.title='hit'"> <script>document.title='hit'</script>
+
+<svg onload="document.title='hit'"><style>body { display: none }</style></svg>
+
+<iframe srcdoc="<script>parent.document.title='hit'</script>"></iframe>
+
+[one](javascript:document.title='hit') [two](JaVaScRiPt:document.title='hit') [three](data:text/html,<script>1</script>)
+[four](&#106;avascript:document.title='hit') [five](java\tscript:document.title='hit') <javascript:document.title='hit'>
+[six](vbscript:x) [seven](file:///etc/passwd) [eight](//127.0.0.1:9/x) [nine](/ui/cluster) [ten]: javascript:1
+
+![x](http://127.0.0.1:9/x "onerror=document.title='hit'") ![y](javascript:document.title='hit')
+![z](data:image/svg+xml,<svg/>)
+
+[a" onmouseover="document.title='hit'](https://example.org/"onmouseover="x)
+
+```"><img src=x onerror=document.title='hit'>
+</code></pre><img src=x onerror="document.title='hit'">
+```
+
+| <img src=x onerror="document.title='hit'"> |
+|:-:|
+| <b onclick="document.title='hit'">x</b> |
+"""
+
+
+async def test_answers_are_markdown(browser: Browser) -> None:
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        pieces = [MARKDOWN[at : at + 7] for at in range(0, len(MARKDOWN), 7)]
+        async with scripted_answers(seen, events_of(*pieces, thought="I *think*.")):
+            await seen.ask("Where do rivers end?")
+            shown = seen.page.locator(".answer:not(.busy) .markdown:not(.thinking .markdown)")
+            await shown.wait_for()
+        for selector, text in (
+            ("h4", "Rivers"),
+            ("strong", "a sea"),
+            ("em", "or"),
+            ("p code", "lake"),
+            ("li", "onetwo"),
+            ("pre code", 'print("<b>river</b>")'),
+            (".code-head span", "python"),
+            ("th", "Riverkm"),
+            ("td.to-right", "1230"),
+        ):
+            assert "".join(await shown.locator(selector).all_text_contents()) == text
+        links = await shown.locator("a").evaluate_all("all => all.map((one) => [one.href, one.target, one.rel])")
+        hosts = ["https://example.org/rivers", "https://example.org/x"]
+        assert links == [[href, "_blank", "noopener noreferrer"] for href in hosts]
+        assert await seen.page.locator(".thinking em").text_content() == "think"
+        assert await seen.complaints() == []
+
+
+async def test_nothing_in_an_answer_runs_or_loads(browser: Browser) -> None:
+    """Neither while it comes in pieces nor when it is whole, nor after a reload; ``seen_page`` sees every request."""
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        page = seen.page
+        async with scripted_answers(seen, events_of(*HOSTILE, thought=HOSTILE), events_of(HOSTILE * 50)):
+            await seen.ask(HOSTILE)
+            await page.locator(".answer:not(.busy)").wait_for()
+            await seen.ask("more")
+            await page.locator(".answer:not(.busy)").nth(1).wait_for()
+        for _ in range(2):
+            await page.locator(".thinking").first.evaluate("one => { one.open = true }")
+            found = (
+                "all => all.flatMap((one) => [one.tagName, ...one.getAttributeNames()]).map((one) => one.toLowerCase())"
+            )
+            names = set(await page.locator("#log .markdown *").evaluate_all(found))
+            assert not names & {"img", "script", "style", "iframe", "svg", "object", "embed", "form", "input", "src"}
+            assert not [name for name in names if name.startswith("on")]
+            links = set(await page.locator("#log a").evaluate_all("all => all.map((one) => new URL(one.href).origin)"))
+            assert links <= {"https://example.org", "http://127.0.0.1:9"}
+            assert await page.title() == "Pillion"
+            await page.reload()
+            await page.locator(".answer").nth(1).wait_for()
+
+
+async def test_copy_retry_and_edit(browser: Browser) -> None:
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        page, address = seen.page, fakes.gateway.http_address
+        await page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=f"http://{address}")
+        said = [events_of(text) for text in ("`1`\n", "two", "another two", "```\nthree\n```")]
+        async with scripted_answers(seen, *said) as asked:
+            ended = page.locator(".answer:not(.busy)")
+            for number in range(2):
+                await seen.ask(f"q{number}")
+                await ended.nth(number).wait_for()
+            await page.get_by_label("Copy this answer").first.click()
+            await page.get_by_role("button", name="Copy this answer").filter(has_text="Copied").wait_for()
+            assert await page.evaluate("navigator.clipboard.readText()") == "`1`\n"
+            # Only the last answer can be asked for again: others have been answered to.
+            assert await page.locator(".retry:visible").count() == 1
+            await page.locator(".retry:visible").click()
+            await page.locator(".answer", has_text="another two").wait_for()
+            assert asked[2] == asked[1]
+            assert await ended.count() == 2
+            await page.get_by_label("Edit this message").first.click()
+            field = page.get_by_label("Message", exact=True)
+            assert await field.input_value() == "q0"
+            assert await seen.complaints() == []
+            await page.get_by_role("button", name="Leave it as it was").click()
+            assert (await field.input_value(), await ended.count()) == ("", 2)
+            await page.get_by_label("Edit this message").first.click()
+            await seen.ask("q0, but better")
+            await page.get_by_label("Copy this code").wait_for()
+            assert asked[3] == [{"role": "user", "content": "q0, but better"}]
+            assert await ended.count() == 1
+            await page.get_by_label("Copy this code").click()
+            assert await page.evaluate("navigator.clipboard.readText()") == "three"
+
+
+async def test_a_reload_keeps_the_chat(browser: Browser, tmp_path: pathlib.Path) -> None:
+    """For the same key alone; settings are kept as well, and the answer that was under way as far as it had come."""
+    keys = "".join(f'[[key]]\ntenant = "{name}"\nhash = "{hash_of(key)}"\n' for name, key in KEYS.items())
+    (tmp_path / "keys.toml").write_text("[tenant.ops]\n[tenant.acme]\n" + keys)
+    flags = {"ui": True, "api_keys": str(tmp_path / "keys.toml")}
+    async with running_fake_cluster(**flags) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        page, ended = seen.page, seen.page.locator(".answer:not(.busy)")
+        await seen.connect(KEYS["ops"])
+        most = page.locator("#max-tokens")
+        assert await most.input_value() == "1024"
+        await seen.set(max_tokens="30", system=SYSTEM)
+        await seen.ask("first")
+        await page.locator(".figures").wait_for()
+        fakes.decode.gate.clear()
+        await seen.ask("second")
+        await until("the second request", lambda: len(fakes.decode.submits) == 2)
+        await page.reload()
+        await until("the request to be cancelled", lambda: not fakes.gateway.gateway.active_requests)
+        fakes.decode.gate.set()
+        await seen.connect(KEYS["ops"])
+        assert await page.locator(".question .text").all_text_contents() == ["first", "second"]
+        assert await ended.locator(".figures").count() == 1
+        await ended.nth(1).get_by_text("The page was left before the end of the answer.").wait_for()
+        assert (await most.input_value(), await page.locator("#system").input_value()) == ("30", SYSTEM)
+        async with page.expect_request("**/v1/chat/completions") as found:
+            await seen.ask("third")
+        sent = [(one["role"], one["content"]) for one in (await found.value).post_data_json["messages"]]
+        assert sent == [("system", SYSTEM), ("user", "first"), ("assistant", "The answer."), ("user", "third")]
+        await page.locator(".figures").nth(1).wait_for()
+        stores = "JSON.stringify(localStorage) + JSON.stringify(sessionStorage) + document.cookie"
+        assert KEYS["ops"] not in await page.evaluate(stores)
+        # Nobody else's key brings it back, nor does the same one after that.
+        await page.reload()
+        await seen.connect(KEYS["acme"])
+        assert await page.locator(".question").count() == 0
+        assert await page.locator("#system").input_value() == ""
+        await page.reload()
+        await seen.connect(KEYS["ops"])
+        assert await page.locator(".question").count() == 0
+
+
+async def test_what_is_kept_is_bounded(browser: Browser) -> None:
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        async with scripted_answers(seen, *[events_of(f"{name} " + "x" * 400_000) for name in "abc"]):
+            for number, name in enumerate("abc"):
+                await seen.ask(name)
+                await seen.page.locator(".answer:not(.busy)").nth(number).wait_for()
+        assert [turn["question"] for turn in await seen.kept_turns()] == ["b", "c"]
+
+
+async def test_connected_is_said_only_while_the_gateway_answers(browser: Browser) -> None:
+    async with running_fake_cluster(ui=True) as fakes, seen_page(browser, fakes.gateway.http_address) as seen:
+        words, page = seen.page.locator("#connection"), seen.page
+        await words.get_by_text("Connected", exact=True).wait_for()
+        away = [re.compile(".*/v1/models"), re.compile(".*/ui/cluster")]
+        for path in away:
+            await page.route(path, lambda route: route.abort())
+        await words.filter(has_text="Not connected. The gateway cannot be reached.").wait_for()
+        await page.unroute_all(behavior="wait")
+        await words.get_by_text("Connected", exact=True).wait_for()
 
 
 async def test_a_chat_that_is_left_does_not_come_back(browser: Browser, tmp_path: pathlib.Path) -> None:

@@ -63,6 +63,11 @@ class SeenPage:
         await self.page.get_by_label("Message", exact=True).fill(text)
         await self.page.keyboard.press("Enter")
 
+    async def kept_turns(self) -> list[dict[str, Any]]:
+        """The turns of the chat that a reload would give back, once an answer has ended."""
+        turns: list[dict[str, Any]] = await self.page.evaluate("JSON.parse(sessionStorage['pillion-chat']).turns")
+        return turns
+
     async def texts(self, selector: str) -> list[str]:
         """The texts of all elements, as they are in the document."""
         return [text or "" for text in await self.page.locator(selector).all_text_contents()]

@@ -1,8 +1,15 @@
 // Calls to the gateway that served this page. The key is in this module's memory alone: a reload forgets it.
 
+import { tagOf } from "./kept.js";
+
 let key = "";
+let heard = () => {};
 
 export const useKey = (text) => { key = text; };
+export const keyTag = () => tagOf(key);
+
+// Calls `told` after each call with why it shows that there is no connection, in words; "" where there is one.
+export const onHeard = (told) => { heard = told; };
 
 // An answer that is an error, in words for people. `status` is 0 where the gateway cannot be reached.
 export class Refusal extends Error {
@@ -12,6 +19,7 @@ export class Refusal extends Error {
   }
 }
 
+const AWAY = "The gateway cannot be reached.";
 const SAID = {
   401: "This API key is not known here. Check it, and enter it again.",
   403: "This key may not do that.",
@@ -42,8 +50,10 @@ export async function ask(path, options = {}) {
     answer = await fetch(path, { ...options, headers, redirect: "error", cache: "no-store" });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Refusal("The gateway cannot be reached.", 0);
+    heard(AWAY);
+    throw new Refusal(AWAY, 0);
   }
+  heard(answer.status === 401 ? SAID[401] : "");
   if (!answer.ok) throw await refusalOf(answer);
   return answer;
 }
@@ -60,13 +70,16 @@ export async function* stream(path, body, signal) {
       part = await reader.read();
     } catch (error) {
       if (error.name === "AbortError") throw error;
+      heard(AWAY);
       throw new Refusal("The connection to the gateway broke.", 0);
     }
     if (part.done) throw new Refusal("The answer ended too early.", 0);
     const events = (rest + part.value).split("\n\n");
     rest = events.pop();
     for (const event of events) {
-      const data = event.replace(/^data: /, "");
+      // A comment, by which a gateway shows that it is there, has no data.
+      const data = event.split("\n").filter((line) => line.startsWith("data: ")).map((line) => line.slice(6)).join("\n");
+      if (!data) continue;
       if (data === "[DONE]") return;
       const found = JSON.parse(data);
       if (found.error) throw new Refusal(String(found.error.message), 500);

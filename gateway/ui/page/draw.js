@@ -14,6 +14,41 @@ export function say(element, text) {
   if (element.textContent !== text) element.textContent = text;
 }
 
+// Copies a text, also where the page came over plain HTTP from another machine and the browser has no clipboard for it.
+async function copy(text) {
+  try {
+    await navigator.clipboard.writeText(text);
+  } catch {
+    const field = make("textarea", { class: "unseen", "aria-hidden": "true" });
+    field.value = text;
+    document.body.append(field);
+    field.select();
+    const done = document.execCommand("copy");
+    field.remove();
+    if (!done) throw new Error("The browser does not let this page copy.");
+  }
+}
+
+const COPIED_MS = 1500;
+
+// A button that copies what `text` returns, and says so.
+export function copyButton(label, text) {
+  const button = make("button", { type: "button", class: "small", "aria-label": label }, "Copy");
+  button.addEventListener("click", async () => {
+    let said = "Copied";
+    try {
+      await copy(text());
+    } catch {
+      said = "Not copied";
+    }
+    say(button, said);
+    say(byId("spoken"), `${said}.`);
+    button.focus();
+    setTimeout(() => say(button, "Copy"), COPIED_MS);
+  });
+  return button;
+}
+
 // A bar of segments with a legend that says the same in words.
 // `kinds`: class, and label of each segment. `update` takes a value for each, and how a value is written.
 export class Bar {

@@ -3,30 +3,63 @@
 //   open --gateway takes calls without a key--> chat, picture
 //     '--401--> the form for a key --good key--> chat, picture --"Forget the key"--> the form
 
-import { Refusal, useKey } from "./api.js";
+import { Refusal, onHeard, useKey } from "./api.js";
 import * as chat from "./chat.js";
 import * as cluster from "./cluster.js";
 import { byId, say } from "./draw.js";
 
 // What fits into a header; the gateway's own keys are shorter.
 const KEY = /^[\x21-\x7e]{1,512}$/;
+// The gateway is asked this often whether it is there, while the page can be seen, and has this long to answer.
+const WATCH_MS = 5000;
+const PATIENCE_MS = 4000;
+
+let connected = false;
+let models = 0;
+
+// Says whether the gateway answers, as the last call has shown: `problem` is "" where it did.
+function tell(problem) {
+  if (!connected) return;
+  const words = models ? "Connected" : "Connected; no model is served now";
+  say(byId("connection"), problem ? `Not connected. ${problem}` : words);
+  byId("connection").classList.toggle("away", Boolean(problem));
+}
+
+async function watch() {
+  if (!connected || document.hidden) return;
+  const patience = new AbortController();
+  const timer = setTimeout(() => patience.abort(), PATIENCE_MS);
+  try {
+    models = await chat.loadModels(patience.signal);
+    tell("");
+  } catch (error) {
+    // The call itself has told of all else.
+    if (error.name === "AbortError") tell("The gateway does not answer.");
+  } finally {
+    clearTimeout(timer);
+  }
+}
 
 async function connect(key) {
   useKey(key);
-  const models = await chat.loadModels();
+  models = await chat.loadModels();
+  connected = true;
   byId("key-form").hidden = true;
   byId("parts").hidden = false;
   byId("forget").hidden = !key;
-  say(byId("connection"), models ? "Connected" : "Connected; no model is served now");
+  tell("");
+  chat.restore();
   cluster.show();
   byId("prompt").focus();
 }
 
 function askForKey(message = "") {
   useKey("");
+  connected = false;
   byId("parts").hidden = true;
   byId("forget").hidden = true;
   byId("key-form").hidden = false;
+  byId("connection").classList.remove("away");
   say(byId("connection"), "Not connected");
   say(byId("key-error"), message);
   byId("key").focus();
@@ -54,6 +87,11 @@ byId("forget").addEventListener("click", () => {
   askForKey();
 });
 
+onHeard(tell);
+setInterval(watch, WATCH_MS);
+for (const event of ["visibilitychange", "online", "offline"]) {
+  (event === "visibilitychange" ? document : window).addEventListener(event, watch);
+}
 chat.start();
 cluster.start();
 try {

@@ -1,0 +1,153 @@
+// A question and its answer on the page, and below the answer where its prompt's tokens went.
+
+import { Bar, byId, copyButton, count, make, say, some, time } from "./draw.js";
+import { MarkdownView } from "./markdown.js";
+
+const WENT = [
+  ["pool", "found in the pool"],
+  ["fetched", "fetched from other nodes"],
+  ["restored", "restored from lower tiers"],
+  ["bucket", "brought from a bucket"],
+  ["prefill", "computed by a prefill worker"],
+  ["tail", "computed by the decode worker, beside other streams"],
+];
+const ENDED = { stop: "the model ended it", length: "at the most tokens", tool_calls: "with a call of a tool" };
+// Further down than this many pixels from the end, the reader reads, and the log does not scroll by itself.
+const NEAR_END_PX = 80;
+
+// `kept` is what `state` returned for a turn of before; `edit` and `retry` are called with the turn.
+export class Turn {
+  constructor(question, model, { edit, retry, kept = null }) {
+    this.question = question;
+    this.model = model;
+    this.text = "";
+    this.thoughts = "";
+    this.reason = "";
+    this.accounts = null;
+    this.words = "";
+    this.failed = false;
+    this.shown = new MarkdownView();
+    this.thought = new MarkdownView();
+    this.thinking = make("details", { class: "thinking" }, make("summary", {}, "Reasoning"), this.thought.root);
+    this.thinking.hidden = true;
+    this.below = make("div", { class: "below" });
+    this.actions = make("div", { class: "actions" },
+      copyButton("Copy this answer", () => this.text),
+      button("Retry", "Ask this message again", "retry", () => retry(this)));
+    this.asked = make("article", { class: "question" },
+      make("h3", { class: "who" }, "You"), make("p", { class: "text" }, question),
+      make("div", { class: "actions" }, button("Edit", "Edit this message", "edit", () => edit(this))));
+    this.root = make("article", { class: "answer busy" },
+      make("h3", { class: "who" }, model || "Model"), this.thinking, this.shown.root, this.below, this.actions);
+    byId("empty").hidden = true;
+    byId("log").append(this.asked, this.root);
+    if (kept) this.restore(kept);
+    byId("log").scrollTop = byId("log").scrollHeight;
+  }
+
+  take(event, began) {
+    for (const choice of event.choices ?? []) {
+      const thought = choice.delta?.reasoning_content ?? "";
+      const text = choice.delta?.content ?? "";
+      this.firstMs ??= text || thought ? performance.now() - began : undefined;
+      this.thoughts += thought;
+      this.text += text;
+      this.reason = choice.finish_reason ?? this.reason;
+      if (thought) this.showThoughts();
+      if (text) this.grow(this.shown, this.text);
+    }
+    if (event.usage && event.timings) this.account({ usage: event.usage, timings: event.timings, id: event.id });
+  }
+
+  showThoughts() {
+    this.thinking.hidden = false;
+    this.grow(this.thought, this.thoughts);
+  }
+
+  // Shows more of the answer, and follows its end unless the reader reads further up.
+  grow(view, text) {
+    const log = byId("log");
+    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < NEAR_END_PX;
+    view.grow(text, () => { if (follows) log.scrollTop = log.scrollHeight; });
+  }
+
+  // Shows where the prompt's tokens and the time went.
+  account(accounts) {
+    this.accounts = accounts;
+    const { usage, timings, id } = accounts;
+    const brought = [timings.fetched_tokens, timings.restored_tokens, timings.bucket_tokens];
+    const pool = brought.reduce((left, tokens) => left - tokens, timings.cached_tokens);
+    const bar = new Bar(WENT, { always: false });
+    bar.update([pool, ...brought, timings.prefilled_tokens, timings.tail_tokens], count);
+    const afterMs = timings.total_ms - timings.time_to_first_token_ms;
+    const speed = usage.completion_tokens > 1 && afterMs > 0 ? (usage.completion_tokens - 1) * 1000 / afterMs : null;
+    const ms = (value) => time(value / 1000);
+    const figures = [
+      ["first token", ms(timings.time_to_first_token_ms)],
+      ["speed", speed === null ? "–" : `${speed.toFixed(1)} tokens/s`],
+      ["answer", some(usage.completion_tokens, "token")],
+      ["ended", ENDED[this.reason] ?? this.reason],
+    ];
+    const more = [
+      ["plan", timings.plan_reason],
+      ["prefill worker", timings.prefill_worker
+        && `${timings.prefill_worker}, ${some(timings.prefill_chunks, "chunk")} in ${ms(timings.prefill_ms)}`],
+      ["decode worker", `${timings.decode_worker}, prompt tail in ${some(timings.tail_steps, "step")}`],
+      ["waited", `${ms(timings.admission_ms)} until admitted, ${ms(timings.decode_queue_ms)} at the decode worker`],
+      ["guessed tokens", timings.guessed_tokens
+        && `${count(timings.accepted_tokens)} of ${count(timings.guessed_tokens)} were right`],
+      ["moved", (timings.replays || timings.preemptions)
+        && `${some(timings.replays, "time")} to another worker, ${some(timings.preemptions, "time")} preempted`],
+      ["request", id],
+    ];
+    const list = (pairs, kind) => make("dl", { class: kind },
+      ...pairs.filter(([, value]) => value).map(([name, value]) =>
+        make("div", {}, make("dt", {}, name), make("dd", {}, value))));
+    this.below.replaceChildren(
+      make("p", { class: "caption" }, `Where the ${some(usage.prompt_tokens, "token")} of the prompt went`), bar.root,
+      list(figures, "figures"), make("details", {}, make("summary", {}, "More of this request"), list(more, "more")));
+  }
+
+  // Says why the answer has no figures.
+  end(words, failed = false) {
+    this.words = words;
+    this.failed = failed;
+    this.below.replaceChildren(make("p", failed ? { class: "error", role: "alert" } : { class: "muted" }, words));
+  }
+
+  settle() {
+    const log = byId("log");
+    const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 4 * NEAR_END_PX;
+    this.root.classList.remove("busy");
+    this.thought.show(this.thoughts);
+    this.shown.show(this.text);
+    if (!this.text && !this.failed) say(this.shown.root, "(The answer is empty.)");
+    if (follows) log.scrollTop = log.scrollHeight;
+  }
+
+  remove() {
+    this.asked.remove();
+    this.root.remove();
+  }
+
+  // What a reload keeps of this turn. One that is still answered counts as ended by the reload.
+  state() {
+    const words = this.root.classList.contains("busy") ? "The page was left before the end of the answer." : this.words;
+    const { question, model, text, thoughts, reason, accounts, failed } = this;
+    return { question, model, text, thoughts, reason, accounts, words, failed };
+  }
+
+  restore(kept) {
+    Object.assign(this, { text: kept.text, thoughts: kept.thoughts, reason: kept.reason });
+    this.thinking.hidden = !this.thoughts;
+    if (kept.words) this.end(kept.words, kept.failed);
+    else if (kept.accounts) this.account(kept.accounts);
+    this.settle();
+  }
+}
+
+function button(text, label, kind, pressed) {
+  const made = make("button", { type: "button", class: `small ${kind}`, "aria-label": label }, text);
+  made.addEventListener("click", pressed);
+  return made;
+}
