@@ -127,7 +127,7 @@ class SamplingParams:
 
     Attributes:
         temperature: 0 is greedy; default 1.0.
-        top_p: nucleus mass in [0, 1]; 0 leaves the likeliest token; default 1.0.
+        top_p: nucleus mass in (0, 1]; default 1.0. The gateway takes 0 for the likeliest token.
         top_k: keep the k most likely tokens; 0 or -1 keeps all (the default).
         seed: any 64-bit number; the gateway draws one when it is not given, or -1 (I6).
         max_tokens: most tokens to generate; default: what the context has left. 0 computes the prompt alone.
@@ -157,7 +157,7 @@ class SamplingParams:
         of_rows=True,
     )
     top_p: float | None = _option(
-        Range(0, 1),
+        Range(0, 1, above=True),
         neutral=1.0,
         recommended_as="top_p",
         gguf="top_p",

@@ -312,7 +312,7 @@ def resolve(
     own = {name: value for name in names if (value := getattr(recommended, name)) is not None}
     unset: dict[str, Any] = {name: own.get(name, getattr(NEUTRAL, name)) for name in names}
     top_k = unset.pop("top_k", sampling.top_k)
-    if unset.get("top_p", sampling.top_p) == 0:
+    if sampling.top_p == 0:
         # As little mass as there is leaves the likeliest token alone.
         unset["top_p"], top_k = 1.0, 1
     ends = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, *eos_token_ids)
@@ -508,7 +508,9 @@ def _is_schema(text: str) -> bool:
 
 
 def _sampling(sampling: SamplingParams, limits: ModelLimits) -> Iterator[FieldViolation]:
-    yield from range_violations(sampling, limits.vocab_size)
+    # The range is that of workers, which get another value in the place of 0.
+    ranged = replace(sampling, top_p=None) if sampling.top_p == 0 else sampling
+    yield from range_violations(ranged, limits.vocab_size)
     most = limits.max_model_len_tokens
     max_tokens, min_tokens = sampling.max_tokens, sampling.min_tokens
     # A request for more tokens than the context has left gets as many as it has left, so nobody has to know how long a

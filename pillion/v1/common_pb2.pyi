@@ -136,8 +136,8 @@ class SamplingParams(_message.Message):
     temperature: _builtins.float
     """0 is greedy. Default 1.0. Range [0, 100]."""
     top_p: _builtins.float
-    """Nucleus sampling: the smallest set of tokens whose probability reaches top_p. Default 1.0. Range [0, 1];
-    0 leaves the likeliest token.
+    """Nucleus sampling: the smallest set of tokens whose probability reaches top_p. Default 1.0. Range (0, 1];
+    a gateway takes 0 for the likeliest token.
     """
     top_k: _builtins.int
     """Only the top_k most likely tokens. Default 0 (or -1): all."""

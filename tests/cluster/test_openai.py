@@ -291,7 +291,7 @@ async def test_error_classes(components: Components) -> None:
             (openai.BadRequestError, "response_format.json_schema.schema", {"response_format": WRONG_FORMAT}),
             (openai.BadRequestError, "max_completion_tokens", {"max_completion_tokens": -1}),
             (openai.BadRequestError, "messages", {"messages": [{"role": "user", "content": "x" * 600}]}),
-            (openai.BadRequestError, "nonsense", {"extra_body": {"nonsense": 1}}),
+            (openai.BadRequestError, "temprature", {"extra_body": {"temprature": 1}}),
             (openai.NotFoundError, "model", {"model": "gpt-4"}),
         ]
         for kind, param, fields in wrong:

@@ -171,7 +171,7 @@ async def test_http(components: Components) -> None:
         {"tokens": PROMPT, "name": "a b"},
         {"tokens": PROMPT, "ttl_s": -1},
         {"tokens": PROMPT, "ttl_s": 10**9},
-        {"tokens": PROMPT, "more": 1},
+        {"tokens": PROMPT, "cache_slat": "x"},
         {"prompt": "x"},
     ):
         assert (await call(address, path, json.dumps(wrong).encode())).status == 400, wrong

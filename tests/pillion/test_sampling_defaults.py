@@ -78,7 +78,7 @@ def test_the_flags_choose(tmp_path: pathlib.Path) -> None:
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"temperature": -1}, r"temperature: -1.0 is not in \[0, 100\]"),
         ({"temperature": True}, "temperature must be a number"),
-        ({"top_p": -1}, r"top_p: -1.0 is not in \[0, 1\]"),
+        ({"top_p": 0}, r"top_p: 0.0 is not in \(0, 1\]"),
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"top_k": -3}, "top_k: -3 is below -1"),
         ({"repetition_penalty": 1e400}, "repetition_penalty must be a number in its range"),

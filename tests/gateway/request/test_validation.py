@@ -254,12 +254,9 @@ def test_what_the_client_said_stands() -> None:
 
 
 def test_no_mass_leaves_the_likeliest_token_and_no_seed_is_minus_one() -> None:
-    for asked, own in (
-        (SamplingParams(top_p=0, top_k=7, seed=-1), SamplingParams()),
-        (SamplingParams(), SamplingParams(top_p=0)),
-    ):
-        sampling = v.resolve(asked, 10, (), LIMITS, 99, own).sampling
-        assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1, 99)
+    sampling = v.resolve(SamplingParams(top_p=0, top_k=7, seed=-1), 10, (), LIMITS, 99).sampling
+    assert (sampling.top_p, sampling.top_k, sampling.seed) == (1.0, 1, 99)
+    v.check_request(sampled(top_p=0, seed=-1), LIMITS)
 
 
 def test_the_model_s_own_values_hold_where_the_client_gave_none() -> None:
