@@ -21,6 +21,7 @@ MAX_NAMED = 32
 _MESSAGE_KEYS = frozenset(
     {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning", "reasoning_content", "refusal"}
 )
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 _PROMPT_FIELD = re.compile(r"^(text|token_ids|prompt)(?![^\[])")
 
 Prompt = str | Sequence[int]
@@ -232,7 +233,7 @@ def message_of(message: Message, where: str) -> ChatMessage:
     for name, text in given.items():
         if not isinstance(text, str):
             raise InvalidRequest.of(FieldViolation(f"{where}.{name}", f"a text, not {type(text).__name__}"))
-    if "content" not in given and not calls:
+    if "content" not in given and not calls and given["role"] not in ("assistant", "tool"):
         raise InvalidRequest.of(FieldViolation(f"{where}.content", "this field is needed"))
     return ChatMessage(
         role=given["role"],
@@ -250,7 +251,7 @@ def _text_of_parts(parts: Sequence[Any], where: str) -> str:
     texts = []
     for number, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-        text = part.get("text") if kind == "text" else None
+        text = part.get("refusal" if kind == "refusal" else "text") if kind in _TEXT_PARTS else None
         if not isinstance(text, str):
             told = (
                 'a part is {"type": "text", "text": TEXT}' if kind == "text" else f"Pillion takes text alone, no {kind}"
@@ -263,9 +264,16 @@ def _text_of_parts(parts: Sequence[Any], where: str) -> str:
 def _called(call: ToolCall | Mapping[str, Any], where: str) -> ToolCall:
     if isinstance(call, ToolCall):
         return call
-    function = _named_function(call, where)
-    texts = {"id": call.get("id"), "function.arguments": function.get("arguments")}
-    for name, text in texts.items():
-        if not isinstance(text, str):
-            raise InvalidRequest.of(FieldViolation(f"{where}.{name}", f"a text, not {type(text).__name__}"))
-    return ToolCall(call["id"], function["name"], function["arguments"])
+    function, call_id = _named_function(call, where), call.get("id")
+    if not isinstance(call_id, str):
+        raise InvalidRequest.of(FieldViolation(f"{where}.id", f"a text, not {type(call_id).__name__}"))
+    arguments = function.get("arguments") or ""
+    if isinstance(arguments, Mapping):
+        try:
+            arguments = json.dumps(dict(arguments), allow_nan=False, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise InvalidRequest.of(FieldViolation(f"{where}.function.arguments", str(error))) from None
+    if not isinstance(arguments, str):
+        text = f"a text or an object, not {type(arguments).__name__}"
+        raise InvalidRequest.of(FieldViolation(f"{where}.function.arguments", text))
+    return ToolCall(call_id, function["name"], arguments)

@@ -350,7 +350,7 @@ class LLM:
         return names[0] if isinstance(wanted, LoRARequest) else names
 
     def _seeded(self, sampling: SamplingParams) -> SamplingParams:
-        if self._seeds is None or sampling.seed is not None:
+        if self._seeds is None or sampling.seed not in (None, -1):
             return sampling
         return replace(sampling, seed=self._seeds.getrandbits(63))
 

@@ -50,6 +50,15 @@ def test_messages_with_calls() -> None:
     assert message_of(sent, "m") == message_of({**sent, "tool_calls": [ToolCall("c", "f", "{}")]}, "m") == expected
     result = {"role": "tool", "tool_call_id": "c", "content": "x"}
     assert message_of(result, "m") == ChatMessage("tool", "x", tool_call_id="c")
+    for role in ("assistant", "tool"):
+        assert (
+            message_of({"role": role, "content": None}, "m") == message_of({"role": role}, "m") == ChatMessage(role, "")
+        )
+    parts = [{"type": "output_text", "text": "a"}, {"type": "refusal", "refusal": "b"}]
+    assert message_of({"role": "assistant", "content": parts}, "m") == ChatMessage("assistant", "a\nb")
+    for arguments, read_as in (({"a": ["ä"]}, '{"a": ["ä"]}'), (None, ""), ({}, "")):
+        call["function"] = {"name": "f", "arguments": arguments}
+        assert message_of({"role": "assistant", "tool_calls": [call]}, "m").tool_calls == (ToolCall("c", "f", read_as),)
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"role": "user"}, "m.content"),
         ({"content": "x"}, "m: a message is its role"),
